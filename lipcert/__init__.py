@@ -1,0 +1,1 @@
+from lipcert.model import Model

@@ -1,0 +1,91 @@
+"""What lipcert says about a Lipschitz constant: a :class:`Bound`, which is true, or an :class:`Estimate`, which is not.
+
+They are different types on purpose. Nothing that prints the word "certified" accepts an :class:`Estimate`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lipcert._upper import Upper
+
+Rigor = Literal["deterministic", "probabilistic"]
+
+
+@dataclass(frozen=True)
+class LayerBound:
+    """One line of the Lipschitz budget.
+
+    Attributes:
+        path: dotted module path ("" for the model itself).
+        operation: what runs there, such as ``linear`` or ``L2Attention``.
+        gain: how much the operation can stretch a perturbation of its input, as log10; -inf for a constant.
+        reach: how much a perturbation of the pixels can have grown at its output, as log10.
+        method: how the gain was found.
+    """
+
+    path: str
+    operation: str
+    gain: float
+    reach: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound on a Lipschitz constant in ℓ2, rounding included.
+
+    Attributes:
+        value: the bound, rounded up to float64; ``inf`` where it is larger than float64 can hold (see ``log10``).
+        rigor: ``deterministic``, or ``probabilistic`` with failure probability ``delta``.
+        method: how it was computed.
+        reference: paper and theorem, or where the proof stands.
+        delta: probability that the bound is too small, over the certifier's own random start vectors; 0 if deterministic.
+        log10: decimal logarithm of the bound, also where ``value`` overflows.
+        layers: the budget, operation by operation, for bounds of whole models.
+    """
+
+    value: float
+    rigor: Rigor
+    method: str
+    reference: str = ""
+    delta: float = 0.0
+    log10: float = field(default=math.nan)
+    layers: tuple[LayerBound, ...] = ()
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.value) or self.value < 0:
+            raise ValueError(f"a bound must be a number ≥ 0, got {self.value}")
+        if (self.rigor == "deterministic") != (self.delta == 0.0):
+            raise ValueError("a probabilistic bound states delta > 0, a deterministic one has delta = 0")
+        if math.isnan(self.log10):
+            object.__setattr__(self, "log10", math.log10(self.value) if self.value > 0 else -math.inf)
+
+    @classmethod
+    def deterministic(
+        cls, value: Upper | float, method: str, reference: str = "", layers: tuple[LayerBound, ...] = ()
+    ) -> Bound:
+        """A bound that holds with certainty; ``value`` is rounded up to float64."""
+        upper = Upper(value)
+        return cls(float(upper), "deterministic", method, reference, log10=upper.log10, layers=layers)
+
+    @property
+    def finite(self) -> bool:
+        """Whether there is a bound at all: also true for one too large for float64."""
+        return self.log10 < math.inf
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number that approximates a Lipschitz constant and may lie below it. Never certified.
+
+    Attributes:
+        value: the estimate.
+        method: how it was computed, such as ``power iteration, 20 steps``.
+    """
+
+    value: float
+    method: str
+    rigor: Literal["estimate"] = "estimate"

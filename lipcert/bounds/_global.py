@@ -1,0 +1,149 @@
+"""The global question: how far can the output move over the whole image box, for one unit of pixel movement?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.bounds._bound import Bound, LayerBound
+from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
+from lipcert.bounds._value import Value
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import Graph, Node, capture
+from lipcert.graph._graph import map_nodes
+from lipcert.model import Model
+
+_REFERENCE = "composition of the rules of lipcert.bounds, each with its source"
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the global walk found: a Value for every operation of the captured network."""
+
+    graph: Graph
+    values: dict[Node, Any]
+
+    @property
+    def output(self) -> Value:
+        return self.values[self.graph.output]
+
+    def bound(self) -> Bound:
+        """The Lipschitz constant from pixels to logits, with its budget."""
+        return Bound.deterministic(self.output.lip, "composition", _REFERENCE, layers=tuple(self._budget()))
+
+    def _budget(self) -> list[LayerBound]:
+        """One line an operation that can stretch, in the order of the network.
+
+        An operation folded into a later one has no line of its own; the operator they form together has.
+        """
+        lines = []
+        for node in self.graph.nodes:
+            value = self.values[node]
+            if not isinstance(value, Value) or (value.base is not None and "lip" not in value.__dict__):
+                continue
+            if value.base is not None:
+                before = value.base.lip.log10
+            else:
+                operands = [self.values[operand] for operand in node.operands]
+                before = max((v.lip.log10 for v in operands if isinstance(v, Value)), default=0.0)
+            if value.lip == 0 or before == -math.inf:
+                continue
+            gain = value.lip.log10 - before
+            if abs(gain) > 1e-12:
+                method = type(value.map).__name__.lower() + " norm" if value.map is not None else "rule"
+                lines.append(LayerBound(node.path, node.name, gain, value.lip.log10, method))
+        return lines
+
+
+def analyze(
+    model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Callable[[int, int], None] | None = None
+) -> Analysis:
+    """Captures the network and answers the global question for each of its operations.
+
+    Args:
+        model: a :class:`lipcert.Model`, or any module that takes images in [0, 1].
+        input_size: (C, H, W); a ``Model`` knows its own.
+        progress: called with (operations done, operations in all).
+
+    Raises:
+        UnsupportedOperation: names every operation without a rule and where it is.
+        InputError: the weights hold NaN or infinity, or the model's form is not that of a classifier.
+    """
+    if isinstance(model, Model):
+        input_size = model.input_size
+    if input_size is None:
+        raise InputError("input_size=(C, H, W) is needed for a module that is not a lipcert.Model")
+    check_weights(model)
+    parameter = next(model.parameters(), torch.zeros(()))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
+    graph = capture(model, images, whole=kept_whole)
+    return Analysis(graph, _walk(graph, progress))
+
+
+def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Node, Any]:
+    # The box [0, 1]^(C×H×W): pixels have magnitude at most 1, and the constant from the pixels to themselves is 1.
+    values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1)}
+    missing: list[tuple[str, str]] = []
+    for done, node in enumerate(graph.nodes):
+        if node is graph.input:
+            continue
+        if progress is not None:
+            progress(done, len(graph.nodes))
+        if any(values[operand] is None for operand in node.operands):
+            values[node] = None  # what is behind a missing rule; the rule itself has been noted
+            continue
+        rule = rule_for(node.op)
+        args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
+        if isinstance(node.op, type):
+            args = (node.function, *args)
+        try:
+            if rule is None:
+                raise NoAnswer()
+            values[node] = rule(Call(node.shape, node.path), *args, **kwargs)
+        except NoAnswer as reason:
+            missing.append((f"{node.name} ({reason})" if str(reason) else node.name, node.path))
+            values[node] = None
+    if missing:
+        raise UnsupportedOperation(missing)
+    return values
+
+
+def lipschitz(
+    model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Callable[[int, int], None] | None = None
+) -> Bound:
+    """An upper bound on the ℓ2 Lipschitz constant of the map from pixels in [0, 1] to logits.
+
+    Args:
+        model: a :class:`lipcert.Model`, or any module in evaluation mode that takes images in [0, 1].
+        input_size: (C, H, W), for a module that is not a ``Model``.
+        progress: called with (operations done, operations in all).
+
+    Returns:
+        A deterministic :class:`Bound`; ``.layers`` is the budget in the order of the network. Where the bound is too
+        large for float64, ``.value`` is ``inf`` and ``.log10`` still says how large.
+
+    Raises:
+        UnsupportedOperation: names every operation without a rule and where it is.
+        InputError: the weights hold NaN or infinity.
+    """
+    return analyze(model, input_size, progress).bound()
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuses weights of which no bound could be true.
+
+    Raises:
+        InputError: naming the first parameter or buffer that holds NaN or infinity.
+    """
+    statistics = [(n, b) for n, b in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *statistics]
+    for name, tensor in named:
+        # A sum is NaN or infinite if an entry is; it may overflow without one, so only then the entries are looked at.
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+            raise InputError(f"{name} holds NaN or infinite weights; nothing can be certified with them")

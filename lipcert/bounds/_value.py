@@ -1,0 +1,273 @@
+"""What is known of a value over the whole image domain: the abstract value of the global question.
+
+A :class:`Value` stands for a tensor h(x) computed from an image x in the box [0, 1]^d. It carries upper bounds that hold
+for every image of the box:
+
+* ``lip``: the Lipschitz constant of x ↦ h(x), Frobenius norm over the whole tensor of one image;
+* ``magnitude``: the largest absolute entry;
+* ``row_norm(axis)``: the largest ℓ2 norm of a vector along an axis, such as one token.
+
+The last two are what make gates and dot-product attention, which are not Lipschitz on all of space, finite.
+
+Linear maps are not turned into a number at once. A value may be ``offset + map(base)``, with the map kept as a
+matrix, so that scale, convolution and batch norm, or x + Wx, are folded into one operator before its norm is taken:
+‖AB‖ ≤ ‖A‖‖B‖ and ‖I + W‖ ≤ 1 + ‖W‖, usually strictly.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lipcert._upper import INFINITE, Number, Upper
+from lipcert.norms import conv_norm, dense_norm
+
+# Composing two maps rounds every entry once or a few times in float64. An entrywise relative error u changes a norm by
+# at most u·√(entries) relative to it; this factor covers 8 roundings of up to 2³⁰ entries.
+COMPOSED = 1 + 2**-35
+
+
+class LinearMap(Protocol):
+    """A linear map kept as its weights."""
+
+    @property
+    def norm(self) -> Upper:
+        """Upper bound on its operator norm."""
+
+    def scaled(self, scale: Tensor) -> LinearMap | None:
+        """diag(scale) ∘ self, for a scale that broadcasts with the output; None if that is not a map of the same kind."""
+
+    def plus_identity(self) -> LinearMap | None:
+        """I + self, or None."""
+
+
+class Scale:
+    """Entrywise multiplication by ``scale``, float64, with as many dimensions as the value it acts on."""
+
+    def __init__(self, scale: Tensor):
+        self.scale = scale.detach().double()
+
+    @cached_property
+    def norm(self) -> Upper:
+        return largest(self.scale) * COMPOSED
+
+    def scaled(self, scale: Tensor) -> Scale:
+        return Scale(self.scale * scale)
+
+    def plus_identity(self) -> Scale:
+        return Scale(self.scale + 1)
+
+    def along(self, axis: int) -> Tensor | None:
+        """The scale as a vector along ``axis``, or None if it varies along another one."""
+        return self.scale.reshape(-1) if self.scale.numel() == self.scale.shape[axis] else None
+
+
+class Dense:
+    """A matrix (out, in) applied along the last axis."""
+
+    def __init__(self, weight: Tensor, identity: float = 0.0, composed: bool = False):
+        self.weight = weight.detach()
+        self.identity = identity
+        self.composed = composed
+
+    @cached_property
+    def norm(self) -> Upper:
+        norm = dense_norm(self.weight, identity=self.identity)
+        return norm * COMPOSED if self.composed else norm
+
+    def scaled(self, scale: Tensor) -> Dense | None:
+        if self.identity or scale.numel() != scale.shape[-1] or scale.numel() not in (1, self.weight.shape[0]):
+            return None
+        return Dense(self.weight.double() * scale.reshape(-1, 1), composed=True)
+
+    def after(self, inner: Scale) -> Dense | None:
+        """self ∘ inner."""
+        columns = inner.along(-1)
+        return None if columns is None else Dense(self.weight.double() * columns, composed=True)
+
+    def plus_identity(self) -> Dense | None:
+        square = self.weight.shape[0] == self.weight.shape[1]
+        return Dense(self.weight, 1.0, self.composed) if square and not self.identity else None
+
+
+class Conv:
+    """A convolution with zero padding, channels along axis 1."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        input_size: tuple[int, ...],
+        geometry: dict[str, Any],
+        identity: float = 0.0,
+        composed: bool = False,
+    ):
+        self.weight = weight.detach()
+        self.input_size = input_size
+        self.geometry = geometry
+        self.identity = identity
+        self.composed = composed
+
+    @cached_property
+    def norm(self) -> Upper:
+        norm = conv_norm(self.weight, self.input_size, identity=self.identity, **self.geometry)
+        return norm * COMPOSED if self.composed else norm
+
+    def scaled(self, scale: Tensor) -> Conv | None:
+        if (
+            self.identity
+            or scale.dim() < 2
+            or scale.numel() != scale.shape[1]
+            or scale.numel() not in (1, self.weight.shape[0])
+        ):
+            return None
+        return self._with(self.weight.double() * scale.reshape(-1, *[1] * (self.weight.dim() - 1)))
+
+    def after(self, inner: Scale) -> Conv | None:
+        """self ∘ inner."""
+        channels = inner.along(1)
+        groups = self.geometry["groups"]
+        if channels is None or channels.numel() != self.weight.shape[1] * groups:
+            return None
+        per_group = channels.reshape(groups, 1, -1).expand(groups, self.weight.shape[0] // groups, -1)
+        return self._with(
+            self.weight.double() * per_group.reshape(*self.weight.shape[:2], *[1] * (self.weight.dim() - 2))
+        )
+
+    def plus_identity(self) -> Conv | None:
+        geometry = self.geometry
+        same = self.weight.shape[0] == self.weight.shape[1] * geometry["groups"] and all(
+            s == 1 for s in geometry["stride"]
+        )
+        centred = same and all(
+            pair == (d * (k - 1) // 2,) * 2 and k % 2 == 1
+            for pair, d, k in zip(geometry["padding"], geometry["dilation"], self.weight.shape[2:], strict=True)
+        )
+        return (
+            Conv(self.weight, self.input_size, geometry, 1.0, self.composed) if centred and not self.identity else None
+        )
+
+    def _with(self, weight: Tensor) -> Conv:
+        return Conv(weight, self.input_size, self.geometry, composed=True)
+
+
+class Value:
+    """Bounds on a tensor that depends on the image; see the module's docstring.
+
+    Args:
+        shape: the tensor's shape for a batch of one image.
+        lip: Lipschitz constant from the pixels; left out where ``base`` and ``map`` say it.
+        magnitude: bound on the absolute entries.
+        rows: (axis, bound): bound on the ℓ2 norm of every vector along that axis.
+        base, map: the value is ``offset + map(base)``, and its ``lip`` is ``base.lip * map.norm``.
+        offset: that constant as a float64 vector along the last axis; None where it is unknown.
+        offset_error: bound on the norm of what rounding left out of ``offset``.
+        stochastic: the value is a softmax along its last axis whose ``lip`` is half that of its argument.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        lip: Number | None = None,
+        *,
+        magnitude: Number = INFINITE,
+        rows: tuple[int, Number] | None = None,
+        base: Value | None = None,
+        map: LinearMap | None = None,
+        offset: Tensor | None = None,
+        offset_error: Number = 0,
+        stochastic: bool = False,
+    ):
+        self.shape = tuple(shape)
+        self._lip = None if lip is None else Upper(lip)
+        self.rows = (rows[0] % len(shape), Upper(rows[1])) if rows is not None else None
+        self.magnitude = Upper(magnitude) if self.rows is None else min(Upper(magnitude), self.rows[1])
+        self.base = base
+        self.map = map
+        self.offset = offset
+        self.offset_error = Upper(offset_error)
+        self.stochastic = stochastic
+
+    @classmethod
+    def constant(cls, tensor: Tensor) -> Value:
+        """A tensor that does not depend on the image."""
+        shape = tuple(tensor.shape)
+        if not tensor.dtype.is_floating_point or not shape:
+            return cls(shape, 0, magnitude=largest(tensor))
+        rows = largest_row_norm(tensor.reshape(-1, shape[-1])) if tensor.numel() else Upper(0)
+        return cls(shape, 0, magnitude=largest(tensor), rows=(-1, rows))
+
+    @cached_property
+    def lip(self) -> Upper:
+        """Upper bound on the Lipschitz constant from the pixels to this value."""
+        if self._lip is not None:
+            return self._lip
+        assert self.base is not None and self.map is not None
+        return self.base.lip * self.map.norm if self.base.lip > 0 else Upper(0)
+
+    def row_norm(self, axis: int) -> Upper:
+        """Upper bound on the ℓ2 norm of any vector along ``axis``, for any image."""
+        axis = axis % len(self.shape)
+        best = Upper(self.shape[axis]).sqrt() * self.magnitude
+        if self.rows is not None and self.rows[0] == axis:
+            best = min(best, self.rows[1])
+        if self.base is not None and self.offset is not None and axis == len(self.shape) - 1:
+            assert self.map is not None
+            best = min(best, self.map.norm * self.base.row_norm(-1) + vector_norm(self.offset) + self.offset_error)
+        return best
+
+    def matrix_norm(self) -> Upper:
+        """Upper bound on the spectral norm of the matrices in the last two axes, for any image."""
+        n, m = self.shape[-2:]
+        best = min(Upper(n).sqrt() * self.row_norm(-1), Upper(m).sqrt() * self.row_norm(-2))
+        return min(best, Upper(n).sqrt()) if self.stochastic else best
+
+    def like(self, shape: tuple[int, ...], lip: Number, rows_axis: int | None = None) -> Value:
+        """A value of another shape made of the same entries, or of convex combinations of them.
+
+        ``rows_axis`` is where the axis of ``rows`` went; None forgets it.
+        """
+        rows = (rows_axis, self.rows[1]) if rows_axis is not None and self.rows is not None else None
+        return Value(shape, lip, magnitude=self.magnitude, rows=rows)
+
+    def bounded(self, lip: Number, magnitude: Number = INFINITE) -> Value:
+        """The value after φ entry by entry with |φ(x)| ≤ |x|: entries and rows do not grow; ``lip`` is the result's."""
+        return Value(self.shape, lip, magnitude=min(self.magnitude, Upper(magnitude)), rows=self.rows)
+
+
+def largest(tensor: Tensor) -> Upper:
+    """The largest absolute entry, exactly; 0 for an empty tensor."""
+    return Upper(tensor.detach().double().abs().max().item()) if tensor.numel() else Upper(0)
+
+
+def vector_norm(tensor: Tensor) -> Upper:
+    """The ℓ2 norm, rounded up: float64 sums of n squares are off by at most a factor (1 + (n + 2) 2⁻⁵³)."""
+    entries = tensor.detach().double().reshape(-1)
+    scale = entries.abs().max().item() if entries.numel() else 0.0
+    if scale == 0.0:
+        return Upper(0)
+    if math.isinf(scale):
+        return INFINITE
+    ratio = (entries / scale).square().sum().item()
+    return (Upper(ratio) * (1 + (entries.numel() + 8) * 2.0**-52)).sqrt() * scale
+
+
+def largest_row_sum(weight: Tensor) -> Upper:
+    """max_o Σ |w_o|, rounded up: the ℓ∞ norm of a matrix whose rows are the first axis."""
+    if not weight.numel():
+        return Upper(0)
+    rows = weight.detach().reshape(weight.shape[0], -1)
+    sums = torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float64)
+    return Upper(sums.max().item()) * (1 + (rows.shape[1] + 2) * 2.0**-52)
+
+
+def largest_row_norm(weight: Tensor) -> Upper:
+    """max_o ‖w_o‖₂, rounded up."""
+    if not weight.numel():
+        return Upper(0)
+    rows = weight.detach().reshape(weight.shape[0], -1)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return Upper(norms.max().item()) * (1 + (rows.shape[1] + 8) * 2.0**-52)

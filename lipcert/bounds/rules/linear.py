@@ -1,0 +1,107 @@
+"""Matrices and convolutions. Their norms come from lipcert.norms; a scale in front is folded in first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lipcert._upper import Upper
+from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._value import Conv, Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
+from lipcert.norms import conv_transpose_norm
+
+
+@rule("linear")
+def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Value:
+    """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry is at most ‖w_o‖₁ max|x|, and at most ‖w_o‖₂ ‖x‖₂."""
+    if isinstance(weight, Value):
+        raise NoAnswer("the weight depends on the image")
+    shift = largest(bias) if bias is not None else Upper(0)
+    magnitude = min(largest_row_sum(weight) * x.magnitude, largest_row_norm(weight) * x.row_norm(-1)) + shift
+    inner, matrix, offset, error = x, Dense(weight), None, Upper(0)
+    if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map)) is not None:
+        inner, matrix = x.base, folded
+        if x.offset is not None:
+            products = weight.detach().double() * x.offset
+            offset = products.sum(-1)
+            error = vector_norm(products.abs().sum(-1)) * (
+                (weight.shape[1] + 4) * 2.0**-52
+            ) + x.offset_error * vector_norm(weight)
+    elif x.base is None or x.offset is None:
+        offset = weight.new_zeros(weight.shape[0]).double()
+    if offset is not None and bias is not None:
+        offset = offset + bias.detach().double()
+        error = error + (vector_norm(offset) + vector_norm(bias)) * 2.0**-52
+    return Value(call.shape, magnitude=magnitude, base=inner, map=matrix, offset=offset, offset_error=error)
+
+
+def _pairs(value: Any, dims: int) -> tuple[int, ...]:
+    return (
+        (int(value),) * dims
+        if isinstance(value, int)
+        else tuple(int(v) for v in (value * dims if len(value) == 1 else value))
+    )
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def conv(
+    call: Call,
+    x: Value,
+    weight: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Value:
+    """x ↦ w ∗ x + b: constant by lipcert.norms.conv_norm; an entry is at most ‖w_o‖₁ max|x|."""
+    if isinstance(weight, Value):
+        raise NoAnswer("the weight depends on the image")
+    dims = weight.dim() - 2
+    dilation = _pairs(dilation, dims)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        sides = tuple((total // 2, total - total // 2) for total in totals)
+    elif padding == "valid":
+        sides = ((0, 0),) * dims
+    else:
+        sides = tuple((p, p) for p in _pairs(padding, dims))
+    geometry = {"stride": _pairs(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
+    magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
+    inner, operator = x, Conv(weight, x.shape[2:], geometry)
+    if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
+        inner, operator = x.base, folded
+    return Value(call.shape, magnitude=magnitude, base=inner, map=operator)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def conv_transpose(
+    call: Call,
+    x: Value,
+    weight: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Value:
+    """The adjoint of a convolution, of equal norm; an entry sums at most every weight into its channel."""
+    if isinstance(weight, Value):
+        raise NoAnswer("the weight depends on the image")
+    dims = weight.dim() - 2
+    norm = conv_transpose_norm(
+        weight,
+        x.shape[2:],
+        stride=_pairs(stride, dims),
+        padding=_pairs(padding, dims),
+        output_padding=_pairs(output_padding, dims),
+        dilation=_pairs(dilation, dims),
+        groups=groups,
+    )
+    per_output = (
+        weight.detach().reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
+    )
+    magnitude = largest_row_sum(per_output) * x.magnitude + (largest(bias) if bias is not None else 0)
+    return Value(call.shape, x.lip * norm, magnitude=magnitude)

@@ -1,0 +1,111 @@
+"""The global and the GloRo certificate: margins against Lipschitz constants that hold everywhere."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import Analysis
+from lipcert.bounds._value import COMPOSED, Dense
+
+# Margins and quotients are float64 numbers computed with a few roundings each; this shrinks a radius by more than they can.
+ROUND_DOWN = 1 - 2.0**-48
+
+
+class MarginBounds:
+    """Lipschitz constants K_yj of the margins f_y − f_j, from pixels.
+
+    If the last operation is a matrix on features h with constant K₋₁, then f_y − f_j = ⟨w_y − w_j, h⟩ + const has
+    constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3). Otherwise,
+    and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K.
+
+    Args:
+        analysis: the global analysis of the model.
+        rows: use the rows of the head; False gives √2 K for every pair.
+    """
+
+    def __init__(self, analysis: Analysis, rows: bool = True):
+        output = analysis.output
+        self.classes = output.shape[-1]
+        self.weight: Tensor | None = None
+        if rows and isinstance(output.map, Dense) and output.base is not None and not output.map.identity:
+            self.weight = output.map.weight.double()
+            self.features = float(output.base.lip * COMPOSED)
+        else:
+            self.features = float(output.lip * math.nextafter(math.sqrt(2), 2))
+        self._cache: dict[int, Tensor] = {}
+
+    def of(self, predicted: Tensor) -> Tensor:
+        """Upper bounds on K_yj for the predicted classes y.
+
+        Args:
+            predicted: classes, int64, shape (N,).
+
+        Returns:
+            float64, shape (N, classes); the column of the predicted class holds 0.
+        """
+        for y in predicted.unique().tolist():
+            if y not in self._cache:
+                self._cache[y] = self._row(y)
+        return (
+            torch.stack([self._cache[y] for y in predicted.tolist()])
+            if len(predicted)
+            else predicted.new_zeros(0, self.classes).double()
+        )
+
+    def _row(self, y: int) -> Tensor:
+        if self.weight is None:
+            row = torch.full((self.classes,), self.features, dtype=torch.float64)
+        else:
+            distance = (self.weight - self.weight[y]).norm(dim=1) * (1 + (self.weight.shape[1] + 8) * 2.0**-52)
+            row = torch.where(distance > 0, distance * self.features, 0.0) * (1 + 2.0**-51)
+        row[y] = 0.0
+        return row.cpu()
+
+
+def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The predicted classes, shape (N,), and f_y − f_j, float64, shape (N, classes), with +inf where j = y.
+
+    NaN logits give NaN margins, which no comparison certifies.
+    """
+    logits = logits.double()
+    predicted = logits.argmax(dim=1)
+    gaps = logits.gather(1, predicted[:, None]) - logits
+    gaps.scatter_(1, predicted[:, None], math.inf)
+    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, gaps)
+
+
+def radii(gaps: Tensor, constants: Tensor) -> Tensor:
+    """min_j (f_y − f_j)/K_yj, rounded down; 0 for ties and NaN, inf where nothing can move.
+
+    Args:
+        gaps: f_y − f_j, +inf where j = y; float64, shape (N, classes).
+        constants: K_yj, shape (N, classes).
+    """
+    ratios = gaps / constants
+    ratios = torch.where(constants == 0, torch.inf, ratios)
+    ratios = torch.where(gaps > 0, ratios, 0.0)  # also where the gap is NaN
+    return ratios.amin(dim=1) * ROUND_DOWN
+
+
+def bottom_logit(logits: Tensor, bounds: MarginBounds, eps: float) -> Tensor:
+    """The logits with the ⊥ logit max_{j ≠ y} f_j + ε K_yj appended (Leino et al. 2021, equation 2).
+
+    The prediction stands for every perturbation of norm up to ε only if its logit is strictly the largest of all.
+
+    Args:
+        logits: shape (N, classes).
+        bounds: the model's margin bounds.
+        eps: ε in ℓ2 on pixels in [0, 1].
+
+    Returns:
+        float64, shape (N, classes + 1).
+    """
+    logits = logits.double()
+    predicted = logits.argmax(dim=1)
+    reach = logits + eps * bounds.of(predicted).to(logits.device)
+    reach.scatter_(1, predicted[:, None], -math.inf)
+    worst = reach.amax(dim=1, keepdim=True)
+    return torch.cat([logits, worst + worst.abs() * 2.0**-50], dim=1)

@@ -1,0 +1,52 @@
+"""Every error lipcert raises on purpose.
+
+Each message is one line that says what is wrong and what to do. The command line prints that line and
+exits with code 2; from Python the classes let a caller tell a bad file from a bad argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LipcertError(Exception):
+    """Base class: catching it catches everything that lipcert raises on purpose."""
+
+
+class InputError(LipcertError, ValueError):
+    """An argument, an image or a weight that cannot be used."""
+
+
+class LoadError(LipcertError):
+    """A model, checkpoint or artifact that cannot be loaded."""
+
+
+class ConvertError(LipcertError):
+    """A surgery that was asked for and cannot be done."""
+
+
+class UnsupportedOperation(LipcertError):
+    """Operations without a rule. They are never taken for 1-Lipschitz.
+
+    Attributes:
+        operations: one ``(operation, module path)`` pair for every place in the model.
+    """
+
+    def __init__(self, operations: Sequence[tuple[str, str]]):
+        self.operations = tuple(operations)
+        places: dict[str, list[str]] = {}
+        for name, path in self.operations:
+            places.setdefault(name, []).append(path or "(model)")
+        listed = "; ".join(
+            f"{name} at {', '.join(dict.fromkeys(paths[:3]))}"
+            + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+            for name, paths in places.items()
+        )
+        super().__init__(
+            f"no rule for {len(places)} operation{'s' if len(places) != 1 else ''}: {listed}; "
+            "add one with @lipcert.bounds.rule, or convert the modules"
+        )
+
+
+class Interrupted(LipcertError):
+    """A run that stopped before its end; what was written stays valid and the same command goes on from there."""

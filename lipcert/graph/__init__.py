@@ -1,0 +1,10 @@
+"""The network as a list of operations on values that depend on the image. No mathematics lives here.
+
+``capture`` runs a module's own forward code once on a value that is not a ``Tensor`` but answers
+``__torch_function__``, so every operation whose operands depend on the image is seen, control flow included.
+"""
+
+from lipcert.graph._capture import capture
+from lipcert.graph._graph import Graph, Node, canonical
+
+__all__ = ["Graph", "Node", "canonical", "capture"]

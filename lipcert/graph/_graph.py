@@ -1,0 +1,186 @@
+"""Nodes, graphs, and one name for every spelling of an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Spellings that mean the same operation. Trailing underscores (in place) and dunders are stripped before the look-up.
+_SYNONYMS = {
+    "iadd": "add",
+    "isub": "sub",
+    "subtract": "sub",
+    "imul": "mul",
+    "multiply": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+    "view": "reshape",
+    "view_as": "reshape",
+    "reshape_as": "reshape",
+    "unflatten": "reshape",
+    "flatten": "reshape",
+    "squeeze": "reshape",
+    "unsqueeze": "reshape",
+    "ravel": "reshape",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "T": "transpose",
+    "mT": "transpose",
+    "t": "transpose",
+    "concat": "cat",
+    "concatenate": "cat",
+    "negative": "neg",
+    "clip": "clamp",
+    "expand_as": "expand",
+    "broadcast_to": "expand",
+    "contiguous": "identity",
+    "clone": "identity",
+    "detach": "identity",
+    "to": "identity",
+    "float": "identity",
+    "double": "identity",
+    "half": "identity",
+    "bfloat16": "identity",
+    "type": "identity",
+    "type_as": "identity",
+    "cpu": "identity",
+    "cuda": "identity",
+    "bmm": "matmul",
+    "dropout1d": "dropout",
+    "dropout2d": "dropout",
+    "dropout3d": "dropout",
+    "alpha_dropout": "dropout",
+    "feature_dropout": "dropout",
+    "select": "getitem",
+    "narrow": "getitem",
+    "special_softmax": "softmax",
+}
+
+
+def canonical(function: Callable[..., Any]) -> Hashable:
+    """The name under which rules know an operation of torch: ``torch.add``, ``Tensor.__iadd__`` and ``+`` are ``"add"``.
+
+    A function from elsewhere, made overridable with ``torch.overrides``, is its own key, so that it cannot be
+    mistaken for an operation of torch with the same name.
+    """
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__name__", None)
+    if name is None or not (module is None or module.split(".")[0] in ("torch", "_operator", "builtins")):
+        return function
+    bare = name.strip("_")
+    return _SYNONYMS.get(bare, bare)
+
+
+@dataclass(eq=False)
+class Node:
+    """One operation of the captured network.
+
+    Attributes:
+        op: canonical name, function, or the class of a module that is kept whole.
+        function: what to call to replay it.
+        args: positional arguments; values that depend on the image are Nodes.
+        kwargs: keyword arguments, likewise.
+        path: dotted path of the module in which it runs.
+        shape: shape of its result for a batch of one image; () where the result is a tuple.
+        inner: the operations inside a module that is kept whole, else empty.
+        result: the node inside ``inner`` that is the module's output.
+    """
+
+    op: Hashable
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    path: str
+    shape: tuple[int, ...] = ()
+    inner: tuple[Node, ...] = ()
+    result: Node | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation's name for people."""
+        return self.op if isinstance(self.op, str) else getattr(self.op, "__name__", str(self.op))
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The nodes this one reads, in the order of the arguments."""
+        found: list[Node] = []
+        map_nodes(found.append, (self.args, dict(self.kwargs)))
+        return tuple(found)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.shape} at {self.path or '(model)'}>"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured network: nodes in the order in which they ran, from ``input`` to ``output``."""
+
+    input: Node
+    output: Node
+    nodes: tuple[Node, ...] = field(repr=False)
+
+    def replay(self, images: torch.Tensor) -> torch.Tensor:
+        """Runs the captured operations on images, shape (N, C, H, W) with the N it was captured with.
+
+        Autograd follows the replay as it follows the network.
+        """
+        return run(self.nodes, {self.input: images})[self.output]
+
+    def flat(self) -> Graph:
+        """The same network with every module that was kept whole replaced by the operations inside it."""
+        stands_for: dict[Node, Node] = {}
+        nodes: list[Node] = []
+
+        def resolve(node: Node) -> Node:
+            while node in stands_for:
+                node = stands_for[node]
+            return node
+
+        def walk(sequence: Sequence[Node]) -> None:
+            for node in sequence:
+                if node.result is not None:
+                    walk(node.inner)
+                    stands_for[node] = resolve(node.result)
+                    continue
+                args, kwargs = map_nodes(resolve, (node.args, dict(node.kwargs)))
+                same = all(
+                    a is b
+                    for a, b in zip(node.operands, Node(node.op, node.function, args, kwargs, "").operands, strict=True)
+                )
+                if same:
+                    nodes.append(node)
+                else:
+                    copy = Node(node.op, node.function, args, kwargs, node.path, node.shape)
+                    stands_for[node] = copy
+                    nodes.append(copy)
+
+        walk(self.nodes)
+        return Graph(self.input, resolve(self.output), tuple(nodes))
+
+
+def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
+    """Evaluates ``nodes`` in order, given the values of the nodes they read; returns all values."""
+    for node in nodes:
+        if node not in values:
+            args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
+            values[node] = node.function(*args, **kwargs)
+    return values
+
+
+def map_nodes(function: Callable[[Node], Any], tree: Any) -> Any:
+    """Applies ``function`` to every Node in nested tuples, lists and dicts; leaves everything else as it is."""
+    if isinstance(tree, Node):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        mapped = [map_nodes(function, item) for item in tree]
+        if isinstance(tree, list):
+            return mapped
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
+    if isinstance(tree, dict):
+        return {key: map_nodes(function, item) for key, item in tree.items()}
+    return tree

@@ -1,0 +1,101 @@
+"""The certified network: pixels in [0, 1], normalisation as stage 0, then the timm model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+
+
+class Model(nn.Module):
+    """A classifier on pixels: ``model(images)`` with images in [0, 1], shape (N, C, H, W), gives logits (N, classes).
+
+    Radii are measured in this pixel space. Leaving the normalisation out would overstate them by the inverse of its
+    standard deviations, about 4.4 times for the usual ImageNet constants.
+
+    Attributes:
+        net: the network behind the normalisation, usually a timm model.
+        mean, std: per-channel normalisation, tensors of shape (C, 1, 1).
+        input_size: (C, H, W) of one image.
+        source: how to build ``net`` again: ``{"name": timm name, "arguments": {...}}``, or {} for a module of the
+            caller's own.
+        data_config: timm's data configuration (interpolation, crop_pct, ...), for reading images.
+        recipe: the surgery done so far, one dict a step, in order.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        input_size: Sequence[int],
+        source: dict[str, Any] | None = None,
+        data_config: dict[str, Any] | None = None,
+        recipe: Sequence[dict[str, Any]] = (),
+    ):
+        super().__init__()
+        channels = int(input_size[0])
+        if len(input_size) != 3 or min(input_size) < 1:
+            raise InputError(f"input_size must be (channels, height, width), got {tuple(input_size)}")
+        if len(mean) != channels or len(std) != channels:
+            raise InputError(
+                f"mean and std need one number for each of the {channels} channels, got {len(mean)} and {len(std)}"
+            )
+        if not all(s > 0 for s in std):
+            raise InputError(f"std must be positive in every channel, got {tuple(std)}")
+        self.net = net
+        self.input_size = tuple(int(n) for n in input_size)
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1), persistent=False)
+        self.source = dict(source or {})
+        self.data_config = dict(data_config or {})
+        self.recipe = [dict(step) for step in recipe]
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of images in [0, 1].
+
+        Args:
+            images: shape (N, C, H, W), with (C, H, W) the model's ``input_size``.
+
+        Returns:
+            Logits, shape (N, classes).
+        """
+        return self.net((images - self.mean) / self.std)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of the weights, in which ``model(images)`` runs."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), self.mean.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((p.device for p in self.parameters()), self.mean.device)
+
+    def check_images(self, images: Tensor) -> None:
+        """Refuses what cannot be certified: wrong shape or type, NaN, values outside [0, 1].
+
+        Raises:
+            InputError: with the reason and the way out.
+        """
+        if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
+            wanted = ", ".join(str(n) for n in self.input_size)
+            raise InputError(
+                f"images must have shape (N, {wanted}), got {tuple(images.shape)}; resize them to the model's input"
+            )
+        if not images.is_floating_point():
+            raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")
+        if images.numel() and not (images.amin() >= 0 and images.amax() <= 1):
+            raise InputError(
+                "images must lie in [0, 1] and hold no NaN, got values from "
+                f"{images.amin():.4g} to {images.amax():.4g}; pass pixels before normalisation"
+            )

@@ -1,0 +1,7 @@
+"""Operator norms: rigorous upper bounds for matrices and convolutions, and a differentiable one for training."""
+
+from lipcert.norms._conv import conv_norm, conv_transpose_norm
+from lipcert.norms._dense import dense_norm
+from lipcert.norms._gram import gram_norm
+
+__all__ = ["conv_norm", "conv_transpose_norm", "dense_norm", "gram_norm"]

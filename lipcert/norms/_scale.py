@@ -1,0 +1,44 @@
+"""Weights as exact float64 numbers of moderate size."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipcert.errors import InputError
+
+
+def as_float64(weight: Tensor) -> Tensor:
+    """The weight in float64 or complex128, without gradient: exact for every floating-point dtype of torch.
+
+    Raises:
+        InputError: if the weight is neither floating-point nor complex.
+    """
+    if not (weight.is_floating_point() or weight.is_complex()):
+        raise InputError(f"a norm needs a floating-point or complex weight, got {weight.dtype}; convert it first")
+    device = weight.device if weight.device.type == "cuda" else torch.device("cpu")
+    return weight.detach().to(device).to(torch.complex128 if weight.is_complex() else torch.float64)
+
+
+def normalise(weight: Tensor) -> tuple[Tensor, float]:
+    """Splits a float64 or complex128 weight into (weight / scale, scale).
+
+    The scale is the power of two that brings the largest real or imaginary part into [1, 2). The division is exact but for
+    parts that underflow, which change by at most 2⁻¹⁰⁷³. A zero or empty weight gives scale 0.
+
+    Raises:
+        InputError: if the weight holds NaN or an infinity.
+    """
+    parts = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
+    largest = float(parts.abs().max()) if parts.numel() else 0.0
+    if math.isnan(largest):
+        raise InputError("the weight holds NaN; a norm needs finite numbers, check the checkpoint")
+    if math.isinf(largest):
+        raise InputError("the weight is infinite or overflows float64; a norm needs finite numbers, check the checkpoint")
+    if largest == 0:
+        return weight, 0.0
+    exponent = math.frexp(largest)[1] - 1
+    half = exponent // 2
+    return weight * 2.0**-half * 2.0 ** (half - exponent), math.ldexp(1.0, exponent)
