@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds._bound import Bound, LayerBound
-from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
+from lipcert.bounds._registry import RULES, Call, NoAnswer, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, capture
@@ -82,8 +83,41 @@ def analyze(
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
-    graph = capture(model, images, whole=kept_whole)
+    _check_independence(model, images)
+    graph = capture(model, images, whole=_kept_whole)
     return Analysis(graph, _walk(graph, progress))
+
+
+def _check_independence(model: nn.Module, images: Tensor) -> None:
+    """Refuses a network that mixes the images of a batch: what holds for one image alone says nothing of a batch.
+
+    Raises:
+        InputError: the logits of an image depend on the other one, or two images cannot be given together.
+    """
+    problem = "the model must treat each image of a batch by itself; wrap it in a module that does"
+    with torch.no_grad():
+        alone = model(images.clone())
+        try:
+            together = model(torch.cat([images, 1 - images]))
+        except RuntimeError as error:
+            raise InputError(f"{problem} (two images: {error})") from None
+    if not isinstance(alone, Tensor) or not isinstance(together, Tensor) or alone.dim() == 0:
+        return  # capture says what is wrong
+    if together.shape != (2 * len(alone), *alone.shape[1:]):
+        raise InputError(problem)
+    finite = alone.isfinite() & together[: len(alone)].isfinite()
+    gap = (together[: len(alone)] - alone)[finite].abs()
+    if gap.numel() and gap.max() > 1e-3 * (1e-3 + alone[finite].abs().max()):
+        raise InputError(problem)
+
+
+def _kept_whole(module: nn.Module) -> bool:
+    """Whether the rule of the module's own class speaks for what it does.
+
+    A subclass may compute something else, and so may an instance with hooks or with a ``forward`` of its own.
+    """
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module) in RULES and not changed
 
 
 def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Node, Any]:
@@ -98,20 +132,52 @@ def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Nod
         if any(values[operand] is None for operand in node.operands):
             values[node] = None  # what is behind a missing rule; the rule itself has been noted
             continue
-        rule = rule_for(node.op)
         args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
-            if rule is None:
-                raise NoAnswer()
-            values[node] = rule(Call(node.shape, node.path), *args, **kwargs)
+            values[node] = _answer(node, args, kwargs)
         except NoAnswer as reason:
             missing.append((f"{node.name} ({reason})" if str(reason) else node.name, node.path))
             values[node] = None
     if missing:
         raise UnsupportedOperation(missing)
     return values
+
+
+def _answer(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asks the operation's rule, if its arguments are such as the rule's signature allows.
+
+    A parameter annotated ``Value`` must depend on the image, one annotated with anything else but ``Any`` must not.
+
+    Raises:
+        NoAnswer: no rule, or arguments that it does not cover.
+    """
+    rule = rule_for(node.op)
+    if rule is None:
+        raise NoAnswer()
+    if node.dtype is not None and not node.dtype.is_floating_point:
+        raise NoAnswer(f"its result is {node.dtype}, not real")
+    call = Call(node.shape, node.path)
+    signature = inspect.signature(rule.answer)
+    try:
+        arguments = signature.bind(call, *args, **kwargs).arguments
+    except TypeError as mismatch:
+        raise NoAnswer(str(mismatch)) from None
+    for name, argument in arguments.items():
+        annotation = signature.parameters[name].annotation
+        if annotation in ("Value", Value):
+            if not isinstance(argument, Value):
+                raise NoAnswer(f"{name} does not depend on the image, another operand does")
+        elif annotation is not inspect.Parameter.empty and "Any" not in str(annotation) and _holds_value(argument):
+            raise NoAnswer(f"{name} depends on the image")
+    return rule(call, *args, **kwargs)
+
+
+def _holds_value(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return any(_holds_value(item) for item in tree) if isinstance(tree, (tuple, list)) else isinstance(tree, Value)
 
 
 def lipschitz(
@@ -141,6 +207,9 @@ def check_weights(model: nn.Module) -> None:
     Raises:
         InputError: naming the first parameter or buffer that holds NaN or infinity.
     """
+    for name, buffer in model.named_buffers():  # masks may hold infinities
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise InputError(f"{name} holds NaN; nothing can be certified with it")
     statistics = [(n, b) for n, b in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]
     named: list[tuple[str, Tensor]] = [*model.named_parameters(), *statistics]
     for name, tensor in named:

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from lipcert._upper import INFINITE, Number, Upper
+from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm
 
-# Composing two maps rounds every entry once or a few times in float64. An entrywise relative error u changes a norm by
-# at most u·√(entries) relative to it; this factor covers 8 roundings of up to 2³⁰ entries.
+# Composing two maps rounds every entry once or a few times in float64. An entrywise relative error u changes the norm of a
+# matrix W by at most u‖W‖_F ≤ u√(rank)‖W‖; this factor covers 8 roundings of a map between spaces of up to 2³⁰ entries.
 COMPOSED = 1 + 2**-35
 
 
@@ -56,10 +57,12 @@ class Scale:
         return largest(self.scale) * COMPOSED
 
     def scaled(self, scale: Tensor) -> Scale:
-        return Scale(self.scale * scale)
+        return Scale(self.scale * scale.to(self.scale.device))
 
-    def plus_identity(self) -> Scale:
-        return Scale(self.scale + 1)
+    def plus_identity(self) -> Scale | None:
+        total = self.scale + 1
+        # Where they nearly cancel, the roundings within ``scale`` are no longer small relative to the sum.
+        return Scale(total) if bool((total.abs() >= 2.0**-10 * self.scale.abs()).all()) else None
 
     def along(self, axis: int) -> Tensor | None:
         """The scale as a vector along ``axis``, or None if it varies along another one."""
@@ -77,17 +80,17 @@ class Dense:
     @cached_property
     def norm(self) -> Upper:
         norm = dense_norm(self.weight, identity=self.identity)
-        return norm * COMPOSED if self.composed else norm
+        return _with_roundings(norm, self.weight) if self.composed else norm
 
     def scaled(self, scale: Tensor) -> Dense | None:
         if self.identity or scale.numel() != scale.shape[-1] or scale.numel() not in (1, self.weight.shape[0]):
             return None
-        return Dense(self.weight.double() * scale.reshape(-1, 1), composed=True)
+        return Dense(self.weight.double() * scale.reshape(-1, 1).to(self.weight.device), composed=True)
 
     def after(self, inner: Scale) -> Dense | None:
         """self ∘ inner."""
         columns = inner.along(-1)
-        return None if columns is None else Dense(self.weight.double() * columns, composed=True)
+        return None if columns is None else Dense(self.weight.double() * columns.to(self.weight.device), composed=True)
 
     def plus_identity(self) -> Dense | None:
         square = self.weight.shape[0] == self.weight.shape[1]
@@ -114,7 +117,7 @@ class Conv:
     @cached_property
     def norm(self) -> Upper:
         norm = conv_norm(self.weight, self.input_size, identity=self.identity, **self.geometry)
-        return norm * COMPOSED if self.composed else norm
+        return _with_roundings(norm, self.weight) if self.composed else norm
 
     def scaled(self, scale: Tensor) -> Conv | None:
         if (
@@ -124,7 +127,8 @@ class Conv:
             or scale.numel() not in (1, self.weight.shape[0])
         ):
             return None
-        return self._with(self.weight.double() * scale.reshape(-1, *[1] * (self.weight.dim() - 1)))
+        rows = scale.reshape(-1, *[1] * (self.weight.dim() - 1)).to(self.weight.device)
+        return self._with(self.weight.double() * rows)
 
     def after(self, inner: Scale) -> Conv | None:
         """self ∘ inner."""
@@ -132,6 +136,7 @@ class Conv:
         groups = self.geometry["groups"]
         if channels is None or channels.numel() != self.weight.shape[1] * groups:
             return None
+        channels = channels.to(self.weight.device)
         per_group = channels.reshape(groups, 1, -1).expand(groups, self.weight.shape[0] // groups, -1)
         return self._with(
             self.weight.double() * per_group.reshape(*self.weight.shape[:2], *[1] * (self.weight.dim() - 2))
@@ -238,9 +243,21 @@ class Value:
         return Value(self.shape, lip, magnitude=min(self.magnitude, Upper(magnitude)), rows=self.rows)
 
 
+def _with_roundings(norm: Upper, weight: Tensor) -> Upper:
+    """A norm, computed from a composed weight W, that holds for the exact one, also where an identity was added to it.
+
+    8 roundings change W by E with |E| ≤ 8u|W|, and ‖E‖ is at most Σ_taps ‖E_tap‖_F ≤ √(taps) 8u‖W‖_F ≤ taps · 8u‖W‖_F.
+    """
+    taps = math.prod(weight.shape[2:])
+    return norm * COMPOSED + vector_norm(weight) * (taps * 2.0**-50)
+
+
 def largest(tensor: Tensor) -> Upper:
     """The largest absolute entry, exactly; 0 for an empty tensor."""
-    return Upper(tensor.detach().double().abs().max().item()) if tensor.numel() else Upper(0)
+    peak = tensor.detach().double().abs().max().item() if tensor.numel() else 0.0
+    if math.isnan(peak):
+        raise InputError("a constant in the model's forward code is NaN; nothing can be certified with it")
+    return Upper(peak)
 
 
 def vector_norm(tensor: Tensor) -> Upper:
@@ -269,5 +286,12 @@ def largest_row_norm(weight: Tensor) -> Upper:
     if not weight.numel():
         return Upper(0)
     rows = weight.detach().reshape(weight.shape[0], -1)
+    peak = float(largest(weight))
+    if peak == 0.0 or math.isinf(peak):
+        return Upper(peak)
+    if not 2.0**-400 < peak < 2.0**400:  # the squares would underflow or overflow
+        rows = rows.double() / peak
+    else:
+        peak = 1.0
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return Upper(norms.max().item()) * (1 + (rows.shape[1] + 8) * 2.0**-52)
+    return Upper(norms.max().item()) * (1 + (rows.shape[1] + 8) * 2.0**-52) * peak

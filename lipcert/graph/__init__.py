@@ -6,5 +6,6 @@
 
 from lipcert.graph._capture import capture
 from lipcert.graph._graph import Graph, Node, canonical
+from lipcert.graph._stages import Replay, cuts, explicit_attention, needed
 
-__all__ = ["Graph", "Node", "canonical", "capture"]
+__all__ = ["Graph", "Node", "Replay", "canonical", "capture", "cuts", "explicit_attention", "needed"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 # Spellings that mean the same operation. Trailing underscores (in place) and dunders are stripped before the look-up.
 _SYNONYMS = {
     "iadd": "add",
+    "ipow": "pow",
     "isub": "sub",
     "subtract": "sub",
     "imul": "mul",
@@ -29,7 +31,6 @@ _SYNONYMS = {
     "ravel": "reshape",
     "swapaxes": "transpose",
     "swapdims": "transpose",
-    "T": "transpose",
     "mT": "transpose",
     "t": "transpose",
     "concat": "cat",
@@ -62,15 +63,19 @@ _SYNONYMS = {
 }
 
 
-def canonical(function: Callable[..., Any]) -> Hashable:
+def canonical(function: Callable[..., Any]) -> Any:
     """The name under which rules know an operation of torch: ``torch.add``, ``Tensor.__iadd__`` and ``+`` are ``"add"``.
 
-    A function from elsewhere, made overridable with ``torch.overrides``, is its own key, so that it cannot be
-    mistaken for an operation of torch with the same name.
+    A function from elsewhere, made overridable with ``torch.overrides`` or registered with ``torch.library``, is its
+    own key, so that it cannot be mistaken for an operation of torch with the same name.
     """
     module = getattr(function, "__module__", None)
     name = getattr(function, "__name__", None)
-    if name is None or not (module is None or module.split(".")[0] in ("torch", "_operator", "builtins")):
+    if module is None:
+        ours = not isinstance(function, types.FunctionType)  # methods of Tensor have no module
+    else:
+        ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
+    if name is None or not ours:
         return function
     bare = name.strip("_")
     return _SYNONYMS.get(bare, bare)
@@ -89,9 +94,10 @@ class Node:
         shape: shape of its result for a batch of one image; () where the result is a tuple.
         inner: the operations inside a module that is kept whole, else empty.
         result: the node inside ``inner`` that is the module's output.
+        dtype: the result's type in the capture; None where the result is a tuple.
     """
 
-    op: Hashable
+    op: Any
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -99,6 +105,7 @@ class Node:
     shape: tuple[int, ...] = ()
     inner: tuple[Node, ...] = ()
     result: Node | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -155,7 +162,7 @@ class Graph:
                 if same:
                     nodes.append(node)
                 else:
-                    copy = Node(node.op, node.function, args, kwargs, node.path, node.shape)
+                    copy = Node(node.op, node.function, args, kwargs, node.path, node.shape, dtype=node.dtype)
                     stands_for[node] = copy
                     nodes.append(copy)
 

@@ -3,5 +3,6 @@
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._gram import gram_norm
+from lipcert.norms._lanczos import lanczos_norm
 
-__all__ = ["conv_norm", "conv_transpose_norm", "dense_norm", "gram_norm"]
+__all__ = ["conv_norm", "conv_transpose_norm", "dense_norm", "gram_norm", "lanczos_norm"]

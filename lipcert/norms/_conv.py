@@ -1,62 +1,68 @@
 """Spectral norms of convolutions with zero padding, from above.
 
 **Polyphase form.** In one dimension a convolution with stride σ, dilation δ and left padding a computes
-y[p] = Σ_s W_s x[σp + δs − a], p = 0 … m − 1. Write a padded input position as σv + r with 0 ≤ r < σ, and δs = σe_s + r_s
-likewise. Then x's positions with phase r form channels of their own, X_r[v] = x[σv + r − a], and
+y[p] = Σ_s W_s x[σp + δs − a], p = 0 … m − 1. Write a padded input position as σv + r with 0 ≤ r < σ, and likewise
+δs = σe_s + r_s. The positions with phase r form channels of their own, X_r[v] = x[σv + r − a], and
 
     y[p] = Σ_e V_e X[p + e],    V_e = [W_s at phase r_s for the s with e_s = e, 0 elsewhere],
 
-a convolution with stride 1. X lives on v₀ ≤ v < v₀ + n′ with v₀ = ⌊a/σ⌋ and n′ = ⌊(n − 1 + a)/σ⌋ − v₀ + 1; positions that are
-not in the image only ever hold zeros, so restricting X to the image cannot raise the norm. Taps e outside
-[v₀ − m + 1, v₀ + n′ − 1] meet no input and are dropped. Several dimensions: the same in each.
+is a convolution with stride 1. X lives on v₀ ≤ v < v₀ + n′ with v₀ = ⌊a/σ⌋ and n′ = ⌊(n − 1 + a)/σ⌋ − v₀ + 1; positions
+there that are not in the image hold zeros, and allowing others cannot lower the norm. Taps e outside
+[d_min, d_max] = [v₀ − m + 1, v₀ + n′ − 1] meet no input and are dropped. Several dimensions: the same in each.
 
-**Torus.** y is a restriction of the cyclic convolution on ℤ_N in each dimension, applied to X extended by zeros, if the m outputs
-and the n′ inputs have distinct residues, N ≥ max(m, n′), and if no tap e ≠ d is congruent to a difference d = v − p of
-an input and an output position: N > e_max − d_min and N > d_max − e_min, with d_min = v₀ − m + 1, d_max = v₀ + n′ − 1. The cyclic
-convolution is block diagonal in the Fourier basis, so the norm is at most
+**Torus.** y is part of the cyclic convolution on ℤ_N in each dimension, applied to X extended by zeros, if the m
+outputs and the n′ inputs have distinct residues, N ≥ max(m, n′), and if no tap e ≠ d is congruent to a difference
+d = v − p of an input and an output position: N > e_max − d_min and N > d_max − e_min. The cyclic convolution is block
+diagonal in the Fourier basis, so the norm is at most
 
     max over j ∈ ∏ ℤ_N of ‖V̂(2πj/N)‖,    V̂(ω) = Σ_e V_e e^{iω·e}.
 
-If all e − e_min of a dimension are multiples of g, V̂ depends, up to a phase, on g·ω alone and a grid of ⌈N/g⌉ points for
-(e − e_min)/g has the values of the grid g·⌈N/g⌉ ≥ N. A single tap needs a single point: then the bound is the norm of
-the flattened weight, exact where one output sees all its taps inside the image, as in a patch embedding.
+If all e − e_min of a dimension are multiples of g, V̂ depends, up to a phase, on g·ω alone, and ⌈N/g⌉ points for
+the taps (e − e_min)/g give the values on the torus of side g·⌈N/g⌉ ≥ N. A single tap needs a single point: then the
+bound is the norm of the flattened weight, exact where one output sees all its taps inside the image, as in a patch
+embedding.
 
-**Coarse grids.** Let d = (e_max − e_min)/g in one dimension and M the supremum of ‖V̂‖² over that ω, the others fixed, taken at
-ω*, with right singular vector x. f(ω) = ‖V̂(ω)x‖² is a real trigonometric polynomial of degree ≤ d with 0 ≤ f ≤ M = f(ω*),
-so T = 2f/M − 1 has |T| ≤ 1 = T(ω*). The inequality of Bernstein and Szegő, T′² + d²T² ≤ d², says that arccos T changes at rate ≤ d,
-hence T(ω* + θ) ≥ cos(dθ) and f(ω* + θ) ≥ M·cos²(dθ/2) for |θ| ≤ π/d. Some point of a grid of N points is within π/N. Replacing one
-dimension after the other by its grid gives, for N > d,
+**Coarse grids.** In one dimension let d = (e_max − e_min)/g, and M the supremum of ‖V̂‖² over ω, other dimensions
+fixed, taken at ω* with right singular vector x. f(ω) = ‖V̂(ω)x‖² is a real trigonometric polynomial of degree ≤ d
+with 0 ≤ f ≤ M = f(ω*), so T = 2f/M − 1 has |T| ≤ 1 = T(ω*). By the inequality of Bernstein and Szegő, T′² + d²T² ≤ d²,
+arccos T changes at rate ≤ d, hence T(ω* + θ) ≥ cos(dθ) and f(ω* + θ) ≥ M·cos²(dθ/2) for |θ| ≤ π/d. Some point of
+a grid of N points is within π/N. Replacing one dimension after the other by its grid gives, for N > d,
 
     sup over all ω of ‖V̂‖ ≤ (max over the grid of ‖V̂‖) · ∏ 1/cos(πd/(2N)),
 
-and the supremum bounds the convolution on images of every size. With N = 16·d a dimension costs half a percent. (The scalar case
-is Ehlich and Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964; other constants for several variables:
-Pfister and Bresler, arXiv 1802.09588.)
+and the supremum bounds the convolution on images of every size. With N = 16·d a dimension costs half a percent.
+(The scalar case: Ehlich and Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964; other
+constants for several variables: Pfister and Bresler, arXiv 1802.09588.)
 
-**Rounding.** V̂ = (cosines)·V + i·(sines)·V in float64. The argument 2π Σ_d (e_d j_d mod N_d)/N_d comes from exact integers and is below 6π,
-so each cosine is off by less than 128u; with K taps every entry of V̂ is off by less than 4(K + 64)·u·Σ_e|V_e|, and the norm by at
-most the Frobenius norm of that.
+**Rounding.** Single rows take V̂·V̂ᴴ from V̂ itself, other matrices from
+
+    V̂·V̂ᴴ = C_0 + Σ_{τ>0} (C_τ + C_τᵀ) cos ω·τ + i (C_τ − C_τᵀ) sin ω·τ,    C_τ = Σ_{e−e′=τ} V_e·V_{e′}ᵀ,
+
+in float64. The arguments 2π Σ (τ_d j_d mod N_d)/N_d come from exact integers and are below 6π, so cosines and sines
+err by less than 128u. With K taps, c columns and S = Σ_e |V_e|, there are at most 4K terms τ, inner products of length
+≤ Kc in C_τ, and Σ_τ |C_τ| ≤ S·Sᵀ in each entry; so each entry errs by less than √2·(2Kc + 8K + 142)·u·S·Sᵀ, with single
+rows by less than (8.1·(K + 64) + 16·(c + 8))·u·S·Sᵀ, both below dot_error(Kc + 56)·S·Sᵀ, and ‖S·Sᵀ‖_F ≤ ‖S‖_F².
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Union
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from lipcert._upper import Upper
 from lipcert.errors import InputError
-from lipcert.norms._dense import CHUNK_BYTES, work_bytes
+from lipcert.norms._dense import matrices_norm
 from lipcert.norms._scale import as_float64, normalise
-from lipcert.norms._verify import UNIT, largest_norm
+from lipcert.norms._verify import UNIT, chunk_length, dot_error, largest_norm, sum_squares
 
-Size = Union[int, tuple[int, ...]]
-Padding = Union[int, str, tuple[int, ...], tuple[tuple[int, int], ...]]
+Size = int | tuple[int, ...]
+Padding = int | str | tuple[int, ...] | tuple[tuple[int, int], ...]
 
 _COARSE = 16
 _COARSE_GAIN = 4
@@ -76,10 +82,11 @@ def conv_norm(
 ) -> Upper:
     """An upper bound on the ℓ2 → ℓ2 norm of a convolution with zero padding, rounding included.
 
-    The maximum over the frequencies of a torus just large enough for the image, strides through the polyphase form, groups by
-    the maximum; where that is expensive, a coarser grid with a rigorous correction (at most half a percent a dimension).
-    Proofs at the head of :mod:`lipcert.norms._conv` and of :mod:`lipcert.norms._verify`. Usually 1 to 15 % above the exact norm,
-    which it approaches as the image grows; within 1e-5 where every output sees a patch of its own, and for kernels of size 1.
+    The maximum over the frequencies of a torus just large enough for the image, strides through the polyphase form,
+    groups by the maximum; where that is expensive, a coarser grid with a rigorous correction (at most half a percent a
+    dimension). Proofs in :mod:`lipcert.norms._conv` and :mod:`lipcert.norms._verify`. Usually 1 to 15 % above the exact
+    norm, which it approaches as the image grows, and more only on images hardly larger than the kernel; within 1e-5
+    where every output sees a patch of its own, and for kernels of size 1.
 
     Args:
         weight: shape (out, in/groups, *kernel), 1 to 3 spatial dimensions, real, any floating-point dtype.
@@ -108,7 +115,8 @@ def conv_norm(
         return Upper(0)
     axes = [_axis(*numbers) for numbers in zip(input_size, kernel, strides, dilations, pads, strict=True)]
     if identity:
-        if any(axis.stride > 1 or axis.outputs != axis.inputs for axis in axes) or matrices.shape[1] != matrices.shape[2]:
+        same_size = all(axis.stride == 1 and axis.outputs == axis.inputs for axis in axes)
+        if not same_size or matrices.shape[1] != matrices.shape[2]:
             raise InputError("identity needs stride 1 and an output of the same shape as the input")
         axes = [axis.with_exponent(axis.origin) for axis in axes]
     taps = _polyphase(matrices, axes)
@@ -133,8 +141,8 @@ def conv_transpose_norm(
 ) -> Upper:
     """An upper bound on the ℓ2 → ℓ2 norm of a transposed convolution, rounding included.
 
-    It is the adjoint of the convolution with the same numbers on its own output's size, restricted, if ``output_padding``
-    exceeds the stride, to some of that convolution's outputs; so :func:`conv_norm` of that convolution bounds it.
+    It is the adjoint of the convolution with the same numbers on images of its own output's size, restricted, where
+    ``output_padding`` reaches the stride, to some of that convolution's outputs: :func:`conv_norm` of it is a bound.
 
     Args:
         weight: shape (in, out/groups, *kernel), as in ``torch.nn.functional.conv_transpose2d``.
@@ -243,41 +251,80 @@ def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
     Returns:
         Shape (*exponents, groups, out, phases · in), phases over all dimensions.
     """
-    groups, rows, columns = matrices.shape[:3]
-    phases = [len(axis.phases) for axis in axes]
-    result = matrices.new_zeros(*(len(axis.exponents) for axis in axes), groups, rows, *phases, columns)
+    dimensions = len(axes)
+    kernels = matrices.movedim(tuple(range(3, 3 + dimensions)), tuple(range(dimensions)))
+    grid = [len(axis.exponents) for axis in axes] + [len(axis.phases) for axis in axes]
+    result = matrices.new_zeros(*grid, *kernels.shape[dimensions:])
     for taps in itertools.product(*(axis.taps for axis in axes)):
-        places = tuple(axis.exponents.index(e) for axis, (_, e, _) in zip(axes, taps, strict=True))
-        channels = tuple(axis.phases.index(r) for axis, (_, _, r) in zip(axes, taps, strict=True))
-        result[(*places, slice(None), slice(None), *channels)] = matrices[(..., *(s for s, _, _ in taps))]
-    return result.flatten(len(axes) + 2)
+        exponents = [axis.exponents.index(e) for axis, (_, e, _) in zip(axes, taps, strict=True)]
+        phases = [axis.phases.index(r) for axis, (_, _, r) in zip(axes, taps, strict=True)]
+        result[tuple(exponents + phases)] = kernels[tuple(s for s, _, _ in taps)]
+    phase_axes = tuple(range(dimensions, 2 * dimensions))
+    return result.movedim(phase_axes, tuple(axis + 2 for axis in phase_axes)).flatten(dimensions + 2)
 
 
 def _torus_norm(taps: Tensor, axes: list[_Axis]) -> Upper:
     """The norm of Σ_e V_e e^{iω·e}, maximised over ω, from above.
 
     Args:
-        taps: V, shape (exponents, groups, rows, columns), exponents over all dimensions.
+        taps: V, shape (exponents, groups, rows, columns), exponents over all dimensions, the largest entry near 1.
         axes: the dimensions.
     """
+    if len(taps) == 1:
+        return matrices_norm(taps[0])
+    if taps.shape[2] > taps.shape[3]:
+        taps = taps.mT
     count, groups, rows, columns = taps.shape
-    if count == 1:
-        return largest_norm(taps[0].split(max(1, CHUNK_BYTES // work_bytes(rows, columns))))
-    grid, correction = _grid(axes, groups * rows * columns * min(rows, columns))
-    chunk = max(1, CHUNK_BYTES // (groups * work_bytes(rows, columns) + 32 * count))
+    grid, correction = _grid(axes, groups * rows**3)
+    points = _half(grid, taps.device).split(chunk_length(16 * (groups * (8 * rows**2 + columns) + 8 * count)))
+    steps = torch.cartesian_prod(*(torch.tensor(axis.steps, device=taps.device) for axis in axes)).view(count, -1)
+    grams = _squared_rows(taps, steps, points, grid) if rows == 1 else _grams(taps, steps, points, grid)
+    squares = sum_squares(taps.abs().sum(0)).max()
+    return largest_norm(grams, 1.001 * dot_error(count * columns + 56) * float(squares)) * correction
 
-    def blocks() -> Iterator[Tensor]:
-        for indices in _half(grid, taps.device).split(chunk):
-            turns = torch.zeros(len(indices), 1, dtype=torch.float64, device=taps.device)
-            for axis, side, index in zip(axes, grid, indices.unbind(1), strict=True):
-                turn = (index[:, None] * torch.tensor(axis.steps, device=taps.device)) % side / side
-                turns = (turns[:, :, None] + turn[:, None, :]).flatten(1)
-            angles = 2 * math.pi * turns
-            symbol = torch.complex(angles.cos() @ taps.flatten(1), angles.sin() @ taps.flatten(1))
-            yield symbol.view(-1, rows, columns)
 
-    error = 4 * (count + 64) * UNIT * float(torch.linalg.vector_norm(taps.abs().sum(0))) * 1.001
-    return (largest_norm(blocks()) + error) * correction
+def _squared_rows(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int]) -> Iterator[Tensor]:
+    """V̂·V̂ᴴ for matrices of a single row, as in a depthwise convolution: shape (frequencies · groups, 1, 1) a chunk."""
+    for chunk in points:
+        cosines, sines = _waves(chunk, steps, grid)
+        flat = taps.flatten(1)
+        squares = (cosines @ flat).square() + (sines @ flat).square()
+        yield squares.view(-1, 1, taps.shape[-1]).sum(-1, keepdim=True)
+
+
+def _grams(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int]) -> Iterator[Tensor]:
+    """V̂·V̂ᴴ = Σ_τ C_τ e^{iω·τ}, where C_{−τ} = C_τᵀ: shape (frequencies · groups, rows, rows) a chunk."""
+    rows = taps.shape[2]
+    differences = (steps[:, None] - steps[None, :]).flatten(0, 1)
+    shifts, kinds = differences.unique(dim=0, return_inverse=True)
+    even, odd = [], []
+    middle = len(shifts) // 2  # sorted, so that shifts[i] = −shifts[-1 − i]
+    for kind in range(middle, len(shifts)):
+        first, second = (kinds.view(len(steps), -1) == kind).nonzero().unbind(1)
+        product = torch.einsum("egij,egkj->gik", taps[first], taps[second])
+        even.append(product + product.mT if kind > middle else product)
+        odd.append(product - product.mT)
+    real, imaginary = torch.stack(even).flatten(1), torch.stack(odd).flatten(1)
+    for chunk in points:
+        cosines, sines = _waves(chunk, shifts[middle:], grid)
+        yield torch.complex(cosines @ real, sines @ imaginary).view(-1, rows, rows)
+
+
+def _waves(points: Tensor, steps: Tensor, grid: list[int]) -> tuple[Tensor, Tensor]:
+    """cos and sin of 2π Σ_d j_d·e_d/N_d.
+
+    Args:
+        points: the j, shape (frequencies, dimensions).
+        steps: the e, shape (exponents, dimensions).
+        grid: the N.
+
+    Returns:
+        Two tensors of shape (frequencies, exponents), float64.
+    """
+    sides = torch.tensor(grid, device=points.device)
+    turns = (points[:, None] * steps % sides).double() / sides
+    angles = 2 * math.pi * turns.sum(-1)
+    return angles.cos(), angles.sin()
 
 
 def _grid(axes: list[_Axis], work: int) -> tuple[list[int], Upper]:
@@ -314,7 +361,7 @@ def _kernel(weight: Tensor, input_size: tuple[int, ...]) -> tuple[int, ...]:
             f"got {tuple(weight.shape)}, {weight.dtype}"
         )
     if len(input_size) != len(kernel) or min(input_size) < 1:
-        raise InputError(f"a kernel of shape {kernel} needs {len(kernel)} positive input sizes, got {tuple(input_size)}")
+        raise InputError(f"a kernel of shape {kernel} needs {len(kernel)} input sizes ≥ 1, got {tuple(input_size)}")
     return kernel
 
 
@@ -336,12 +383,14 @@ def _pads(
             raise InputError('padding "same" needs stride 1; give the padding as numbers')
         totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
-    pairs = [padding] * len(kernel) if isinstance(padding, (int, str)) else list(padding)
-    pairs = [(pair, pair) if isinstance(pair, int) else pair for pair in pairs]
-    if len(pairs) != len(kernel) or not all(_is_pair(pair) for pair in pairs):
-        raise InputError(f'padding must be numbers ≥ 0, one (left, right) pair per dimension, "same" or "valid", got {padding}')
+    given = [padding] * len(kernel) if isinstance(padding, (int, str)) else list(padding)
+    pairs = [pair for pair in ((p, p) if isinstance(p, int) else p for p in given) if _is_pair(pair)]
+    if len(given) != len(kernel) or len(pairs) != len(given):
+        raise InputError(
+            f'padding must be numbers ≥ 0, one (left, right) pair per dimension, "same" or "valid", got {padding}'
+        )
     return pairs
 
 
-def _is_pair(pair: object) -> bool:
+def _is_pair(pair: object) -> TypeGuard[tuple[int, int]]:
     return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, int) and p >= 0 for p in pair)

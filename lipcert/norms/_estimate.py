@@ -1,4 +1,4 @@
-"""Estimates of the largest eigenvalue of Hermitian matrices. They may be too small: only :mod:`._verify` makes bounds of them."""
+"""Estimates of the largest eigenvalue of Hermitian matrices: too small, perhaps, until :mod:`._verify` checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def estimate_largest(gram: Tensor) -> float:
 
 
 def _lanczos(gram: Tensor) -> float:
-    """Lanczos with full reorthogonalisation from a random start (fixed seed), until the largest Ritz value stands still."""
+    """Lanczos, reorthogonalised, from a random start with a fixed seed, until the largest Ritz value stands still."""
     count, size = gram.shape[:2]
     steps = min(size, _MAX_STEPS)
     basis = gram.new_zeros(count, size, steps)

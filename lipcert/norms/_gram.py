@@ -10,13 +10,12 @@ def gram_norm(weight_matrix: Tensor, steps: int = 6) -> Tensor:
     """Differentiable Gram iteration: ‖G_s‖_F^(2^−s) with G₀ = W and G_{k+1} = G_k·G_kᴴ.
 
     In exact arithmetic an upper bound, since σ_max(W)^(2^s) = σ_max(G_s) ≤ ‖G_s‖_F, and at most r^(2^−(s+1)) times the
-    norm for rank r (5 % at r = 768 and 6 steps). It is computed in the weight's dtype, so it is for training, never for a certificate.
-    Each G_k is divided by its Frobenius norm against overflow. The result does not depend on these divisors, so they are
-    held constant for the gradient, which stays exact.
+    norm for rank r (5 % at r = 768 and 6 steps). It is computed in the weight's dtype: for training, never for a
+    certificate. Each G_k is divided by its Frobenius norm against overflow; the result does not depend on these
+    divisors, so they are held constant for the gradient, which stays exact.
 
     Source: Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram iteration",
-    arXiv 2305.16173, Theorem 1 and Algorithm 1; "Spectral norm of convolutional layers with circular and zero paddings",
-    arXiv 2402.00240.
+    arXiv 2305.16173, and "Spectral norm of convolutional layers with circular and zero paddings", arXiv 2402.00240.
 
     Args:
         weight_matrix: shape (..., out, in), real or complex.

@@ -25,8 +25,8 @@ def as_float64(weight: Tensor) -> Tensor:
 def normalise(weight: Tensor) -> tuple[Tensor, float]:
     """Splits a float64 or complex128 weight into (weight / scale, scale).
 
-    The scale is the power of two that brings the largest real or imaginary part into [1, 2). The division is exact but for
-    parts that underflow, which change by at most 2⁻¹⁰⁷³. A zero or empty weight gives scale 0.
+    The scale is the power of two that brings the largest real or imaginary part into [1, 2). The division is exact but
+    for parts that underflow, which change by at most 2⁻¹⁰⁷³. A zero or empty weight gives scale 0.
 
     Raises:
         InputError: if the weight holds NaN or an infinity.
@@ -34,9 +34,9 @@ def normalise(weight: Tensor) -> tuple[Tensor, float]:
     parts = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
     largest = float(parts.abs().max()) if parts.numel() else 0.0
     if math.isnan(largest):
-        raise InputError("the weight holds NaN; a norm needs finite numbers, check the checkpoint")
+        raise InputError("the weight holds NaN; a norm needs finite numbers, check the file")
     if math.isinf(largest):
-        raise InputError("the weight is infinite or overflows float64; a norm needs finite numbers, check the checkpoint")
+        raise InputError("the weight is infinite or overflows float64; a norm needs finite numbers, check the file")
     if largest == 0:
         return weight, 0.0
     exponent = math.frexp(largest)[1] - 1

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from lipcert._upper import INFINITE, Upper
-from lipcert.bounds._registry import Call, rule
-from lipcert.bounds._value import Value
+from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._value import Value, largest
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _apply(x: Value, phi: Activation) -> Value:
 for _function, _phi in ACTIVATIONS.items():
 
     @rule(_function)
-    def entrywise(call: Call, x: Value, *args: Any, _phi: Activation = _phi, **kwargs: Any) -> Value:
+    def entrywise(call: Call, x: Value, *args: object, _phi: Activation = _phi, **kwargs: object) -> Value:
         """sup |φ'| of the table."""
         return _apply(x, _phi)
 
@@ -76,7 +77,7 @@ def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool
 
 
 @rule(F.elu)
-def elu(call: Call, x: Value, alpha: float = 1.0, *args: Any, **kwargs: Any) -> Value:
+def elu(call: Call, x: Value, alpha: float = 1.0, inplace: bool = False) -> Value:
     """Slopes 1 for x > 0 and α eˣ ≤ α for x < 0; |φ(x)| ≤ max(1, α) |x|."""
     slope = max(1.0, abs(alpha))
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
@@ -84,19 +85,33 @@ def elu(call: Call, x: Value, alpha: float = 1.0, *args: Any, **kwargs: Any) -> 
 
 @rule(F.softplus)
 def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
-    """The slope is a sigmoid; 0 ≤ φ(x) ≤ |x| + log 2 / β. At torch's threshold the function jumps by less than 1e-8."""
-    if threshold < 20:
+    """The slope is a sigmoid; 0 ≤ φ(x) ≤ |x| + log 2 / β.
+
+    Where βx passes torch's threshold t, its function jumps by log(1 + e⁻ᵗ)/β, at most 2.1e-9 for t ≥ 20 and β ≥ 1, which
+    counts as rounding; larger jumps have no constant.
+    """
+    if threshold < 20 or beta < 1:
         return Value(x.shape, INFINITE)
     return Value(x.shape, x.lip, magnitude=x.magnitude + Upper(0.6931471805599454) / beta)
 
 
-@rule(F.hardtanh, "clamp")
-def hardtanh(call: Call, x: Value, min_val: Any = None, max_val: Any = None, *args: Any, **kwargs: Any) -> Value:
+@rule(F.hardtanh)
+def hardtanh(call: Call, x: Value, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Value:
     """Clipping to an interval is a projection: constant 1."""
-    low = kwargs.get("min", min_val)
-    high = kwargs.get("max", max_val)
-    if low is None and high is None:  # hardtanh(x); clamp always names a limit
-        low, high = -1.0, 1.0
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
-        return Value(x.shape, x.lip, magnitude=max(abs(low), abs(high)))
-    return Value(x.shape, x.lip)
+    return Value(x.shape, x.lip, magnitude=max(abs(min_val), abs(max_val)))
+
+
+@rule("clamp")
+def clamp(call: Call, x: Value, min: Any = None, max: Any = None) -> Value:
+    """max(x, low) and min(x, high) have constant 1; where a limit is a tensor, its form must not make x repeat."""
+    limits = [limit for limit in (min, max) if limit is not None]
+    if any(isinstance(limit, Value) for limit in limits):
+        raise NoAnswer("the limits depend on the image")
+    if call.shape != x.shape:
+        raise NoAnswer("limits of a larger shape than the value")
+    size = INFINITE
+    if len(limits) == 2:
+        size = largest(torch.stack([torch.as_tensor(limit).double().abs().max() for limit in limits]))
+    elif limits:
+        size = x.magnitude + largest(torch.as_tensor(limits[0]))
+    return Value(x.shape, x.lip, magnitude=size)

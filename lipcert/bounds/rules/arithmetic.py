@@ -20,37 +20,37 @@ def _copies(call: Call, x: Value) -> Upper:
 
 
 def _size(constant: Any) -> Upper:
-    return largest(constant) if isinstance(constant, Tensor) else Upper(abs(constant))
+    return largest(torch.as_tensor(constant, dtype=torch.float64))
 
 
 def _broadcast(constant: Any, x: Value) -> Tensor:
     """The constant as float64 with as many dimensions as x."""
-    tensor = torch.as_tensor(constant).detach().double()
-    return tensor.reshape(*[1] * (len(x.shape) - tensor.dim()), *tensor.shape)
+    tensor = torch.as_tensor(constant, dtype=torch.float64).detach()
+    return tensor.reshape((1,) * (len(x.shape) - tensor.dim()) + tuple(tensor.shape))
 
 
 @rule("add")
-def add(call: Call, x: Any, y: Any, *, alpha: float = 1, **kwargs: Any) -> Value:
+def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x + αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x + Wx is folded into (I + W)x."""
     if isinstance(x, Value) and isinstance(y, Value):
         return _sum(call, x, y, alpha)
     if not isinstance(x, Value):
         return _shifted(call, _times(call, y, alpha) if alpha != 1 else y, x)
-    return _shifted(call, x, y * alpha if alpha != 1 else y)
+    return _shifted(call, x, y, alpha)
 
 
 @rule("sub")
-def sub(call: Call, x: Any, y: Any, *, alpha: float = 1, **kwargs: Any) -> Value:
+def sub(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x − αy)‖ ≤ ‖δx‖ + |α|‖δy‖."""
     if isinstance(x, Value) and isinstance(y, Value):
         return _sum(call, x, y, -alpha)
     if not isinstance(x, Value):
         return _shifted(call, _times(call, y, -alpha), x)
-    return _shifted(call, x, y * -alpha)
+    return _shifted(call, x, y, alpha)
 
 
 @rule("rsub")
-def rsub(call: Call, x: Value, y: Any, *, alpha: float = 1, **kwargs: Any) -> Value:
+def rsub(call: Call, x: Value, y: Any, *, alpha: float = 1) -> Value:
     """y − αx."""
     return sub(call, y, x, alpha=alpha)
 
@@ -73,13 +73,14 @@ def _sum(call: Call, x: Value, y: Value, alpha: float) -> Value:
     return Value(call.shape, lip, magnitude=magnitude, rows=rows)
 
 
-def _shifted(call: Call, x: Value, constant: Any) -> Value:
-    """x + constant. The map of a value that is not broadcast stays; only its offset changes."""
-    magnitude = x.magnitude + _size(constant)
+def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
+    """x ± α · constant. The map of a value that is not broadcast stays; only its offset changes, and is forgotten."""
+    magnitude = x.magnitude + _size(constant) * abs(alpha)
     rows = None
     if x.rows is not None and x.rows[0] == len(x.shape) - 1 and isinstance(constant, Tensor) and constant.dim():
-        if constant.shape[-1] == x.shape[-1] == call.shape[-1]:
-            rows = (-1, x.rows[1] + Value.constant(constant).row_norm(-1))
+        own = Value.constant(constant)
+        if own.shape[-1] == x.shape[-1] == call.shape[-1]:
+            rows = (-1, x.rows[1] + own.row_norm(-1) * abs(alpha))
     if call.shape != x.shape:
         return Value(call.shape, x.lip * _copies(call, x), magnitude=magnitude, rows=rows)
     if x.base is not None:
@@ -125,7 +126,7 @@ def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Valu
         raise NoAnswer("rounding is not continuous")
     if isinstance(y, Value):
         return Value(call.shape, INFINITE)
-    inverse = 1.0 / torch.as_tensor(y).detach().double()
+    inverse = 1.0 / torch.as_tensor(y, dtype=torch.float64).detach()
     if not torch.isfinite(inverse).all():
         raise NoAnswer("division by zero")
     return _times(call, x, inverse)
@@ -142,10 +143,10 @@ def power(call: Call, x: Any, exponent: Any) -> Value:
     ):
         raise NoAnswer("the exponent must be one number")
     p = float(exponent)
-    if p != int(p) or p < 1:
+    if not (math.isfinite(p) and p == int(p) and p >= 1):
         raise NoAnswer(f"exponent {p:g}")
     factor = x.magnitude ** (int(p) - 1) * int(p)
-    return Value(x.shape, x.lip * factor, magnitude=x.magnitude ** int(p))
+    return Value(call.shape, x.lip * factor * _copies(call, x), magnitude=x.magnitude ** int(p))
 
 
 @rule("square")
@@ -155,7 +156,7 @@ def square(call: Call, x: Value) -> Value:
 
 
 def _reduction(mean: bool) -> Any:
-    def answer(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
+    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
         """A sum of n entries has norm √n, a mean √n / n; different results share no entry."""
         count = math.prod(x.shape) // max(1, math.prod(call.shape))
         root = Upper(count).sqrt()
@@ -185,12 +186,12 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
     """
     if not isinstance(x, Value):
         return _matrix_times(call, x, y)
+    if len(x.shape) < 2 or len(y.shape) < 2:
+        raise NoAnswer("vectors")
     if not isinstance(y, Value):
         if y.dim() == 2:
             return dense(call, x, y.mT)
         return Value(call.shape, x.lip * Dense(y.reshape(-1, *y.shape[-2:])).norm * _copies_matmul(call, x))
-    if len(x.shape) < 2 or len(y.shape) < 2:
-        raise NoAnswer("vectors")
     right = y.matrix_norm()
     if x.stochastic:
         right = min(right, y.row_norm(-1) * Upper(2).sqrt())

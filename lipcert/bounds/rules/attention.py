@@ -11,7 +11,7 @@ from lipcert.bounds._value import Value
 
 
 @rule("softmax")
-def softmax(call: Call, x: Value, dim: int | None = None, *args: Any, **kwargs: Any) -> Value:
+def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwargs: object) -> Value:
     """The Jacobian is diag(p) − ppᵀ ⪯ ½: vᵀ(diag(p) − ppᵀ)v is the variance of v under p, at most (max v − min v)²/4 ≤ ½‖v‖².
 
     Popoviciu's inequality, and (a − b)² ≤ 2(a² + b²).
@@ -48,6 +48,8 @@ def attention(
         raise NoAnswer("the attention bias depends on the image")
     if enable_gqa:
         raise NoAnswer("grouped queries")
+    if dropout_p:
+        raise NoAnswer("dropout, which is random here in evaluation mode too")
     q, k, v = (x if isinstance(x, Value) else Value.constant(x) for x in (query, key, value))
     batch = math.prod(call.shape[:-2])
     spread = [Upper(batch // max(1, math.prod(x.shape[:-2]))).sqrt() for x in (q, k, v)]

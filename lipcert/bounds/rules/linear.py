@@ -23,12 +23,12 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
     if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map)) is not None:
         inner, matrix = x.base, folded
         if x.offset is not None:
-            products = weight.detach().double() * x.offset
+            products = weight.detach().double() * x.offset.to(weight.device)
             offset = products.sum(-1)
             error = vector_norm(products.abs().sum(-1)) * (
                 (weight.shape[1] + 4) * 2.0**-52
             ) + x.offset_error * vector_norm(weight)
-    elif x.base is None or x.offset is None:
+    else:
         offset = weight.new_zeros(weight.shape[0]).double()
     if offset is not None and bias is not None:
         offset = offset + bias.detach().double()
@@ -59,6 +59,8 @@ def conv(
     if isinstance(weight, Value):
         raise NoAnswer("the weight depends on the image")
     dims = weight.dim() - 2
+    if len(x.shape) != dims + 2:
+        raise NoAnswer("an input without batch axis")
     dilation = _pairs(dilation, dims)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -91,6 +93,8 @@ def conv_transpose(
     if isinstance(weight, Value):
         raise NoAnswer("the weight depends on the image")
     dims = weight.dim() - 2
+    if len(x.shape) != dims + 2:
+        raise NoAnswer("an input without batch axis")
     norm = conv_transpose_norm(
         weight,
         x.shape[2:],

@@ -30,12 +30,16 @@ def batch_norm(
     """In evaluation mode a scale γ/√(var + eps) per channel, folded into the convolution before it."""
     if training or running_mean is None or running_var is None:
         raise NoAnswer("batch statistics: one image's result would depend on the others")
-    scale = (running_var.detach().double() + eps).rsqrt()
+    variance = running_var.detach().double() + eps
+    if not bool((variance >= 0).all()):
+        raise NoAnswer("a negative variance")
+    scale = variance.rsqrt()
     if weight is not None:
         scale = scale * weight.detach().double()
-    shift = -running_mean.detach().double() * scale
-    if bias is not None:
-        shift = shift + bias.detach().double()
+    moved = running_mean.detach().double() * scale
+    shift = moved.abs()
+    if bias is not None:  # the two may cancel, which leaves their roundings
+        shift = (bias.detach().double() - moved).abs() + (bias.detach().double().abs() + shift) * 2.0**-49
     channels = (1, -1, *[1] * (len(x.shape) - 2))
     return _shifted(call, _times(call, x, scale.reshape(channels)), shift.reshape(channels) * COMPOSED)
 
@@ -109,4 +113,6 @@ def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1
     """x/max(‖x‖, eps): slope at most 1/eps, since it is x/eps inside the ball and a projection onto a sphere outside."""
     if p != 2.0:
         raise NoAnswer(f"p = {p:g}")
+    if not isinstance(dim, int):
+        raise NoAnswer("several dimensions")
     return Value(call.shape, x.lip * (Upper(1) / eps) if eps > 0 else INFINITE, rows=(dim, 1))

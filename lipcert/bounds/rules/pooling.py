@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Value
 
 
-def schur_norm(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Upper:
-    """Upper bound on the norm of a linear map A with entries ≥ 0: √(max row sum · max column sum).
+def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[Upper, Upper]:
+    """The largest row sum of a linear map A with entries ≥ 0, and a bound on ‖A‖: √(max row sum · max column sum).
 
     Schur's test. The row sums are A·1, the column sums Aᵀ·1 by autograd. Sums of n ≤ 2³⁰ non-negative float64 numbers
     are exact to a relative 2⁻²², which is added.
@@ -29,63 +29,77 @@ def schur_norm(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
         raise NoAnswer("weights of both signs")
     # Roundings of sums of non-negative terms: each of the n additions is off by at most 2⁻⁵³ relative.
     slack = 1 + ones.numel() * 2.0**-51
-    return (Upper(rows.max().item()) * slack * (Upper(columns.max().item()) * slack)).sqrt()
+    largest_row, largest_column = (Upper(sums.max().item()) * slack for sums in (rows, columns))
+    return largest_row, (largest_row * largest_column).sqrt()
 
 
-def _averaging(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    def answer(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-        """An average with weights ≥ 0: Schur's test on one channel. Entries do not grow."""
-        spatial = x.shape[1:] if len(x.shape) == len(call.shape) else x.shape
-        norm = schur_norm(lambda ones: operation(ones, *args, **kwargs), (1, 1, *spatial[1:]))
-        rows_axis = x.rows[0] if x.rows is not None and x.rows[0] == 1 else None
-        return x.like(call.shape, x.lip * norm, rows_axis)
+def _averaging(operation: Callable[..., Tensor], dims: int) -> Callable[..., Value]:
+    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
+        """Weights ≥ 0: Schur's test on one channel. Entries, and rows along the channels, grow by the largest row sum."""
+        shape = (1, 1, *x.shape[-dims:])
+        rows_norm, norm = schur_norms(lambda ones: operation(ones, *args, **kwargs), shape)
+        rows = None
+        if x.rows is not None and x.rows[0] == len(x.shape) - dims - 1:
+            rows = (x.rows[0], x.rows[1] * rows_norm)
+        return Value(call.shape, x.lip * norm, magnitude=x.magnitude * rows_norm, rows=rows)
 
     return answer
 
 
-for _operation in (
-    F.avg_pool1d,
-    F.avg_pool2d,
-    F.avg_pool3d,
-    F.adaptive_avg_pool1d,
-    F.adaptive_avg_pool2d,
-    F.adaptive_avg_pool3d,
+for _dims, _operation in (
+    (1, F.avg_pool1d),
+    (2, F.avg_pool2d),
+    (3, F.avg_pool3d),
+    (1, F.adaptive_avg_pool1d),
+    (2, F.adaptive_avg_pool2d),
+    (3, F.adaptive_avg_pool3d),
 ):
-    rule(_operation)(_averaging(_operation))
+    rule(_operation)(_averaging(_operation, _dims))
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d")
-def max_pool(
-    call: Call,
-    x: Value,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    *args: Any,
-    **kwargs: Any,
-) -> Value:
-    """|max a − max b| ≤ max|a − b| ≤ ‖a − b‖ per window, and an entry lies in m windows at most: √m.
+def _maximum(dims: int) -> Callable[..., Value]:
+    def answer(
+        call: Call,
+        x: Value,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Value:
+        """|max a − max b| ≤ max|a − b| ≤ ‖a − b‖ per window, and an entry lies in m windows at most: √m.
 
-    Along one axis an entry at p lies in the windows o with o·s + d·t = p for 0 ≤ t < k: at most ⌈k gcd(s, d)/s⌉ of them.
-    """
-    dims = len(call.shape) - 2
-    kernel, step, gap = (_each(v, dims) for v in (kernel_size, stride or kernel_size, dilation))
-    windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
-    return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude)
+        Along one axis an entry at p lies in the windows o with o·s + d·t = p for 0 ≤ t < k: at most ⌈k gcd(s, d)/s⌉.
+        """
+        if return_indices:
+            raise NoAnswer("indices of the maxima")
+        kernel, step, gap = (_each(v, dims) for v in (kernel_size, stride or kernel_size, dilation))
+        windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
+        return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude)
+
+    return answer
 
 
-@rule("adaptive_max_pool1d", "adaptive_max_pool2d")
-def adaptive_max_pool(call: Call, x: Value, output_size: Any, *args: Any, **kwargs: Any) -> Value:
-    """As max pooling. With n ≥ m, window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, where window i + 2 starts: 2 an axis at most."""
-    if any(n < m for n, m in zip(x.shape[2:], call.shape[2:], strict=True)):
-        raise NoAnswer("more results than entries")
-    shared = math.prod(1 if n % m == 0 else 2 for n, m in zip(x.shape[2:], call.shape[2:], strict=True))
-    return Value(call.shape, x.lip * Upper(shared).sqrt(), magnitude=x.magnitude)
+def _adaptive_maximum(dims: int) -> Callable[..., Value]:
+    def answer(call: Call, x: Value, output_size: object, return_indices: bool = False) -> Value:
+        """As max pooling. Window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, where window i + 2 starts, if n ≥ m: 2 an axis."""
+        sizes = list(zip(x.shape[-dims:], call.shape[-dims:], strict=True))
+        if return_indices or any(n < m for n, m in sizes):
+            raise NoAnswer("more results than entries, or their indices")
+        shared = math.prod(1 if n % m == 0 else 2 for n, m in sizes)
+        return Value(call.shape, x.lip * Upper(shared).sqrt(), magnitude=x.magnitude)
+
+    return answer
+
+
+for _dims in (1, 2, 3):
+    rule(f"max_pool{_dims}d")(_maximum(_dims))
+    rule(f"adaptive_max_pool{_dims}d")(_adaptive_maximum(_dims))
 
 
 @rule("amax", "amin")
-def extreme(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
+def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """|max a − max b| ≤ ‖a − b‖; different results share no entry."""
     return Value(call.shape, x.lip, magnitude=x.magnitude)
 

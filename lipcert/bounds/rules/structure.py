@@ -18,15 +18,25 @@ from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Scale, Value
 
 
-@rule("identity", "dropout", "Identity")
-def identity(call: Call, x: Value, *args: Any, training: bool = False, **kwargs: Any) -> Value:
-    """Casts, copies and memory layout change nothing in real arithmetic; dropout does nothing in evaluation mode."""
+@rule("identity")
+def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
+    """Casts between real types, copies and memory layout change nothing in real arithmetic."""
+    return x
+
+
+@rule("dropout")
+def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
+    """Nothing happens outside training."""
+    if training and p:
+        raise NoAnswer("it is random, training=True")
     return x
 
 
 @rule("reshape")
 def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """A bijection of the entries. Rows survive where their axis is kept, split or merged with others."""
+    if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
+        raise NoAnswer("another reading of the same bits")
     if call.shape == x.shape:
         return x
     if isinstance(x.map, Scale) and x.base is not None:
@@ -79,27 +89,36 @@ def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple
             if j - start_j == 1:
                 return start_j, a // max(1, old[axis])
             return None
-    return (len(new) - 1, 1) if new and old[axis] == 1 else None
+    return None
 
 
-@rule("permute", "movedim")
-def permute(call: Call, x: Value, *dims: Any, **kwargs: Any) -> Value:
-    """A bijection of the entries; an axis keeps its rows."""
-    return _moved(call, x, torch.empty(x.shape, device="meta").permute, *dims, **kwargs)
+def _moving(operation: Any) -> Any:
+    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
+        """A bijection of the entries; an axis keeps its rows."""
+        return _moved(call, x, operation, *args, **kwargs)
+
+    return answer
 
 
-@rule("transpose")
-def transpose(call: Call, x: Value, *dims: Any, **kwargs: Any) -> Value:
-    """A bijection of the entries; an axis keeps its rows."""
-    if not dims and not kwargs:
-        dims = (-2, -1)
-    return _moved(call, x, torch.empty(x.shape, device="meta").transpose, *dims, **kwargs)
+def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
+    """``transpose(dim0, dim1)``, and ``t()`` and ``mT``, which name no dimensions."""
+    if dims or kwargs:
+        return tensor.transpose(*dims, **kwargs)
+    return tensor.mT if tensor.dim() > 1 else tensor
+
+
+for _key, _operation in (
+    ("permute", torch.Tensor.permute),
+    ("movedim", torch.Tensor.movedim),
+    ("transpose", _transposed),
+):
+    rule(_key)(_moving(_operation))
 
 
 def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
     if x.rows is None:
         return x.like(call.shape, x.lip)
-    strides = move(*args, **kwargs).stride()
+    strides = move(torch.empty(x.shape, device="meta"), *args, **kwargs).stride()
     # A contiguous tensor's strides name its axes, except where sizes of 1 repeat a stride: then the size decides.
     size, stride = x.shape[x.rows[0]], torch.empty(x.shape, device="meta").stride(x.rows[0])
     places = [axis for axis in range(len(call.shape)) if strides[axis] == stride and call.shape[axis] == size]
@@ -109,15 +128,15 @@ def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
 def _selection(operation: Any) -> Any:
     def answer(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
         """Picks entries: norm 1, or √m where an entry is picked m times, counted by running the selection."""
-        if any(isinstance(a, Value) for a in _leaves((args, kwargs))) or not isinstance(x, Value):
+        if any(isinstance(a, Value) for a in _leaves((args, kwargs))):
             raise NoAnswer("the positions depend on the image")
-        if _basic(args):
+        if _basic((args, kwargs)):
             uses = 1
         else:
             numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
             picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
             uses = int(torch.bincount(picked).max()) if picked.numel() else 1
-        last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_last_axis(operation, args, len(x.shape))
+        last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
         return x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
 
     return answer
@@ -137,19 +156,28 @@ def _to_cpu(tree: Any) -> Any:
     return {k: _to_cpu(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _basic(args: tuple[Any, ...]) -> bool:
-    """Whether an index is made of integers, slices, None and ``...`` alone, so that no entry is picked twice."""
-    return all(isinstance(leaf, (int, slice, type(None), type(Ellipsis))) for leaf in _leaves(args))
+def _basic(args: Any) -> bool:
+    """Whether an index is made of integers, slices, None and ``...`` alone, so that no entry is picked twice.
+
+    A list is not: ``x[[0, 0]]`` picks twice.
+    """
+    if isinstance(args, dict):
+        args = tuple(args.values())
+    if isinstance(args, tuple):
+        return all(_basic(item) for item in args)
+    return isinstance(args, (int, slice, type(None), type(Ellipsis)))
 
 
-def _keeps_last_axis(operation: Any, args: tuple[Any, ...], dims: int) -> bool:
+def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether every row along the last axis of the result is made of entries of one row."""
     if operation is torch.roll:
-        return True
-    if operation is not _getitem or not args:
+        return "dims" in kwargs or len(args) > 1  # without dims it rolls the flattened tensor
+    if operation is not _getitem or kwargs:
         return False
+    if len(args) > 1:  # select(dim, index) and narrow(dim, start, length)
+        return len(args) == 3 or args[0] % len(shape) != len(shape) - 1
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    simple = all(isinstance(i, (int, slice)) for i in index)
-    return simple and len(index) < dims
+    return all(isinstance(i, (int, slice)) for i in index) and len(index) < len(shape)
 
 
 def _getitem(tensor: Tensor, *index: Any) -> Tensor:
@@ -170,17 +198,24 @@ for _key, _operation in (
     rule(_key)(_selection(_operation))
 
 
-@rule("unbind", "split", "chunk", "tensor_split", "split_with_sizes")
-def pieces(call: Call, x: Value, *args: Any, **kwargs: Any) -> _Pieces:
+@rule("split", "chunk", "tensor_split", "split_with_sizes")
+def pieces(call: Call, x: Value, *args: object, **kwargs: object) -> _Pieces:
     """Disjoint parts of the entries; each has at most the constant of the whole."""
-    return _Pieces(x)
+    return _Pieces(x, None)
+
+
+@rule("unbind")
+def unbind(call: Call, x: Value, dim: int = 0) -> _Pieces:
+    """As above; each part lacks the axis ``dim``."""
+    return _Pieces(x, dim % len(x.shape))
 
 
 class _Pieces:
-    """The parts of a value whose shapes the rule ``part`` learns one by one."""
+    """The parts of a value whose shapes the rule ``part`` learns one by one, and the axis they lack."""
 
-    def __init__(self, whole: Value):
+    def __init__(self, whole: Value, removed: int | None):
         self.whole = whole
+        self.removed = removed
 
 
 @rule("part")
@@ -188,19 +223,17 @@ def piece(call: Call, parts: Any, index: int) -> Value:
     """One result of an operation that has several."""
     if not isinstance(parts, _Pieces):
         return parts[index]
-    x = parts.whole
-    if x.rows is None:
+    x, removed = parts.whole, parts.removed
+    if x.rows is None or removed == x.rows[0]:
         return x.like(call.shape, x.lip)
-    removed = len(x.shape) - len(call.shape)  # unbind removes an axis, and only its first one is told apart here
     axis = x.rows[0]
-    kept_last = axis == len(x.shape) - 1 and (not removed or call.shape[-1] == x.shape[-1])
-    same_axis = not removed and call.shape[axis] <= x.shape[axis]
-    return x.like(call.shape, x.lip, len(call.shape) - 1 if kept_last else axis if same_axis else None)
+    return x.like(call.shape, x.lip, axis - 1 if removed is not None and removed < axis else axis)
 
 
 @rule("cat", "stack")
-def cat(call: Call, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Value:
+def cat(call: Call, tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Value:
     """Puts values side by side: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants do not move."""
+    dim = dim if axis is None else axis
     parts = [t if isinstance(t, Value) else Value.constant(t) for t in tensors]
     lip = root_sum_squares(*(p.lip for p in parts))
     magnitude = max((p.magnitude for p in parts), default=Upper(0))
@@ -216,21 +249,30 @@ def cat(call: Call, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Valu
 
 @rule("expand", "repeat", "tile", "repeat_interleave")
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Repeats every entry equally often, m times: norm √m."""
+    """Repeats every entry equally often, m times: norm √m. ``repeat_interleave`` may name the number for each position."""
     copies = math.prod(call.shape) // max(1, math.prod(x.shape))
+    for repeats in (*args, *kwargs.values()):
+        if isinstance(repeats, Tensor) and repeats.numel():
+            copies = int(repeats.max())
     keeps_rows = x.rows is not None and x.rows[0] == len(x.shape) - 1 and call.shape[-1] == x.shape[-1]
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 
 
-@rule("pad", "constant_pad_nd")
-def pad(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
+@rule("constant_pad_nd")
+def constant_pad(call: Call, x: Value, pad: Sequence[int], value: float = 0) -> Value:
+    """As ``pad``."""
+    return padded(call, x, pad, value=value)
+
+
+@rule("pad")
+def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds entries that do not move: norm 1. The other modes repeat entries: √m, counted."""
     if mode == "constant":
         same_last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and (pad[0] == pad[1] == 0) and not value
-        padded = x.like(call.shape, x.lip, len(call.shape) - 1 if same_last else None)
+        result = x.like(call.shape, x.lip, len(call.shape) - 1 if same_last else None)
         if value:
-            padded.magnitude = max(padded.magnitude, Upper(abs(value)))
-        return padded
+            result.magnitude = max(result.magnitude, Upper(abs(value)))
+        return result
     numbers = torch.arange(math.prod(x.shape), dtype=torch.float64).reshape(x.shape)
     uses = int(torch.bincount(torch.nn.functional.pad(numbers, list(pad), mode).long().reshape(-1)).max())
     return x.like(call.shape, x.lip * Upper(uses).sqrt())

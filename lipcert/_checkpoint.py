@@ -1,0 +1,143 @@
+"""Reading weights from files that may be wrong in any way, without ever running code from them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import timm
+import torch
+from timm.models import clean_state_dict
+from torch import Tensor, nn
+
+from lipcert._timm import first_line
+from lipcert.errors import LoadError
+
+SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
+
+# Where training scripts put the weights inside a checkpoint, averaged weights first, as timm's own loader does.
+_WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors of a checkpoint file, on the CPU.
+
+    Args:
+        path: a ``.safetensors`` file, or whatever ``torch.load(weights_only=True)`` reads.
+
+    Returns:
+        The state dict, free of wrappers and of ``module.`` and ``_orig_mod.`` prefixes, and the timm name that the file
+        gives for its architecture, or None.
+
+    Raises:
+        LoadError: missing, damaged or foreign file, or one that holds Python objects besides tensors.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise LoadError(f"{path} is a folder; give a checkpoint file, or {path} as local-dir:{path} if timm saved it")
+    if not path.is_file():
+        raise LoadError(f"there is no file {path}")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    content = _torch_load(path)
+    name = content.get("arch") if isinstance(content, Mapping) else None
+    return _tensors(content, path), name if isinstance(name, str) and timm.is_model(name) else None
+
+
+def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str) -> None:
+    """Puts a state dict into a network whose names and shapes it must match one by one.
+
+    Raises:
+        LoadError: naming the first tensors that are missing, unexpected, of another shape or of another kind.
+    """
+    own = net.state_dict()
+    shapes = [
+        f"{key} is {tuple(state[key].shape)} in the file and {tuple(value.shape)} in the model"
+        for key, value in own.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    kinds = [
+        f"{key} holds {state[key].dtype} and not numbers like the model's {value.dtype}"
+        for key, value in own.items()
+        if key in state and state[key].is_floating_point() != value.is_floating_point()
+    ]
+    problems = [
+        _listed("tensor missing", "tensors missing", [key for key in own if key not in state]),
+        _listed("tensor too many", "tensors too many", [key for key in state if key not in own]),
+        *shapes[:1],
+        *kinds[:1],
+    ]
+    found = [problem for problem in problems if problem]
+    if found:
+        raise LoadError(
+            f"{file} does not fit {name}: {'; '.join(found)}; give the timm name and arguments it was made with"
+        )
+    net.load_state_dict(dict(state))
+
+
+def check_finite(net: nn.Module, origin: str) -> None:
+    """Refuses weights that hold NaN or infinity.
+
+    Raises:
+        LoadError: naming the first such tensor.
+    """
+    for name, value in net.state_dict().items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            kind = "NaN" if bool(value.isnan().any()) else "infinity"
+            raise LoadError(f"{origin} holds {kind} in {name}; a model with such weights cannot be certified")
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        state = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        reason = first_line(error)
+        raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; download it again") from error
+    name = metadata.get("architecture")
+    return _tensors(state, path), name if name and timm.is_model(name) else None
+
+
+def _torch_load(path: Path) -> Any:
+    # timm's training script stores its options as an argparse.Namespace, which holds plain values only.
+    if hasattr(torch.serialization, "safe_globals"):
+        allowed: contextlib.AbstractContextManager[Any] = torch.serialization.safe_globals([argparse.Namespace])
+    else:
+        allowed = contextlib.nullcontext()
+    try:
+        with allowed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols; what cannot be read raises
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise LoadError(
+            f"{path} is not a PyTorch checkpoint, or holds Python objects besides tensors, which are never run; "
+            "save the state_dict alone, best as safetensors"
+        ) from error
+    except Exception as error:
+        reason = first_line(error)
+        raise LoadError(f"{path} is not a PyTorch checkpoint, or is damaged: {reason}; download it again") from error
+
+
+def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
+    if isinstance(content, Mapping):
+        wrapper = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        state = clean_state_dict(dict(content if wrapper is None else content[wrapper]))
+        if state and all(isinstance(value, Tensor) for value in state.values()):
+            return dict(state)
+    raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under {', '.join(_WRAPPERS)}")
+
+
+def _listed(one: str, many: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} {one if len(names) == 1 else many} ({', '.join(names[:3])}{more})"

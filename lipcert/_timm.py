@@ -1,0 +1,158 @@
+"""Building timm networks, with timm's and the hub's many ways to fail turned into one line each."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import http.client
+import logging
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import timm
+from huggingface_hub import constants as hub_constants
+from huggingface_hub import errors as hub_errors
+from timm.models import load_model_config_from_hf
+from torch import nn
+
+from lipcert.errors import LoadError
+
+HUB = ("hf-hub:", "hf_hub:")
+FOLDER = "local-dir:"
+PROBE_SECONDS = 5.0
+_NETWORK_ERRORS = (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled)
+
+# Arguments of timm.create_model that say which weights are loaded and from where, not how the network is built.
+WEIGHT_ARGUMENTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
+
+
+def is_timm_name(source: str) -> bool:
+    """Whether timm can build ``source``: a registered name (with or without tag), a hub id or a ``local-dir:``."""
+    return source.startswith((*HUB, FOLDER)) or timm.is_model(source)
+
+
+def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> nn.Module:
+    """``timm.create_model`` with every failure as one line.
+
+    Args:
+        name: timm name, ``hf-hub:`` id or ``local-dir:`` folder.
+        pretrained: whether timm loads the weights that belong to the name.
+        arguments: passed through to timm.
+
+    Returns:
+        The network, in training mode as timm leaves it.
+
+    Raises:
+        LoadError: unknown name or tag, no network, no such weights, arguments the model does not take.
+    """
+    if not is_timm_name(name):
+        raise LoadError(
+            f"timm has no model {name!r}{_similar(name)}; a file is given by its path, a hub model as hf-hub:OWNER/NAME"
+        )
+    try:
+        with _hub() if pretrained or name.startswith(HUB) else contextlib.nullcontext():
+            return timm.create_model(name, pretrained=pretrained, **arguments)
+    except Exception as error:
+        raise LoadError(_explain(name, arguments, error)) from error
+
+
+def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """How to build the same network again without its weights: ``{"name": ..., "arguments": ...}``.
+
+    A hub id or folder is replaced by the architecture and the arguments that its configuration names. Call it after
+    :func:`create_net`, when the configuration is in the hub's cache.
+    """
+    given = {key: value for key, value in arguments.items() if value is not None and key not in WEIGHT_ARGUMENTS}
+    if not name.startswith((*HUB, FOLDER)):
+        return {"name": name, "arguments": given}
+    if name.startswith(FOLDER):
+        from timm.models._hub import load_model_config_from_path  # newer than timm 1.0.0, like local-dir: itself
+
+        config, architecture, saved = load_model_config_from_path(name.removeprefix(FOLDER))
+    else:
+        cache = {"cache_dir": arguments["cache_dir"]} if arguments.get("cache_dir") else {}
+        with _hub():
+            config, architecture, saved = load_model_config_from_hf(name.partition(":")[2], **cache)
+    implied = {key: config[key] for key in ("num_classes", "global_pool") if config.get(key) is not None}
+    if config.get("input_size"):
+        implied["in_chans"] = config["input_size"][0]
+        if config.get("fixed_input_size"):
+            implied["img_size"] = list(config["input_size"][1:])
+    return {"name": architecture, "arguments": {**implied, **(saved or {}), **given}}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, for messages that stay on one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _hub() -> Iterator[None]:
+    """Where the hub cannot be reached, its client uses its cache or gives up at once, not after a minute of retries."""
+    logger, offline = logging.getLogger("huggingface_hub"), hub_constants.HF_HUB_OFFLINE
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    hub_constants.HF_HUB_OFFLINE = offline or not _hub_answers()
+    try:
+        yield
+    finally:
+        hub_constants.HF_HUB_OFFLINE = offline
+        logger.setLevel(level)
+
+
+def _hub_answers() -> bool:
+    """Whether anything answers at the hub's address, proxies included; TLS is for the hub's client to judge."""
+    request = urllib.request.Request(hub_constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
+    message = first_line(error)
+    if is_network_error(error):
+        random = "" if name.startswith(HUB) else ", or take random weights with pretrained=False (--no-pretrained)"
+        return (
+            f"cannot download {name}: no network, or the model hub is unreachable; "
+            f"give the timm name and a file with checkpoint= (--checkpoint){random}"
+        )
+    if isinstance(error, hub_errors.HfHubHTTPError):
+        return f"the hub does not give out {name}: {message}; check the name, or log in if it is gated"
+    if "No pretrained weights exist" in message:
+        return (
+            f"timm has no pretrained weights for {name}; give a file with checkpoint= (--checkpoint), "
+            "or take random weights with pretrained=False (--no-pretrained)"
+        )
+    if "Invalid pretrained tag" in message:
+        architecture = name.partition(".")[0]
+        tagged = [n for n in timm.list_models(f"{architecture}.*", pretrained=True) if n.startswith(f"{architecture}.")]
+        return f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this architecture'}"
+    if arguments:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        return f"timm cannot build {name} with {given}: {message}"
+    return f"timm cannot load {name}: {message}"
+
+
+def is_network_error(error: BaseException | None) -> bool:
+    """Whether an error came from a network that is not there, and not from what a server answered."""
+    while error is not None:
+        network = isinstance(error, (*_NETWORK_ERRORS, urllib.error.URLError, ConnectionError, TimeoutError))
+        if network and not isinstance(error, urllib.error.HTTPError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _similar(name: str) -> str:
+    close = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

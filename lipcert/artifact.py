@@ -1,0 +1,226 @@
+"""One file that holds a model whole: weights, how to build the network again, its surgery, its pixels and its bound.
+
+The file is a ``.safetensors`` with one metadata entry, ``lipcert``, that holds JSON. Loading builds the timm network,
+repeats the surgery, fills in the weights and compares their hash; nothing in the file is ever run as code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor, nn
+
+from lipcert._checkpoint import check_finite
+from lipcert._timm import WEIGHT_ARGUMENTS, create_net, first_line
+from lipcert._version import version
+from lipcert.errors import ConvertError, InputError, LoadError
+from lipcert.model import Model
+from lipcert.surgery import swap
+
+FORMAT = 1
+
+_FIELDS: dict[str, type] = {
+    "source": dict,
+    "data_config": dict,
+    "mean": list,
+    "std": list,
+    "input_size": list,
+    "recipe": list,
+    "facts": dict,
+    "weights_hash": str,
+}
+
+
+def save(model: Model, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None) -> None:
+    """Writes a model to one ``.safetensors`` file, or leaves what was there.
+
+    Args:
+        model: a model whose network timm can build again: loaded by name, converted or not.
+        path: the file; an existing one is replaced at once, when the new one is complete.
+        facts: what is known about the model, such as its bound, as values that JSON can hold.
+
+    Raises:
+        InputError: if the network cannot be rebuilt from its name and recipe, the facts are not JSON, or the file
+            cannot be written.
+    """
+    path = Path(path)
+    _check_rebuilds(model)
+    content = {
+        "format": FORMAT,
+        "lipcert": version(),
+        "timm": timm.__version__,
+        "source": model.source,
+        "data_config": model.data_config,
+        "mean": _numbers(model.mean),
+        "std": _numbers(model.std),
+        "input_size": list(model.input_size),
+        "recipe": model.recipe,
+        "facts": dict(facts or {}),
+        "weights_hash": weights_hash(model),
+    }
+    try:
+        entry = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the model's arguments and facts must be plain values that JSON can hold: {first_line(error)}"
+        ) from error
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.net.state_dict().items()}
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
+        os.replace(partial, path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {first_line(error)}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_artifact(path: str | os.PathLike[str]) -> Model:
+    """Rebuilds the model that :func:`save` wrote.
+
+    Returns:
+        The model in evaluation mode, with the same weights, bit by bit.
+
+    Raises:
+        LoadError: missing, foreign, damaged or changed file, one of a newer format, or one that this timm cannot build.
+    """
+    path = Path(path)
+    content = read_metadata(path)
+    source = content["source"]
+    name, arguments = source.get("name"), source.get("arguments")
+    if not isinstance(name, str) or not timm.is_model(name):
+        raise LoadError(f"{path} names the architecture {name!r}, which timm {timm.__version__} does not have")
+    if not isinstance(arguments, dict) or WEIGHT_ARGUMENTS & arguments.keys():
+        raise LoadError(f"{path} is damaged: its model arguments are not those of a lipcert artifact; write it again")
+    net = create_net(name, pretrained=False, arguments=arguments)
+    try:
+        _repeat_surgery(net, content["recipe"])
+        net.load_state_dict(safetensors.torch.load_file(path), assign=True)
+        model = Model(
+            net,
+            mean=content["mean"],
+            std=content["std"],
+            input_size=content["input_size"],
+            source=source,
+            data_config=content["data_config"],
+            recipe=content["recipe"],
+        )
+    except (safetensors.SafetensorError, ConvertError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise LoadError(f"{path} does not fit the network it describes: {first_line(error)}; write it again") from error
+    model.mean, model.std = model.mean.to(model.dtype), model.std.to(model.dtype)
+    if weights_hash(model) != content["weights_hash"]:
+        raise LoadError(f"{path} is damaged: its weights are not those that were saved; copy it or write it again")
+    check_finite(net, str(path))
+    return model
+
+
+def is_artifact(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a safetensors file with lipcert's metadata; the content is not checked further."""
+    try:
+        with safetensors.safe_open(os.fspath(path), framework="pt") as file:
+            return "lipcert" in (file.metadata() or {})
+    except (safetensors.SafetensorError, OSError, ValueError):
+        return False
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What an artifact says about itself, checked for completeness and for changes, without reading the weights.
+
+    Returns:
+        ``format``, ``lipcert`` and ``timm`` (versions), ``source``, ``data_config``, ``mean``, ``std``, ``input_size``,
+        ``recipe``, ``facts``, ``weights_hash`` and ``checksum``.
+
+    Raises:
+        LoadError: missing, foreign, damaged or changed file, or one of a newer format.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise LoadError(f"there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            entry = (file.metadata() or {}).get("lipcert")
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        reason = first_line(error)
+        raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; copy or write it again") from error
+    if entry is None:
+        raise LoadError(
+            f"{path} is not a lipcert artifact; give the timm name, and the file with checkpoint= (--checkpoint)"
+        )
+    damaged = LoadError(f"{path} is damaged: its lipcert metadata cannot be read; copy it or write it again")
+    try:
+        content = json.loads(entry)
+    except ValueError as error:
+        raise damaged from error
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise damaged
+    if content["format"] > FORMAT:
+        raise LoadError(
+            f"{path} has format {content['format']}, written by a newer lipcert; this one reads {FORMAT}: update it"
+        )
+    if not all(isinstance(content.get(field), kind) for field, kind in _FIELDS.items()):
+        raise damaged
+    if content.pop("checksum", None) != _checksum(content):
+        raise LoadError(f"{path} is damaged: its lipcert metadata were changed after it was written; write it again")
+    return content
+
+
+def weights_hash(model: Model) -> str:
+    """SHA-256 over what decides the logits besides the network's code: names, types, shapes and bytes of all tensors.
+
+    Args:
+        model: its state dict goes in sorted by name, then its mean and standard deviation.
+
+    Returns:
+        64 hexadecimal digits, the same on every machine and for every device the weights are on.
+    """
+    digest = hashlib.sha256()
+    state = sorted(model.net.state_dict().items())
+    for name, value in [*state, ("mean", model.mean), ("std", model.std)]:
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_rebuilds(model: Model) -> None:
+    """A file that builds another network than the one in memory would carry a bound that is not its own."""
+    if not model.source:
+        raise InputError(
+            "the network was given as a module and not by a timm name, so a file cannot rebuild it; "
+            "load it by name, or save its state_dict() yourself"
+        )
+    net = create_net(model.source["name"], pretrained=False, arguments=model.source["arguments"])
+    _repeat_surgery(net, model.recipe)
+    if _structure(net) != _structure(model.net):
+        raise InputError(
+            f"the network is no longer {model.source['name']} with its recorded surgery, so a file cannot rebuild it; "
+            "change it with lipcert.convert only, or save its state_dict() yourself"
+        )
+
+
+def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
+    """Puts in the modules that the weights belong to; steps that changed weights only need no repetition."""
+    for step in recipe:
+        if step["step"] == "convert":
+            swap(net, attention=step["attention"], norm=step["norm"])
+
+
+def _structure(net: nn.Module) -> list[object]:
+    modules: list[object] = [(name, type(module)) for name, module in net.named_modules()]
+    return modules + [(name, value.shape) for name, value in net.state_dict().items()]
+
+
+def _numbers(channels: Tensor) -> list[float]:
+    return [float(value) for value in channels.flatten().tolist()]
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -1,0 +1,393 @@
+"""The remainder question: how far is an operation from its linearisation at the nominal point?
+
+For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ. A remainder rule is made at the
+nominal point and then answers, for operands known to deviate by at most ρ in ℓ2,
+
+* ``norm(ρ)``: an upper bound on ‖R‖;
+* ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on |⟨g, R⟩|. It is smaller than ‖g‖ · norm(ρ), as
+  curvature where g vanishes costs nothing.
+
+Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape (N, ...),
+every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products of such, so
+that rounding is relative and far below the 1e-6 by which the certificate is reduced in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds._registry import NoAnswer, key_of
+from lipcert.graph import Node
+
+Against = Callable[[Sequence[Tensor]], Tensor]
+
+
+class Remainder(Protocol):
+    """One nonlinear operation at the nominal point of N images.
+
+    Made with the captured node, the nominal values of its operands in the order of ``node.operands``, and its result.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor): ...
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        """Upper bound on ‖R‖, shape (N,), for operands that deviate by at most rho[i], shape (N,)."""
+
+    def against(self, direction: Tensor) -> Against:
+        """ρ ↦ upper bound on |⟨direction, R⟩|; direction has the shape of the result."""
+
+
+REMAINDERS: dict[Any, type[Remainder]] = {}
+
+# Operations that are affine in what depends on the image, whichever operands that is.
+_LINEAR = frozenset(
+    "identity dropout reshape permute movedim transpose getitem index_select flip roll unbind split chunk tensor_split "
+    "split_with_sizes part cat stack expand repeat tile repeat_interleave pad constant_pad_nd add sub rsub neg mean sum "
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d batch_norm".split()
+)
+# Operations that are affine as long as one operand alone depends on the image, and that is the first where it matters.
+_BILINEAR = frozenset("mul matmul linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d".split())
+
+
+def remainder(*targets: Any) -> Callable[[type[Remainder]], type[Remainder]]:
+    """Registers the remainder rule of operations or module classes, as ``rule`` does for the global question."""
+
+    def register(answer: type[Remainder]) -> type[Remainder]:
+        for target in targets:
+            REMAINDERS[key_of(target)] = answer
+        return answer
+
+    return register
+
+
+def remainder_of(node: Node) -> type[Remainder] | None:
+    """The remainder rule of a captured operation; None if it is linear.
+
+    Raises:
+        NoAnswer: there is no rule.
+    """
+    if isinstance(node.op, str):
+        operands = len(node.operands)
+        if node.op in _LINEAR or (node.op in _BILINEAR and operands == 1):
+            return None
+        if node.op == "div" and operands == 1 and isinstance(node.args[0], Node):
+            return None
+    found = REMAINDERS.get(node.op)
+    if found is None:
+        raise NoAnswer("no remainder rule")
+    return found
+
+
+def per_image(tensor: Tensor) -> Tensor:
+    """(N, ...) as (N, entries)."""
+    return tensor.reshape(len(tensor), -1)
+
+
+class Smooth:
+    """φ applied entry by entry, |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
+
+    ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c ρ², and |⟨g, R⟩| ≤ ½ max_i(|g_i| c_i) ρ². ξ_i is within ρ of z_i, so c_i may be the
+    supremum over |t| ≥ |z_i| − ρ where ``envelope`` knows it.
+    """
+
+    curvature: ClassVar[float]
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        self.z = per_image(operands[0])
+
+    def envelope(self, distance: Tensor) -> Tensor:
+        """Upper bound on |φ''(t)| over |t| ≥ distance ≥ 0, non-increasing."""
+        return torch.full_like(distance, self.curvature)
+
+    def _local(self, rho: Tensor) -> Tensor:
+        return self.envelope((self.z.abs() - rho[:, None]).clamp_min(0))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self._local(rho[0]).amax(1) / 2 * rho[0] ** 2
+
+    def against(self, direction: Tensor) -> Against:
+        weight = per_image(direction).abs()
+        return lambda rho: (weight * self._local(rho[0])).amax(1) / 2 * rho[0] ** 2
+
+
+def smooth(*targets: Any, curvature: float) -> None:
+    """Registers an entrywise function by the supremum of |φ''|."""
+    remainder(*targets)(type("Smooth", (Smooth,), {"curvature": curvature}))
+
+
+smooth("silu", curvature=0.5)
+smooth("sigmoid", curvature=0.096226)
+smooth("tanh", curvature=0.769801)
+smooth("mish", curvature=0.6443)
+smooth("square", curvature=2.0)
+
+
+@remainder("gelu")
+class Gelu(Smooth):
+    """φ''(t) = (2 − t²)·N(t) for the normal density N; the tanh form stays within 0.0032 of it (both checked by the tests).
+
+    |φ''| falls on [0, √2] from 0.79789 to 0, has its other maximum 2 N(2) < 0.107982 at t = 2, and falls after it.
+    """
+
+    curvature = 0.797885
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        self.slack = 0.0 if node.kwargs.get("approximate", "none") == "none" else 0.0032
+
+    def envelope(self, distance: Tensor) -> Tensor:
+        density = torch.exp(-(distance**2) / 2) / math.sqrt(2 * math.pi)
+        value = (2 - distance**2) * density
+        return torch.where(distance < 2, value.clamp_min(0.107982), -value) + self.slack
+
+
+class Kinked:
+    """Piecewise linear, with the kink of unit i at distance k_i: |R_i| ≤ s·(|δ_i| − k_i)₊, s the change of slope there.
+
+    Put t_i = δ_i²: (√t − k)₊² is convex in t, so over Σ t_i ≤ ρ² the sum is largest at a corner: ‖R‖ ≤ s (ρ − min k)₊.
+    Against g, units with k_i < θ count |g_i||δ_i| and the others (√t − k)₊ ≤ t/(4k), for any θ:
+    |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < ρ} |g_i|/(4 k_i) ρ²). Every θ is tried.
+    """
+
+    slope = 1.0
+    spread = 1.0  # Σ δ_i² ≤ spread² ρ²
+
+    def __init__(self, distance: Tensor):
+        self.distance, self.order = per_image(distance).sort(dim=1)
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self.slope * (self.spread * rho[0] - self.distance[:, 0]).clamp_min(0)
+
+    def against(self, direction: Tensor) -> Against:
+        weight = per_image(direction).abs().gather(1, self.order)
+        below = torch.nn.functional.pad((weight**2).cumsum(1), (1, 0)).sqrt()
+        ratio = weight / (4 * self.distance.clamp_min(1e-300))
+
+        def bound(rho: Sequence[Tensor]) -> Tensor:
+            reach = self.spread * rho[0][:, None]
+            reachable = torch.where(self.distance < reach, ratio, 0.0)
+            above = torch.nn.functional.pad(reachable.flip(1).cummax(1).values.flip(1), (0, 1))
+            counted = below.gather(1, (self.distance < reach).sum(1, keepdim=True))
+            return self.slope * (torch.minimum(below, counted) * reach + above * reach**2).amin(1)
+
+        return bound
+
+
+@remainder("relu")
+class Relu(Kinked):
+    """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+
+
+@remainder("leaky_relu")
+class LeakyRelu(Kinked):
+    """As ReLU; the slope changes by 1 − negative_slope."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+        given = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
+        self.slope = abs(1 - float(given))
+
+
+@remainder("max_pool2d")
+class MaxPool(Kinked):
+    """max over windows: with gap k between the largest and the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
+
+    |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in m windows at most, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        x = operands[0]
+        x = x.reshape(-1, *x.shape[-3:])
+        names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        size, stride, padding, dilation = (
+            (v, v) if isinstance(v, int) else tuple(v)
+            for v in (
+                given["kernel_size"],
+                given.get("stride") or given["kernel_size"],
+                given.get("padding", 0),
+                given.get("dilation", 1),
+            )
+        )
+        if given.get("ceil_mode"):
+            raise NoAnswer("ceil_mode")
+        (ph, pw) = padding
+        padded = torch.nn.functional.pad(x, (pw, pw, ph, ph), value=-math.inf)
+        windows = torch.nn.functional.unfold(
+            padded.reshape(-1, 1, *padded.shape[-2:]).nan_to_num(neginf=-1e300), size, dilation=dilation, stride=stride
+        )
+        top = windows.topk(min(2, windows.shape[1]), dim=1).values
+        gap = top[:, 0] - top[:, 1] if top.shape[1] > 1 else torch.full_like(top[:, 0], math.inf)
+        super().__init__(gap.reshape(result.shape))
+        shared = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(size, stride, dilation, strict=True))
+        self.spread = math.sqrt(2 * shared)
+
+
+@remainder("softmax")
+class Softmax:
+    """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V), V = Var_p(w).
+
+    V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½. On the way to a + w an entry of p grows by
+    at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the κ over the ball.
+
+    Norm: the entries of p_j(X_j² − V) sum to zero, lie in [−p_j V, (1 − 2p_j)₊V] because p_j X_j² ≤ (1 − p_j)V
+    (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at most
+    V²(1 + max p). So ‖R_row‖ ≤ ½ κ √(1 + max p) ‖w‖², and over rows ‖R‖ ≤ ½ max(κ √(1 + max p)) ρ².
+
+    Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        self.dim = dim % len(node.shape) + 1
+        self.largest = per_image(result.amax(self.dim))
+
+    def _kappa(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+        grown = (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(1.0)
+        return grown.clamp_max(0.5), grown
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        kappa, grown = self._kappa(rho[0])
+        return (kappa * (1 + grown).sqrt()).amax(1) / 2 * rho[0] ** 2
+
+    def against(self, direction: Tensor) -> Against:
+        spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
+        return lambda rho: (spread * self._kappa(rho[0])[0]).amax(1) / 2 * rho[0] ** 2
+
+
+@remainder("matmul")
+class Product:
+    """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        if len(operands) != 2:
+            raise NoAnswer("three operands")
+        first, second = node.operands
+        if first.shape[:-2] != second.shape[:-2]:
+            raise NoAnswer("broadcast matrices")
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return rho[0] * rho[1]
+
+    def against(self, direction: Tensor) -> Against:
+        matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
+        gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
+        largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
+        # Eigenvalues are off by a small multiple of 2⁻⁵³‖G‖_F² at most, and the floor keeps that relative.
+        largest = torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
+        return lambda rho: largest * rho[0] * rho[1]
+
+
+@remainder("mul")
+class Gate:
+    """x ∘ y: R = δx ∘ δy. ‖R‖ ≤ ‖δx‖‖δy‖; an operand that is broadcast m times deviates by √m as much."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        entries = math.prod(node.shape)
+        first, second = node.operands
+        self.copies = math.sqrt(entries / math.prod(first.shape)) * math.sqrt(entries / math.prod(second.shape))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self.copies * rho[0] * rho[1]
+
+    def against(self, direction: Tensor) -> Against:
+        largest = per_image(direction).abs().amax(1) * self.copies
+        return lambda rho: largest * rho[0] * rho[1]
+
+
+class Radial:
+    """weight ∘ gain · u(h) with u(h) = h/√(1 + ‖h‖²/R²) on centred or plain tokens h: LayerNorm, SmoothProject.
+
+    √d h/√(‖h‖² + d·eps) is of this form with R = √(d·eps) and gain √d/R. For R = 1, n = ‖h‖ and a unit direction v at
+    angle a = cos² to h, D²u[v, v] has norm n w³ √((1 + qa)² + 4a(1 − a)), w² = 1/(1 + n²), q = 3w² − 1. The quadratic in a is
+    largest at a = 1/(2 − q) if q ≤ 1, with value 4/(2 − q), else at a = 1. So ‖D²u‖ = (2/√3)/(1 + n²) for n² ≥ ½ and
+    3n(1 + n²)^(−5/2) for n² ≤ ½: rising up to n = ½, 0.858651 there, falling after. With a general R it is 1/R times that at
+    n = ‖h‖/R. The remainder of a token is at most ½ρ_t² times its largest value on the way, where ‖h‖ changes by at most ρ.
+    Centring does not lengthen a deviation.
+
+    Norm: Σ_t ‖R_t‖² ≤ (max_t ½c_t)² ρ⁴. Against g: Σ_t ‖g_t‖ ½c_t ρ_t² ≤ ½ max_t(‖g_t‖ c_t) ρ².
+    """
+
+    def __init__(self, length: Tensor, radius: float, gain: float, weight: Tensor | None, axis: int):
+        self.length = length / radius  # (N, tokens): n of every token
+        self.radius = radius
+        self.scale = gain / radius
+        self.weight = weight
+        self.axis = axis
+
+    def _curvature(self, rho: Tensor) -> Tensor:
+        low = (self.length - rho[:, None] / self.radius).clamp_min(0)
+        high = self.length + rho[:, None] / self.radius
+
+        def at(n: Tensor) -> Tensor:
+            return torch.where(n**2 >= 0.5, 2 / math.sqrt(3) / (1 + n**2), 3 * n * (1 + n**2) ** -2.5)
+
+        worst = torch.where(low >= 0.5, at(low), torch.where(high <= 0.5, at(high), 0.858651))
+        return worst * self.scale
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        largest = 1.0 if self.weight is None else self.weight.abs().max().item()
+        return largest * self._curvature(rho[0]).amax(1) / 2 * rho[0] ** 2
+
+    def against(self, direction: Tensor) -> Against:
+        moved = direction.movedim(self.axis, -1)
+        if self.weight is not None:
+            moved = moved * self.weight.double()
+        size = per_image(moved.norm(dim=-1))
+        return lambda rho: (size * self._curvature(rho[0])).amax(1) / 2 * rho[0] ** 2
+
+
+@remainder("layer_norm")
+class LayerNorm(Radial):
+    """R = √(d·eps), gain √d/R; see :class:`Radial`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        names = ("input", "normalized_shape", "weight", "bias", "eps")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if len(given["normalized_shape"]) != 1:
+            raise NoAnswer("several normalised dimensions")
+        size, eps = given["normalized_shape"][0], given.get("eps", 1e-5)
+        if not eps > 0:
+            raise NoAnswer("eps = 0")
+        h = operands[0]
+        radius = math.sqrt(size * eps)
+        length = per_image((h - h.mean(-1, keepdim=True)).norm(dim=-1))
+        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), -1)
+
+
+class RadialKink(Radial):
+    """weight ∘ u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, with its kink on the sphere.
+
+    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside, both symmetric between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always. With
+    k = |‖h‖ − R| the way h + sΔ stays on its side until length k. There J does not change inside, and outside it changes
+    with slope c ≤ (2/√3) R/max(‖h‖ − ρ, R)² (:class:`Radial` for a unit vector). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over
+    the way: ‖R_t‖ ≤ ½ c ρ_t² + (ρ_t − k)₊. The first part is summed as in :class:`Radial`, the second as in :class:`Kinked`.
+    """
+
+    def __init__(self, length: Tensor, radius: float, weight: Tensor | None, axis: int):
+        super().__init__(length, radius, 1.0, weight, axis)
+        self.kink = (self.length - 1).abs() * radius
+
+    def _curvature(self, rho: Tensor) -> Tensor:
+        low = (self.length - rho[:, None] / self.radius).clamp_min(1)
+        return torch.where(self.length >= 1, 2 / math.sqrt(3) / low**2, 0.0) * self.scale
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        largest = 1.0 if self.weight is None else self.weight.abs().max().item()
+        return super().norm(rho) + largest * Kinked(self.kink).norm(rho)
+
+    def against(self, direction: Tensor) -> Against:
+        curved = super().against(direction)
+        moved = direction.movedim(self.axis, -1)
+        if self.weight is not None:
+            moved = moved * self.weight.double()
+        kinked = Kinked(self.kink).against(per_image(moved.norm(dim=-1)))
+        return lambda rho: curved(rho) + kinked(rho)

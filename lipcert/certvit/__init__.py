@@ -1,0 +1,20 @@
+"""CertViT: lower the norms of a pretrained network's layers while their outputs on given images stay as they are."""
+
+from lipcert.certvit.blockwise import constrain_blockwise
+from lipcert.certvit.moments import Moments, Targets, collect, stream
+from lipcert.certvit.parallel import Failure, Task, solve_layers
+from lipcert.certvit.solve import METHODS, Solution, constrain_matrix
+
+__all__ = [
+    "METHODS",
+    "Failure",
+    "Moments",
+    "Solution",
+    "Targets",
+    "Task",
+    "collect",
+    "constrain_blockwise",
+    "constrain_matrix",
+    "solve_layers",
+    "stream",
+]

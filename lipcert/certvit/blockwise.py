@@ -1,0 +1,198 @@
+"""The faithful engine: CertViT as published, misprints corrected (arXiv 2302.10287, Algorithms 1 to 3).
+
+One layer at a time: soft thresholding with a fixed β is the proximal step; the projection goes block by block over the
+mini-batches, each giving one quadratic constraint. Two corrections to the printed algorithms. The update of
+Douglas–Rachford is Ŵ ← Ŵ + λ (W̃ − W). In Algorithm 2, δ = c ∇c / ‖∇c‖² being the step to the half-space that
+linearises the constraint c ≤ 0, the first branch is W − δ and the second W₀ − (1 + π/ν) δ; so they agree with
+Haugazeau's projection onto two half-spaces (Combettes 2000, "Strong convergence of block-iterative outer approximation
+methods for convex optimization").
+
+The iteration is transiently chaotic: two correct implementations agree over the first steps and at the limit, not in
+between. It is here for comparison; :func:`lipcert.certvit.solve.constrain_matrix` solves the same problem exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lipcert.certvit._measures import soft_threshold
+from lipcert.certvit.moments import Moments
+from lipcert.certvit.solve import Solution
+from lipcert.errors import InputError
+from lipcert.norms import dense_norm
+
+
+@dataclass(frozen=True)
+class _Constraint:
+    """c(V) = Σ_t ‖(V − W_pre) x_t‖² − bound over one mini-batch, from raw rows (T, M) or from their moments (M, M)."""
+
+    data: Tensor
+    raw: bool
+    bound: float
+
+    def excess(self, change: Tensor) -> tuple[float, Tensor]:
+        """c and ∇c at V = W_pre + change."""
+        if self.raw:
+            outputs = change @ self.data.mT
+            return float(outputs.square().sum()) - self.bound, 2 * outputs @ self.data
+        weighted = change @ self.data
+        return float((weighted * change).sum()) - self.bound, 2 * weighted
+
+
+def constrain_blockwise(
+    weight: Tensor,
+    blocks: Sequence[Tensor | Moments],
+    error: float = 1e-2,
+    *,
+    beta: float | None = None,
+    relaxation: float = 1.2,
+    iterations: int = 2,
+    projection_epochs: int = 100,
+    tolerance: float = 1e-4,
+    projection_tolerance: float = 1e-7,
+    point: Literal["projected", "sparse"] = "projected",
+) -> Solution:
+    """Lowers Σ |w| while each mini-batch keeps the layer's outputs to a relative error of ``error``.
+
+    The defaults are those of the authors' scripts (github.com/sagarverma/transformer-lipschitz,
+    liptrf/lip_relax/vit/lip_relax_vit_cifar10.py: lr 1.2, lipr_epochs 2, proj_epochs 100, lipr_prec 1e-4,
+    proj_prec 1e-7, threshold at the quantile 0.1 of |W|). There the threshold is computed anew at each iteration; with
+    the fixed β of the paper the iteration is that of one convex problem. Each mini-batch's bound is
+    error² · Σ_t ‖W_pre x_t‖² over its own rows, so meeting all of them meets the pooled constraint.
+
+    Args:
+        weight: W_pre, (O, M); convolutions without groups are flattened to it.
+        blocks: J mini-batches, each as raw activations (T_j, M) or as :class:`Moments` without groups.
+        error: relative output error as a ratio of norms, above 0 and below 1.
+        beta: threshold; None takes the 0.1 quantile of |W_pre| over the entries that are not zero.
+        relaxation: λ, in (0, 2).
+        iterations: of Douglas–Rachford.
+        projection_epochs: passes over the J mini-batches for one projection.
+        tolerance: relative step of Ŵ at which to stop.
+        projection_tolerance: relative step of one epoch at which a projection ends.
+        point: "projected" returns W̃, which nearly meets the constraint; "sparse" returns the thresholded W, as the
+            authors' code does, which has zeros and breaks the constraint more.
+
+    Returns:
+        The solution. The projection is inexact, so ``error_reached`` may exceed ``error_asked``.
+
+    Raises:
+        InputError: no blocks; NaN; an error outside (0, 1); outputs that are all zero.
+    """
+    started = time.perf_counter()
+    if not 0 < error < 1:
+        raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
+    if not blocks:
+        raise InputError("no mini-batches to project onto; give at least one")
+    if not torch.isfinite(weight).all():
+        raise InputError("the weight has NaN or infinite entries")
+    pre = weight.detach().flatten(1).double()
+    constraints = [_constraint(pre, block, error) for block in blocks]
+    bound = sum(constraint.bound for constraint in constraints)
+    if bound == 0:
+        raise InputError("the layer's outputs are zero on all images; there is nothing to keep")
+    magnitudes = pre[pre != 0].abs()
+    step = float(magnitudes.sort().values[int(0.1 * len(magnitudes))]) if beta is None else beta
+
+    governing = pre
+    status = "iteration limit"
+    done = 0
+    while done < iterations and status != "converged":
+        done += 1
+        sparse = soft_threshold(governing, step)
+        projected = project_blockwise(
+            2 * sparse - governing, pre, constraints, epochs=projection_epochs, tolerance=projection_tolerance
+        )
+        update = relaxation * (projected - sparse)
+        governing = governing + update
+        if float(update.norm()) <= tolerance * float(governing.norm()):
+            status = "converged"
+
+    chosen = projected if point == "projected" else sparse
+    result = chosen.to(weight.dtype if weight.dtype == torch.float64 else torch.float32)
+    squared = sum(constraint.excess(result.double() - pre)[0] + constraint.bound for constraint in constraints)
+    return Solution(
+        weight=result.reshape(weight.shape),
+        norm_before=float(dense_norm(pre)),
+        norm_after=float(dense_norm(result)),
+        error_asked=error,
+        error_reached=error * math.sqrt(max(0.0, squared) / bound),
+        sparsity=float((result == 0).double().mean()),
+        iterations=done,
+        gap=None,
+        status=status,
+        seconds=time.perf_counter() - started,
+        measure="l1, block-iterative",
+    )
+
+
+def _constraint(pre: Tensor, block: Tensor | Moments, error: float) -> _Constraint:
+    data = block.second[0] if isinstance(block, Moments) else block
+    data = data.to(pre)
+    if data.dim() != 2 or data.shape[1] != pre.shape[1] or (isinstance(block, Moments) and block.groups > 1):
+        raise InputError(f"a mini-batch of shape {tuple(data.shape)} does not fit a weight of {tuple(pre.shape)}")
+    if not torch.isfinite(data).all():
+        raise InputError("the activations are NaN or infinite; check the weights and the images")
+    unbounded = _Constraint(data, not isinstance(block, Moments), 0.0)
+    energy = max(0.0, unbounded.excess(pre)[0])
+    return _Constraint(data, unbounded.raw, error * error * energy)
+
+
+def project_blockwise(
+    start: Tensor, pre: Tensor, constraints: Sequence[_Constraint], *, epochs: int, tolerance: float
+) -> Tensor:
+    """Approximates the projection of ``start`` onto all constraints, one mini-batch after the other.
+
+    Args:
+        start: W₀, (O, M).
+        pre: W_pre, a point that meets all constraints.
+        constraints: of the J mini-batches.
+        epochs: limit for passes over them.
+        tolerance: relative change over one pass at which to stop.
+
+    Returns:
+        The last iterate.
+    """
+    current = start
+    for _ in range(epochs):
+        before = current
+        for constraint in constraints:
+            excess, gradient = constraint.excess(current - pre)
+            if excess > 0:
+                current = haugazeau(start, current, excess / float(gradient.square().sum()) * gradient)
+        if float((current - before).norm()) <= tolerance * float(current.norm()):
+            break
+    return current
+
+
+def haugazeau(start: Tensor, current: Tensor, delta: Tensor) -> Tensor:
+    """The projection of W₀ onto {V : ⟨V − W, W₀ − W⟩ ≤ 0} ∩ {V : ⟨V − (W − δ), δ⟩ ≤ 0} (Algorithm 2).
+
+    With π = ⟨W₀ − W, δ⟩, μ = ‖W₀ − W‖², ν = ‖δ‖² and χ = μν − π², which is zero when W₀ − W and δ are parallel. χ = 0
+    with π < 0 would mean that the half-spaces have no common point, but W_pre is one.
+
+    Args:
+        start: W₀.
+        current: W.
+        delta: δ, not zero.
+
+    Returns:
+        The projection, same shape.
+    """
+    back = start - current
+    pi = float((back * delta).sum())
+    mu = float(back.square().sum())
+    nu = float(delta.square().sum())
+    chi = mu * nu - pi * pi
+    if chi <= 1e-14 * mu * nu:
+        return current - delta
+    if pi * nu >= chi:
+        return start - (1 + pi / nu) * delta
+    return current + nu / chi * (pi * back - mu * delta)

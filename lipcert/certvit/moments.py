@@ -1,0 +1,365 @@
+"""Second moments of a layer's inputs: all that the constraint of CertViT needs to know about the images.
+
+For rows x_t (tokens, or unfolded patches of a convolution) and a change D of the weight matrix,
+Σ_t ‖D x_t‖² = tr(D S Dᵀ) with S = Σ_t x_t x_tᵀ. S is M × M in float64 whatever the number of images, so one streaming
+pass with forward hooks is enough, and several processes add theirs up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+
+_CHUNK_BYTES = 64 << 20  # float64 copies of activations are made in pieces of at most this size
+
+Progress = Callable[[int, int, int], object]
+
+
+@dataclass
+class Moments:
+    """S = Σ_t x_t x_tᵀ of one layer's inputs on some set of images.
+
+    Attributes:
+        name: the layer's module path, used in messages.
+        second: (G, M, M) float64, symmetric; one matrix for each group of a grouped convolution, otherwise G = 1.
+            M is in_features, or in_channels / groups · kernel height · kernel width.
+        rows: how many rows x_t were summed, over all processes after :meth:`all_reduce`.
+    """
+
+    name: str
+    second: Tensor
+    rows: int = 0
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, name: str = "layer") -> Moments:
+        """The moments of the rows of a (T, M) matrix, or of a (G, T, M) stack of them.
+
+        Raises:
+            InputError: when a value is NaN or infinite, or there are no rows.
+        """
+        stack = rows if rows.dim() == 3 else rows[None]
+        moments = cls(name, stack.new_zeros(stack.shape[0], stack.shape[2], stack.shape[2], dtype=torch.float64))
+        moments.add(stack)
+        moments.require_rows()
+        return moments
+
+    def add(self, rows: Tensor) -> None:
+        """Adds the rows of a (G, T, M) stack.
+
+        Raises:
+            InputError: when a value is NaN or infinite.
+        """
+        if not torch.isfinite(rows).all():
+            raise InputError(f"the inputs of layer {self.name} are NaN or infinite; check the weights and the images")
+        groups, count, width = rows.shape
+        for piece in rows.split(max(1, _CHUNK_BYTES // (8 * groups * width)), dim=1):
+            exact = piece.to(self.second.device, torch.float64)
+            self.second.baddbmm_(exact.mT, exact)
+        self.rows += count
+
+    def require_rows(self) -> None:
+        """Raises InputError when no row was ever summed."""
+        if not self.rows:
+            raise InputError(f"layer {self.name} saw no images; give at least one batch that is not empty")
+
+    def all_reduce(self) -> None:
+        """Adds up the moments of all processes, in place. Without torch.distributed it does nothing.
+
+        Every process has to call it for the same layers in the same order.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        dist.all_reduce(self.second)
+        rows = torch.tensor([self.rows], dtype=torch.int64, device=self.second.device)
+        dist.all_reduce(rows)
+        self.rows = int(rows)
+
+    @property
+    def groups(self) -> int:
+        return self.second.shape[0]
+
+    @property
+    def width(self) -> int:
+        """M, the number of inputs to one output."""
+        return self.second.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        """The lowest numerical rank among the groups: eigenvalues above M · eps · the largest one."""
+        eigenvalues = torch.linalg.eigvalsh(self.second)
+        threshold = eigenvalues[:, -1:] * self.width * torch.finfo(self.second.dtype).eps
+        return int((eigenvalues > threshold.clamp_min(0)).sum(dim=-1).min())
+
+    def energy(self, matrix: Tensor) -> float:
+        """tr(A S Aᵀ) = Σ_t ‖A x_t‖² for A of shape (O, M); with G groups each block of O / G rows meets its own S."""
+        blocks = matrix.to(self.second).reshape(self.groups, -1, self.width)
+        return max(0.0, float(((blocks @ self.second) * blocks).sum()))
+
+    def relative_error(self, weight: Tensor, reference: Tensor) -> float:
+        """‖(W − W_pre) X‖ / ‖W_pre X‖, Frobenius norms over all rows: 0.01 means outputs that are off by 1 %.
+
+        Args:
+            weight: W, (O, M) or (O, M₁, …) with as many entries.
+            reference: W_pre, same shape.
+
+        Returns:
+            The ratio; NaN when the reference's outputs are all zero.
+        """
+        before = reference.flatten(1).to(self.second)
+        energy = self.energy(before)
+        return math.sqrt(self.energy(weight.flatten(1).to(self.second) - before) / energy) if energy else math.nan
+
+    def shortfalls(self) -> list[str]:
+        """What a report should say about these statistics; empty when there is nothing to say."""
+        said = []
+        if self.rows < self.width:
+            said.append(f"{self.name}: too few rows, {self.rows} for {self.width} inputs; use more images")
+        rank = self.rank
+        if rank < self.width:
+            said.append(
+                f"{self.name}: the inputs span {rank} of {self.width} dimensions; in the others the weights are "
+                "free to change, so check the error on held-out images"
+            )
+        return said
+
+
+@dataclass
+class Targets:
+    """Cross moments with outputs other than the layer's own: C = Σ_t y_t x_tᵀ and Σ_t ‖y_t‖².
+
+    Attributes:
+        cross: (O, M) float64.
+        energy: Σ_t ‖y_t‖², one number for each group, (G,) float64. Targets are without the layer's bias.
+    """
+
+    cross: Tensor
+    energy: Tensor
+
+    @classmethod
+    def from_rows(cls, inputs: Tensor, outputs: Tensor) -> Targets:
+        """From inputs (T, M) and targets (T, O), for a layer without groups."""
+        x, y = inputs.double(), outputs.double()
+        return cls(y.mT @ x, y.square().sum()[None])
+
+    def add(self, other: Targets) -> None:
+        """Adds the cross moments of further rows, in place."""
+        self.cross += other.cross
+        self.energy += other.energy
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    layers: Mapping[str, nn.Module] | None = None,
+    *,
+    max_bytes: int = 2 << 30,
+    progress: Progress | None = None,
+) -> dict[str, Moments]:
+    """The moments of every layer, on the CPU. See :func:`stream` for the arguments and for less memory.
+
+    Returns:
+        Module path → moments. A layer that the model never calls is missing when ``layers`` is None.
+
+    Raises:
+        InputError: see :func:`stream`.
+    """
+    gathered: dict[str, Moments] = {}
+    for group in stream(model, batches, layers, max_bytes=max_bytes, progress=progress):
+        gathered.update(group)
+    return gathered
+
+
+def stream(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    layers: Mapping[str, nn.Module] | None = None,
+    *,
+    max_bytes: int = 2 << 30,
+    progress: Progress | None = None,
+) -> Iterator[dict[str, Moments]]:
+    """Yields the moments of one group of layers after the other, each group from one pass over the images.
+
+    While a pass runs, at most ``max_bytes`` of moments are held on the device where the activations are; a caller that
+    uses and drops each group never holds more. The model runs in eval mode without gradients. With torch.distributed
+    initialised each process gives its own share of the images and all receive the sum.
+
+    Args:
+        model: called as ``model(batch)``; its result is not used.
+        batches: image batches. With more than one group they are gone through once per group, so this must then be a
+            list, a DataLoader or another iterable that can start again, and not a generator.
+        layers: module path → nn.Linear or nn.Conv2d, in any order; None takes all of the model.
+        max_bytes: limit for the moments of one group, 8 · G · M² bytes a layer.
+        progress: called as ``progress(pass, passes, images so far)`` after every batch, passes counted from 1.
+
+    Yields:
+        Module path → moments on the CPU, for one group of layers.
+
+    Raises:
+        InputError: no images; NaN or infinite activations; a layer that is no Linear or Conv2d, that does more than
+            multiply by its weight, that the model never calls, or whose moments alone exceed ``max_bytes``; batches
+            that cannot be gone through again.
+    """
+    chosen = _chosen(model, layers)
+    groups = _grouped(chosen, max_bytes)
+    if len(groups) > 1 and iter(batches) is batches:
+        raise InputError(
+            f"the moments need {len(groups)} passes over the images but the batches can be read once only; "
+            "give a list or a DataLoader, or raise max_bytes"
+        )
+    for number, group in enumerate(groups, start=1):
+        found = _one_pass(model, batches, group, None if progress is None else partial(progress, number, len(groups)))
+        for name, moments in found.items():
+            if layers is not None and not moments.rows:
+                raise InputError(f"the model never calls layer {name} on these images; leave it out")
+        yield {name: moments for name, moments in found.items() if moments.rows}
+
+
+def _chosen(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> dict[str, nn.Linear | nn.Conv2d]:
+    if layers is None:
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    chosen: dict[str, nn.Linear | nn.Conv2d] = {}
+    for name, module in layers.items():
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            raise InputError(f"layer {name} is a {type(module).__name__}; only Linear and Conv2d can be constrained")
+        chosen[name] = module
+    if not chosen:
+        raise InputError("no Linear or Conv2d layer to collect moments for")
+    return chosen
+
+
+def _moment_shape(module: nn.Linear | nn.Conv2d) -> tuple[int, int, int]:
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    width = module.weight[0].numel()
+    return groups, width, width
+
+
+def _grouped(layers: dict[str, nn.Linear | nn.Conv2d], max_bytes: int) -> list[dict[str, nn.Linear | nn.Conv2d]]:
+    groups: list[dict[str, nn.Linear | nn.Conv2d]] = []
+    room = 0
+    for name, module in layers.items():
+        size = 8 * math.prod(_moment_shape(module))
+        if size > max_bytes:
+            raise InputError(f"the moments of layer {name} alone need {size:,} bytes; raise max_bytes ({max_bytes:,})")
+        if not groups or size > room:
+            groups.append({})
+            room = max_bytes
+        groups[-1][name] = module
+        room -= size
+    return groups
+
+
+class _Hook:
+    """Adds the inputs of every call of one layer to its moments."""
+
+    def __init__(self, name: str, module: nn.Linear | nn.Conv2d):
+        device = module.weight.device
+        place = "cpu" if device.type == "mps" else device  # Apple's GPUs have no float64
+        self.moments = Moments(name, torch.zeros(_moment_shape(module), dtype=torch.float64, device=place))
+        self.handle = module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module, (nn.Linear, nn.Conv2d))
+        first = not self.moments.rows
+        if isinstance(module, nn.Linear):
+            self.moments.add(args[0].reshape(1, -1, module.in_features))
+        else:
+            per_image = max(1, 8 * output[0, 0].numel() * math.prod(self.moments.second.shape[:2]))
+            for part in args[0].split(max(1, _CHUNK_BYTES // per_image)):
+                self.moments.add(_patches(module, part))
+        if first:
+            self._require_plain(module, args[0], output)
+
+    def _require_plain(self, module: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> None:
+        """Subclasses may pad or normalise inside; then the inputs seen here are not the ones the weight meets."""
+        first = inputs[:1]
+        plain = F.linear(first, module.weight) if isinstance(module, nn.Linear) else _convolve(module, first)
+        if module.bias is not None:
+            plain = plain + (module.bias[:, None, None] if isinstance(module, nn.Conv2d) else module.bias)
+        expected, got = plain.double(), output[:1].double()
+        if not torch.isfinite(got).all():
+            raise InputError(f"layer {self.moments.name} computes NaN or infinity; check its weight")
+        if expected.shape != got.shape or (expected - got).norm() > 0.05 * got.norm():
+            raise InputError(
+                f"layer {self.moments.name} ({type(module).__name__}) does more than multiply by its weight; "
+                "convert it first or leave it out"
+            )
+
+
+def _padded(module: nn.Conv2d, images: Tensor) -> Tensor:
+    """The convolution's own padding, so that what follows needs none."""
+    if isinstance(module.padding, str):
+        sides = zip(module.dilation, module.kernel_size, strict=True)
+        totals = [dilation * (size - 1) if module.padding == "same" else 0 for dilation, size in sides]
+        (top, bottom), (left, right) = [(total // 2, total - total // 2) for total in totals]
+    else:
+        (top, bottom), (left, right) = [(p, p) for p in module.padding]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(images, (left, right, top, bottom), mode=mode)
+
+
+def _convolve(module: nn.Conv2d, images: Tensor) -> Tensor:
+    return F.conv2d(_padded(module, images), module.weight, None, module.stride, 0, module.dilation, module.groups)
+
+
+def _patches(module: nn.Conv2d, images: Tensor) -> Tensor:
+    """The rows that a convolution's weight matrix multiplies: (N, C, H, W) → (G, N · positions, C / G · kh · kw)."""
+    columns = F.unfold(_padded(module, images), module.kernel_size, module.dilation, 0, module.stride)
+    count, _, positions = columns.shape
+    split = columns.reshape(count, module.groups, -1, positions)
+    return split.permute(1, 0, 3, 2).reshape(module.groups, count * positions, -1)
+
+
+def _one_pass(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    layers: dict[str, nn.Linear | nn.Conv2d],
+    progress: Callable[[int], object] | None,
+) -> dict[str, Moments]:
+    hooks = {name: _Hook(name, module) for name, module in layers.items()}
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    failure: InputError | None = None
+    images = 0
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                if not len(batch):
+                    continue
+                model(batch)
+                images += len(batch)
+                if progress is not None:
+                    progress(images)
+    except InputError as error:
+        failure = error
+    finally:
+        for hook in hooks.values():
+            hook.handle.remove()
+        for module, flag in training.items():
+            module.training = flag
+    _share(failure, images, next(iter(hooks.values())).moments.second.device)
+    for hook in hooks.values():
+        hook.moments.all_reduce()
+        hook.moments.second = hook.moments.second.cpu()
+    return {name: hook.moments for name, hook in hooks.items()}
+
+
+def _share(failure: InputError | None, images: int, device: torch.device) -> None:
+    """Raises on every process when one failed, so that none waits for a sum that never comes."""
+    totals = torch.tensor([failure is not None, images], dtype=torch.int64, device=device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(totals)
+    if failure is not None:
+        raise failure
+    if totals[0]:
+        raise InputError("collecting the moments failed on another process; its message says why")
+    if not totals[1]:
+        raise InputError("no images to collect moments from; give at least one batch")

@@ -1,0 +1,313 @@
+"""The exact engine: lower a measure of one weight matrix while the layer's outputs on the images stay as they are.
+
+    minimise ‖W‖   subject to   Σ_t ‖W x_t − y_t‖² ≤ error² · Σ_t ‖y_t‖²
+
+The images enter through their moments alone (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares
+solution, which is W_pre itself when the y_t are the layer's own outputs. Douglas–Rachford splitting (Lions and Mercier
+1979) alternates the proximal operator of the norm with the exact projection onto the ellipsoid, and stops on a duality
+gap. What is returned is the projection's point: it always satisfies the constraint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
+from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
+from lipcert.certvit.moments import Moments, Targets
+from lipcert.errors import InputError
+from lipcert.norms import dense_norm
+
+METHODS = (*MEASURES, "clip", "rescale")
+_RELAXATION = 1.6
+_CHECK_EVERY = 5
+_STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # of a layer: the first that any group has
+
+
+@dataclass
+class Solution:
+    """A constrained weight and what there is to say about it.
+
+    Attributes:
+        weight: in the shape, dtype and device of the original one (float32 where that was half precision).
+        norm_before: certified upper bound of ‖W_pre‖₂, the largest over the groups of a grouped convolution.
+        norm_after: the same for the new weight.
+        error_asked: the relative output error allowed.
+        error_reached: √(Σ_t ‖W x_t − y_t‖² / Σ_t ‖y_t‖²), computed from the raw moments with the returned weight.
+        sparsity: share of entries that are exactly zero.
+        iterations: of Douglas–Rachford, the most over the groups; 0 for closed forms.
+        gap: (‖W‖ − lower bound) / ‖W‖ of the measure that was minimised, the largest over the groups; None where no
+            lower bound was computed.
+        status: "converged"; "iteration limit"; "zero weight" (the outputs to keep are zero, nothing to lower);
+            "rounding" (the error asked is too small for the weight's dtype; the least-squares solution is kept, which
+            is W_pre for the layer's own outputs).
+        seconds: wall-clock time.
+        measure: what was minimised, or the name of the baseline or engine.
+    """
+
+    weight: Tensor
+    norm_before: float
+    norm_after: float
+    error_asked: float
+    error_reached: float
+    sparsity: float
+    iterations: int
+    gap: float | None
+    status: str
+    seconds: float
+    measure: str
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One group: W_pre (O, M), its moments S (M, M), and the cross moments C (O, M) and energy of its targets."""
+
+    pre: Tensor
+    second: Tensor
+    cross: Tensor | None
+    energy: float
+    error: float
+
+    def squared_error(self, weight: Tensor) -> float:
+        """Σ_t ‖W x_t − y_t‖²."""
+        if self.cross is None:
+            return _energy(weight - self.pre, self.second)
+        return max(0.0, _energy(weight, self.second) - 2 * float((weight * self.cross).sum()) + self.energy)
+
+    @property
+    def allowed(self) -> float:
+        return self.error * self.error * self.energy
+
+    def least_squares(self) -> Tensor:
+        """The least-squares solution nearest to W_pre: W_pre + (C − W_pre S) S⁺."""
+        if self.cross is None:
+            return self.pre
+        eigenvalues, basis = eigenbasis(self.second)
+        usable = eigenvalues > eigenvalues[-1] * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
+        basis = basis[:, usable]
+        return self.pre + ((self.cross - self.pre @ self.second) @ basis / eigenvalues[usable]) @ basis.mT
+
+
+@dataclass(frozen=True)
+class _Point:
+    weight: Tensor
+    iterations: int = 0
+    gap: float | None = None
+    status: str = "converged"
+
+
+def constrain_matrix(
+    weight: Tensor,
+    moments: Moments,
+    error: float = 1e-2,
+    measure: str = "spectral",
+    *,
+    targets: Targets | None = None,
+    tolerance: float = 1e-3,
+    iterations: int = 500,
+) -> Solution:
+    """The weight of least measure whose outputs are off by at most ``error``.
+
+    ``error`` is a ratio of norms, ‖W X − Y‖_F / ‖Y‖_F over all rows x_t, not a ratio of squares: 1e-2 means that the
+    squared error is 1e-4 of the squared norm. Biases stay as they are and do not enter. With G groups each group has
+    its own constraint and its own least norm.
+
+    ``clip`` and ``rescale`` are the baselines, in closed form. ``clip`` lowers the singular values of the centre
+    (W_pre, or the least-squares solution for given targets) to the one level that meets the constraint with equality;
+    ``rescale`` multiplies the centre by the factor for which it is. With own outputs that factor is 1 − error, and
+    clip's norm is never above rescale's: at the level (1 − error) σ₁ every singular value loses at most
+    the share ``error`` of itself. ``spectral`` starts from clip's point and keeps the best, so its norm is never above
+    clip's.
+
+    Args:
+        weight: W_pre, (O, M), or (O, …) such as (O, C / G, kh, kw) with M = C / G · kh · kw.
+        moments: of the layer's inputs.
+        error: above 0 and below 1.
+        measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
+        targets: outputs to stay near instead of the layer's own.
+        tolerance: stop when the relative duality gap and the relative step are both at most this.
+        iterations: limit for Douglas–Rachford.
+
+    Returns:
+        The solution; its weight meets the constraint as evaluated in float64 on the raw moments.
+
+    Raises:
+        InputError: NaN in the weight; shapes that do not fit; an unknown measure; an error outside (0, 1) or below what
+            least squares can reach, which is named; outputs that are all zero.
+    """
+    started = time.perf_counter()
+    name = moments.name
+    pre = _checked(weight, moments, error, measure)
+    problems = _problems(name, pre, moments.second.to(pre.device), targets, error)
+    if pre.any() and not any(problem.energy for problem in problems):
+        raise InputError(f"the outputs of layer {name} are zero on all images; use images with more than one colour")
+    dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
+    points = [_solve(name, problem, measure, tolerance, iterations, dtype) for problem in problems]
+    statuses = {point.status for point in points}
+    blocks = torch.stack([point.weight for point in points])
+    gaps = [point.gap for point in points if point.gap is not None]
+    return Solution(
+        weight=blocks.reshape(weight.shape),
+        norm_before=float(dense_norm(pre)),
+        norm_after=float(dense_norm(blocks)),
+        error_asked=error,
+        error_reached=_total_error(problems, blocks.double()),
+        sparsity=float((blocks == 0).double().mean()),
+        iterations=max(point.iterations for point in points),
+        gap=max(gaps) if gaps else None,
+        status=next(status for status in _STATUSES if status in statuses),
+        seconds=time.perf_counter() - started,
+        measure=measure,
+    )
+
+
+def _checked(weight: Tensor, moments: Moments, error: float, measure: str) -> Tensor:
+    """The weight in float64 as (G, O / G, M)."""
+    name = moments.name
+    if measure not in METHODS:
+        raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(METHODS)}")
+    if not 0 < error < 1:
+        raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
+    if weight.flatten(1).shape[1] != moments.width or weight.shape[0] % moments.groups:
+        raise InputError(
+            f"layer {name}: a weight of shape {tuple(weight.shape)} does not fit moments of "
+            f"{moments.groups} × {moments.width} inputs"
+        )
+    if not torch.isfinite(weight).all():
+        raise InputError(f"the weight of layer {name} has NaN or infinite entries")
+    moments.require_rows()
+    return weight.detach().double().reshape(moments.groups, -1, moments.width)
+
+
+def _problems(name: str, pre: Tensor, second: Tensor, targets: Targets | None, error: float) -> list[_Problem]:
+    if targets is None:
+        return [_Problem(w, s, None, _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
+    if targets.cross.numel() != pre.numel() or len(targets.energy) != len(pre):
+        raise InputError(
+            f"layer {name}: targets of shape {tuple(targets.cross.shape)} in {len(targets.energy)} groups do not fit a "
+            f"weight of {len(pre)} × {tuple(pre.shape[1:])}"
+        )
+    cross = targets.cross.to(pre).reshape(pre.shape)
+    return [_Problem(*group, error) for group in zip(pre, second, cross, targets.energy.tolist(), strict=True)]
+
+
+def _energy(matrix: Tensor, second: Tensor) -> float:
+    return max(0.0, float(((matrix @ second) * matrix).sum()))
+
+
+def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterations: int, dtype: torch.dtype) -> _Point:
+    if not problem.energy:
+        return _Point(problem.pre.to(dtype), status="zero weight")
+    centre = problem.least_squares()
+    floor = problem.squared_error(centre)
+    if problem.allowed <= floor:
+        raise InputError(
+            f"layer {name}: a relative error of {problem.error:g} cannot be reached, least squares on these images "
+            f"gets to {math.sqrt(floor / problem.energy):.4g}; ask for more than that"
+        )
+    radius = math.sqrt(problem.allowed - floor)
+    if measure == "clip":
+        point = _Point(_clip(centre, radius, lambda rows: ((rows @ problem.second) * rows).sum(dim=1)))
+    elif measure == "rescale":
+        point = _Point(centre * max(0.0, 1 - radius / math.sqrt(_energy(centre, problem.second))))
+    else:
+        point = _minimise(centre, problem.second, radius, measure, tolerance, iterations)
+    return _rounded(point, centre, problem, dtype)
+
+
+def _minimise(centre: Tensor, second: Tensor, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
+    """Norms that rotations leave alone are minimised in the eigenbasis of S, where the projection is diagonal."""
+    chosen = MEASURES[measure]
+    eigenvalues, basis = eigenbasis(second)
+    if not chosen.rotates:
+        ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
+        return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations)
+    rotated = centre @ basis
+    if min(centre.shape) == 1:  # these norms are then the Frobenius norm, least at the projection of zero
+        nearest = Ellipsoid(rotated, eigenvalues, None, radius).project(torch.zeros_like(rotated))
+        return _Point(nearest @ basis.mT, gap=0.0)
+    start = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues) if measure == "spectral" else rotated
+    point = _douglas_rachford(Ellipsoid(rotated, eigenvalues, None, radius), chosen, start, tolerance, iterations)
+    return replace(point, weight=point.weight @ basis.mT)
+
+
+def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor]) -> Tensor:
+    """The centre with its singular values clipped where the constraint is met with equality.
+
+    Clipping at s changes W = U σ Vᵀ by D = −U (σ − s)₊ Vᵀ, so tr(D S Dᵀ) = Σ_i ((σ_i − s)₊ / σ_i)² e_i with
+    e_i = σ_i² v_iᵀ S v_i, which ``row_energies`` gives for the rows σ_i v_iᵀ. It falls as s grows; bisection finds s.
+    """
+    spectrum = Spectrum.of(centre)
+    energies = row_energies(spectrum.right(centre)).clamp_min(0).cpu()
+    values = spectrum.values.cpu()
+    low, high = 0.0, float(values[0])
+    for _ in range(100):
+        middle = (low + high) / 2
+        lost = (1 - middle / values.clamp_min(1e-300)).clamp_min(0).square() @ energies
+        low, high = (low, middle) if float(lost) <= radius * radius else (middle, high)
+    return clip_spectrum(centre, spectrum, high)
+
+
+def _douglas_rachford(
+    ellipsoid: Ellipsoid, measure: Measure, start: Tensor, tolerance: float, iterations: int
+) -> _Point:
+    """minimise ‖V‖ over the ellipsoid.
+
+    W = prox(Ŵ), W̃ = projection(2W − Ŵ), Ŵ ← Ŵ + λ (W̃ − W); W and W̃ have the same limit, and W̃ is always feasible.
+
+    The lower bound: for every Y and every feasible V, ‖V‖ · ‖Y‖_dual ≥ ⟨−Y, V⟩ ≥ −max_V ⟨Y, V⟩. The outward direction
+    Y = (W̃ − centre) S is the one that matters: at the limit −Y is a multiple of a subgradient of the norm, and then
+    both inequalities are equalities.
+
+    Args:
+        ellipsoid: the constraint.
+        measure: the norm.
+        start: a feasible point; the result is never worse.
+        tolerance: for the relative gap and ‖W̃ − W‖_F / ‖W̃‖_F.
+        iterations: limit.
+
+    Returns:
+        The best feasible point seen, with iterations, gap and status.
+    """
+    step = measure.step(ellipsoid.centre)
+    governing = ellipsoid.centre
+    best, upper, lower = start, measure.value(start), 0.0
+    gap = 1.0
+    for iteration in range(1, iterations + 1):
+        relaxed = measure.prox(governing, step)
+        feasible = ellipsoid.project(2 * relaxed - governing)
+        governing = governing + _RELAXATION * (feasible - relaxed)
+        if iteration % _CHECK_EVERY and iteration < iterations:
+            continue
+        value = measure.value(feasible)
+        if value < upper:
+            best, upper = feasible, value
+        outward, highest = ellipsoid.normal(feasible)
+        if highest < 0:
+            lower = max(lower, -highest / measure.dual(outward))
+        gap = max(0.0, (upper - lower) / upper)
+        if gap <= tolerance and float((feasible - relaxed).norm()) <= tolerance * float(feasible.norm()):
+            return _Point(best, iteration, gap, "converged")
+    return _Point(best, iterations, gap, "iteration limit")
+
+
+def _rounded(point: _Point, centre: Tensor, problem: _Problem, dtype: torch.dtype) -> _Point:
+    """The point in ``dtype``, drawn towards the centre as little as rounding needs for the constraint to hold."""
+    kept = centre.to(dtype)
+    for slack in (0.0, *(10.0**-k for k in range(12, 0, -1))):
+        weight = (point.weight + slack * (centre - point.weight)).to(dtype)
+        if problem.squared_error(weight.double()) <= problem.allowed and not torch.equal(weight, kept):
+            return replace(point, weight=weight)
+    return replace(point, weight=kept, status="rounding")
+
+
+def _total_error(problems: list[_Problem], blocks: Tensor) -> float:
+    energy = sum(problem.energy for problem in problems)
+    squared = sum(problem.squared_error(block) for problem, block in zip(problems, blocks, strict=True))
+    return math.sqrt(squared / energy) if energy else 0.0

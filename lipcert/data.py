@@ -1,0 +1,350 @@
+"""Images for a model: read by timm, cut to the model's input size, left in [0, 1], in a fixed order.
+
+The normalisation that timm's pipelines end with is left out here: it is stage 0 of the certified network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import timm.data
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import Compose, Normalize
+
+from lipcert._timm import first_line, is_network_error
+from lipcert.errors import InputError
+from lipcert.loading import number_of_classes
+from lipcert.model import Model
+
+BUNDLED = Path(__file__).parent / "assets" / "digits.safetensors"
+
+# Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
+KINDS = {"torch": None, "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets", "wds": "webdataset"}
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive images.
+
+    Attributes:
+        indices: position of each image in the whole data set.
+        images: shape (N, C, H, W), float32 in [0, 1].
+        labels: shape (N,), int64; None where the data set has none.
+    """
+
+    indices: tuple[int, ...]
+    images: Tensor
+    labels: Tensor | None
+
+
+class Images(Dataset[tuple[Tensor, "int | None"]]):
+    """The images of a data set that a run looks at, ready for the model.
+
+    ``images[i]`` is the i-th of them, as ((C, H, W) float32 in [0, 1], label or None); ``batches`` goes through all.
+    A data set that is a stream can only be gone through, and may not know its length.
+
+    Attributes:
+        spec: what the user called the data set; None for the bundled images.
+        labelled: whether the labels are known and belong to the model's classes.
+        note: one line on why labels were left out, or None.
+        order: positions in the whole data set, in the order of the run; None for a stream.
+        total: images in the whole data set; None for a stream.
+    """
+
+    def __init__(self, spec: str | None, *, total: int | None, limit: int | None):
+        self.spec = spec
+        self.labelled = True
+        self.note: str | None = None
+        self.total = total
+        self.order = None if total is None else _order(total, limit)
+
+    @property
+    def length(self) -> int | None:
+        """How many images there are; None for a stream that does not say."""
+        return None if self.order is None else len(self.order)
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"{self.spec} is a stream and does not say how many images it holds")
+        return self.length
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int | None]:
+        if self.order is None:
+            raise TypeError(f"{self.spec} is a stream; go through it with batches()")
+        return self._read(self.order[i])
+
+    def batches(self, size: int, skip: Collection[int] = ()) -> Iterator[Batch]:
+        """All images in order, without those whose index is in ``skip``.
+
+        Args:
+            size: images a batch; the last one may be smaller.
+            skip: indices of images that are not wanted, and not decoded where the data set allows it.
+
+        Yields:
+            Batches of ``size`` images.
+
+        Raises:
+            InputError: naming an image that cannot be read, or a label that is none of the model's classes.
+        """
+        items = self._items(skip)
+        while chunk := list(islice(items, size)):
+            labels = torch.tensor([label for _, _, label in chunk]) if self.labelled else None
+            yield Batch(tuple(index for index, _, _ in chunk), torch.stack([image for _, image, _ in chunk]), labels)
+
+    def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Tensor, int | None]]:
+        assert self.order is not None
+        for index in self.order:
+            if index not in skip:
+                yield index, *self._read(index)
+
+    def _read(self, index: int) -> tuple[Tensor, int | None]:
+        raise NotImplementedError
+
+    def _compare_classes(self, what: str, found: int, classes: int) -> None:
+        """Labels are positions among the data set's classes: among more or fewer they would mean other classes."""
+        if found != classes:
+            self.labelled = False
+            self.note = f"{what} {found} classes and the model has {classes}: the labels are left out"
+
+
+def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int | None = None) -> Images:
+    """Opens a data set as timm's ``create_dataset`` does, for one model.
+
+    Args:
+        spec: a folder or ``.tar`` of images, where class folders give the labels in sorted order and a single folder
+            gives none; or a data set by name, ``torch/NAME``, ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or
+            ``wds/FOLDER``, with ``:SPLIT`` behind it where it is not the validation split; or None for the bundled
+            images.
+        model: its ``input_size`` and ``data_config`` say how images are resized and cropped.
+        limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class; of a stream
+            the first.
+
+    Returns:
+        The images, in an order that is the same in every run.
+
+    Raises:
+        InputError: a missing path, no images, a damaged file, a data set that cannot be had.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"the limit must be at least 1 image, got {limit}")
+    if spec is None:
+        return _BundledImages(model, limit)
+    spec = os.fspath(spec)
+    transform = _Transform(model)
+    kind = spec.partition("/")[0].lower() if "/" in spec else ""
+    source = _open_named(kind, spec) if kind in KINDS else _open_path(spec)
+    classes = number_of_classes(model)
+    if isinstance(source, timm.data.IterableImageDataset):
+        return _StreamImages(spec, source, transform, classes, limit)
+    return _IndexedImages(spec, source, transform, classes, limit)
+
+
+class _Transform:
+    """From a decoded image to the model's pixels: timm's evaluation transform without the normalisation."""
+
+    def __init__(self, model: Model):
+        channels, height, width = model.input_size
+        if channels not in _MODES:
+            raise InputError(
+                f"the model takes images of {channels} channels, and image files have 1 or 3; pass tensors from Python"
+            )
+        self.mode = _MODES[channels]
+        keys = ("interpolation", "crop_pct", "crop_mode")
+        options = {key: model.data_config[key] for key in keys if key in model.data_config}
+        mean = tuple(model.mean.flatten().tolist())
+        steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
+        self.steps = Compose([step for step in steps.transforms if not isinstance(step, Normalize)])
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        pixels: Tensor = self.steps(image.convert(self.mode))
+        return pixels
+
+
+class _BundledImages(Images):
+    """The images that come with lipcert, stored at the size of the bundled checkpoint."""
+
+    def __init__(self, model: Model, limit: int | None):
+        try:
+            content = safetensors.torch.load_file(BUNDLED)
+            self.images, self.targets = content["images"], content["labels"]
+        except (OSError, safetensors.SafetensorError, KeyError) as error:
+            reason = first_line(error)
+            raise InputError(
+                f"the bundled images cannot be read ({reason}); install lipcert again, or give images with --data"
+            ) from error
+        shape = tuple(self.images.shape[1:])
+        if shape != model.input_size:
+            raise InputError(
+                f"the bundled images have shape {shape} and the model takes {model.input_size}; give images with --data"
+            )
+        super().__init__(None, total=len(self.images), limit=limit)
+        self._compare_classes("the bundled images have", int(self.targets.max()) + 1, number_of_classes(model))
+
+    def _read(self, index: int) -> tuple[Tensor, int | None]:
+        return self.images[index].float() / 255, int(self.targets[index]) if self.labelled else None
+
+
+class _IndexedImages(Images):
+    """A data set with random access: timm's ``ImageDataset`` or one of torchvision's."""
+
+    def __init__(self, spec: str, source: Any, transform: _Transform, classes: int, limit: int | None):
+        self.source = source
+        self.transform = transform
+        self.classes = classes
+        if not len(source):
+            raise InputError(f"{spec} holds no images")
+        super().__init__(spec, total=len(source), limit=limit)
+        names = _class_names(source)
+        if names is None:
+            self.labelled = _is_label(self._decode(0)[1])
+        elif len(names) == 1:
+            self.labelled = False
+        elif names & {"", "."}:
+            raise InputError(f"{spec} has images both in class folders and beside them; move them apart")
+        else:
+            self._compare_classes(f"{spec} has", len(names), classes)
+
+    def _read(self, index: int) -> tuple[Tensor, int | None]:
+        image, label = self._decode(index)
+        return image, _checked(label, self.classes, self._name(index)) if self.labelled else None
+
+    def _decode(self, index: int) -> tuple[Tensor, Any]:
+        # timm's own ImageDataset would replace an unreadable image by the next one, with that one's label.
+        reader = getattr(self.source, "reader", None)
+        try:
+            if reader is None:
+                image, label = self.source[index]
+                return self.transform(image), label
+            file, label = reader[index][:2]
+            with file, Image.open(file) as image:
+                return self.transform(image), label
+        except Exception as error:
+            reason = first_line(error)
+            raise InputError(f"cannot read the image {self._name(index)}: {reason}; mend it or take it out") from error
+
+    def _name(self, index: int) -> str:
+        if hasattr(self.source, "filename"):
+            with contextlib.suppress(Exception):
+                return f"{self.source.filename(index)} of {self.spec}"
+        return f"number {index} of {self.spec}"
+
+
+class _StreamImages(Images):
+    """A data set that can only be gone through, such as a WebDataset."""
+
+    def __init__(self, spec: str, source: Any, transform: _Transform, classes: int, limit: int | None):
+        self.source = source
+        self.transform = transform
+        self.classes = classes
+        self.limit = limit
+        super().__init__(spec, total=None, limit=limit)
+        first = next(self._raw(), None)
+        if first is None:
+            raise InputError(f"{spec} holds no images")
+        self.labelled = _is_label(first[1])
+
+    @property
+    def length(self) -> int | None:
+        stated = len(self.source) or None
+        return min(stated, self.limit) if stated and self.limit else self.limit or stated
+
+    def _raw(self) -> Iterator[tuple[Any, Any]]:
+        try:
+            yield from islice(self.source, self.limit)
+        except Exception as error:
+            raise InputError(f"cannot read {self.spec}: {_reason(error)}") from error
+
+    def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Tensor, int | None]]:
+        for index, (image, label) in enumerate(self._raw()):
+            if index not in skip:
+                where = f"number {index} of {self.spec}"
+                yield index, self.transform(image), _checked(label, self.classes, where) if self.labelled else None
+
+
+def _open_path(spec: str) -> Any:
+    path = Path(spec)
+    if not path.exists():
+        kinds = ", ".join(f"{kind}/" for kind in KINDS)
+        raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
+    if path.is_file() and path.suffix != ".tar":
+        raise InputError(f"{spec} is neither a folder nor a .tar of images")
+    try:
+        return timm.data.create_dataset("", root=spec)
+    except Exception as error:
+        # timm says that it found nothing in several ways, one of them an unpacking error; a damaged tar has its own.
+        extensions = ", ".join(timm.data.get_img_extensions())
+        if path.is_file() and not isinstance(error, (ValueError, AssertionError)):
+            reason = first_line(error)
+            raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
+        raise InputError(f"{spec} holds no images ({extensions})") from error
+
+
+def _open_named(kind: str, spec: str) -> Any:
+    package = KINDS[kind]
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise InputError(f"{kind}/ data sets need the package {package}: pip install {package.replace('_', '-')}")
+    name, _, split = spec.partition(":")
+    options: dict[str, Any] = {"split": split or "validation"}
+    if kind == "torch":
+        options |= {"root": os.path.join(torch.hub.get_dir(), "datasets"), "download": True}
+        Path(options["root"]).mkdir(parents=True, exist_ok=True)
+    if kind == "wds":
+        name, options["root"] = "wds/", name.partition("/")[2]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # downloads report on standard output
+            return timm.data.create_dataset(name, **options)
+    except Exception as error:
+        raise InputError(f"cannot open {spec}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if is_network_error(error):
+        return "no network, or its server is unreachable; download it where there is one, or give a folder of images"
+    return first_line(error)
+
+
+def _class_names(source: Any) -> set[str] | None:
+    """Names of the classes where the data set knows them all."""
+    reader = getattr(source, "reader", source)
+    for attribute in ("class_to_idx", "class_name_to_idx"):
+        names = getattr(reader, attribute, None)
+        if names:
+            return set(names)
+    return None
+
+
+def _order(count: int, limit: int | None) -> Sequence[int]:
+    if limit is None or limit >= count:
+        return range(count)
+    order = list(range(count))
+    random.Random(0).shuffle(order)
+    return order[:limit]
+
+
+def _is_label(value: Any) -> bool:
+    """Whether a target is a class number; timm and the hub's data sets write -1 where there is none."""
+    try:
+        return int(value) >= 0
+    except (TypeError, ValueError):
+        return False
+
+
+def _checked(label: Any, classes: int, where: str) -> int:
+    if not _is_label(label) or int(label) >= classes:
+        raise InputError(f"the image {where} has the label {label}, and the model has the classes 0 to {classes - 1}")
+    return int(label)

@@ -1,0 +1,135 @@
+"""Finding stages in a captured network, and replaying parts of it for many images at once."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.graph._graph import Graph, Node, map_nodes, run
+
+
+def needed(graph: Graph) -> Graph:
+    """The graph without operations that the output does not depend on."""
+    alive = {graph.output}
+    for node in reversed(graph.nodes):
+        if node in alive:
+            alive.update(node.operands)
+    return Graph(graph.input, graph.output, tuple(node for node in graph.nodes if node in alive))
+
+
+def explicit_attention(graph: Graph) -> Graph:
+    """The same network with fused attention written out as products and a softmax."""
+    nodes: list[Node] = []
+    stands_for: dict[Node, Node] = {}
+    for node in graph.nodes:
+        args, kwargs = map_nodes(lambda n: stands_for.get(n, n), (node.args, dict(node.kwargs)))
+        if node.op == "scaled_dot_product_attention":
+            stands_for[node] = _written_out(node, nodes, *args, **kwargs)
+        elif any(operand in stands_for for operand in node.operands):
+            stands_for[node] = Node(node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result)
+            nodes.append(stands_for[node])
+        else:
+            nodes.append(node)
+    return Graph(graph.input, stands_for.get(graph.output, graph.output), tuple(nodes))
+
+
+def _written_out(
+    node: Node,
+    nodes: list[Node],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Node:
+    def emit(op: str, function: Any, args: tuple[Any, ...], shape: Sequence[int]) -> Node:
+        made = Node(op, function, args, {}, node.path, tuple(shape))
+        nodes.append(made)
+        return made
+
+    width = query.shape[-1]
+    scores = (*node.shape[:-1], key.shape[-2])
+    factor = 1 / math.sqrt(width) if scale is None else scale
+    keys = emit("transpose", torch.transpose, (key, -2, -1), (*key.shape[:-2], key.shape[-1], key.shape[-2]))
+    product = emit("matmul", torch.matmul, (query, keys), scores)
+    logits = emit("mul", operator.mul, (product, factor), scores)
+    if is_causal:
+        attn_mask = torch.ones(scores[-2:], dtype=torch.bool).tril()
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=torch.float64).masked_fill(~attn_mask, -math.inf)
+    if attn_mask is not None:
+        logits = emit("add", operator.add, (logits, attn_mask), scores)
+    weights = emit("softmax", torch.softmax, (logits, -1), scores)
+    return emit("matmul", torch.matmul, (weights, value), node.shape)
+
+
+def cuts(graph: Graph) -> list[Node]:
+    """The nodes through which everything later depends on the image, in order: the input, ..., the output."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    reaches = dict(position)  # the last node that reads each node
+    for node in graph.nodes:
+        for operand in node.operands:
+            reaches[operand] = max(reaches[operand], position[node])
+    found, open_until = [], 0
+    for index, node in enumerate(graph.nodes):
+        if open_until <= index and node.shape:
+            found.append(node)
+        open_until = max(open_until, reaches[node])
+    return found
+
+
+class Replay:
+    """A captured graph evaluated on N images at once, each on its own.
+
+    The graph was captured with one image; ``torch.vmap`` runs it on many, so every value has the image as its first axis
+    and the shape of a batch of one behind it, whatever the network does with its batch axis.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self.readers: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
+        for node in graph.nodes:
+            for operand in dict.fromkeys(node.operands):
+                self.readers[operand].append(node)
+
+    def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
+        """The operations on the ways from ``source`` to ``targets``, in order, without ``source``."""
+        after = {source}
+        for node in self.graph.nodes[self.position[source] + 1 :]:
+            if any(operand in after for operand in node.operands):
+                after.add(node)
+        before = set(targets) & after
+        for node in reversed(self.graph.nodes):
+            if node in before:
+                before.update(operand for operand in node.operands if operand in after)
+        return [node for node in self.graph.nodes if node in before and node is not source]
+
+    def __call__(self, source: Node, value: Tensor, targets: Sequence[Node], values: dict[Node, Tensor]) -> list[Tensor]:
+        """The targets as functions of ``source``, everything that does not depend on it at its nominal value.
+
+        Args:
+            source: the node to vary.
+            value: its value for each image, shape (N, *source.shape).
+            targets: nodes to evaluate.
+            values: nominal values, each of shape (N, *node.shape); must hold what the ways between read.
+        """
+        path = self.between(source, targets)
+        inside = {source, *path}
+        given = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
+
+        def one(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
+            known: dict[Node, Any] = dict(zip(given, fixed, strict=True))
+            known[source] = image
+            run(path, known)
+            return tuple(known[target] for target in targets)
+
+        return list(torch.vmap(one)(value, *(values[node] for node in given)))

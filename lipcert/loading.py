@@ -1,0 +1,192 @@
+"""From whatever names a model to a :class:`lipcert.model.Model`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm.data
+import torch
+from torch import Tensor, nn
+
+from lipcert._checkpoint import SUFFIXES, check_finite, load_weights, read_checkpoint
+from lipcert._timm import create_net, first_line, is_timm_name, rebuild_recipe
+from lipcert.artifact import is_artifact, load_artifact
+from lipcert.errors import InputError, LoadError
+from lipcert.model import Model
+
+BUNDLED = Path(__file__).parent / "assets" / "digits_vit.safetensors"
+_PIXELS = ("mean", "std", "input_size")
+
+
+def load(
+    source: str | os.PathLike[str] | nn.Module | None,
+    *,
+    pretrained: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    input_size: Sequence[int] | None = None,
+    **timm_arguments: Any,
+) -> Model:
+    """A model ready to be converted and certified, in evaluation mode.
+
+    Args:
+        source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
+            module, or None for the artifact that :func:`resolve` finds.
+        pretrained: whether timm loads the weights that belong to the name, from its cache or the hub.
+        checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, of which only tensors
+            are read.
+        mean: per-channel mean of the normalisation; by default that of the checkpoint's configuration.
+        std: per-channel standard deviation, likewise.
+        input_size: (C, H, W) of one image, likewise.
+        **timm_arguments: passed to ``timm.create_model``, such as ``num_classes``, ``img_size``, ``patch_size``.
+
+    Returns:
+        The model; ``model(images)`` takes pixels in [0, 1].
+
+    Raises:
+        LoadError: whatever is wrong with a name, a file, its weights or the way to them, in one line.
+        InputError: arguments that contradict each other, a network without logits, or images that it does not take.
+    """
+    pixels = {key: value for key, value in zip(_PIXELS, (mean, std, input_size), strict=True) if value is not None}
+    given = {*pixels, *timm_arguments}
+    if checkpoint is not None:
+        given.add("checkpoint= (--checkpoint)")
+    if "checkpoint_path" in timm_arguments:
+        raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
+    if isinstance(source, nn.Module):
+        _refuse(given - {*_PIXELS}, "a module that is already built")
+        return _wrap(source, "the module", "the module", pixels, {}, {})
+    name = os.fspath(resolve(source))
+    if is_file(name):
+        if is_artifact(name):
+            if not pretrained:
+                given.add("pretrained=False (--no-pretrained)")
+            _refuse(given, f"the lipcert artifact {name}, which is complete")
+            return load_artifact(name)
+        if checkpoint is not None:
+            raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
+        checkpoint, name = name, _architecture(name)
+    if checkpoint is not None and is_artifact(checkpoint):
+        raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
+    return _from_name(name, pretrained, checkpoint, pixels, timm_arguments)
+
+
+def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """What a command's MODEL stands for.
+
+    Args:
+        model: a name, an id or a path, which are returned as they are; or None.
+
+    Returns:
+        For None the newest lipcert artifact in the working folder, or, where there is none, the bundled checkpoint.
+
+    Raises:
+        LoadError: if there is nothing to take.
+    """
+    if model is not None:
+        return model
+    artifacts = [path for path in Path().glob("*.safetensors") if is_artifact(path)]
+    if artifacts:
+        return max(artifacts, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    if BUNDLED.is_file():
+        return BUNDLED
+    raise LoadError("no model named, and no lipcert artifact in this folder; name one, such as vit_tiny_patch16_224")
+
+
+def is_file(source: str) -> bool:
+    """Whether a model is meant as a file: by its ending, by a folder in its name, or because there is one."""
+    if Path(source).suffix in SUFFIXES:
+        return True
+    return not is_timm_name(source) and (os.sep in source or Path(source).exists())
+
+
+def number_of_classes(model: Model) -> int:
+    """How many logits the model gives."""
+    return _logits(model, "the model").shape[1]
+
+
+def _from_name(
+    name: str,
+    pretrained: bool,
+    checkpoint: str | os.PathLike[str] | None,
+    pixels: dict[str, Any],
+    arguments: dict[str, Any],
+) -> Model:
+    if arguments.get("num_classes") == 0:
+        raise InputError(f"{name} with num_classes=0 has no logits to certify; give the number of classes")
+    net = create_net(name, pretrained=pretrained and checkpoint is None, arguments=arguments)
+    if checkpoint is not None:
+        state, _ = read_checkpoint(checkpoint)
+        load_weights(net, state, file=checkpoint, name=name)
+    return _wrap(net, name, str(checkpoint or name), pixels, arguments, rebuild_recipe(name, arguments))
+
+
+def _wrap(
+    net: nn.Module, label: str, origin: str, pixels: dict[str, Any], arguments: dict[str, Any], source: dict[str, Any]
+) -> Model:
+    """Normalisation and input size from the caller, else from the network's own configuration; then a trial run."""
+    check_finite(net, origin)
+    if getattr(net, "num_classes", None) == 0:
+        raise InputError(f"{label} has no classifier (num_classes is 0), hence no logits to certify; give num_classes=")
+    config = {**_data_config(net, arguments), **{key: tuple(value) for key, value in pixels.items()}}
+    missing = [key for key in _PIXELS if key not in config]
+    if missing:
+        arguments_to_give = ", ".join(f"{key}=" for key in missing)
+        raise InputError(f"{label} does not say its {', '.join(missing)}; pass {arguments_to_give}")
+    channels = config["input_size"][0]
+    for key in ("mean", "std"):
+        if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of them
+            config[key] = (config[key][0],) * channels
+    mean, std, input_size = (config.pop(key) for key in _PIXELS)
+    model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
+    _logits(model, label)
+    return model
+
+
+def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """timm's data configuration, with the image size that the network was built for; {} for a module without one."""
+    configuration = getattr(net, "pretrained_cfg", None) or getattr(net, "default_cfg", None)
+    if not configuration:
+        return {}
+    config = dict(timm.data.resolve_model_data_config(net, pretrained_cfg=dict(configuration)))
+    channels, height, width = config["input_size"]
+    size = arguments.get("img_size") or getattr(getattr(net, "patch_embed", None), "img_size", None) or (height, width)
+    height, width = (size, size) if isinstance(size, int) else size
+    config["input_size"] = (arguments.get("in_chans") or channels, height, width)
+    return config
+
+
+def _logits(model: Model, label: str) -> Tensor:
+    """The logits of one grey image, shape (1, classes)."""
+    image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
+    try:
+        with torch.no_grad():
+            logits = model(image)
+    except Exception as error:
+        raise InputError(
+            f"{label} does not take images of shape {model.input_size}: {first_line(error)}; "
+            "give input_size=, or img_size= where the timm model has it"
+        ) from error
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise InputError(f"{label} gives {found} for one image, and a classifier gives logits of shape (1, classes)")
+    return logits
+
+
+def _architecture(path: str) -> str:
+    _, name = read_checkpoint(path)
+    if name is None:
+        raise LoadError(
+            f"{path} does not say which architecture its weights belong to; "
+            "give the timm name, and the file with checkpoint= (--checkpoint)"
+        )
+    return name
+
+
+def _refuse(names: set[str], what: str) -> None:
+    if names:
+        raise InputError(f"{', '.join(sorted(names))} cannot be combined with {what}")

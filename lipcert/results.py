@@ -1,0 +1,262 @@
+"""Result files: one JSON row an image, written as soon as it is known, and beside them a summary.
+
+``r.jsonl`` holds the rows and ``r.summary.json`` what they belong to. A run that was stopped goes on behind the last
+whole row; a file of another model, ε, method, data set or version is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import timm
+import torch
+
+from lipcert._version import version
+from lipcert.artifact import weights_hash
+from lipcert.errors import InputError
+from lipcert.model import Model
+
+if TYPE_CHECKING:
+    from lipcert.certifier import Certificates, Certifier
+    from lipcert.data import Batch, Images
+
+# The parts of a summary that must agree before rows of two runs may stand in one file.
+_IDENTITY = ("model", "eps", "method", "dtype", "data", "lipcert")
+
+
+def describe(model: Model, images: Images, certifier: Certifier, typed: str) -> dict[str, Any]:
+    """What a run is about: the part of its summary that is known before the first image.
+
+    Args:
+        model: the model that is certified.
+        images: the images it is certified on.
+        certifier: made for the model.
+        typed: ε as the user wrote it, such as ``36/255``.
+
+    Returns:
+        Values that JSON can hold.
+    """
+    spec, bound = images.spec, certifier.bound
+    return {
+        "model": {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)},
+        "eps": certifier.eps,
+        "method": certifier.method,
+        "dtype": str(certifier.dtype).removeprefix("torch."),
+        "data": {
+            "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
+            "images": images.total,
+            "labelled": images.labelled,
+        },
+        "lipcert": version(),
+        "eps_typed": typed,
+        "bound": {
+            "value": bound.value if math.isfinite(bound.value) else None,
+            "log10": bound.log10 if math.isfinite(bound.log10) else None,
+            "rigor": bound.rigor,
+            "delta": bound.delta,
+            "method": bound.method,
+        },
+        "environment": {
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": str(model.device),
+        },
+    }
+
+
+def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[str, Any]]:
+    """The rows of one batch.
+
+    Args:
+        batch: the images that were certified.
+        certificates: what was found about them.
+        seconds: time that the batch took; every row gets an equal part.
+
+    Returns:
+        One dict an image: ``index, label, predicted, correct, margin, radius, certified, method, rigor, seconds``,
+        without ``label`` and ``correct`` where labels are not known. An infinite radius becomes the largest float64.
+    """
+    count = len(batch.indices)
+    found = []
+    for i, index in enumerate(batch.indices):
+        predicted, margin = int(certificates.predicted[i]), float(certificates.margin[i])
+        row: dict[str, Any] = {"index": index}
+        if batch.labels is not None:
+            row["label"] = int(batch.labels[i])
+        row["predicted"] = predicted
+        if batch.labels is not None:
+            row["correct"] = predicted == row["label"]
+        row["margin"] = margin if math.isfinite(margin) else None
+        row["radius"] = min(float(certificates.radius[i]), sys.float_info.max)
+        row["certified"] = bool(certificates.certified[i])
+        row["method"] = _at(certificates.method, i)
+        row["rigor"] = _at(certificates.rigor, i)
+        row["seconds"] = seconds / count
+        found.append(row)
+    return found
+
+
+class Tally:
+    """Counts over rows."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]] = ()):
+        self.images = 0
+        self.labelled = 0
+        self.correct = 0
+        self.certified = 0
+        self.certified_correct = 0
+        self.seconds = 0.0
+        self.methods: Counter[str] = Counter()
+        self.rigors: Counter[str] = Counter()
+        self._radii: list[float] = []
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Counts one row."""
+        self.images += 1
+        self.labelled += "correct" in row
+        self.correct += row.get("correct", False)
+        self.certified += row["certified"]
+        self.certified_correct += row["certified"] and row.get("correct", False)
+        self.seconds += row["seconds"]
+        self.methods[row["method"]] += 1
+        self.rigors[row["rigor"]] += 1
+        if row.get("correct", True):
+            self._radii.append(row["radius"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of images that are predicted right; None without labels."""
+        return self.correct / self.images if self.labelled else None
+
+    @property
+    def certified_accuracy(self) -> float | None:
+        """Share of images that are predicted right and certified at ε; None without labels."""
+        return self.certified_correct / self.images if self.labelled else None
+
+    @property
+    def median_radius(self) -> float | None:
+        """Median radius of the images predicted right, or of all where labels are not known; None without images."""
+        return statistics.median_low(self._radii) if self._radii else None
+
+    def counts(self) -> dict[str, Any]:
+        """The counts as the summary holds them, those about labels only where there are labels."""
+        counts: dict[str, Any] = {"images": self.images, "certified": self.certified}
+        if self.labelled:
+            counts |= {
+                "correct": self.correct,
+                "certified_correct": self.certified_correct,
+                "accuracy": self.accuracy,
+                "certified_accuracy": self.certified_accuracy,
+            }
+        return counts | {"median_radius": self.median_radius, "methods": dict(self.methods), "seconds": self.seconds}
+
+
+class ResultFile:
+    """A result file that is being written; use it as a context manager.
+
+    Attributes:
+        path: the rows.
+        summary_path: the summary beside them.
+        tally: counts over all rows, also those that an earlier run wrote.
+        done: indices of the images that have a row.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], description: Mapping[str, Any]):
+        """Opens a new file, or one to go on with, whose half-written last row is cut off.
+
+        Args:
+            path: where the rows go.
+            description: from :func:`describe`.
+
+        Raises:
+            InputError: if the file holds something else, or cannot be written.
+        """
+        self.path = Path(path)
+        self.summary_path = self.path.with_suffix(".summary.json")
+        self.description = dict(description)
+        if self.path == self.summary_path or self.path.is_dir():
+            raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
+        try:
+            found = self._continue() if self.path.exists() and self.path.stat().st_size else []
+            self.tally = Tally(found)
+            self.done = {row["index"] for row in found}
+            self._file: IO[str] = self.path.open("a", encoding="utf-8")
+            self._write_summary(complete=False)
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        self._write_summary(complete=kind is None)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Writes one row and hands it to the system at once.
+
+        Raises:
+            InputError: if the disk does not take it.
+        """
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(f"cannot write {self.path}: {reason}; the rows before stay valid") from error
+        self.tally.add(row)
+        self.done.add(row["index"])
+
+    def _continue(self) -> list[dict[str, Any]]:
+        try:
+            earlier = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            earlier = {}
+        # Through JSON and back, as the earlier description went: tuples are lists there.
+        own = json.loads(json.dumps(self.description))
+        different = [key for key in _IDENTITY if not isinstance(earlier, dict) or earlier.get(key) != own[key]]
+        if different:
+            raise InputError(
+                f"{self.path} holds results of another run (other {', '.join(different)}); "
+                "give another --out, or delete the file"
+            )
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        try:
+            found = [json.loads(line) for line in whole.splitlines()]
+            Tally(found)
+            distinct = len({row["index"] for row in found}) == len(found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{self.path} is damaged; give another --out, or delete the file") from error
+        if not distinct:
+            raise InputError(f"{self.path} has two rows for one image; give another --out, or delete the file")
+        if len(whole) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        return found
+
+    def _write_summary(self, *, complete: bool) -> None:
+        content = {**self.description, "counts": self.tally.counts(), "complete": complete}
+        partial = self.summary_path.with_name(f".{self.summary_path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(partial, self.summary_path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _at(value: str | Sequence[str], i: int) -> str:
+    return value if isinstance(value, str) else value[i]

@@ -1,0 +1,126 @@
+"""Activations with constant pieces, all 1-Lipschitz.
+
+Clipped activations are constant for large inputs, so that near a given image more units are constant and the local
+bounds drop their rows and columns. Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust
+Neural Networks with Efficient Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 4.1 and 4.2; MaxMin:
+Anil, Lucas and Grosse, "Sorting Out Lipschitz Function Approximation", ICML 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.bounds._bound import Bound
+from lipcert.errors import InputError
+
+
+class ClippedReLU(nn.Module):
+    """ReLUθ(x) = min(max(x, 0), θ), with a learnable threshold θ.
+
+    1-Lipschitz: a composition of x ↦ max(x, 0) and x ↦ min(x, θ), both of which are, entry by entry, for any θ.
+
+    Args:
+        threshold: θ; one number, or a tensor that broadcasts over a sample, such as (C, 1, 1) for one a channel.
+    """
+
+    def __init__(self, threshold: float | Tensor = 1.0):
+        super().__init__()
+        self.threshold = _threshold(threshold, "threshold")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.minimum(x.clamp(min=0), self.threshold)
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """1, for a sample of any shape over which the threshold broadcasts.
+
+        Raises:
+            InputError: if the threshold would enlarge the sample, which copies entries and is not 1-Lipschitz.
+        """
+        _check_broadcast(self.threshold, input_shape)
+        return Bound.deterministic(1.0, "1-Lipschitz entry by entry", "lipcert.surgery.ClippedReLU")
+
+
+class MaxMin(nn.Module):
+    """Pairs the two halves (a, b) of the channels and returns (max(a, b), min(a, b)), in the shape of the input.
+
+    1-Lipschitz: sorting is a permutation at every point, continuous and orthogonal on each piece.
+
+    Args:
+        dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
+    """
+
+    def __init__(self, dim: int = 1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, self.dim)
+        return torch.cat((torch.maximum(first, second), torch.minimum(first, second)), self.dim)
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """1, for a sample with an even number of channels.
+
+        Raises:
+            InputError: if the channels do not pair up.
+        """
+        _half(input_shape, self.dim)
+        return Bound.deterministic(1.0, "a permutation at every point", "lipcert.surgery.MaxMin")
+
+
+class ClippedMaxMin(nn.Module):
+    """:class:`MaxMin`, clipped: min(max(a, b), upper) and max(min(a, b), lower), with learnable thresholds.
+
+    1-Lipschitz: MaxMin is, and so are x ↦ min(x, upper) and x ↦ max(x, lower), entry by entry.
+
+    Args:
+        upper: threshold of the maxima; one number, or a tensor that broadcasts over half a sample.
+        lower: threshold of the minima, likewise.
+        dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
+    """
+
+    def __init__(self, upper: float | Tensor = 1.0, lower: float | Tensor = -1.0, dim: int = 1):
+        super().__init__()
+        self.dim = dim
+        self.upper = _threshold(upper, "upper")
+        self.lower = _threshold(lower, "lower")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, self.dim)
+        high = torch.minimum(torch.maximum(first, second), self.upper)
+        low = torch.maximum(torch.minimum(first, second), self.lower)
+        return torch.cat((high, low), self.dim)
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """1, for a sample with an even number of channels over whose halves the thresholds broadcast.
+
+        Raises:
+            InputError: if the channels do not pair up, or a threshold would enlarge the sample.
+        """
+        half = _half(input_shape, self.dim)
+        _check_broadcast(self.upper, half)
+        _check_broadcast(self.lower, half)
+        return Bound.deterministic(1.0, "a permutation at every point, then clipping", "lipcert.surgery.ClippedMaxMin")
+
+
+def _threshold(value: float | Tensor, name: str) -> nn.Parameter:
+    threshold = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach().clone()
+    if bool(threshold.isnan().any()):
+        raise InputError(f"{name} must be a number, got NaN")
+    return nn.Parameter(threshold)
+
+
+def _check_broadcast(threshold: Tensor, shape: tuple[int, ...]) -> None:
+    own = tuple(threshold.shape)
+    fits = len(own) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
+    if not fits:
+        raise InputError(f"a threshold of shape {own} does not broadcast over a sample of shape {tuple(shape)}")
+
+
+def _half(input_shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    axis = dim - 1 if dim > 0 else len(input_shape) + dim
+    if dim == 0 or not 0 <= axis < len(input_shape) or input_shape[axis] % 2:
+        raise InputError(
+            f"MaxMin needs an even number of channels in dimension {dim}, got a sample of {tuple(input_shape)}"
+        )
+    return tuple(n // 2 if i == axis else n for i, n in enumerate(input_shape))

@@ -1,0 +1,305 @@
+"""Attention by distance (L2 attention), which is Lipschitz on all of space, for ViT, DeiT and Swin.
+
+For head h with y = x·W_h, W_h ∈ ℝ^(D×d) shared by queries and keys:
+
+    P_ij ∝ exp(−‖y_i − y_j‖²/√d + b_ij),    z_i = Σ_j P_ij y_j·M_h + bias,    M_h = W_hᵀ·V_h/√d,
+    out = concat_h(z)·W_O + bias.
+
+This is Σ_j P_ij x_j·A_h·V_h with A_h = W_h·W_hᵀ/√d, the form of Kim, Papamakarios and Mnih, "The Lipschitz Constant
+of Self-Attention", ICML 2021 (arXiv 2006.04710), section 3.2, computed through y. Without A_h the values of tokens
+that lie far apart in the null space of W_h are mixed with weights that do not fall with that distance, and there is
+no Lipschitz constant. A query bias would cancel in the distance, so there is none.
+
+**The constant.** Attention y ↦ (Σ_j P_ij y_j)_i is L_h-Lipschitz by :mod:`lipcert.surgery._distance`. For any ρ_h > 0
+
+    ‖d out‖ = ‖Σ_h dg_h·M_h·W_O,h‖ ≤ ‖stack_h(M_h·W_O,h/ρ_h)‖ · √(Σ_h ρ_h² L_h² ‖dx·W_h‖²)
+            ≤ ‖stack_h(M_h·W_O,h/ρ_h)‖ · ‖[ρ_h L_h W_h]_h‖ · ‖dx‖.
+
+With ρ_h = ‖M_h‖ that is at most √(Σ_h L_h²‖W_h‖²‖M_h‖²)·‖W_O‖; a second choice balances the heads, and the smaller
+bound is taken. Products are formed in float64. One of inner length n is off by at most 16·(n + 8)·2⁻⁵³ times the
+product of the Frobenius norms of its factors, which is added to the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipcert._upper import Upper
+from lipcert.bounds._bound import Bound
+from lipcert.errors import InputError
+from lipcert.norms import dense_norm
+from lipcert.surgery._distance import attention_gain
+from lipcert.surgery._linear import LipLinear
+
+_REFERENCE = "lipcert.surgery._distance, after Kim et al., arXiv 2006.04710"
+_UNIT = 2.0**-53
+
+
+class L2Attention(nn.Module):
+    """Attention by distance, (N, tokens, dim) → (N, tokens, dim_out); formulas at the head of this file.
+
+    Attributes:
+        q: x ↦ y for all heads, weight of shape (heads·head_dim, dim), no bias.
+        v_weight: the V_h, shape (heads·head_dim, dim).
+        v_bias: bias of the values, shape (heads·head_dim,), or None.
+        proj: W_O and its bias.
+
+    Args:
+        dim: D.
+        num_heads: number of heads.
+        head_dim: d; dim / num_heads by default.
+        dim_out: width of the output; dim by default.
+        value_bias: whether the values have a bias.
+        proj_bias: whether the output has a bias.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        dim_out: int | None = None,
+        value_bias: bool = True,
+        proj_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.dim = dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim or dim // num_heads
+        self.scale = self.head_dim**-0.5
+        width = self.num_heads * self.head_dim
+        self.q = LipLinear(dim, width, bias=False, device=device, dtype=dtype)
+        self.v_weight = nn.Parameter(torch.empty_like(self.q.weight))
+        self.v_bias = nn.Parameter(torch.zeros(width, device=device, dtype=dtype)) if value_bias else None
+        self.attn_drop: nn.Module = nn.Identity()
+        self.proj = LipLinear(width, dim_out or dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Module = nn.Identity()
+        nn.init.xavier_uniform_(self.q.weight)
+        nn.init.xavier_uniform_(self.v_weight)
+
+    def mixing(self) -> Tensor:
+        """M_h for all heads, shape (heads, d, d), in the weights' dtype."""
+        queries, values = self._by_head(self.q.weight), self._by_head(self.v_weight)
+        return queries @ values.transpose(1, 2) * self.scale
+
+    def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The output for tokens x of shape (N, tokens, dim), with b broadcasting to (N, heads, tokens, tokens)."""
+        y = self.q(x).reshape(x.shape[0], x.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
+        keys = y.square().sum(-1).unsqueeze(-2)  # ‖y_i‖² is the same for the whole row and cancels in the softmax
+        logits = (y @ y.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
+        if bias is not None:
+            logits = logits + bias
+        mixed = self.attn_drop(logits.softmax(-1)) @ (y @ self.mixing())
+        out = mixed.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.num_heads * self.head_dim)
+        if self.v_bias is not None:
+            out = out + self.v_bias
+        return self.proj_drop(self.proj(out))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attention among all tokens.
+
+        Args:
+            x: shape (N, tokens, dim).
+            attn_mask: must be None; it is there because timm's blocks pass it.
+            is_causal: must be False, likewise.
+
+        Returns:
+            Shape (N, tokens, dim_out).
+
+        Raises:
+            InputError: if a mask is given, which the Lipschitz constant would not cover.
+        """
+        if attn_mask is not None or is_causal:
+            raise InputError("L2Attention takes no mask; use L2WindowAttention, whose bound covers an additive bias")
+        return self.attend(x)
+
+    def lipschitz(self, input_shape: tuple[int, ...], token_norm: Upper | None = None) -> Bound:
+        """The Lipschitz constant, from above; proof at the head of this file.
+
+        Args:
+            input_shape: (tokens, dim).
+            token_norm: a bound on the norm of every input token, if there is one: then the constant is for such
+                inputs only, and smaller the closer together they must be.
+
+        Returns:
+            The bound.
+
+        Raises:
+            InputError: if the shape does not fit, or a weight is not finite.
+        """
+        tokens = self._tokens(input_shape)
+        reach = self._reach(token_norm)
+        return self._bound([_uniform_gain(tokens, reach)] * self.num_heads)
+
+    def _tokens(self, input_shape: tuple[int, ...]) -> int:
+        if len(input_shape) != 2 or input_shape[1] != self.dim or input_shape[0] < 1:
+            raise InputError(f"{type(self).__name__} takes (tokens, {self.dim}), got {tuple(input_shape)}")
+        return int(input_shape[0])
+
+    def _reach(self, token_norm: Upper | None) -> float:
+        """T: all τ‖y_i − y_j‖² are at most τ·(2·token_norm·max_h‖W_h‖)²."""
+        if token_norm is None:
+            return math.inf
+        apart = token_norm * dense_norm(self._by_head(self.q.weight)) * 2
+        return float(apart * apart * self.scale * (1 + 1e-9))
+
+    def _by_head(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self.num_heads, self.head_dim))
+
+    @torch.no_grad()
+    def _bound(self, gains: list[Upper]) -> Bound:
+        method = "attention by distance"
+        weights = [self.q.weight, self.v_weight, self.proj.weight]
+        if not all(bool(weight.isfinite().all()) for weight in weights):
+            raise InputError("a weight of L2Attention holds NaN or an infinity; check the checkpoint")
+        if not all(gain.finite for gain in gains):
+            return Bound.deterministic(math.inf, method, _REFERENCE)
+        queries, values, output = (weight.detach().double().cpu() for weight in weights)
+        queries, values = self._by_head(queries), self._by_head(values)
+        outputs = output.unflatten(1, (self.num_heads, self.head_dim)).transpose(0, 1)
+        mixing = queries @ values.transpose(1, 2) * self.scale
+        folded = outputs @ mixing.transpose(1, 2)
+        error = _frobenius(queries) * _frobenius(values) * _frobenius(outputs) * self.scale
+        error = error * (16 * (self.dim + 2 * self.head_dim + 32) * _UNIT)
+        rises = torch.tensor([float(gain) for gain in gains], dtype=torch.float64)
+        heads = rises * torch.linalg.matrix_norm(queries, 2)
+        balanced = (torch.linalg.matrix_norm(folded, 2) / heads).sqrt()
+        bounds = []
+        for scale in (torch.linalg.matrix_norm(mixing, 2), balanced):
+            rho = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
+            inward = (rises * rho)[:, None, None] * queries
+            outward = folded / rho[:, None, None]
+            first = dense_norm(inward.flatten(0, 1)) + _frobenius(inward) * (4 * _UNIT)
+            second = dense_norm(outward.transpose(0, 1).flatten(1)) + _frobenius(outward) * (4 * _UNIT)
+            second = second + error * (1 / float(rho.min()) * (1 + 4 * _UNIT))
+            bounds.append(first * second)
+        return Bound.deterministic(min(bounds), method, _REFERENCE)
+
+
+class L2WindowAttention(L2Attention):
+    """Attention by distance within Swin's windows: relative position bias, and the mask of shifted windows.
+
+    Attributes:
+        relative_position_bias_table: b by offset and head, shape ((2h − 1)(2w − 1), heads), as in timm's
+            WindowAttention.
+
+    Args:
+        dim: D.
+        num_heads: number of heads.
+        window_size: (height, width) of a window in tokens.
+        **kwargs: as in :class:`L2Attention`.
+    """
+
+    relative_position_index: Tensor
+
+    def __init__(self, dim: int, num_heads: int, *, window_size: tuple[int, int], **kwargs: Any):
+        super().__init__(dim, num_heads, **kwargs)
+        height, width = window_size
+        self.window_size = (height, width)
+        self.window_area = height * width
+        table = torch.zeros((2 * height - 1) * (2 * width - 1), num_heads)
+        self.relative_position_bias_table = nn.Parameter(table.to(self.q.weight))
+        self.register_buffer("relative_position_index", self._index(), persistent=False)
+
+    def _index(self) -> Tensor:
+        """Row of the table for each pair of tokens, (Δ row + h − 1)(2w − 1) + Δ column + w − 1; shape (area, area)."""
+        height, width = self.window_size
+        device = self.q.weight.device
+        rows = torch.arange(height, device=device).repeat_interleave(width)
+        columns = torch.arange(width, device=device).repeat(height)
+        down, right = rows[:, None] - rows, columns[:, None] - columns
+        return (down + height - 1) * (2 * width - 1) + right + width - 1
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fills the index again, as timm asks after a model was built without storage."""
+        self.relative_position_index.copy_(self._index())
+
+    def position_bias(self) -> Tensor:
+        """b, shape (heads, area, area)."""
+        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Attention within each window.
+
+        Args:
+            x: shape (N·windows, area, dim).
+            mask: added to the logits, shape (windows, area, area), or None.
+
+        Returns:
+            Shape (N·windows, area, dim).
+        """
+        bias = self.position_bias()
+        if mask is not None:
+            bias = (bias + mask.unsqueeze(1)).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+        return self.attend(x, bias)
+
+    def lipschitz(
+        self, input_shape: tuple[int, ...], token_norm: Upper | None = None, mask: Tensor | None = None
+    ) -> Bound:
+        """The Lipschitz constant for one window and so for all, since they do not meet.
+
+        A mask that is 0 on the diagonal and at most 0 elsewhere, as Swin's is, lowers every exp(b_ij − b_ii) and so
+        the constant: the bound without it stands.
+
+        Args:
+            input_shape: (area, dim).
+            token_norm: as in :meth:`L2Attention.lipschitz`.
+            mask: shape (windows, area, area), for the constant under this mask, the largest over the windows; −∞ is
+                allowed off the diagonal.
+
+        Returns:
+            The bound.
+
+        Raises:
+            InputError: if a shape does not fit, or a weight is not finite.
+        """
+        area = self._tokens(input_shape)
+        if area != self.window_area:
+            raise InputError(f"a window has {self.window_area} tokens, got {area}")
+        if mask is not None and tuple(mask.shape[1:]) != (area, area):
+            raise InputError(f"a mask has shape (windows, {area}, {area}), got {tuple(mask.shape)}")
+        reach = self._reach(token_norm)
+        bias = self.position_bias().detach().double().cpu()
+        masks = torch.zeros(1, area, area) if mask is None else _worst_masks(mask.detach().cpu())
+        worst = [max((_biased_gain(head + one.double(), reach) for one in masks), key=Upper) for head in bias]
+        return self._bound(worst)
+
+
+@lru_cache(maxsize=64)
+def _uniform_gain(tokens: int, reach: float) -> Upper:
+    return attention_gain(torch.ones(tokens - 1, 1), tokens - 1, tokens - 1, reach)
+
+
+def _biased_gain(bias: Tensor, reach: float) -> Upper:
+    """The gain for one head and one window, b of shape (tokens, tokens) in float64.
+
+    A difference b_ij − b_ii with |·| ≤ 700 and its exponential are off by at most 1e-12 relative, and the sums by
+    less.
+    """
+    weights = (bias - bias.diagonal().unsqueeze(1)).exp()
+    weights.fill_diagonal_(0)
+    if bool(weights.isnan().any()):
+        raise InputError("an attention bias or mask holds NaN, or −∞ on its diagonal; check the checkpoint")
+    totals = weights.sum(1)
+    low, high = float(totals.min()) * (1 - 1e-9), float(totals.max()) * (1 + 1e-9)
+    return attention_gain(weights * (1 + 1e-9), low, high, reach)
+
+
+def _worst_masks(masks: Tensor) -> Tensor:
+    """The distinct masks, or the zero mask alone where it is among masks that can only lower the gain."""
+    lowering = bool((masks <= 0).all()) and not bool(masks.diagonal(dim1=1, dim2=2).any())
+    zero = ~masks.flatten(1).any(1)
+    return masks[zero][:1] if lowering and bool(zero.any()) else masks.unique(dim=0)
+
+
+def _frobenius(matrix: Tensor) -> Upper:
+    """‖matrix‖_F, rounded up: a float64 sum of n squares is off by at most (n + 2)·2⁻⁵³ relative, far below 1e-9."""
+    return Upper(float(torch.linalg.vector_norm(matrix))) * (1 + 1e-9)

@@ -1,0 +1,158 @@
+"""Surgery on a loaded model: swap, calibrate on images, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.errors import ConvertError, InputError
+from lipcert.model import Model
+from lipcert.surgery._attention import L2Attention
+from lipcert.surgery._initial import calibrate_projection, initialise_attention
+from lipcert.surgery._projections import _Projection
+from lipcert.surgery._swap import Attention, Edit, Norm, Swapped, plan
+
+_RANDOM_IMAGES = 4
+_CALIBRATION_IMAGES = 16
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did.
+
+    Attributes:
+        parameters_before, parameters_after: number of parameters.
+        swapped: the modules that were replaced.
+        kept_norms: paths of normalisations that stayed although a projection was asked for, having no such form.
+        images: number of images that the figures below are from.
+        random: whether these were random, for lack of given ones.
+        logits_moved: median over the images of ‖logits after − before‖ / ‖logits before‖.
+        logits_moved_most: its maximum.
+        agreement: fraction of the images whose top class stayed.
+    """
+
+    parameters_before: int
+    parameters_after: int
+    swapped: tuple[Swapped, ...]
+    kept_norms: tuple[str, ...]
+    images: int
+    random: bool
+    logits_moved: float
+    logits_moved_most: float
+    agreement: float
+
+
+def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", images: Tensor | None = None) -> Model:
+    """Puts modules with a Lipschitz constant into a model, in place.
+
+    New weights come in closed form from the old ones and from what the modules see on the images, front to back in
+    one pass: see :mod:`lipcert.surgery._initial`. ``model.recipe`` gains a step and ``model.conversion`` holds a
+    :class:`ConversionReport`. On any error the model is as it was.
+
+    Args:
+        model: the model.
+        attention: ``"l2"`` replaces dot-product attention (ViT, DeiT, Swin) by attention by distance; ``"keep"``
+            keeps it.
+        norm: ``"project"`` or ``"smooth"`` replace LayerNorm by a projection; ``"keep"`` keeps it.
+        images: unlabeled images in [0, 1], shape (N, C, H, W). The first 16 calibrate. Random ones by default, which
+            say little about the model on real images.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: on an unknown option or unusable images.
+        ConvertError: if the model was converted before, has attention without an L2 form, or gives logits that are
+            not finite.
+    """
+    if any(step.get("step") == "convert" for step in model.recipe):
+        raise ConvertError("the model was converted before; load it afresh to convert it another way")
+    random = images is None
+    if images is None:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.rand(_RANDOM_IMAGES, *model.input_size, generator=generator)
+    model.check_images(images)
+    if not len(images):
+        raise InputError("no images to calibrate on; pass at least one, or none at all for random ones")
+    edits = plan(model.net, attention=attention, norm=norm)
+    before = _logits(model, images)
+    parameters = _count(model)
+    applied: list[Edit] = []
+    swapped: list[Swapped] = []
+    try:
+        for edit in edits:
+            applied.append(edit)
+            swapped.append(edit.apply())
+        _calibrate(model, edits, images[:_CALIBRATION_IMAGES])
+        after = _logits(model, images)
+    except BaseException:
+        for edit in reversed(applied):
+            edit.revert()
+        raise
+    moved = torch.linalg.vector_norm(after - before, dim=1) / torch.linalg.vector_norm(before, dim=1).clamp(min=1e-30)
+    model.conversion = ConversionReport(  # type: ignore[assignment]
+        parameters_before=parameters,
+        parameters_after=_count(model),
+        swapped=tuple(swapped),
+        kept_norms=_kept_norms(model.net) if norm != "keep" else (),
+        images=len(images),
+        random=random,
+        logits_moved=float(moved.median()),
+        logits_moved_most=float(moved.max()),
+        agreement=float((after.argmax(1) == before.argmax(1)).double().mean()),
+    )
+    model.recipe.append({"step": "convert", "attention": attention, "norm": norm})
+    return model
+
+
+def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
+    """Runs the images through once; each new module is set from its input just before it runs."""
+    handles = []
+    for edit in edits:
+        if edit.new is not None:
+            handles.append(edit.new.register_forward_pre_hook(partial(_set_from_input, _setter(edit))))
+    try:
+        _logits(model, images, batch=len(images))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _setter(edit: Edit) -> Callable[[Tensor], None]:
+    if isinstance(edit.new, L2Attention):
+        return partial(initialise_attention, edit.new, edit.old.qkv)  # type: ignore[arg-type]
+    assert isinstance(edit.new, _Projection)
+    assert isinstance(edit.old, nn.LayerNorm)
+    return partial(calibrate_projection, edit.new, edit.old)
+
+
+def _set_from_input(setter: Callable[[Tensor], None], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    setter(inputs[0])
+
+
+@torch.no_grad()
+def _logits(model: Model, images: Tensor, batch: int = _BATCH) -> Tensor:
+    """Logits in evaluation mode, float64, shape (N, classes)."""
+    training = model.training
+    model.eval()
+    try:
+        parts = [model(part.to(model.device, model.dtype)).double() for part in images.split(batch)]
+    finally:
+        model.train(training)
+    logits = torch.cat(parts)
+    if not bool(logits.isfinite().all()):
+        raise ConvertError("the model's logits are not finite on these images; check the weights")
+    return logits
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _kept_norms(net: nn.Module) -> tuple[str, ...]:
+    return tuple(path for path, module in net.named_modules() if "norm" in type(module).__name__.lower())

@@ -1,0 +1,93 @@
+"""First weights for the new modules, from the old ones and the inputs that they see.
+
+**Distance attention.** Only differences of tokens matter to it, and terms that are the same along a row of logits
+cancel in the softmax, so with centred tokens ξ its logits are 2τ ξ_i W Wᵀ ξ_jᵀ − τ‖ξ_j W‖², against τ ξ_i Q Kᵀ ξ_jᵀ
+before. The first terms agree best, in mean square over independent tokens of covariance Σ, for the positive
+semidefinite matrix of rank d nearest to the symmetric part: with Σ = C·Cᵀ,
+
+    Cᵀ W Wᵀ C ≈ ¼ Cᵀ(Q Kᵀ + K Qᵀ)C,
+
+solved by the largest positive eigenvalues (Eckart–Young for the Frobenius norm restricted to semidefinite matrices),
+a problem of size 2d after a QR factorisation of Cᵀ[Q, K]. The second term, the antisymmetric part and terms linear in
+the keys have no counterpart. Values: M is the ridge regression of ξ·V_old on ξ·W, and the bias makes the means agree.
+
+**Projections.** The radius is the median norm N of the centred tokens, and the weight is γ times the factor with
+which a token of that norm leaves the projection at the length that LayerNorm gives it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.surgery._attention import L2Attention
+from lipcert.surgery._projections import SmoothProject, _Projection
+
+_COVARIANCE_RIDGE = 1e-3
+_VALUE_RIDGE = 1e-2
+
+
+@torch.no_grad()
+def initialise_attention(new: L2Attention, qkv: nn.Linear, tokens: Tensor | None = None) -> None:
+    """Sets ``q`` and the values of ``new``.
+
+    Args:
+        new: the module to fill.
+        qkv: queries, keys and values of the dot-product attention, weight of shape (3·heads·d, dim).
+        tokens: inputs of the attention, shape (..., dim); without them all directions count the same.
+    """
+    heads, width, dim = new.num_heads, new.head_dim, new.dim
+    weight = qkv.weight.double()
+    queries, keys, values = weight.unflatten(0, (3, heads, width)).transpose(-1, -2)
+    mean, root = _moments(tokens, weight)
+    basis, triangle = torch.linalg.qr(root.T @ torch.cat((queries, keys), -1))
+    left, right = triangle.split(width, -1)
+    form = left @ right.transpose(-1, -2)
+    eigenvalues, vectors = torch.linalg.eigh((form + form.transpose(-1, -2)) / 4)
+    top = min(width, eigenvalues.shape[-1])
+    strength = eigenvalues[:, -top:].clamp(min=0)
+    whitened = torch.zeros(heads, dim, width).to(weight)
+    whitened[..., :top] = basis @ vectors[..., -top:] * strength.sqrt().unsqueeze(1)
+    projection = torch.linalg.solve_triangular(root.T, whitened, upper=True)
+    gram = whitened.transpose(-1, -2) @ whitened
+    ridge = _VALUE_RIDGE * gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    gram = gram + ridge[:, None, None] * torch.eye(width).to(gram)
+    mixing = torch.linalg.solve(gram, whitened.transpose(-1, -2) @ (root.T @ values))
+    solved = torch.linalg.pinv(projection.transpose(-1, -2)) @ mixing / new.scale
+    new.q.weight.copy_(projection.transpose(-1, -2).flatten(0, 1))
+    new.v_weight.copy_(solved.transpose(-1, -2).flatten(0, 1))
+    if new.v_bias is not None:
+        old = qkv.bias.double()[2 * heads * width :] if qkv.bias is not None else 0.0
+        new.v_bias.copy_(old + (mean @ (values - projection @ mixing)).flatten())
+
+
+def _moments(tokens: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of the tokens and the Cholesky factor of their covariance, which a small ridge keeps regular."""
+    dim = like.shape[1]
+    identity = torch.eye(dim).to(like)
+    if tokens is None:
+        return like.new_zeros(dim), identity
+    flat = tokens.reshape(-1, dim).to(like)
+    mean = flat.mean(0)
+    covariance = (flat - mean).T @ (flat - mean) / len(flat)
+    level = covariance.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    return mean, torch.linalg.cholesky(covariance + _COVARIANCE_RIDGE * level * identity)
+
+
+@torch.no_grad()
+def calibrate_projection(new: _Projection, norm: nn.LayerNorm, tokens: Tensor) -> None:
+    """Sets ``radius``, ``weight`` and ``bias`` of ``new``.
+
+    Args:
+        new: the projection that replaces ``norm``.
+        norm: the LayerNorm.
+        tokens: inputs of the LayerNorm.
+    """
+    tokens = (tokens.movedim(1, -1) if new.channels_first else tokens).double()
+    typical = torch.linalg.vector_norm(tokens - tokens.mean(-1, keepdim=True), dim=-1).median()
+    radius = typical.clamp(min=(new.dim * norm.eps) ** 0.5)
+    gain = (typical.square() / new.dim + norm.eps).rsqrt()
+    if isinstance(new, SmoothProject):
+        gain = gain * (1 + (typical / radius).square()).sqrt()
+    new.radius.copy_(radius)
+    new.weight.copy_(gain if norm.weight is None else gain * norm.weight)

@@ -1,0 +1,81 @@
+"""Linear maps that know their norm: the weights, the keys and the arithmetic are those of torch's own modules."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from lipcert.bounds._bound import Bound
+from lipcert.errors import InputError
+from lipcert.norms import conv_norm, dense_norm, gram_norm
+
+
+class LipLinear(nn.Linear):
+    """``nn.Linear`` with its Lipschitz constant. Same parameters, same state-dict keys, same output."""
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """The spectral norm of the weight, from above.
+
+        Args:
+            input_shape: shape of one sample, (..., in_features).
+
+        Returns:
+            The bound, for the ℓ2 norm over the whole sample: rows are mapped one by one.
+
+        Raises:
+            InputError: if the last dimension is not ``in_features``.
+        """
+        if not input_shape or input_shape[-1] != self.in_features:
+            raise InputError(f"LipLinear takes (..., {self.in_features}), got {tuple(input_shape)}")
+        return Bound.deterministic(dense_norm(self.weight), "spectral norm", "lipcert.norms.dense_norm")
+
+    def norm(self) -> Tensor:
+        """The norm for training: differentiable, in the weight's dtype, by Gram iteration. Not for certificates."""
+        return gram_norm(self.weight)
+
+
+class LipConv2d(nn.Conv2d):
+    """``nn.Conv2d`` with its Lipschitz constant, for zero padding. Same parameters, state-dict keys and output."""
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """The norm of the convolution on images of one size, from above.
+
+        Args:
+            input_shape: (in_channels, height, width).
+
+        Returns:
+            The bound, by :func:`lipcert.norms.conv_norm`.
+
+        Raises:
+            InputError: if the shape does not fit, or the padding is not zeros (other paddings repeat pixels, which
+                raises the norm).
+        """
+        if len(input_shape) != 3 or input_shape[0] != self.in_channels:
+            raise InputError(f"LipConv2d takes ({self.in_channels}, height, width), got {tuple(input_shape)}")
+        if self.padding_mode != "zeros":
+            raise InputError(f"LipConv2d has a bound for zero padding only, not for padding_mode={self.padding_mode!r}")
+        bound = conv_norm(
+            self.weight,
+            tuple(input_shape[1:]),
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+        return Bound.deterministic(bound, "norm of the convolution", "lipcert.norms.conv_norm")
+
+    def norm(self) -> Tensor:
+        """An upper bound on the norm for training: differentiable, in the weight's dtype. Not for certificates.
+
+        The convolution cuts the image into patches and multiplies each by the flattened weight. A pixel lies in at
+        most ∏ ⌈k·gcd(s, δ)/s⌉ patches (kernel k, stride s, dilation δ; the offsets j with p − δj divisible by s are
+        s/gcd(s, δ) apart), so cutting has at most the square root of that as its norm, which is exact for patch
+        embeddings (k = s, δ = 1).
+        """
+        overlap = math.prod(
+            math.ceil(k * math.gcd(s, d) / s)
+            for k, s, d in zip(self.kernel_size, self.stride, self.dilation, strict=True)
+        )
+        groups = self.weight.flatten(1).unflatten(0, (self.groups, -1))
+        return math.sqrt(overlap) * gram_norm(groups).amax()

@@ -1,0 +1,130 @@
+"""Projections that replace LayerNorm: bounded outputs like it, and Lipschitz, which it is not on all of space."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lipcert._upper import Upper
+from lipcert.bounds._bound import Bound
+from lipcert.errors import InputError
+
+
+class _Projection(nn.Module):
+    """output = weight ∘ project(h − mean(h)) + bias for every token h.
+
+    Centring is the orthogonal projection I − 11ᵀ/d, of norm at most 1, and weight ∘ · has norm max|weight|; so if
+    ``project`` is 1-Lipschitz, the whole is max|weight|-Lipschitz for each token, hence for all together. If
+    ``project`` maps into the ball of radius R, then every token of the output has norm at most max|weight|·R +
+    ‖bias‖.
+
+    Args:
+        dim: number of channels d.
+        radius: R, in the units of the centred tokens.
+        bias: whether there is a bias.
+        channels_first: the channels are dimension 1 of the input, as in (N, C, H, W), and not the last one.
+    """
+
+    radius: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        radius: float = 1.0,
+        *,
+        bias: bool = True,
+        channels_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not 0 < radius < math.inf:
+            raise InputError(f"radius must be a positive number, got {radius}")
+        self.dim = dim
+        self.channels_first = channels_first
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("radius", torch.tensor(radius, device=device, dtype=self.weight.dtype))
+
+    def project(self, centred: Tensor) -> Tensor:
+        """Maps each token, the last dimension, into the ball of radius R without expanding distances."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.channels_first:
+            x = x.movedim(1, -1)
+        x = self.project(x - x.mean(-1, keepdim=True)) * self.weight
+        if self.bias is not None:
+            x = x + self.bias
+        return x.movedim(-1, 1) if self.channels_first else x
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """max|weight|; proof above.
+
+        Args:
+            input_shape: shape of one sample, (..., dim), or (dim, ...) with ``channels_first``.
+
+        Returns:
+            The bound.
+
+        Raises:
+            InputError: if the channels are not where they should be, or the radius is not a positive number.
+        """
+        if not input_shape or input_shape[0 if self.channels_first else -1] != self.dim:
+            wanted = f"({self.dim}, ...)" if self.channels_first else f"(..., {self.dim})"
+            raise InputError(f"{type(self).__name__} takes {wanted}, got {tuple(input_shape)}")
+        self._checked_radius()
+        return Bound.deterministic(_largest(self.weight), "max|weight|", f"lipcert.surgery.{type(self).__name__}")
+
+    def token_norm(self) -> Upper:
+        """A bound on the norm of every token of the output: max|weight|·R + ‖bias‖."""
+        bound = _largest(self.weight) * self._checked_radius()
+        return bound if self.bias is None else bound + _euclidean(self.bias)
+
+    def _checked_radius(self) -> float:
+        radius = float(self.radius)
+        if not 0 < radius < math.inf:
+            raise InputError(f"a projection needs a positive radius, got {radius}; check the checkpoint")
+        return radius
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"{self.dim}, radius={float(self.radius):.4g}, bias={bias}, channels_first={self.channels_first}"
+
+
+class LayerProject(_Projection):
+    """weight ∘ u + bias with u = h·min(1, R/‖h‖) for every centred token h: the projection onto the ball of radius R.
+
+    The nearest point of a convex set is 1-Lipschitz. Computed as h·R/max(‖h‖, R).
+    """
+
+    def project(self, centred: Tensor) -> Tensor:
+        square = centred.square().sum(-1, keepdim=True)
+        return centred * (self.radius * torch.maximum(square, self.radius.square()).rsqrt())
+
+
+class SmoothProject(_Projection):
+    """weight ∘ u + bias with u = h/√(1 + ‖h‖²/R²) for every centred token h: into the open ball of radius R.
+
+    With s = √(1 + ‖h‖²/R²) the Jacobian is (I − hhᵀ/(R²s²))/s, symmetric with eigenvalues 1/s on the complement of h
+    and (1 − ‖h‖²/(R²s²))/s = 1/s³ along h, so its norm is 1/s ≤ 1.
+    """
+
+    def project(self, centred: Tensor) -> Tensor:
+        square = (centred / self.radius).square().sum(-1, keepdim=True)
+        return centred * (1 + square).rsqrt()
+
+
+def _largest(values: Tensor) -> Upper:
+    if not bool(values.isfinite().all()):
+        raise InputError("the weight of a projection holds NaN or an infinity; check the checkpoint")
+    return Upper(float(values.detach().abs().max()))
+
+
+def _euclidean(values: Tensor) -> Upper:
+    """‖values‖, rounded up: a float64 sum of n squares is off by at most (n + 2)·2⁻⁵³ relative, far below 1e-9."""
+    if not bool(values.isfinite().all()):
+        raise InputError("the bias of a projection holds NaN or an infinity; check the checkpoint")
+    return Upper(float(torch.linalg.vector_norm(values.detach().double()))) * (1 + 1e-9)

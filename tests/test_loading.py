@@ -1,0 +1,364 @@
+"""Loading: every source a user may name, and every way it may be wrong, in one line."""
+
+import argparse
+import http.server
+import json
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from huggingface_hub import constants as hub_constants
+from torch import nn
+
+from lipcert import _timm
+from lipcert.artifact import save
+from lipcert.errors import InputError, LipcertError, LoadError
+from lipcert.loading import load, number_of_classes, resolve
+
+TINY = {"img_size": 32, "patch_size": 8, "num_classes": 10, "depth": 1}
+
+
+@pytest.fixture
+def tiny_net():
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", **TINY)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """The hub does not answer and its cache is empty."""
+    monkeypatch.setattr(_timm, "_hub_answers", lambda: False)
+    return tmp_path / "cache"
+
+
+def fails(error: type[LipcertError], *expected: str, **arguments) -> str:
+    """Loads what must not load; returns the one line."""
+    source = arguments.pop("source")
+    with pytest.raises(error) as caught:
+        load(source, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message
+    return message
+
+
+def test_timm_name_with_arguments():
+    model = load("vit_tiny_patch16_224", pretrained=False, **TINY)
+    assert model.input_size == (3, 32, 32)
+    assert number_of_classes(model) == 10
+    assert model.mean.flatten().tolist() == [0.5] * 3
+    assert model.source == {"name": "vit_tiny_patch16_224", "arguments": TINY}
+    assert model.data_config["crop_pct"] == 0.9
+    assert not any(module.training for module in model.modules())
+
+
+def test_normalisation_is_stage_zero():
+    model = load("test_resnet", pretrained=False)
+    images = torch.rand(2, *model.input_size)
+    mean, std = (torch.tensor(model.net.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    torch.testing.assert_close(model(images), model.net((images - mean) / std))
+
+
+def test_pixels_from_the_caller_override_the_configuration():
+    pixels = {"mean": (0.0, 0.1, 0.2), "std": (1.0, 0.5, 0.25), "input_size": (3, 64, 64)}
+    model = load("test_resnet", pretrained=False, **pixels)
+    assert model.input_size == (3, 64, 64)
+    torch.testing.assert_close(model.mean.flatten(), torch.tensor(pixels["mean"]))
+    torch.testing.assert_close(model.std.flatten(), torch.tensor(pixels["std"]))
+
+
+def test_one_channel_takes_a_normalisation_that_is_the_same_for_all():
+    model = load("test_vit", pretrained=False, in_chans=1, img_size=32)
+    assert model.input_size == (1, 32, 32)
+    assert model.mean.flatten().tolist() == [0.5]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {f"module.{key}": value for key, value in state.items()},
+        lambda state: {f"_orig_mod.module.{key}": value for key, value in state.items()},
+    ],
+)
+def test_checkpoint_of_a_name(tiny_net, tmp_path, suffix, wrap):
+    file = tmp_path / f"w{suffix}"
+    write = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
+    write(wrap(tiny_net.state_dict()), file)
+    assert_same_weights(load("vit_tiny_patch16_224", checkpoint=file, **TINY).net, tiny_net)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "ema", "state_dict_ema", "model_ema"])
+def test_wrapped_checkpoint(tiny_net, tmp_path, key):
+    torch.save({key: tiny_net.state_dict(), "epoch": 3, "args": argparse.Namespace(lr=0.1)}, tmp_path / "w.pth.tar")
+    model = load("vit_tiny_patch16_224", checkpoint=tmp_path / "w.pth.tar", **TINY)
+    assert_same_weights(model.net, tiny_net)
+
+
+def test_averaged_weights_come_first(tiny_net, tmp_path):
+    other = {key: torch.zeros_like(value) for key, value in tiny_net.state_dict().items()}
+    torch.save({"state_dict": other, "state_dict_ema": tiny_net.state_dict()}, tmp_path / "w.pth")
+    model = load("vit_tiny_patch16_224", checkpoint=tmp_path / "w.pth", **TINY)
+    assert_same_weights(model.net, tiny_net)
+
+
+def test_file_that_names_its_architecture(tiny_net, tmp_path):
+    state = tiny_net.state_dict()
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors", metadata={"architecture": "vit_tiny_patch16_224"})
+    torch.save({"arch": "vit_tiny_patch16_224", "state_dict": state}, tmp_path / "w.pth")
+    for file in ("w.safetensors", "w.pth"):
+        assert_same_weights(load(tmp_path / file, **TINY).net, tiny_net)
+
+
+def test_file_without_an_architecture_asks_for_the_name(tiny_net, tmp_path):
+    torch.save(tiny_net.state_dict(), tmp_path / "w.pth")
+    fails(LoadError, "w.pth", "checkpoint=", source=tmp_path / "w.pth")
+
+
+def test_module_with_pixels():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 5))
+    model = load(net, mean=(0, 0, 0), std=(1, 1, 1), input_size=(3, 4, 4))
+    assert model.net is net
+    assert model.source == {}
+    assert number_of_classes(model) == 5
+
+
+def test_timm_module_brings_its_pixels(tiny_net):
+    model = load(tiny_net)
+    assert model.input_size == (3, 32, 32)
+    assert model.std.flatten().tolist() == [0.5] * 3
+
+
+def test_module_without_pixels_says_what_is_missing():
+    fails(InputError, "mean=", "std=", "input_size=", source=nn.Linear(3, 2))
+    fails(InputError, "std=", source=nn.Linear(3, 2), mean=(0,), input_size=(1, 1, 3))
+    fails(InputError, "num_classes", source=nn.Linear(3, 2), num_classes=3)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".tar", ".ckpt"])
+def test_pickle_is_never_executed(tmp_path, suffix):
+    marker = tmp_path / "executed"
+
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    plain, archive = tmp_path / f"plain{suffix}", tmp_path / f"archive{suffix}"
+    plain.write_bytes(pickle.dumps({"state_dict": Attack()}))
+    torch.save({"state_dict": Attack()}, archive)
+    for file in (plain, archive):
+        fails(LoadError, file.name, "never run", source="test_vit", checkpoint=file)
+        fails(LoadError, file.name, source=file)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+def test_truncated_file(tiny_net, tmp_path, name, share):
+    file = tmp_path / name
+    (safetensors.torch.save_file if file.suffix == ".safetensors" else torch.save)(tiny_net.state_dict(), file)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    fails(LoadError, name, source="vit_tiny_patch16_224", checkpoint=file, **TINY)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+@pytest.mark.parametrize("content", [b"not a checkpoint", b"\x00" * 64, b"\xff" * 64, b"<html>404</html>"])
+def test_foreign_file(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    fails(LoadError, name, source="test_vit", checkpoint=tmp_path / name)
+    fails(LoadError, name, source=tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"state_dict": {"a": "text"}}, {"epoch": 3}, torch.zeros(3)])
+def test_checkpoint_without_a_state_dict(tmp_path, content):
+    torch.save(content, tmp_path / "w.pth")
+    fails(LoadError, "no state dict", source="test_vit", checkpoint=tmp_path / "w.pth")
+
+
+def test_weights_that_do_not_fit(tiny_net, tmp_path):
+    state = tiny_net.state_dict()
+    file = tmp_path / "w.pth"
+
+    def message(changed, **arguments):
+        torch.save(changed, file)
+        return fails(LoadError, "w.pth", source="vit_tiny_patch16_224", checkpoint=file, **{**TINY, **arguments})
+
+    without = {key: value for key, value in state.items() if key != "head.weight"}
+    assert "1 tensor missing (head.weight)" in message(without)
+    assert "1 tensor too many (extra)" in message({**state, "extra": torch.zeros(1)})
+    assert "head.weight is (10, 192) in the file and (7, 192) in the model" in message(state, num_classes=7)
+    assert "12 tensors missing" in message(state, depth=2)
+    assert "torch.int64" in message({**state, "head.bias": torch.zeros(10, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
+def test_weights_that_are_not_finite(tiny_net, tmp_path, value, kind):
+    with torch.no_grad():
+        tiny_net.head.weight[3, 5] = value
+    torch.save(tiny_net.state_dict(), tmp_path / "w.pth")
+    fails(LoadError, "w.pth", kind, "head.weight", source="vit_tiny_patch16_224", checkpoint=tmp_path / "w.pth", **TINY)
+    fails(LoadError, kind, "head.weight", source=tiny_net)
+
+
+def test_unknown_names_suggest_close_ones():
+    fails(LoadError, "vit_tiny_patch16_224", source="vit_tiny_patch16_22", pretrained=False)
+    fails(LoadError, "'xyzzy'", source="xyzzy", pretrained=False)
+    fails(LoadError, "resnet18.a1_in1k", source="resnet18.banana", pretrained=False)
+
+
+def test_missing_files(tmp_path):
+    fails(LoadError, "there is no file", source="w.safetensors")
+    fails(LoadError, "there is no file", source=tmp_path / "sub" / "w")
+    fails(LoadError, "there is no file", source="test_vit", checkpoint=tmp_path / "w.pth")
+    fails(LoadError, "folder", source=tmp_path)
+
+
+def test_arguments_that_timm_does_not_take():
+    fails(LoadError, "bogus=3", source="test_vit", pretrained=False, bogus=3)
+    fails(LoadError, "patch_size='x'", source="test_vit", pretrained=False, patch_size="x")
+    fails(InputError, "checkpoint=", source="test_vit", pretrained=False, checkpoint_path="w.pth")
+
+
+def test_networks_without_logits():
+    fails(InputError, "num_classes", source="test_vit", pretrained=False, num_classes=0)
+    fails(InputError, "num_classes", source=timm.create_model("test_resnet", num_classes=0))
+    fails(InputError, "list", source="test_resnet", pretrained=False, features_only=True)
+    conv = nn.Conv2d(3, 4, 3)
+    fails(InputError, "(1, 4, 6, 6)", source=conv, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 8, 8))
+
+
+def test_images_that_the_network_does_not_take():
+    fails(InputError, "(3, 50, 50)", "img_size", source="test_vit", pretrained=False, input_size=(3, 50, 50))
+
+
+def test_no_network_is_one_line(no_hub, capfd):
+    for name in ("test_vit", "test_resnet.r160_in1k"):
+        fails(LoadError, "no network", "--checkpoint", "--no-pretrained", source=name, cache_dir=str(no_hub))
+    message = fails(LoadError, "no network", source="hf-hub:nobody/nothing", cache_dir=str(no_hub))
+    assert "--no-pretrained" not in message
+    assert "Retry" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_hub_client_is_offline_only_where_the_hub_does_not_answer(monkeypatch, answers):
+    monkeypatch.setattr(_timm, "_hub_answers", lambda: answers)
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    with _timm._hub():
+        assert hub_constants.HF_HUB_OFFLINE is not answers
+    assert hub_constants.HF_HUB_OFFLINE is False
+
+
+def test_no_weights_for_a_name(no_hub):
+    trained = {name.partition(".")[0] for name in timm.list_models(pretrained=True)}
+    untrained = next(name for name in timm.list_models("resnet*") + timm.list_models("vit*") if name not in trained)
+    fails(LoadError, "no pretrained weights", untrained, source=untrained)
+
+
+def test_whether_the_hub_answers(monkeypatch):
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(hub_constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert _timm._hub_answers()
+        server.shutdown()
+        thread.join()
+    assert not _timm._hub_answers()
+
+
+def hub_snapshot(folder: Path, net: nn.Module) -> None:
+    """A model as the hub stores it, with arguments that differ from the architecture's own."""
+    folder.mkdir(parents=True)
+    config = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 10,
+        "model_args": {"patch_size": 8, "depth": 1},
+        "pretrained_cfg": {
+            "num_classes": 10,
+            "input_size": [3, 32, 32],
+            "fixed_input_size": True,
+            "mean": [0.1, 0.2, 0.3],
+            "std": [0.4, 0.5, 0.6],
+            "crop_pct": 1.0,
+            "interpolation": "bilinear",
+            "classifier": "head",
+            "first_conv": "patch_embed.proj",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(net.state_dict(), folder / "model.safetensors")
+
+
+def test_hub_model_from_the_cache_without_network(no_hub, tiny_net, tmp_path):
+    repository = no_hub / "models--someone--tiny"
+    hub_snapshot(repository / "snapshots" / "0123", tiny_net)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    model = load("hf-hub:someone/tiny", cache_dir=str(no_hub))
+    assert_same_weights(model.net, tiny_net)
+    assert model.input_size == (3, 32, 32)
+    torch.testing.assert_close(model.mean.flatten(), torch.tensor([0.1, 0.2, 0.3]))
+    assert model.data_config["interpolation"] == "bilinear"
+    save(model, tmp_path / "a.safetensors")
+    assert_same_weights(load(tmp_path / "a.safetensors").net, tiny_net)
+
+
+def test_folder_that_timm_saved(tiny_net, tmp_path):
+    hub_snapshot(tmp_path / "saved", tiny_net)
+    model = load(f"local-dir:{tmp_path / 'saved'}")
+    assert_same_weights(model.net, tiny_net)
+    assert model.source["name"] == "vit_tiny_patch16_224"
+
+
+def test_artifacts_are_complete(tmp_path):
+    file = tmp_path / "a.safetensors"
+    save(load("vit_tiny_patch16_224", pretrained=False, **TINY), file)
+    fails(InputError, "--no-pretrained", source=file, pretrained=False)
+    fails(InputError, "--checkpoint", source=file, checkpoint="w.pth")
+    fails(InputError, "num_classes", source=file, num_classes=3)
+    fails(InputError, "mean", source=file, mean=(0, 0, 0))
+    fails(InputError, "complete", source="vit_tiny_patch16_224", checkpoint=file)
+
+
+def test_resolve_takes_the_newest_artifact(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = load("vit_tiny_patch16_224", pretrained=False, **TINY)
+    for age, name in enumerate(["new.safetensors", "old.safetensors"]):
+        save(model, name)
+        os.utime(name, (1e9 - age, 1e9 - age))
+    safetensors.torch.save_file({"x": torch.zeros(1)}, "foreign.safetensors")
+    Path("damaged.safetensors").write_bytes(b"damaged")
+    assert resolve(None) == Path("new.safetensors")
+    assert resolve("resnet18") == "resnet18"
+    assert_same_weights(load(None).net, model.net)
+
+
+def test_resolve_falls_back_to_the_bundled_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bundled = tmp_path / "elsewhere" / "bundled.safetensors"
+    monkeypatch.setattr("lipcert.loading.BUNDLED", bundled)
+    fails(LoadError, "no model named", source=None)
+    bundled.parent.mkdir()
+    save(load("vit_tiny_patch16_224", pretrained=False, **TINY), bundled)
+    assert resolve(None) == bundled
+
+
+def assert_same_weights(net: nn.Module, expected: nn.Module) -> None:
+    state, wanted = net.state_dict(), expected.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[key], wanted[key]) for key in state)

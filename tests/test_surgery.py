@@ -1,0 +1,481 @@
+"""The modules of lipcert.surgery: what they compute, and that their constants are upper bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lipcert._upper import Upper
+from lipcert.errors import InputError
+from lipcert.surgery import (
+    ClippedMaxMin,
+    ClippedReLU,
+    L2Attention,
+    L2WindowAttention,
+    LayerProject,
+    LipConv2d,
+    LipLinear,
+    MaxMin,
+    SmoothProject,
+)
+from lipcert.surgery._distance import attention_gain
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def jacobian_norm(module: Callable[[Tensor], Tensor], x: Tensor, differentiable: bool = False) -> Tensor:
+    """The exact spectral norm of the Jacobian for one sample x."""
+    jacobian = torch.autograd.functional.jacobian(lambda z: module(z[None])[0], x, create_graph=differentiable)
+    return torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2)
+
+
+def ratio(module: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> float:
+    """How much the module stretched the way from x to y."""
+    with torch.no_grad():
+        return float((module(x[None]) - module(y[None])).norm() / (x - y).norm())
+
+
+def attack(module: Callable[[Tensor], Tensor], x: Tensor, steps: int = 30, rate: float = 0.1) -> float:
+    """The largest Jacobian norm that gradient ascent from x meets."""
+    x = x.clone().requires_grad_()
+    optimizer = torch.optim.Adam([x], rate)
+    largest = 0.0
+    for _ in range(steps):
+        norm = jacobian_norm(module, x, differentiable=True)
+        largest = max(largest, norm.item())
+        optimizer.zero_grad()
+        (-norm.log()).backward()
+        optimizer.step()
+    return largest
+
+
+CONTRACT = {
+    "linear": (LipLinear(7, 5), (7,)),
+    "linear on tokens": (LipLinear(4, 6), (3, 4)),
+    "conv": (LipConv2d(2, 3, 3, padding=1), (2, 6, 5)),
+    "strided conv": (LipConv2d(2, 4, 3, stride=2, padding=1), (2, 7, 7)),
+    "grouped dilated conv": (LipConv2d(4, 4, 3, dilation=2, groups=2), (4, 7, 7)),
+    "same conv": (LipConv2d(2, 2, 4, padding="same"), (2, 6, 6)),
+    "patches": (LipConv2d(3, 5, 4, stride=4), (3, 8, 8)),
+    "project": (LayerProject(6, 1.5), (4, 6)),
+    "smooth": (SmoothProject(6, 1.5), (4, 6)),
+    "project channels first": (LayerProject(4, 0.7, channels_first=True), (4, 3, 3)),
+    "smooth without bias": (SmoothProject(4, 0.7, bias=False, channels_first=True), (4, 3, 3)),
+    "relu": (ClippedReLU(0.5), (3, 4, 4)),
+    "relu by channel": (ClippedReLU(torch.tensor([0.1, 1.0, -0.2]).view(3, 1, 1)), (3, 4, 4)),
+    "maxmin": (MaxMin(), (4, 3, 3)),
+    "maxmin of tokens": (MaxMin(-1), (5, 8)),
+    "clipped maxmin": (ClippedMaxMin(0.4, torch.tensor([-0.3, 0.2]).view(2, 1, 1)), (4, 3, 3)),
+    "attention": (L2Attention(6, 2), (5, 6)),
+    "one token": (L2Attention(6, 3), (1, 6)),
+    "narrow heads": (L2Attention(6, 2, head_dim=2, dim_out=4), (4, 6)),
+    "window": (L2WindowAttention(6, 2, window_size=(2, 3)), (6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_contract(name: str) -> None:
+    """Bound ≥ exact Jacobian norms ≥ 0.999 of the ratios of small steps, and ≥ the ratios of large ones."""
+    module, shape = CONTRACT[name]
+    module = module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if name not in ("relu", "relu by channel", "clipped maxmin"):
+                parameter += 0.5 * torch.randn_like(parameter)
+    bound = module.lipschitz(shape)
+    assert bound.rigor == "deterministic"
+    assert bound.finite
+    for scale in (0.01, 0.3, 1.0, 3.0, 30.0):
+        x, y = scale * torch.randn(2, *shape, dtype=torch.float64)
+        exact = float(jacobian_norm(module, x))
+        assert exact <= bound.value * (1 + 1e-12)
+        assert ratio(module, x, y) <= bound.value * (1 + 1e-12)
+        assert ratio(module, x, x + 1e-6 * torch.randn_like(x)) <= exact * 1.001 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["linear", "patches", "project", "smooth", "maxmin"])
+def test_bound_is_reached(name: str) -> None:
+    """Where the constant is known exactly the bound is no more than 0.1 % above it."""
+    module, shape = CONTRACT[name]
+    x = 1e-3 * torch.randn(shape, dtype=torch.float64)
+    assert float(jacobian_norm(module.double(), x)) >= module.lipschitz(shape).value * (1 - 1e-3) * (
+        1 if name not in ("project", "smooth") else 0.3
+    )
+
+
+def test_linear_keeps_keys_and_output() -> None:
+    plain, ours = nn.Linear(5, 3), LipLinear(5, 3)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 5)
+    assert torch.equal(plain(x), ours(x))
+    conv, lip_conv = nn.Conv2d(3, 4, 3, 2, 1), LipConv2d(3, 4, 3, 2, 1)
+    lip_conv.load_state_dict(conv.state_dict())
+    image = torch.randn(2, 3, 9, 9)
+    assert torch.equal(conv(image), lip_conv(image))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "groups"),
+    [(3, 1, 1, 1), (4, 4, 1, 1), (3, 2, 1, 2), (5, 2, 2, 1), (3, 3, 2, 1), (2, 3, 1, 1)],
+)
+def test_training_norm_of_convolutions_is_above(kernel: int, stride: int, dilation: int, groups: int) -> None:
+    conv = LipConv2d(2, 4, kernel, stride=stride, dilation=dilation, groups=groups, bias=False).double()
+    norm = conv.norm()
+    norm.backward()
+    assert norm.item() >= float(jacobian_norm(conv, torch.zeros(2, 11, 11, dtype=torch.float64)))
+    assert conv.weight.grad is not None
+    assert bool(conv.weight.grad.abs().sum() > 0)
+
+
+def test_training_norm_of_linear() -> None:
+    linear = LipLinear(6, 9).double()
+    exact = float(torch.linalg.matrix_norm(linear.weight, 2))
+    assert exact <= linear.norm().item() <= 1.05 * exact
+
+
+tokens = st.integers(0, 2**31).map(
+    lambda seed: torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+)
+scales = st.sampled_from([1e-12, 1e-3, 1.0, 7.0, 1e6])
+
+
+@settings(deadline=None, max_examples=60)
+@given(tokens, scales, st.sampled_from([1e-3, 0.5, 2.0, 1e4]), st.sampled_from([LayerProject, SmoothProject]))
+def test_projections(x: Tensor, scale: float, radius: float, kind: type[LayerProject | SmoothProject]) -> None:
+    module = kind(5, radius).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(-2, 1, 5))
+        module.bias.copy_(torch.linspace(0, 1, 5))
+    a, b = scale * x
+    with torch.no_grad():
+        outputs = module(torch.stack((a, b)))
+    constant = module.lipschitz((3, 5)).value
+    assert constant == 2
+    assert (outputs[0] - outputs[1]).norm() <= constant * (a - b).norm() + 1e-12 * outputs.norm()
+    assert outputs.norm(dim=-1).max() <= float(module.token_norm()) * (1 + 1e-12)
+    shifted = module(torch.stack((a, b)) + 3 * scale)
+    assert torch.allclose(shifted, outputs, rtol=1e-9, atol=1e-12)
+
+
+def test_projections_by_hand() -> None:
+    x = torch.tensor([[3.0, -3.0, 0.0, 0.0], [0.1, -0.1, 0.0, 0.0]], dtype=torch.float64)[None]
+    project, smooth = LayerProject(4, 1.0).double(), SmoothProject(4, 1.0).double()
+    root = math.sqrt(0.5)
+    assert torch.allclose(project(x)[0, 0], torch.tensor([root, -root, 0, 0]).double())
+    assert torch.equal(project(x)[0, 1], x[0, 1])
+    assert torch.allclose(smooth(x)[0, 0], x[0, 0] / math.sqrt(19))
+    first = LayerProject(4, 1.0, channels_first=True).double()
+    assert torch.equal(first(x.transpose(1, 2)), project(x).transpose(1, 2))
+
+
+def test_projection_has_a_gradient_at_zero() -> None:
+    for kind in (LayerProject, SmoothProject):
+        x = torch.zeros(1, 2, 4, requires_grad=True)
+        kind(4)(x)[..., 0].sum().backward()
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+
+
+@settings(deadline=None, max_examples=60)
+@given(tokens, scales)
+def test_activations(x: Tensor, scale: float) -> None:
+    x = scale * x.reshape(2, -1)[:, :8]
+    for module in (ClippedReLU(0.3), MaxMin(-1), ClippedMaxMin(0.3, -0.2, dim=-1)):
+        with torch.no_grad():
+            a, b = module.double()(x)
+        assert (a - b).norm() <= (x[0] - x[1]).norm() * (1 + 1e-12)
+    with torch.no_grad():
+        assert torch.equal(ClippedReLU(0.3).double()(x), x.clamp(0, float(torch.tensor(0.3))))
+        paired = MaxMin(-1)(x)
+        assert torch.equal(paired.sort(-1).values, x.sort(-1).values)
+        assert bool((paired[:, :4] >= paired[:, 4:]).all())
+        clipped = ClippedMaxMin(0.3, -0.2, dim=-1).double()(x)
+        assert torch.equal(clipped[:, :4], paired[:, :4].clamp(max=float(torch.tensor(0.3))))
+        assert torch.equal(clipped[:, 4:], paired[:, 4:].clamp(min=float(torch.tensor(-0.2))))
+
+
+# Attention by distance ------------------------------------------------------------------------------------------------
+
+
+def plain_distance_attention(module: L2Attention, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Σ_j P_ij x_j A_h V_h written down head by head, with all pairwise distances."""
+    d = module.head_dim
+    heads = []
+    for h in range(module.num_heads):
+        rows = slice(h * d, (h + 1) * d)
+        w, v = module.q.weight[rows].T, module.v_weight[rows].T
+        y = x @ w
+        logits = -(y[:, None] - y[None]).square().sum(-1) / math.sqrt(d)
+        if bias is not None:
+            logits = logits + bias[h]
+        value = x @ (w @ w.T / math.sqrt(d)) @ v
+        heads.append(logits.softmax(-1) @ value + module.v_bias[rows])  # type: ignore[index]
+    return torch.cat(heads, -1) @ module.proj.weight.T + module.proj.bias
+
+
+def test_attention_is_the_formula() -> None:
+    module = L2Attention(6, 2).double()
+    nn.init.normal_(module.v_bias)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    expected = torch.stack([plain_distance_attention(module, one) for one in x])
+    assert torch.allclose(module(x), expected, atol=1e-12)
+
+
+def test_window_attention_is_the_formula_with_bias_and_mask() -> None:
+    module = L2WindowAttention(6, 2, window_size=(2, 3)).double()
+    nn.init.normal_(module.v_bias)
+    nn.init.normal_(module.relative_position_bias_table)
+    mask = torch.zeros(2, 6, 6, dtype=torch.float64)
+    mask[1, :3, 3:] = mask[1, 3:, :3] = -math.inf
+    x = torch.randn(4, 6, 6, dtype=torch.float64)
+    bias = module.position_bias()
+    assert bias[1, 0, 5] == module.relative_position_bias_table[(0 - 1 + 1) * 5 + (0 - 2 + 2), 1]
+    expected = torch.stack([plain_distance_attention(module, one, bias + mask[i % 2]) for i, one in enumerate(x)])
+    assert torch.allclose(module(x, mask=mask), expected, atol=1e-12)
+
+
+def kim_constant(tokens: int) -> float:
+    """√N(4φ⁻¹(N − 1) + 1), arXiv 2006.04710, Theorem 3.2, for one head and norms of 1."""
+    low, high = 0.0, 20.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * math.exp(middle + 1) < tokens - 1 else (low, middle)
+    return math.sqrt(tokens) * (4 * low + 1)
+
+
+def uniform_gain(tokens: int, reach: float = math.inf) -> float:
+    return float(attention_gain(torch.ones(tokens - 1, 1), tokens - 1, tokens - 1, reach))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 10, 49, 197, 577, 785, 4097])
+def test_gain_never_above_the_published_one(tokens: int) -> None:
+    gain = uniform_gain(tokens)
+    assert gain <= kim_constant(tokens)
+    assert tokens < 100 or gain < kim_constant(tokens) / 5
+
+
+def test_gain_of_close_tokens_is_that_of_averaging() -> None:
+    assert 1 <= uniform_gain(197, 0.0) < 1.01
+    gains = [uniform_gain(50, reach) for reach in (0.0, 0.01, 0.1, 1.0, 4.0, 100.0, math.inf)]
+    assert gains == sorted(gains)
+
+
+def distance_attention(y: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """The bare map of lipcert.surgery._distance with τ = 1, y of shape (1, N, d)."""
+    return (-(y[:, :, None] - y[:, None]).square().sum(-1) + bias).softmax(-1) @ y
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(2, 1), (3, 1), (4, 3), (8, 1), (8, 4), (16, 3)])
+def test_gain_survives_attack(tokens: int, dim: int) -> None:
+    gain = uniform_gain(tokens)
+    best = 0.0
+    for scale in (0.3, 1.0, 2.0):
+        start = scale * torch.randn(tokens, dim, dtype=torch.float64)
+        best = max(best, attack(distance_attention, start))
+    assert best <= gain
+    assert best > 1  # the attack does something: averaging alone has norm 1
+
+
+def test_gain_survives_hub() -> None:
+    """One token amid many at the distance that makes s_i largest: the case that the growth with N comes from."""
+    tokens = 60
+    gain = uniform_gain(tokens)
+    best = 0.0
+    for radius in torch.linspace(0.1, 4, 20).double():
+        y = torch.cat((torch.zeros(1, tokens - 1), radius * torch.eye(tokens - 1))).double()
+        best = max(best, float(jacobian_norm(distance_attention, y)))
+    assert 2 < best <= gain
+
+
+def test_gain_with_reach_survives_attack() -> None:
+    """On tokens within a ball of radius √T/2 all t are at most T."""
+    for reach in (0.04, 0.5, 2.0):
+        gain = uniform_gain(8, reach)
+        radius = math.sqrt(reach) / 2
+        best = 0.0
+        for _ in range(10):
+            y = nn.functional.normalize(torch.randn(8, 3, dtype=torch.float64), dim=-1) * radius
+            best = max(best, float(jacobian_norm(distance_attention, y)))
+            y[1:] = -y[:1]
+            best = max(best, float(jacobian_norm(distance_attention, y)))
+        assert 1 <= best <= gain
+        assert gain < uniform_gain(8)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
+def test_gain_with_bias_survives_attack(spread: float) -> None:
+    for tokens in (2, 4, 8):
+        bias = spread * torch.randn(tokens, tokens, dtype=torch.float64)
+        weights = (bias - bias.diagonal()[:, None]).exp().fill_diagonal_(0)
+        totals = weights.sum(1)
+        gain = float(attention_gain(weights, float(totals.min()), float(totals.max())))
+        for scale in (0.3, 1.0):
+            start = scale * torch.randn(tokens, 2, dtype=torch.float64)
+            assert attack(lambda y, bias=bias: distance_attention(y, bias), start, steps=20) <= gain
+
+
+def test_huge_bias_gives_infinity() -> None:
+    weights = torch.tensor([[0.0, 1e200], [1.0, 0.0]], dtype=torch.float64)
+    assert attention_gain(weights, 1.0, 1e200) == Upper(math.inf)
+
+
+def test_large_bias_stays_finite() -> None:
+    weights = torch.tensor([[0.0, math.exp(80)], [1.0, 0.0]], dtype=torch.float64)
+    assert 80 < float(attention_gain(weights, 1.0, math.exp(80))) < 1e4
+
+
+@pytest.mark.parametrize("distance", [1.0, 10.0, 100.0, 1000.0])
+def test_token_far_out_in_the_null_space(distance: float) -> None:
+    """Values mixed by weights that do not see the distance: without A_h the ratio grows with it, here it does not."""
+    module = L2Attention(4, 1, head_dim=2).double()
+    with torch.no_grad():
+        module.q.weight.copy_(torch.eye(2, 4))
+        module.v_weight.copy_(torch.eye(4)[[2, 3]] + torch.eye(4)[[0, 1]])
+        module.proj.weight.copy_(torch.eye(4, 2))
+    x = torch.zeros(3, 4, dtype=torch.float64)
+    x[0, 0], x[1, 2] = 0.8, distance
+    exact = float(jacobian_norm(module, x))
+    assert exact <= module.lipschitz((3, 4)).value
+
+    def without_mixing(z: Tensor) -> Tensor:
+        y = module.q(z)
+        logits = -(y[:, :, None] - y[:, None]).square().sum(-1) / math.sqrt(2)
+        return module.proj(logits.softmax(-1) @ (z @ module.v_weight.T))
+
+    assert distance < 100 or float(jacobian_norm(without_mixing, x)) > 0.1 * distance
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+def test_attention_survives_attack(scale: float) -> None:
+    module = L2Attention(4, 2).double()
+    with torch.no_grad():
+        module.q.weight *= scale
+    for tokens in (1, 2, 6):
+        bound = module.lipschitz((tokens, 4)).value
+        best = attack(module, torch.randn(tokens, 4, dtype=torch.float64))
+        assert 0.05 * bound < best <= bound
+
+
+def test_attention_below_the_published_bound_with_its_heads() -> None:
+    """√N(4c + 1)·√(Σ‖W_h‖²‖M_h‖²)·‖W_O‖, M_h = W_hᵀV_h/√d, which is quadratic in W_h as A_h demands."""
+    for heads in (1, 2, 4):
+        module = L2Attention(8, heads).double()
+        with torch.no_grad():
+            module.q.weight[: module.head_dim] *= 5
+        queries = torch.linalg.matrix_norm(module.q.weight.unflatten(0, (heads, -1)), 2)
+        mixing = torch.linalg.matrix_norm(module.mixing(), 2)
+        output = torch.linalg.matrix_norm(module.proj.weight, 2)
+        kim = kim_constant(17) * float((queries.square() * mixing.square()).sum().sqrt() * output)
+        assert module.lipschitz((17, 8)).value < kim / 2
+
+
+def test_attention_at_the_size_of_a_vit() -> None:
+    module = L2Attention(24, 3).double()
+    with torch.no_grad():
+        module.q.weight *= 2
+    bound = module.lipschitz((197, 24)).value
+    x = torch.randn(197, 24, dtype=torch.float64)
+    step = torch.randn_like(x)
+    for _ in range(20):  # power iteration on the Jacobian: from below
+        _, forward = torch.autograd.functional.jvp(lambda z: module(z[None])[0], x, step)
+        _, step = torch.autograd.functional.vjp(lambda z: module(z[None])[0], x, forward)
+        step = step / step.norm()
+    _, forward = torch.autograd.functional.jvp(lambda z: module(z[None])[0], x, step)
+    assert forward.norm() <= bound
+
+
+def test_token_norm_lowers_the_bound_and_holds() -> None:
+    module = L2Attention(6, 2).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    loose = module.lipschitz((5, 6)).value
+    for radius in (0.01, 0.1, 1.0):
+        bound = module.lipschitz((5, 6), token_norm=Upper(radius)).value
+        inside = nn.functional.normalize(x, dim=-1) * radius
+        assert float(jacobian_norm(module, inside)) <= bound <= loose
+    assert module.lipschitz((5, 6), token_norm=Upper(0.01)).value < 0.7 * loose
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_window_attention_survives_attack(masked: bool) -> None:
+    module = L2WindowAttention(4, 2, window_size=(2, 2)).double()
+    with torch.no_grad():
+        module.q.weight *= 2
+    nn.init.normal_(module.relative_position_bias_table, std=1.5)
+    mask = torch.zeros(1, 4, 4, dtype=torch.float64)
+    if masked:
+        mask[0, 0, 1:] = mask[0, 1:, 0] = -math.inf
+    bound = module.lipschitz((4, 4), mask=mask).value
+    best = attack(lambda x: module(x, mask=mask), torch.randn(4, 4, dtype=torch.float64))
+    assert 0.05 * bound < best <= bound
+    open_bound = module.lipschitz((4, 4)).value
+    assert bound < open_bound if masked else bound == open_bound
+
+
+def test_window_mask_takes_the_worst_window() -> None:
+    module = L2WindowAttention(4, 2, window_size=(1, 4))
+    nn.init.normal_(module.relative_position_bias_table)
+    masks = torch.zeros(2, 4, 4)
+    masks[0, :2, 2:] = masks[0, 2:, :2] = -100.0
+    assert module.lipschitz((4, 4), mask=masks).value == module.lipschitz((4, 4)).value
+    assert module.lipschitz((4, 4), mask=masks[:1]).value < module.lipschitz((4, 4)).value
+    raising = 3 * (1 - torch.eye(4))[None]
+    assert module.lipschitz((4, 4), mask=raising).value > module.lipschitz((4, 4)).value
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: LipLinear(3, 4).lipschitz((4,)),
+        lambda: LipLinear(3, 4).lipschitz(()),
+        lambda: LipConv2d(3, 4, 3).lipschitz((4, 8, 8)),
+        lambda: LipConv2d(3, 4, 3).lipschitz((3, 8)),
+        lambda: LipConv2d(3, 4, 3).lipschitz((3, 2, 2)),
+        lambda: LipConv2d(3, 4, 3, padding=1, padding_mode="reflect").lipschitz((3, 8, 8)),
+        lambda: LayerProject(4, 0.0),
+        lambda: SmoothProject(4, math.nan),
+        lambda: LayerProject(4).lipschitz((5,)),
+        lambda: LayerProject(4, channels_first=True).lipschitz((5, 4)),
+        lambda: ClippedReLU(math.nan),
+        lambda: ClippedReLU(torch.ones(4)).lipschitz((1,)),
+        lambda: ClippedReLU(torch.ones(2, 4)).lipschitz((4,)),
+        lambda: MaxMin().lipschitz((3, 4)),
+        lambda: MaxMin(0).lipschitz((4, 4)),
+        lambda: ClippedMaxMin(torch.ones(4), dim=-1).lipschitz((4,)),
+        lambda: L2Attention(4, 2).lipschitz((5, 6)),
+        lambda: L2Attention(4, 2).lipschitz((0, 4)),
+        lambda: L2Attention(4, 2)(torch.zeros(1, 3, 4), attn_mask=torch.zeros(3, 3)),
+        lambda: L2Attention(4, 2)(torch.zeros(1, 3, 4), is_causal=True),
+        lambda: L2WindowAttention(4, 2, window_size=(2, 2)).lipschitz((5, 4)),
+        lambda: L2WindowAttention(4, 2, window_size=(2, 2)).lipschitz((4, 4), mask=torch.zeros(1, 5, 5)),
+    ],
+)
+def test_bad_input_is_one_line(call: Callable[[], object]) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers(value: float) -> None:
+    attention, project = L2Attention(4, 2), LayerProject(4)
+    window = L2WindowAttention(4, 2, window_size=(2, 2))
+    with torch.no_grad():
+        attention.v_weight[0, 0] = value
+        project.weight[0] = value
+        window.relative_position_bias_table[0] = math.nan
+    for call in (lambda: attention.lipschitz((3, 4)), lambda: project.lipschitz((4,)), lambda: window.lipschitz((4, 4))):
+        with pytest.raises(InputError, match="NaN"):
+            call()
+    radius = SmoothProject(4)
+    radius.radius.fill_(value)
+    with pytest.raises(InputError, match="radius"):
+        radius.token_norm()
