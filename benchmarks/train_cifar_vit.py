@@ -4,7 +4,7 @@ A timm ViT (32×32 images, smooth or kinked layer projection in place of LayerNo
 matrices are held at spectral norm ≤ 1. The loss is the cross-entropy of logits to which ε‖∇(f_y − f_j)‖, j the runner-up,
 is added for every wrong class: it asks for the margin that the first-order certificate needs.
 
-    python benchmarks/train_cifar_vit.py --data ../shared/data/cifar10 --out cifar_vit.safetensors --depth 3 --epochs 12
+    python -m benchmarks.train_cifar_vit --data ../shared/data/cifar10 --out cifar_vit.safetensors --depth 3 --epochs 12
 
 The checkpoint is a lipcert artifact; ``lipcert certify cifar_vit.safetensors --data .../test.tar`` reads it.
 """
@@ -12,18 +12,17 @@ The checkpoint is a lipcert artifact; ``lipcert certify cifar_vit.safetensors --
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from timm.data import create_dataset
 from torch import Tensor, nn
 
 import lipcert
+from benchmarks._training import NormHold, gradient_loss, hold_projections, twice_differentiable
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -41,29 +40,6 @@ def augmented(images: Tensor) -> Tensor:
     images = torch.where(flip[:, None, None, None], images.flip(-1), images)
     dy, dx = torch.randint(0, 9, (2,)).tolist()
     return F.pad(images, (4, 4, 4, 4))[:, :, dy : dy + 32, dx : dx + 32]
-
-
-@torch.no_grad()
-def hold_norms(matrices: list[nn.Parameter], vectors: list[Tensor]) -> None:
-    """Scales every matrix back to spectral norm 1, estimated by one power step a call from the last vector."""
-    for weight, vector in zip(matrices, vectors, strict=True):
-        matrix = weight.flatten(1)
-        vector.copy_(F.normalize(matrix.T @ F.normalize(matrix @ vector, dim=0), dim=0))
-        weight.div_((matrix @ vector).norm().clamp_min(1.0))
-
-
-def gradient_loss(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with ε‖∇(f_y − f_j)‖ added to the wrong logits, and the plain logits."""
-    images = images.requires_grad_(eps > 0)
-    logits = model(images)
-    if not eps:
-        return F.cross_entropy(logits, labels, label_smoothing=0.0), logits
-    own = F.one_hot(labels, logits.shape[1]).bool()
-    runner_up = logits.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
-    margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), images, create_graph=True)
-    reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
-    return F.cross_entropy(logits + reach * ~own, labels), logits
 
 
 def main() -> None:
@@ -92,22 +68,12 @@ def main() -> None:
         "vit_tiny_patch16_224", pretrained=False, mean=MEAN, std=STD, input_size=(3, 32, 32), **arguments
     )
     lipcert.convert(model, attention="keep", norm=args.norm)
+    hold_projections(model, args.radius)
     for module in model.modules():
-        if isinstance(module, (lipcert.surgery.SmoothProject, lipcert.surgery.LayerProject)):
-            module.radius.fill_(args.radius)
-            module.weight.data.fill_(1.0)
-            module.weight.requires_grad_(False)
-        if isinstance(module, timm.layers.Attention):
-            module.fused_attn = False  # the fused kernel has no second derivative
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight)
-    # The three parts of a qkv matrix are held separately: queries, keys and values each at norm 1.
-    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "pos_embed" not in name and "qkv" not in name]
-    parts = [q for name, p in model.named_parameters() if "qkv.weight" in name for q in p.data.chunk(3)]
-    held = matrices + [nn.Parameter(q, requires_grad=False) for q in parts]
-    vectors = [F.normalize(torch.randn(m.flatten(1).shape[1]), dim=0) for m in held]
-    for _ in range(20):
-        hold_norms(held, vectors)
+    twice_differentiable(model)
+    hold = NormHold(model)
 
     train, train_labels = read(args.data, "train")
     test, test_labels = read(args.data, "test")
@@ -115,28 +81,26 @@ def main() -> None:
     steps = args.epochs * (len(train) // args.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps, pct_start=0.1)
     started = time.time()
-
-    def scaled(images: Tensor) -> Tensor:
-        return model(images) / args.temperature
-
     for epoch in range(args.epochs):
         order, right, seen = torch.randperm(len(train)), 0, 0
         for batch in order.split(args.batch)[: len(train) // args.batch]:
             images = augmented(train[batch]).float() / 255
-            scaled_loss, logits = gradient_loss(
-                scaled, images, train_labels[batch], args.eps * min(1.0, (epoch + 1) / 3)
-            )
+            eps = args.eps * min(1.0, (epoch + 1) / 3)
+            loss, logits = gradient_loss(model, images, train_labels[batch], eps, args.temperature)
             optimizer.zero_grad()
-            scaled_loss.backward()
+            loss.backward()
             optimizer.step()
             schedule.step()
-            hold_norms(held, vectors)
+            hold()
             right += int((logits.argmax(1) == train_labels[batch]).sum())
             seen += len(batch)
         with torch.no_grad():
             outputs = torch.cat([model(part.float() / 255) for part in test.split(1000)])
         accuracy = (outputs.argmax(1) == test_labels).double().mean().item()
-        print(f"epoch {epoch + 1}: train {right / seen:.3f}, test {accuracy:.4f}, {time.time() - started:.0f} s", flush=True)
+        print(
+            f"epoch {epoch + 1}: train {right / seen:.3f}, test {accuracy:.4f}, {time.time() - started:.0f} s",
+            flush=True,
+        )
         lipcert.save(model, args.out, facts={"epochs": epoch + 1, "test_accuracy": accuracy})
 
 

@@ -104,7 +104,9 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     net = create_net(name, pretrained=False, arguments=arguments)
     try:
         _repeat_surgery(net, content["recipe"])
-        net.load_state_dict(safetensors.torch.load_file(path), assign=True)
+        # Copied: tensors in the file's own memory are unaligned, which changes the last bit of results.
+        state = {name: value.clone() for name, value in safetensors.torch.load_file(path).items()}
+        net.load_state_dict(state, assign=True)
         model = Model(
             net,
             mean=content["mean"],

@@ -51,6 +51,16 @@ class Batch:
     images: Tensor
     labels: Tensor | None
 
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def split(self, count: int) -> tuple[Batch, Batch]:
+        """The first ``count`` images, and the rest, which may be none."""
+        return self._part(slice(None, count)), self._part(slice(count, None))
+
+    def _part(self, part: slice) -> Batch:
+        return Batch(self.indices[part], self.images[part], None if self.labels is None else self.labels[part])
+
 
 class Images(Dataset[tuple[Tensor, "int | None"]]):
     """The images of a data set that a run looks at, ready for the model.
@@ -309,7 +319,7 @@ def _open_named(kind: str, spec: str) -> Any:
         with contextlib.redirect_stdout(sys.stderr):  # downloads report on standard output
             return timm.data.create_dataset(name, **options)
     except Exception as error:
-        raise InputError(f"cannot open {spec}: {_reason(error)}") from error
+        raise InputError(f"cannot open {spec}: {_reason(error)}; a split is named as in {kind}/NAME:SPLIT") from error
 
 
 def _reason(error: Exception) -> str:

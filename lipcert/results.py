@@ -239,7 +239,7 @@ class ResultFile:
             found = [json.loads(line) for line in whole.splitlines()]
             Tally(found)
             distinct = len({row["index"] for row in found}) == len(found)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{self.path} is damaged; give another --out, or delete the file") from error
         if not distinct:
             raise InputError(f"{self.path} has two rows for one image; give another --out, or delete the file")

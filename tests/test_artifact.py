@@ -1,5 +1,6 @@
 """Artifacts: what is saved comes back bit by bit, and what was damaged is refused in one line."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -63,8 +64,6 @@ def refused(path, *expected: str) -> None:
     ("name", "arguments"), [("vit_tiny_patch16_224", TINY), ("swin_tiny_patch4_window7_224", SWIN), ("test_resnet", {})]
 )
 def test_round_trip(tmp_path, name, arguments, recipe):
-    if name == "test_resnet" and recipe and recipe[0] == "l2":
-        recipe = ("l2", "keep")
     model = load(name, pretrained=False, mean=(0.1, 0.2, 0.3), std=(0.7, 0.8, 0.9), **arguments)
     if recipe:
         convert(model, attention=recipe[0], norm=recipe[1])
@@ -112,7 +111,7 @@ def test_hash_sees_every_part():
             lambda m: m.net.head.register_buffer("extra", torch.zeros(1)),
             lambda m: m.double(),
         ):
-            other = load_copy(model)
+            other = copy.deepcopy(model)
             assert weights_hash(other) == own
             change(other)
             changes.append(weights_hash(other))
@@ -120,15 +119,9 @@ def test_hash_sees_every_part():
     assert all(len(digest) == 64 for digest in changes)
 
 
-def load_copy(model):
-    import copy
-
-    return copy.deepcopy(model)
-
-
 def test_hash_does_not_depend_on_memory_layout():
-    model, other = tiny(), None
-    other = load_copy(model)
+    model = tiny()
+    other = copy.deepcopy(model)
     weight = other.net.head.weight
     weight.data = weight.data.t().contiguous().t()
     assert not weight.is_contiguous()
@@ -146,11 +139,11 @@ def test_a_changed_byte_is_never_taken(saved, tmp_path_factory, data):
     original = load_artifact(saved)
     try:
         model = load_artifact(path)
-    except LoadError as error:
-        assert "\n" not in str(error)
-    else:  # a byte that means nothing, such as white space in the header
-        assert weights_hash(model) == weights_hash(original)
-        assert (model.source, model.recipe, model.input_size) == (original.source, original.recipe, original.input_size)
+    except LoadError:
+        return
+    # A byte that means nothing, such as white space in the header.
+    assert weights_hash(model) == weights_hash(original)
+    assert (model.source, model.recipe, model.input_size) == (original.source, original.recipe, original.input_size)
 
 
 @settings(deadline=None, max_examples=20)
@@ -239,7 +232,7 @@ def cannot_save(model, path, *expected: str, **options) -> None:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not path.is_file()
-    assert not list(path.parent.glob(".*")) if path.parent.exists() else True
+    assert not list(path.parent.glob(".*"))
 
 
 def test_what_cannot_be_rebuilt_is_not_saved(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from lipcert.surgery import (
     MaxMin,
     SmoothProject,
 )
-from lipcert.surgery._distance import attention_gain
+from lipcert.surgery._distance import _Average, attention_gain
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def attack(module: Callable[[Tensor], Tensor], x: Tensor, steps: int = 30, rate:
     return largest
 
 
-CONTRACT = {
+CONTRACT: dict[str, tuple[Any, tuple[int, ...]]] = {
     "linear": (LipLinear(7, 5), (7,)),
     "linear on tokens": (LipLinear(4, 6), (3, 4)),
     "conv": (LipConv2d(2, 3, 3, padding=1), (2, 6, 5)),
@@ -90,7 +92,7 @@ def test_contract(name: str) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             if name not in ("relu", "relu by channel", "clipped maxmin"):
-                parameter += 0.5 * torch.randn_like(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=0.5)
     bound = module.lipschitz(shape)
     assert bound.rigor == "deterministic"
     assert bound.finite
@@ -102,14 +104,22 @@ def test_contract(name: str) -> None:
         assert ratio(module, x, x + 1e-6 * torch.randn_like(x)) <= exact * 1.001 + 1e-6
 
 
-@pytest.mark.parametrize("name", ["linear", "patches", "project", "smooth", "maxmin"])
+@pytest.mark.parametrize("name", ["linear", "linear on tokens", "patches", "maxmin", "clipped maxmin", "relu"])
 def test_bound_is_reached(name: str) -> None:
-    """Where the constant is known exactly the bound is no more than 0.1 % above it."""
+    """Where the constant can be known exactly the bound is no more than 0.1 % above it."""
     module, shape = CONTRACT[name]
-    x = 1e-3 * torch.randn(shape, dtype=torch.float64)
-    assert float(jacobian_norm(module.double(), x)) >= module.lipschitz(shape).value * (1 - 1e-3) * (
-        1 if name not in ("project", "smooth") else 0.3
-    )
+    x = 1e-3 * torch.rand(shape, dtype=torch.float64)
+    assert float(jacobian_norm(module.double(), x)) >= module.lipschitz(shape).value * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("kind", [LayerProject, SmoothProject])
+def test_projection_bound_is_reached(kind: type[LayerProject | SmoothProject]) -> None:
+    module = kind(6, 2.0).double()
+    with torch.no_grad():
+        module.weight.fill_(-1.5)
+    exact = float(jacobian_norm(module, 1e-4 * torch.randn(3, 6, dtype=torch.float64)))
+    assert exact == pytest.approx(1.5, rel=1e-6)
+    assert module.lipschitz((3, 6)).value == 1.5
 
 
 def test_linear_keeps_keys_and_output() -> None:
@@ -138,7 +148,7 @@ def test_training_norm_of_convolutions_is_above(kernel: int, stride: int, dilati
 
 def test_training_norm_of_linear() -> None:
     linear = LipLinear(6, 9).double()
-    exact = float(torch.linalg.matrix_norm(linear.weight, 2))
+    exact = float(torch.linalg.matrix_norm(linear.weight.detach(), 2))
     assert exact <= linear.norm().item() <= 1.05 * exact
 
 
@@ -151,7 +161,7 @@ scales = st.sampled_from([1e-12, 1e-3, 1.0, 7.0, 1e6])
 @settings(deadline=None, max_examples=60)
 @given(tokens, scales, st.sampled_from([1e-3, 0.5, 2.0, 1e4]), st.sampled_from([LayerProject, SmoothProject]))
 def test_projections(x: Tensor, scale: float, radius: float, kind: type[LayerProject | SmoothProject]) -> None:
-    module = kind(5, radius).double()
+    module: Any = kind(5, radius).double()
     with torch.no_grad():
         module.weight.copy_(torch.linspace(-2, 1, 5))
         module.bias.copy_(torch.linspace(0, 1, 5))
@@ -223,7 +233,7 @@ def plain_distance_attention(module: L2Attention, x: Tensor, bias: Tensor | None
 
 
 def test_attention_is_the_formula() -> None:
-    module = L2Attention(6, 2).double()
+    module: Any = L2Attention(6, 2).double()
     nn.init.normal_(module.v_bias)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     expected = torch.stack([plain_distance_attention(module, one) for one in x])
@@ -231,7 +241,7 @@ def test_attention_is_the_formula() -> None:
 
 
 def test_window_attention_is_the_formula_with_bias_and_mask() -> None:
-    module = L2WindowAttention(6, 2, window_size=(2, 3)).double()
+    module: Any = L2WindowAttention(6, 2, window_size=(2, 3)).double()
     nn.init.normal_(module.v_bias)
     nn.init.normal_(module.relative_position_bias_table)
     mask = torch.zeros(2, 6, 6, dtype=torch.float64)
@@ -274,6 +284,52 @@ def distance_attention(y: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     return (-(y[:, :, None] - y[:, None]).square().sum(-1) + bias).softmax(-1) @ y
 
 
+@pytest.mark.parametrize("reach", [math.inf, 3.0, 0.2])
+@pytest.mark.parametrize("own", [False, True])
+def test_suprema_of_weighted_averages(reach: float, own: bool) -> None:
+    """No choice of the t exceeds V, and the choice in the proof comes within a millionth of it."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        weights = (2 * torch.randn(6, generator=generator, dtype=torch.float64)).exp()
+        peak, a, slope = (0.1 + 2 * torch.rand(3, generator=generator, dtype=torch.float64)).tolist()
+        peak, level, constant = peak + slope, 0.0 if own else float(weights[0]), 0.5 if own else 0.0
+        total = float(weights.sum())
+        arguments = torch.tensor([[level, peak, a, slope, constant]], dtype=torch.float64).unbind(1)
+        value = float(_Average(total, total, reach).bound(torch.zeros(1, dtype=torch.float64), *arguments)[0])
+        slopes, constants = torch.full((6,), slope, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+        if not own:
+            slopes[0], constants[0] = peak, a
+        best = (1 + (value - constants) / slopes).clamp(0, reach)
+        others = 6 * torch.rand(2000, 6, generator=generator, dtype=torch.float64)
+        samples = torch.cat((best[None], others.clamp(max=reach)))
+        decays = weights * (-samples).exp()
+        averages = (constant + (decays * (slopes * samples + constants)).sum(1)) / (1 + decays.sum(1))
+        assert float(averages.max()) <= value * (1 + 1e-9)
+        assert float(averages[0]) >= value * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("theta", [0.2, 0.7, 2.0])
+def test_steps_of_the_proof(theta: float) -> None:
+    """The norms of both terms of the derivative against s_i and z_ik, at tokens of many scales."""
+    for scale in (0.1, 0.5, 1.0, 2.0):
+        y = scale * torch.randn(7, 3, dtype=torch.float64)
+        squares = (y[:, None] - y[None]).square().sum(-1)
+        share = (-squares).softmax(-1)
+        far = (share * squares).sum(1)
+        apart, centred = y[None] - y[:, None], y[None] - (share @ y)[:, None]
+        eye = torch.eye(3, dtype=torch.float64)
+        covariances = torch.einsum("ik,ikp,ikq->ipq", share, centred, centred)
+        second = share[..., None, None] * (eye - 2 * centred[..., :, None] * apart[..., None, :])
+        jacobian = second.clone()
+        jacobian[range(7), range(7)] += 2 * covariances
+        exact = torch.autograd.functional.jacobian(lambda z: distance_attention(z[None])[0], y)
+        assert torch.allclose(jacobian, exact.permute(0, 2, 1, 3), atol=1e-12)
+        assert bool((torch.linalg.matrix_norm(covariances, 2) <= far + 1e-12).all())
+        z = (1 + 2 * theta * far[:, None]) * share * (1 + 2 / theta * squares)
+        norm = torch.linalg.matrix_norm(second.permute(0, 2, 1, 3).reshape(21, 21), 2)
+        assert norm <= z.sum(0).max().sqrt() * (1 + 1e-12)
+
+
 @pytest.mark.parametrize(("tokens", "dim"), [(2, 1), (3, 1), (4, 3), (8, 1), (8, 4), (16, 3)])
 def test_gain_survives_attack(tokens: int, dim: int) -> None:
     gain = uniform_gain(tokens)
@@ -287,7 +343,7 @@ def test_gain_survives_attack(tokens: int, dim: int) -> None:
 
 def test_gain_survives_hub() -> None:
     """One token amid many at the distance that makes s_i largest: the case that the growth with N comes from."""
-    tokens = 60
+    tokens = 24
     gain = uniform_gain(tokens)
     best = 0.0
     for radius in torch.linspace(0.1, 4, 20).double():
@@ -320,7 +376,7 @@ def test_gain_with_bias_survives_attack(spread: float) -> None:
         gain = float(attention_gain(weights, float(totals.min()), float(totals.max())))
         for scale in (0.3, 1.0):
             start = scale * torch.randn(tokens, 2, dtype=torch.float64)
-            assert attack(lambda y, bias=bias: distance_attention(y, bias), start, steps=20) <= gain
+            assert attack(partial(distance_attention, bias=bias), start, steps=20) <= gain
 
 
 def test_huge_bias_gives_infinity() -> None:
@@ -368,7 +424,7 @@ def test_attention_survives_attack(scale: float) -> None:
 def test_attention_below_the_published_bound_with_its_heads() -> None:
     """√N(4c + 1)·√(Σ‖W_h‖²‖M_h‖²)·‖W_O‖, M_h = W_hᵀV_h/√d, which is quadratic in W_h as A_h demands."""
     for heads in (1, 2, 4):
-        module = L2Attention(8, heads).double()
+        module = L2Attention(8, heads).double().requires_grad_(False)
         with torch.no_grad():
             module.q.weight[: module.head_dim] *= 5
         queries = torch.linalg.matrix_norm(module.q.weight.unflatten(0, (heads, -1)), 2)
@@ -472,7 +528,11 @@ def test_weights_that_are_no_numbers(value: float) -> None:
         attention.v_weight[0, 0] = value
         project.weight[0] = value
         window.relative_position_bias_table[0] = math.nan
-    for call in (lambda: attention.lipschitz((3, 4)), lambda: project.lipschitz((4,)), lambda: window.lipschitz((4, 4))):
+    for call in (
+        lambda: attention.lipschitz((3, 4)),
+        lambda: project.lipschitz((4,)),
+        lambda: window.lipschitz((4, 4)),
+    ):
         with pytest.raises(InputError, match="NaN"):
             call()
     radius = SmoothProject(4)

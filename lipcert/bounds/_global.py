@@ -83,7 +83,8 @@ def analyze(
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
-    _check_independence(model, images)
+    if isinstance(model, Model):
+        _check_independence(model, images)
     graph = capture(model, images, whole=_kept_whole)
     return Analysis(graph, _walk(graph, progress))
 
@@ -94,7 +95,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     Raises:
         InputError: the logits of an image depend on the other one, or two images cannot be given together.
     """
-    problem = "the model must treat each image of a batch by itself; wrap it in a module that does"
+    problem = "the model mixes the images of a batch; wrap it in a module that treats each by itself"
     with torch.no_grad():
         alone = model(images.clone())
         try:

@@ -4,12 +4,12 @@ For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) �
 nominal point and then answers, for operands known to deviate by at most ρ in ℓ2,
 
 * ``norm(ρ)``: an upper bound on ‖R‖;
-* ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on |⟨g, R⟩|. It is smaller than ‖g‖ · norm(ρ), as
-  curvature where g vanishes costs nothing.
+* ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on |⟨g, R⟩|. It is smaller than ‖g‖ ·
+  norm(ρ), as curvature where g vanishes costs nothing.
 
-Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape (N, ...),
-every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products of such, so
-that rounding is relative and far below the 1e-6 by which the certificate is reduced in the end.
+Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape
+(N, ...), every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products
+of such, so that rounding is relative and far below the 1e-6 by which the certificate is reduced in the end.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ REMAINDERS: dict[Any, type[Remainder]] = {}
 
 # Operations that are affine in what depends on the image, whichever operands that is.
 _LINEAR = frozenset(
-    "identity dropout reshape permute movedim transpose getitem index_select flip roll unbind split chunk tensor_split "
-    "split_with_sizes part cat stack expand repeat tile repeat_interleave pad constant_pad_nd add sub rsub neg mean sum "
-    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d batch_norm".split()
+    """
+    identity dropout reshape permute movedim transpose getitem index_select flip roll unbind split chunk tensor_split
+    split_with_sizes part cat stack expand repeat tile repeat_interleave pad constant_pad_nd add sub rsub neg mean sum
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d batch_norm
+    """.split()  # noqa: SIM905
 )
 # Operations that are affine as long as one operand alone depends on the image, and that is the first where it matters.
-_BILINEAR = frozenset("mul matmul linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d".split())
+_BILINEAR = frozenset(
+    "mul matmul linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d".split()  # noqa: SIM905
+)
 
 
 def remainder(*targets: Any) -> Callable[[type[Remainder]], type[Remainder]]:
@@ -73,6 +77,7 @@ def remainder_of(node: Node) -> type[Remainder] | None:
     """
     if isinstance(node.op, str):
         operands = len(node.operands)
+        _check_affine(node)
         if node.op in _LINEAR or (node.op in _BILINEAR and operands == 1):
             return None
         if node.op == "div" and operands == 1 and isinstance(node.args[0], Node):
@@ -81,6 +86,20 @@ def remainder_of(node: Node) -> type[Remainder] | None:
     if found is None:
         raise NoAnswer("no remainder rule")
     return found
+
+
+def _check_affine(node: Node) -> None:
+    """Refuses the forms of affine operations that are not affine.
+
+    Raises:
+        NoAnswer: says what the operation does.
+    """
+    if node.op == "div" and node.kwargs.get("rounding_mode"):
+        raise NoAnswer("rounds")
+    if node.op == "identity" and node.dtype is not None and not node.dtype.is_floating_point:
+        raise NoAnswer(f"rounds to {node.dtype}")
+    if node.op == "batch_norm" and (node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)):
+        raise NoAnswer("normalises by the image's own statistics")
 
 
 def per_image(tensor: Tensor) -> Tensor:
@@ -129,7 +148,8 @@ smooth("square", curvature=2.0)
 
 @remainder("gelu")
 class Gelu(Smooth):
-    """φ''(t) = (2 − t²)·N(t) for the normal density N; the tanh form stays within 0.0032 of it (both checked by the tests).
+    """φ''(t) = (2 − t²)·N(t) for the normal density N; the tanh form stays within 0.0032 of it (both checked by the
+    tests).
 
     |φ''| falls on [0, √2] from 0.79789 to 0, has its other maximum 2 N(2) < 0.107982 at t = 2, and falls after it.
     """
@@ -231,22 +251,35 @@ class MaxPool(Kinked):
         self.spread = math.sqrt(2 * shared)
 
 
+_SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
+
+
 @remainder("softmax")
 class Softmax:
-    """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V), V = Var_p(w).
+    """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V),
+    V = Var_p(w).
 
-    V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½. On the way to a + w an entry of p grows by
-    at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the κ over the ball.
+    V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½. On the way to a + w an entry of p grows
+    by at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the κ over the ball.
 
     Norm: the entries of p_j(X_j² − V) sum to zero, lie in [−p_j V, (1 − 2p_j)₊V] because p_j X_j² ≤ (1 − p_j)V
-    (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at most
-    V²(1 + max p). So ‖R_row‖ ≤ ½ κ √(1 + max p) ‖w‖², and over rows ‖R‖ ≤ ½ max(κ √(1 + max p)) ρ².
+    (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at
+    most V²(1 + max p). So ‖R_row‖ ≤ ½ κ √(1 + max p) ‖w‖², and over rows ‖R‖ ≤ ½ max(κ √(1 + max p)) ρ².
+
+    It is never more than √(2/27): the form (c, v, w) ↦ E_p[(c − E c)(v − E v)(w − E w)] is symmetric, so its norm is
+    that of its cubic form E_p[X³] (Banach, Studia Math. 7, 1938). X has mean 0 and lies in some [−a, b] with a + b ≤
+    √2‖w‖. Under these conditions E[X³] is at most the value at 0 of the least concave function above t³ on [−a, b]. As
+    t³ is concave left of 0 and convex right of it, that is a chord from b to a point of [−a, 0): a law on two points at
+    most L = √2‖w‖ apart, with third moment at most L³ max_q q(1 − q)(1 − 2q) = L³ √3/18 = √(2/27)‖w‖³. The same holds
+    for −X.
 
     Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        if dim is None:
+            raise NoAnswer("softmax without dim")
         self.dim = dim % len(node.shape) + 1
         self.largest = per_image(result.amax(self.dim))
 
@@ -256,7 +289,8 @@ class Softmax:
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         kappa, grown = self._kappa(rho[0])
-        return (kappa * (1 + grown).sqrt()).amax(1) / 2 * rho[0] ** 2
+        curvature = (kappa * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
+        return curvature / 2 * rho[0] ** 2
 
     def against(self, direction: Tensor) -> Against:
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
@@ -307,11 +341,11 @@ class Radial:
     """weight ∘ gain · u(h) with u(h) = h/√(1 + ‖h‖²/R²) on centred or plain tokens h: LayerNorm, SmoothProject.
 
     √d h/√(‖h‖² + d·eps) is of this form with R = √(d·eps) and gain √d/R. For R = 1, n = ‖h‖ and a unit direction v at
-    angle a = cos² to h, D²u[v, v] has norm n w³ √((1 + qa)² + 4a(1 − a)), w² = 1/(1 + n²), q = 3w² − 1. The quadratic in a is
-    largest at a = 1/(2 − q) if q ≤ 1, with value 4/(2 − q), else at a = 1. So ‖D²u‖ = (2/√3)/(1 + n²) for n² ≥ ½ and
-    3n(1 + n²)^(−5/2) for n² ≤ ½: rising up to n = ½, 0.858651 there, falling after. With a general R it is 1/R times that at
-    n = ‖h‖/R. The remainder of a token is at most ½ρ_t² times its largest value on the way, where ‖h‖ changes by at most ρ.
-    Centring does not lengthen a deviation.
+    angle a = cos² to h, D²u[v, v] has norm n w³ √((1 + qa)² + 4a(1 − a)), w² = 1/(1 + n²), q = 3w² − 1. The quadratic
+    in a is largest at a = 1/(2 − q) if q ≤ 1, with value 4/(2 − q), else at a = 1. So ‖D²u‖ = (2/√3)/(1 + n²) for n² ≥
+    ½ and 3n(1 + n²)^(−5/2) for n² ≤ ½: rising up to n = ½, 0.858651 there, falling after. With a general R it is 1/R
+    times that at n = ‖h‖/R. The remainder of a token is at most ½ρ_t² times its largest value on the way, where ‖h‖
+    changes by at most ρ. Centring does not lengthen a deviation.
 
     Norm: Σ_t ‖R_t‖² ≤ (max_t ½c_t)² ρ⁴. Against g: Σ_t ‖g_t‖ ½c_t ρ_t² ≤ ½ max_t(‖g_t‖ c_t) ρ².
     """
@@ -366,10 +400,11 @@ class LayerNorm(Radial):
 class RadialKink(Radial):
     """weight ∘ u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, with its kink on the sphere.
 
-    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside, both symmetric between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always. With
-    k = |‖h‖ − R| the way h + sΔ stays on its side until length k. There J does not change inside, and outside it changes
-    with slope c ≤ (2/√3) R/max(‖h‖ − ρ, R)² (:class:`Radial` for a unit vector). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over
-    the way: ‖R_t‖ ≤ ½ c ρ_t² + (ρ_t − k)₊. The first part is summed as in :class:`Radial`, the second as in :class:`Kinked`.
+    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside, both symmetric between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always. With k =
+    |‖h‖ − R| the way h + sΔ stays on its side until length k. There J does not change inside, and outside it changes
+    with slope c ≤ (2/√3) R/max(‖h‖ − ρ, R)² (:class:`Radial` for a unit vector). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖
+    over the way: ‖R_t‖ ≤ ½ c ρ_t² + (ρ_t − k)₊. The first part is summed as in :class:`Radial`, the second as in
+    :class:`Kinked`.
     """
 
     def __init__(self, length: Tensor, radius: float, weight: Tensor | None, axis: int):

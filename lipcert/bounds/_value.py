@@ -27,8 +27,8 @@ from lipcert._upper import INFINITE, Number, Upper
 from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm
 
-# Composing two maps rounds every entry once or a few times in float64. An entrywise relative error u changes the norm of a
-# matrix W by at most u‖W‖_F ≤ u√(rank)‖W‖; this factor covers 8 roundings of a map between spaces of up to 2³⁰ entries.
+# Composing two maps rounds every entry once or a few times in float64. An entrywise relative error u changes the norm
+# of a matrix W by at most u‖W‖_F ≤ u√(rank)‖W‖; this factor covers 8 roundings of a map of rank up to 2³⁰.
 COMPOSED = 1 + 2**-35
 
 

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds import Analysis, Bound, analyze
+from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._certificates import Certificates
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
-from lipcert.errors import InputError
+from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.model import Model
 
 # From the cheapest to the strongest; "staged" runs them in this order on what is still open.
-STAGES = ("global", "gloro")
+STAGES = ("global", "gloro", "anchored")
 METHODS = ("staged", *STAGES)
+
+# Staged certification leaves the anchored certificate out where it would take hours: entries of all values of the network
+# times the number of Jacobian norms that it needs for an image.
+_WORK_LIMIT = 2e9
 
 
 class Certifier:
@@ -32,6 +37,7 @@ class Certifier:
         method: one of ``METHODS``.
         analysis: the global analysis, where it is already known.
         dtype: the type in which logits are evaluated.
+        delta: probability, for each image, that a probabilistic certificate is wrong.
         progress: called with (operations done, operations in all) while the bound is computed.
 
     Raises:
@@ -47,6 +53,7 @@ class Certifier:
         *,
         analysis: Analysis | None = None,
         dtype: torch.dtype = torch.float64,
+        delta: float = 1e-9,
         progress: Callable[[int, int], None] | None = None,
     ):
         if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps > 0):
@@ -56,13 +63,29 @@ class Certifier:
         self.eps = float(eps)
         self.method = method
         self.dtype = dtype
+        self.delta = delta
         self.analysis = analyze(model, progress=progress) if analysis is None else analysis
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
         self.model = model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
-        self.margin_bounds = {name: MarginBounds(self.analysis, rows=name == "gloro") for name in STAGES}
+        self.margin_bounds = {name: MarginBounds(self.analysis, rows=name == "gloro") for name in ("global", "gloro")}
+        self.skipped: dict[str, str] = {}
+        self.anchored = self._anchored(delta) if method in ("staged", "anchored") else None
+
+    def _anchored(self, delta: float) -> Anchored | None:
+        try:
+            anchored = Anchored(self.model, delta=delta)
+        except UnsupportedOperation as error:
+            if self.method == "anchored":
+                raise
+            self.skipped["anchored"] = str(error)
+            return None
+        if self.method == "staged" and _work(anchored) > _WORK_LIMIT:
+            self.skipped["anchored"] = "it would take very long for a network of this size; ask for it with method anchored"
+            return None
+        return anchored
 
     @property
     def bound(self) -> Bound:
@@ -85,22 +108,35 @@ class Certifier:
             raise InputError(f"labels must have shape ({len(images)},), got {tuple(labels.shape)}")
         logits = self.model(images.to(self.model.device, self.dtype)).cpu()
         predicted, gaps = margins(logits)
-        stages = STAGES if self.method == "staged" else (self.method,)
-        found = torch.stack([radii(gaps, self.margin_bounds[name].of(predicted)) for name in stages])
-        # A stage decides an image if it is the first to certify it; what none certifies, the strongest one decided.
-        settled = (found > self.eps).double()
-        decided = torch.where(settled.any(0), settled.argmax(0), found.argmax(0))
-        radius = found.amax(0)
+        radius = torch.zeros(len(images), dtype=torch.float64)
+        method, rigor = [self.method] * len(images), ["deterministic"] * len(images)
+        for stage in STAGES if self.method == "staged" else (self.method,):
+            wanted = torch.arange(len(images)) if self.method != "staged" else (radius <= self.eps).nonzero()[:, 0]
+            if stage in self.skipped or not len(wanted):
+                continue
+            found = self._radii(stage, images[wanted], predicted[wanted], gaps[wanted])
+            for place, value in zip(wanted.tolist(), found.tolist(), strict=True):
+                if value >= radius[place]:
+                    radius[place] = value
+                    method[place] = stage
+                    rigor[place] = f"probabilistic({self.delta:g})" if stage == "anchored" else "deterministic"
         return Certificates(
             predicted,
             gaps.amin(dim=1),
             radius,
             radius > self.eps,
-            tuple(stages[i] for i in decided.tolist()),
-            ("deterministic",) * len(images),
+            tuple(method),
+            tuple(rigor),
             None if labels is None else labels.cpu(),
             self.eps,
         )
+
+    def _radii(self, stage: str, images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
+        """Certified radii of one method, float64, shape (N,)."""
+        if stage in self.margin_bounds:
+            return radii(gaps, self.margin_bounds[stage].of(predicted))
+        assert self.anchored is not None
+        return self.anchored(images).radius(predicted, gaps)
 
     @torch.no_grad()
     def bottom(self, images: Tensor) -> Tensor:
@@ -109,6 +145,11 @@ class Certifier:
         return bottom_logit(
             self.model(images.to(self.model.device, self.dtype)).cpu(), self.margin_bounds["gloro"], self.eps
         )
+
+
+def _work(method: Anchored) -> float:
+    """How much an image costs, in numbers read: entries of all values, times the number of Jacobian norms."""
+    return float(len(method.pairs)) * sum(math.prod(node.shape) for node in method.graph.nodes if node.shape)
 
 
 def certify(

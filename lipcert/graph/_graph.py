@@ -18,6 +18,7 @@ _SYNONYMS = {
     "imul": "mul",
     "multiply": "mul",
     "truediv": "div",
+    "idiv": "div",
     "itruediv": "div",
     "divide": "div",
     "true_divide": "div",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from lipcert.errors import ConvertError, InputError
 from lipcert.model import Model
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._initial import calibrate_projection, initialise_attention
-from lipcert.surgery._projections import _Projection
 from lipcert.surgery._swap import Attention, Edit, Norm, Swapped, plan
 
 _RANDOM_IMAGES = 4
@@ -111,28 +108,24 @@ def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", imag
 
 
 def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
-    """Runs the images through once; each new module is set from its input just before it runs."""
-    handles = []
-    for edit in edits:
-        if edit.new is not None:
-            handles.append(edit.new.register_forward_pre_hook(partial(_set_from_input, _setter(edit))))
+    """Runs the images through once; each new module is set from its input just before it runs for the first time."""
+    waiting = {edit.new: edit for edit in edits if edit.new is not None}
+
+    def set_from_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        edit = waiting.pop(module, None)
+        if edit is not None and isinstance(module, L2Attention):
+            initialise_attention(module, edit.old.qkv, inputs[0])  # type: ignore[arg-type]
+        elif edit is not None:
+            calibrate_projection(module, edit.old, inputs[0])  # type: ignore[arg-type]
+
+    handles = [module.register_forward_pre_hook(set_from_input) for module in waiting]
     try:
         _logits(model, images, batch=len(images))
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _setter(edit: Edit) -> Callable[[Tensor], None]:
-    if isinstance(edit.new, L2Attention):
-        return partial(initialise_attention, edit.new, edit.old.qkv)  # type: ignore[arg-type]
-    assert isinstance(edit.new, _Projection)
-    assert isinstance(edit.old, nn.LayerNorm)
-    return partial(calibrate_projection, edit.new, edit.old)
-
-
-def _set_from_input(setter: Callable[[Tensor], None], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    setter(inputs[0])
+    for edit in waiting.values():  # part of the network, but not of its forward pass
+        edit.initialise()
 
 
 @torch.no_grad()
@@ -155,4 +148,10 @@ def _count(model: nn.Module) -> int:
 
 
 def _kept_norms(net: nn.Module) -> tuple[str, ...]:
-    return tuple(path for path, module in net.named_modules() if "norm" in type(module).__name__.lower())
+    """Paths of normalisations, told by their class name, that are no containers of other modules with weights."""
+    return tuple(
+        path
+        for path, module in net.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and not any(isinstance(child, nn.Linear) for child in module.modules())
+    )

@@ -53,7 +53,8 @@ def initialise_attention(new: L2Attention, qkv: nn.Linear, tokens: Tensor | None
     ridge = _VALUE_RIDGE * gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=torch.finfo(torch.float64).tiny)
     gram = gram + ridge[:, None, None] * torch.eye(width).to(gram)
     mixing = torch.linalg.solve(gram, whitened.transpose(-1, -2) @ (root.T @ values))
-    solved = torch.linalg.pinv(projection.transpose(-1, -2)) @ mixing / new.scale
+    square = torch.linalg.pinv(projection.transpose(-1, -2) @ projection, hermitian=True)
+    solved = projection @ (square @ mixing) / new.scale
     new.q.weight.copy_(projection.transpose(-1, -2).flatten(0, 1))
     new.v_weight.copy_(solved.transpose(-1, -2).flatten(0, 1))
     if new.v_bias is not None:

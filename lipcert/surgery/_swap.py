@@ -69,13 +69,18 @@ class Edit:
             setattr(parent, name, self.new or self.old)
         return Swapped(self.path, self.was.__name__, type(self.new or self.old).__name__)
 
+    def initialise(self) -> None:
+        """First weights of new attention, without data."""
+        if isinstance(self.new, L2Attention):
+            initialise_attention(self.new, self.old.qkv)  # type: ignore[arg-type]
+
     def revert(self) -> None:
         self.old.__class__ = self.was
         for parent, name in self.places:
             setattr(parent, name, self.old)
 
 
-def swap(net: nn.Module, *, attention: Attention, norm: Norm) -> list[Swapped]:
+def swap(net: nn.Module, *, attention: Attention, norm: Norm, initialise: bool = True) -> list[Swapped]:
     """Replaces modules of ``net`` in place, without looking at data.
 
     Linear and Conv2d become :class:`LipLinear` and :class:`LipConv2d`; subclasses with a forward of their own stay.
@@ -86,6 +91,7 @@ def swap(net: nn.Module, *, attention: Attention, norm: Norm) -> list[Swapped]:
         net: the network, for example a timm model.
         attention: ``"l2"`` replaces the attention of ViT, DeiT and Swin; ``"keep"`` leaves attention alone.
         norm: ``"project"`` or ``"smooth"`` replace LayerNorm and LayerNorm2d; ``"keep"`` leaves them.
+        initialise: False saves the time for the weights of new attention, where a state dict follows.
 
     Returns:
         What was replaced, in the order of ``net.named_modules()``.
@@ -94,7 +100,11 @@ def swap(net: nn.Module, *, attention: Attention, norm: Norm) -> list[Swapped]:
         InputError: on an unknown ``attention`` or ``norm``.
         ConvertError: with ``"l2"``, if some attention cannot be replaced; then nothing was.
     """
-    return [edit.apply() for edit in plan(net, attention=attention, norm=norm)]
+    edits = plan(net, attention=attention, norm=norm)
+    if initialise:
+        for edit in edits:
+            edit.initialise()
+    return [edit.apply() for edit in edits]
 
 
 def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> list[Edit]:
@@ -178,7 +188,6 @@ def _distance_attention(old: nn.Module) -> L2Attention:
         new = L2Attention(qkv.in_features, heads, **arguments)
     new.proj.weight, new.proj.bias = proj.weight, proj.bias
     new.attn_drop, new.proj_drop = old.attn_drop, old.proj_drop  # type: ignore[assignment]
-    initialise_attention(new, qkv)
     return new.train(old.training)
 
 

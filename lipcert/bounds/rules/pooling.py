@@ -35,7 +35,7 @@ def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -
 
 def _averaging(operation: Callable[..., Tensor], dims: int) -> Callable[..., Value]:
     def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """Weights ≥ 0: Schur's test on one channel. Entries, and rows along the channels, grow by the largest row sum."""
+        """Weights ≥ 0: Schur's test on one channel. Entries and rows over channels grow by the largest row sum."""
         shape = (1, 1, *x.shape[-dims:])
         rows_norm, norm = schur_norms(lambda ones: operation(ones, *args, **kwargs), shape)
         rows = None

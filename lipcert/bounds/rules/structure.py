@@ -107,12 +107,9 @@ def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
     return tensor.mT if tensor.dim() > 1 else tensor
 
 
-for _key, _operation in (
-    ("permute", torch.Tensor.permute),
-    ("movedim", torch.Tensor.movedim),
-    ("transpose", _transposed),
-):
-    rule(_key)(_moving(_operation))
+rule("permute")(_moving(torch.Tensor.permute))
+rule("movedim")(_moving(torch.Tensor.movedim))
+rule("transpose")(_moving(_transposed))
 
 
 def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
@@ -249,7 +246,7 @@ def cat(call: Call, tensors: Sequence[Any], dim: int = 0, *, axis: int | None = 
 
 @rule("expand", "repeat", "tile", "repeat_interleave")
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Repeats every entry equally often, m times: norm √m. ``repeat_interleave`` may name the number for each position."""
+    """Repeats every entry equally often, m times: norm √m. ``repeat_interleave`` may name m for each position."""
     copies = math.prod(call.shape) // max(1, math.prod(x.shape))
     for repeats in (*args, *kwargs.values()):
         if isinstance(repeats, Tensor) and repeats.numel():

@@ -1,0 +1,113 @@
+"""Options that several commands share, and what their texts mean."""
+
+import ast
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import torch
+import typer
+
+from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.loading import BUNDLED, load, resolve
+from lipcert.model import Model
+
+from ._print import busy, say
+
+MODEL_HELP = (
+    "A timm name, an hf-hub: id, or a path; without it the newest lipcert artifact in this folder, "
+    "or, where there is none, the bundled checkpoint."
+)
+
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Weights for the timm name: .safetensors, or a PyTorch file.", show_default=False)
+]
+NoPretrained = Annotated[bool, typer.Option("--no-pretrained", help="Take random weights and download nothing.")]
+ModelArgs = Annotated[
+    str | None,
+    typer.Option(help='timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".', show_default=False),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder or .tar of images (class folders give labels), or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
+        show_default=False,
+    ),
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Prints lipcert's errors as one line each and exits with 2; with 130 where the user stopped the run."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except Interrupted as error:
+            say(f"lipcert: {error}")
+            raise typer.Exit(130) from error
+        except LipcertError as error:
+            say(f"lipcert: {error}")
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            say("lipcert: interrupted")
+            raise typer.Exit(130) from error
+
+    return wrapped
+
+
+def parse_eps(text: str) -> float:
+    """The smallest float64 that is not below the number written, which may be a fraction such as 36/255.
+
+    Raises:
+        InputError: if it is not a positive number.
+    """
+    error = InputError(f"--eps must be a positive number, got {text!r}; for example 36/255, 0.5 or 1e-3")
+    parts = text.split("/")
+    try:
+        # As floats first: an exact 1e-999999999 would have a billion digits.
+        if len(parts) > 2 or not all(0 < float(part) < math.inf for part in parts):
+            raise error
+        numerator, denominator = Fraction(parts[0]), Fraction(parts[1] if len(parts) == 2 else 1)
+        exact = numerator / denominator
+        nearest = float(exact)
+    except (ValueError, OverflowError):
+        raise error from None
+    return nearest if Fraction(nearest) >= exact else math.nextafter(nearest, math.inf)
+
+
+def parse_model_args(text: str | None) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs; values are Python literals where they read as such, else text.
+
+    Raises:
+        InputError: if a part is no such pair.
+    """
+    arguments: dict[str, Any] = {}
+    for pair in (text or "").split():
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"--model-args takes KEY=VALUE pairs with spaces between, got {pair!r}")
+        try:
+            arguments[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[key] = value
+    return arguments
+
+
+def load_model(model: str | None, checkpoint: Path | None, no_pretrained: bool, model_args: str | None) -> Model:
+    """The model that a command works on; says which one it is where the user named none."""
+    arguments = parse_model_args(model_args)
+    source = resolve(model)
+    if model is None:
+        which = "the bundled checkpoint" if source == BUNDLED else f"{source}, the newest artifact in this folder"
+        say(f"model: {which}")
+    torch.manual_seed(0)  # so that random weights are the same in every run
+    with busy(f"loading {source}"):
+        return load(source, pretrained=not no_pretrained, checkpoint=checkpoint, **arguments)

@@ -1,0 +1,618 @@
+"""Boxes and local Lipschitz constants over the balls around N images, one walk over the captured network.
+
+For perturbations ‖δ‖ ≤ ε of an image x, every value v of the network gets
+
+* ``up``, ``down`` ≥ 0: entry i of v(x + δ) lies in [v_i − down_i, v_i + up_i], v the computed nominal value;
+* ``constant``: a K with ‖v(x + δ) − v(x + δ')‖ ≤ K‖δ − δ'‖ on the ball.
+
+Boxes are the intersection of two (BCP): the interval that the operand's box allows, and the ball, |δv_i| ≤ ‖row i‖·K·ε
+with K the constant in front of a matrix. Constants are products of norms of diag(outer)·A·diag(inner): a unit that its
+box shows to be constant has weight 0, as a column of the matrix behind it and as a row of the matrix in front of its
+activation. After Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust Neural Networks with Efficient
+Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 3 and 4; Lee, Lee and Park, "Lipschitz-Certifiable
+Training with a Tight Outer Bound", NeurIPS 2020, for BCP.
+
+Why weights may be put together. If δz = A δh exactly, |δa_i| ≤ s_i|δz_i| for the activation a behind it, and δh_i = 0
+where h is constant, then ‖δa‖ ≤ ‖diag(s) A diag(m)‖‖δh‖ with m the 0/1 mask of the units that move; and an activation
+δh = T δu with |T_ii| ≤ s_i, T diagonal, in front of A gives ‖A T‖ ≤ ‖A diag(s)‖. This holds for finite differences, not
+only for Jacobians.
+
+What the global analysis found is kept: if the values that a result is computed from have constants K_i ≤ q·L_i, with
+L_i their global ones, the result has q·L. Rules are homogeneous in the constants of their operands, as measuring pixels
+in another unit multiplies all constants alike. The analysis folds a scale into the matrix behind it, which makes L
+smaller than a product of norms; so where an operand was folded, q must hold for what it was folded from as well. Ranges
+that a global rule uses (of gates, of attention) hold for images in [0, 1].
+
+Rounding. Interval parts are sums of non-negative numbers, inflated by 1e-9. The distance between computed and exact
+nominal values is itself propagated as a box, from rounding bounds at matrices and sums; for other operations, each is
+taken to be evaluated to 1e-10 of its largest result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert._upper import Upper
+from lipcert.bounds._global import Analysis
+from lipcert.bounds._masked import INFLATE, Core, core_of
+from lipcert.bounds._registry import key_of
+from lipcert.bounds._value import Value
+from lipcert.bounds.rules.activation import ACTIVATIONS
+from lipcert.graph import Graph, Node, needed
+from lipcert.graph._graph import map_nodes, run
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
+
+_EVALUATION = 1e-10
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """(N, ...) as (N, entries)."""
+    return tensor.reshape(len(tensor), -1)
+
+
+def _over(numbers: Tensor, template: Tensor) -> Tensor:
+    """Numbers of shape (N,), to broadcast with (N, ...)."""
+    return numbers.reshape(-1, *[1] * (template.dim() - 1))
+
+
+def _next_up(tensor: Tensor) -> Tensor:
+    return torch.nextafter(tensor, torch.full_like(tensor, math.inf))
+
+
+def _gap(high: Tensor, low: Tensor) -> Tensor:
+    """high − low ≥ 0, rounded up; 0 where they are equal."""
+    return torch.where(high <= low, 0.0, _next_up(high - low))
+
+
+@dataclass
+class Way:
+    """‖δv‖ ≤ ‖diag(outer)·A·diag(inner)·δbase‖ from an earlier value; A is the identity where ``core`` is None."""
+
+    base: State
+    core: Core | None
+    inner: Tensor
+    outer: Tensor
+
+    def norm(self, delta: float, generator: torch.Generator) -> Tensor:
+        """The norm for each image, constant units of the base removed; inf where there are none, and nothing is
+        gained."""
+        inner = self.inner * self.base.moving
+        if self.core is None:
+            return flat(self.outer * inner).amax(1) * INFLATE
+        outer = self.outer.expand(len(inner), *self.core.output_shape)
+        found = torch.full((len(inner),), math.inf, dtype=torch.float64, device=inner.device)
+        pays = (flat(inner) == 0).any(1) | (flat(outer) == 0).any(1)
+        if bool(pays.any()):
+            found[pays] = self.core.norms(outer[pays], inner[pays], delta, generator)
+        return found
+
+
+class State:
+    """What a walk knows of one value, for all images; see the module's docstring.
+
+    Args:
+        walk: the walk it belongs to.
+        node: the operation.
+        up, down: the box, as distances from the nominal value.
+        sources: the values that it is computed from.
+        way: how its deviation follows from that of an earlier value.
+        open: whether its entries are those of the way, so that further weights can be added to it.
+        constant: another bound on K, asked at most once, and only where it matters.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        node: Node,
+        up: Tensor,
+        down: Tensor,
+        sources: Sequence[State] = (),
+        way: Way | None = None,
+        open: bool = True,
+        constant: Callable[[], Tensor] | None = None,
+    ):
+        self.walk, self.up, self.down = walk, up, down
+        self.value = walk.nominal.values[node]
+        self.lip = walk.boxes.lips[node]
+        self.folded = node in walk.boxes.folded
+        self.sources = (way.base,) if way is not None else tuple(sources)
+        self.whole_way = way
+        self.way = way if open else None
+        self._constant = constant
+
+    @cached_property
+    def constant(self) -> Tensor:
+        """K for each image, at most the global constant."""
+        most = float(self.lip)
+        found = torch.full_like(self.walk.eps, most)
+        if self.sources:
+            shares = torch.stack([source.share for source in self.sources]).amax(0)
+            found = torch.minimum(found, (shares * most).nan_to_num(nan=math.inf))
+        if self._constant is not None:
+            found = torch.minimum(found, self._constant().nan_to_num(nan=math.inf))
+        if self.whole_way is not None:
+            norm = self.whole_way.norm(self.walk.delta, self.walk.generator)
+            found = torch.minimum(found, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
+        return found
+
+    @cached_property
+    def share(self) -> Tensor:
+        """A q ≤ 1 with K ≤ q·L, here and for all that the global analysis folded into this value."""
+        if self.lip == 0:
+            return torch.zeros_like(self.walk.eps)
+        own = (self.constant / float(self.lip) * INFLATE).nan_to_num(nan=1.0).clamp_max(1.0)
+        if self.folded:
+            own = torch.stack([own, *(source.share for source in self.sources)]).amax(0)
+        return own
+
+    @cached_property
+    def moving(self) -> Tensor:
+        """1.0 for entries that can move in the ball, 0.0 for those that are constant."""
+        return ((self.up > 0) | (self.down > 0)).double()
+
+    @property
+    def high(self) -> Tensor:
+        return torch.where(self.up > 0, _next_up(self.value + self.up), self.value)
+
+    @property
+    def low(self) -> Tensor:
+        return torch.where(self.down > 0, -_next_up(self.down - self.value), self.value)
+
+    @property
+    def reach(self) -> Tensor:
+        """The larger of ``up`` and ``down``."""
+        return torch.maximum(self.up, self.down)
+
+
+def ratio(after: Upper, before: Upper) -> float:
+    """after/before, rounded up; the gain of what lies between two values with these global constants."""
+    if before == 0:
+        return 0.0
+    high, low = float(after), float(before)
+    return high / low * INFLATE if math.isfinite(high) and math.isfinite(low) and low > 1e-290 else math.inf
+
+
+class Boxes:
+    """The captured network, ready for walks.
+
+    Args:
+        analysis: the global analysis of the model in float64.
+    """
+
+    def __init__(self, analysis: Analysis):
+        self.graph: Graph = needed(analysis.graph)
+        self.lips: dict[Node, Upper] = {
+            node: value.lip for node, value in analysis.values.items() if isinstance(value, Value)
+        }
+        self.folded = {
+            node for node, value in analysis.values.items() if isinstance(value, Value) and value.base is not None
+        }
+        self.cores: dict[Node, Core] = {}
+        for node in self.graph.nodes:
+            if node.op in _CORES and (core := core_of(node)) is not None:
+                self.cores[node] = core
+
+    def sources(self, node: Node) -> list[Node]:
+        """The operands, those of an operation with several results in place of it."""
+        found: list[Node] = []
+        for operand in node.operands:
+            found += [operand] if operand.shape or operand in self.lips else self.sources(operand)
+        return found
+
+    @torch.no_grad()
+    def nominal(self, images: Tensor) -> Nominal:
+        """Evaluates the network at images, shape (N, C, H, W)."""
+        images = images[:, None]
+        single = [node for node in self.graph.nodes if node in self.lips and node is not self.graph.input]
+
+        def one(image: Tensor) -> tuple[Tensor, ...]:
+            known = run(self.graph.nodes, {self.graph.input: image})
+            return tuple(known[node] for node in single)
+
+        values = {self.graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+        nominal = Nominal(values, {node: torch.zeros_like(value) for node, value in values.items()})
+        still = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
+        nominal.errors = {node: state.reach for node, state in still.states.items()}
+        return nominal
+
+
+@dataclass
+class Nominal:
+    """Computed values of all operations at N images, and bounds on what rounding did to each entry."""
+
+    values: dict[Node, Tensor]
+    errors: dict[Node, Tensor]
+
+    def select(self, index: Tensor) -> Nominal:
+        """The same for some of the images."""
+        return Nominal({n: v[index] for n, v in self.values.items()}, {n: e[index] for n, e in self.errors.items()})
+
+
+class Walk:
+    """One walk over the network, for balls of radius ``eps``, shape (N,).
+
+    With ``eps`` = 0 and errors 0 the boxes are those of rounding alone.
+
+    Args:
+        delta: failure probability of one norm of one image, where norms are not verified; 0 forbids those.
+    """
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        nominal: Nominal,
+        eps: Tensor,
+        delta: float = 0.0,
+        generator: torch.Generator | None = None,
+    ):
+        self.boxes, self.nominal, self.eps, self.delta = boxes, nominal, eps, delta
+        self.generator = generator if generator is not None else torch.Generator()
+        self.still = not bool((eps > 0).any())
+        self.states: dict[Node, State] = {}
+        for node in boxes.graph.nodes:
+            if node is boxes.graph.input:
+                self.states[node] = self._pixels(node)
+            elif node in boxes.lips:
+                operands = [self.states[source] for source in boxes.sources(node)]
+                known = BOXES.get(node.op, _unknown)
+                self.states[node] = known(self, node, *operands)
+
+    @property
+    def output(self) -> State:
+        return self.states[self.boxes.graph.output]
+
+    def _pixels(self, node: Node) -> State:
+        value = self.nominal.values[node]
+        reach = _over(self.eps, value).expand_as(value)
+        return State(self, node, reach, reach)
+
+    def value(self, node: Node) -> Tensor:
+        return self.nominal.values[node]
+
+    def result(
+        self,
+        node: Node,
+        up: Tensor,
+        down: Tensor,
+        sources: Sequence[State] = (),
+        *,
+        way: Way | None = None,
+        open: bool = True,
+        constant: Callable[[], Tensor] | None = None,
+        rounding: Tensor | float = 0.0,
+    ) -> State:
+        """The state of a node; ``rounding`` is what its evaluation can be off by.
+
+        Nothing is claimed of a box that is NaN, nor of one computed in less than float64.
+        """
+        if isinstance(rounding, Tensor):
+            up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
+        if node.dtype not in (None, torch.float64):
+            up, down = torch.full_like(up, math.inf), torch.full_like(down, math.inf)
+        up, down = (side.nan_to_num(nan=math.inf, posinf=math.inf) for side in (up, down))
+        return State(self, node, up, down, sources, way, open, constant)
+
+    def within(self, node: Node, up: Tensor, down: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """The box cut to |δv_i| ≤ reach_i from the exact nominal value, which rounding moved by at most its error."""
+        if self.still:
+            return up, down
+        reach = (reach + self.nominal.errors[node]) * INFLATE
+        return torch.minimum(up, reach), torch.minimum(down, reach)
+
+    def replay(self, node: Node, *tensors: Tensor) -> Tensor:
+        """The operation on other values of its operands, each of shape (N, *shape)."""
+        operands = list(dict.fromkeys(node.operands))
+
+        def one(*given: Tensor) -> Tensor:
+            known = dict(zip(operands, given, strict=True))
+            args, kwargs = map_nodes(known.__getitem__, (node.args, dict(node.kwargs)))
+            return node.function(*args, **kwargs)
+
+        return torch.vmap(one)(*tensors)
+
+    def rounded(self, node: Node, factor: float = 2.0**-48) -> Tensor:
+        """The rounding of a few operations on each entry."""
+        return self.value(node).abs() * factor
+
+
+Rule = Callable[..., State]
+BOXES: dict[Any, Rule] = {}
+_CORES = ("linear", "matmul", "conv1d", "conv2d", "conv3d")
+
+
+def _box(*targets: Any) -> Callable[[Rule], Rule]:
+    def register(answer: Rule) -> Rule:
+        BOXES.update({key_of(target): answer for target in targets})
+        return answer
+
+    return register
+
+
+def _unknown(walk: Walk, node: Node, *operands: State) -> State:
+    """An operation known by its global constant alone: every entry moves by at most K·ε."""
+    value, lip = walk.value(node), walk.boxes.lips[node]
+    if walk.still:
+        moved = torch.zeros_like(walk.eps)
+        for x in operands:
+            most = flat(x.reach).norm(dim=1) * ratio(lip, x.lip)
+            moved = torch.maximum(moved, torch.where(flat(x.reach).amax(1) > 0, most, 0.0))
+        error = moved * len(operands) * INFLATE + flat(value.abs()).amax(1) * _EVALUATION
+        reach = _over(error, value).expand_as(value)
+        return walk.result(node, reach, reach, operands)
+    wide = torch.full_like(value, math.inf)
+    constant = walk.result(node, wide, wide, operands).constant
+    up, down = walk.within(node, wide, wide, _over(constant * walk.eps * INFLATE, value))
+    return walk.result(node, up, down, operands)
+
+
+def _extended(x: State, weight: Tensor) -> Way:
+    """The way to a value each of whose entries moves by at most ``weight`` times what the same entry of x does."""
+    if x.way is not None:
+        return Way(x.way.base, x.way.core, x.way.inner, x.way.outer * weight)
+    return Way(x, None, torch.ones_like(x.value), weight)
+
+
+@_box(*_CORES)
+def _operator(walk: Walk, node: Node, x: State, *others: State) -> State:
+    """A matrix or convolution: interval ∩ ball, with the row norms of the operator between the weights."""
+    core = walk.boxes.cores.get(node)
+    if core is None:
+        return _unknown(walk, node, x, *others)
+    folds = x.way is not None and x.way.core is None
+    base, inner = (
+        (x.way.base, x.way.outer * x.way.inner) if folds and x.way is not None else (x, torch.ones_like(x.value))
+    )
+    up, down = core.interval(x.up, x.down)
+    rounding = core.rounding(x.value)
+    up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
+    if not walk.still:
+        rows = core.row_norms(inner * base.moving)
+        up, down = walk.within(node, up, down, rows * _over(base.constant * walk.eps, rows))
+    return walk.result(node, up, down, way=Way(base, core, inner, torch.ones_like(walk.value(node))))
+
+
+def _scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
+    """Entrywise multiplication by constants that broadcast over the value, and a constant shift."""
+    positive, negative = scale.clamp_min(0) * INFLATE, (-scale).clamp_min(0) * INFLATE
+    up, down = positive * x.up + negative * x.down, positive * x.down + negative * x.up
+    rounding = walk.rounded(node) + (x.value * scale).abs() * 2.0**-48
+    weight = (scale.abs() * INFLATE).expand_as(x.value[:1]).expand_as(x.value)
+    return walk.result(node, up, down, way=_extended(x, weight), rounding=rounding)
+
+
+@_box("batch_norm")
+def _batch_norm(walk: Walk, node: Node, x: State) -> State:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
+    if given.get("weight") is not None:
+        scale = scale * given["weight"].detach().double()
+    scale = scale.reshape(1, 1, -1, *[1] * (x.value.dim() - 3))
+    shift = given["running_mean"].double().reshape(scale.shape) * scale
+    state = _scaled(walk, node, x, scale)
+    slack = shift.abs() * 2.0**-48
+    return walk.result(node, state.up, state.down, way=state.way, rounding=slack.expand_as(x.value))
+
+
+def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
+    """A constant operand with as many dimensions as the value, if it does not enlarge it."""
+    factor = torch.as_tensor(constant, dtype=torch.float64, device=x.value.device).detach()
+    if node.shape != tuple(x.value.shape[1:]) or factor.dim() > len(node.shape):
+        return None
+    return factor.reshape((1,) * (x.value.dim() - factor.dim()) + tuple(factor.shape))
+
+
+@_box("mul", "div")
+def _times(walk: Walk, node: Node, *operands: State) -> State:
+    """By a constant."""
+    first, second = node.args[:2]
+    if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
+        return _unknown(walk, node, *operands)
+    factor = _constant_factor(node, operands[0], second if isinstance(first, Node) else first)
+    if factor is None or len(node.args) > 2 or node.kwargs:
+        return _unknown(walk, node, *operands)
+    return _scaled(walk, node, operands[0], 1 / factor if node.op == "div" else factor)
+
+
+@_box("neg")
+def _negated(walk: Walk, node: Node, x: State) -> State:
+    return walk.result(node, x.down, x.up, way=_extended(x, torch.ones_like(x.value)))
+
+
+@_box("add", "sub", "rsub")
+def _sum(walk: Walk, node: Node, *operands: State) -> State:
+    """x ± α y; a constant shifts. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, and what the global analysis folded."""
+    names = ("input", "other")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    alpha = float(given.get("alpha", 1))
+    first, second = given.get("input"), given.get("other")
+    signs = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[node.op]
+    moving = [(x, sign) for x, sign in ((first, signs[0]), (second, signs[1])) if isinstance(x, Node)]
+    if len(node.args) > 2 or len(given) > 2 + ("alpha" in given) or not moving:
+        return _unknown(walk, node, *operands)
+    states = [(walk.states[x], sign) for x, sign in moving]
+    rounding = walk.rounded(node)
+    if len(states) == 1:
+        x, sign = states[0]
+        if tuple(x.value.shape[1:]) != node.shape:
+            return _unknown(walk, node, *operands)
+        rounding = rounding + x.value.abs() * 2.0**-48
+        state = _scaled(walk, node, x, x.value.new_full((1,) * x.value.dim(), sign))
+        return walk.result(node, state.up, state.down, way=state.way, rounding=rounding)
+    up: Tensor | float = 0.0
+    down: Tensor | float = 0.0
+    constants: list[tuple[State, float]] = []
+    for x, sign in states:
+        size = abs(sign)
+        rise, fall = (x.up, x.down) if sign >= 0 else (x.down, x.up)
+        form = (len(x.value), *[1] * (len(node.shape) + 1 - x.value.dim()), *x.value.shape[1:])
+        up, down = up + rise.reshape(form) * size, down + fall.reshape(form) * size
+        rounding = rounding + x.value.abs().reshape(form) * size * 2.0**-48
+        copies = math.prod(node.shape) / max(1, math.prod(x.value.shape[1:]))
+        constants.append((x, size * math.sqrt(copies) * INFLATE))
+    assert isinstance(up, Tensor)
+    assert isinstance(down, Tensor)
+
+    def constant() -> Tensor:
+        return torch.stack([x.constant * size for x, size in constants]).sum(0) * INFLATE
+
+    up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
+    return walk.result(node, up, down, operands, constant=constant)
+
+
+@_box("identity", "dropout")
+def _same(walk: Walk, node: Node, x: State) -> State:
+    return walk.result(node, x.up, x.down, (x,), way=x.way, constant=lambda: x.constant)
+
+
+@_box(
+    "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
+    "constant_pad_nd", "expand", "repeat", "tile", "repeat_interleave", "mean", "sum", "avg_pool1d", "avg_pool2d",
+    "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+)  # fmt: skip
+def _nonnegative(walk: Walk, node: Node, *operands: State) -> State:
+    """Affine with weights ≥ 0: f(up) − f(0), where f(0) consists of constants that are copied, so that it cancels
+    exactly."""
+    order = list(dict.fromkeys(node.operands))
+    if not all(operand in walk.states for operand in order):
+        return _unknown(walk, node, *operands)
+    states = [walk.states[operand] for operand in order]
+    zero = walk.replay(node, *(torch.zeros_like(x.value) for x in states))
+    up = (walk.replay(node, *(x.up for x in states)) - zero) * INFLATE
+    down = (walk.replay(node, *(x.down for x in states)) - zero) * INFLATE
+    rounding: Tensor | float = 0.0
+    if node.op in ("mean", "sum") or "pool" in str(node.op):
+        rounding = walk.replay(node, *(x.value.abs() for x in states)) * (math.prod(order[0].shape) * 2.0**-50)
+
+    def side_by_side() -> Tensor:
+        return torch.stack([x.constant.square() for x in states]).sum(0).sqrt() * INFLATE
+
+    once = node.op in ("cat", "stack") and len(states) == len(node.operands)
+    return walk.result(node, up, down, states, constant=side_by_side if once else None, rounding=rounding)
+
+
+@_box("part")
+def _part(walk: Walk, node: Node, *operands: State) -> State:
+    """One of the parts into which a value was cut."""
+    whole = node.args[0]
+    source = whole.args[0] if isinstance(whole, Node) and whole.args else None
+    if not (isinstance(whole, Node) and whole.op in _PIECES and source in walk.states and len(operands) == 1):
+        return _unknown(walk, node, *operands)
+    pick = Node(
+        "part", lambda x, *a, **k: whole.function(x, *a, **k)[node.args[1]], whole.args, whole.kwargs, node.path
+    )
+    up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
+    return walk.result(node, up, down, operands)
+
+
+_PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
+
+
+def _monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For a function that rises in every entry and is computed exactly: the box, and its values at both ends."""
+    low, middle, high = walk.replay(node, x.low), walk.value(node), walk.replay(node, x.high)
+    return _gap(high, middle), _gap(middle, low), low, high
+
+
+@_box("relu", "relu6", "hardtanh", ClippedReLU)
+def _clip(walk: Walk, node: Node, x: State) -> State:
+    """Slope 1 between two limits, 0 outside: constant where both ends of the box give the same."""
+    up, down, low, high = _monotone(walk, node, x)
+    return walk.result(node, up, down, way=_extended(x, (high > low).double()))
+
+
+@_box("clamp")
+def _clamp(walk: Walk, node: Node, x: State, *others: State) -> State:
+    return (
+        _unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else _clip(walk, node, x)
+    )
+
+
+@_box("leaky_relu")
+def _leaky(walk: Walk, node: Node, x: State) -> State:
+    """Slopes 1 and s: the smaller one where the box stays on its side."""
+    slope = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01))
+    if slope < 0:
+        return _entrywise(walk, node, x)
+    low, high = x.low, x.high
+    up = _gap(walk.replay(node, high), walk.value(node))
+    down = _gap(walk.value(node), walk.replay(node, low))
+    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, max(1.0, slope)))
+    rounding = torch.maximum(low.abs(), high.abs()) * (slope * 2.0**-51)
+    return walk.result(node, up, down, way=_extended(x, weight), rounding=torch.where(x.reach > 0, rounding, 0.0))
+
+
+@_box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
+def _entrywise(walk: Walk, node: Node, x: State) -> State:
+    """|φ'| ≤ L: every entry moves by at most L times what it did."""
+    gain = ratio(walk.boxes.lips[node], x.lip)
+    if not math.isfinite(gain):
+        return _unknown(walk, node, x)
+    reach = x.reach * gain * INFLATE
+    rounding = flat(walk.value(node).abs()).amax(1) * _EVALUATION
+    way = _extended(x, torch.full_like(x.value, gain))
+    return walk.result(node, reach, reach, way=way, rounding=_over(rounding, reach).expand_as(reach))
+
+
+@_box(MaxMin, ClippedMaxMin)
+def _max_min(walk: Walk, node: Node, x: State) -> State:
+    """Pairs (a, b) ↦ (max, min), which rise in both.
+
+    Where the boxes order a pair it is a permutation, and the entry that goes into a constant result has weight 0; where
+    they do not, both have, if both results are constant.
+    """
+    module: Any = node.function
+    dim = module.dim + 1 if module.dim >= 0 else module.dim
+    up, down, low, high = _monotone(walk, node, x)
+    top, bottom = (high > low).double().chunk(2, dim)
+    (low_a, low_b), (high_a, high_b) = x.low.chunk(2, dim), x.high.chunk(2, dim)
+    either = torch.maximum(top, bottom)
+    first = torch.where(low_a >= high_b, top, torch.where(low_b >= high_a, bottom, either))
+    second = torch.where(low_a >= high_b, bottom, torch.where(low_b >= high_a, top, either))
+    return walk.result(node, up, down, way=_extended(x, torch.cat((first, second), dim)), open=False)
+
+
+@_box("max_pool2d")
+def _max_pool(walk: Walk, node: Node, x: State) -> State:
+    """An entry that cannot be the largest of a window in the ball does not count there.
+
+    |max a − max b| ≤ max|a_j − b_j| over the entries j that can be the largest of the window, so with n_j the number of
+    windows that move and where j can be the largest, ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
+    """
+    up, down, low, high = _monotone(walk, node, x)
+    names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if given.get("ceil_mode") or len(node.shape) != 4:
+        return walk.result(node, up, down, (x,))
+    size, padding, dilation = (
+        _pair(given.get(k) or d) for k, d in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
+    )
+    stride = _pair(given.get("stride") or given["kernel_size"])
+    image = tuple(x.value.shape[-2:])
+    padded = (image[0] + 2 * padding[0], image[1] + 2 * padding[1])
+    entries = x.high.reshape(-1, 1, *image)
+    frame = F.pad(entries, (padding[1],) * 2 + (padding[0],) * 2, value=-1e300)
+    windows = F.unfold(frame, size, dilation=dilation, stride=stride)
+    counts = (windows >= low.reshape(len(entries), 1, -1)) & (high > low).reshape(len(entries), 1, -1)
+    total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
+    total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
+    weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
+    return walk.result(node, up, down, way=_extended(x, weight), open=False)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[-1]))
+
+
+@_box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
+def _extremes(walk: Walk, node: Node, x: State) -> State:
+    up, down, _, _ = _monotone(walk, node, x)
+    return walk.result(node, up, down, (x,))

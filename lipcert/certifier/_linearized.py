@@ -1,0 +1,380 @@
+"""A network linearised at images: its stages, the norms of its Jacobians, and what the margins make of a deviation.
+
+What the certificates *lofast* and *anchored* have in common. They differ in which norms they take and how they add up
+the remainders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import Node, Replay, capture, cuts, explicit_attention, needed
+from lipcert.graph._graph import run
+from lipcert.model import Model
+from lipcert.norms import lanczos_norm
+
+Progress = Callable[[int, int], None]
+
+SAFETY = 1e-6
+_ISOMETRIES = frozenset(("identity", "dropout", "reshape", "permute", "transpose", "flip", "roll"))
+
+
+@dataclass
+class Stage:
+    """The nonlinear operations between two cuts: values through which everything later depends on the image."""
+
+    start: Node
+    end: Node
+    nonlinear: list[Node] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Where in the model the stage ends, for people."""
+        return self.end.path.removeprefix("net.").removeprefix("net") or "(model)"
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """How far values can move.
+
+    Attributes:
+        operands: ρ for the operands of every nonlinear operation, each of shape (N,).
+        logits: ρ for the logits, shape (N,).
+        features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
+    """
+
+    operands: dict[Node, list[Tensor]]
+    logits: Tensor
+    features: Tensor | None
+
+
+class Linearized:
+    """A captured network, cut into stages.
+
+    Args:
+        model: the model, in float64.
+        at: what is perturbed: None for the pixels, the path of a module for its output, or the index of a stage for its
+            start. ε is measured there; what the network reads past that value stays as it is.
+        delta: failure probability for each image, over the certifier's own random start vectors.
+        tolerance: how far the norms of Jacobians may be above what Lanczos has seen.
+        seed: of the start vectors.
+
+    Raises:
+        InputError: ``at`` names no value of the network.
+        UnsupportedOperation: names the operations behind ``at`` that have no remainder rule.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        at: str | int | None = None,
+        delta: float = 1e-9,
+        tolerance: float = 0.05,
+        seed: int = 0,
+    ):
+        self.model = model
+        self.delta = delta
+        self.tolerance = tolerance
+        self.generator = torch.Generator().manual_seed(seed)
+        example = torch.rand(1, *model.input_size, generator=self.generator).to(model.device, model.dtype)
+        graph = explicit_attention(capture(model, example, whole=lambda module: type(module) in REMAINDERS))
+        self.replay = Replay(needed(graph))
+        self.graph = self.replay.graph
+        self.source = self.graph.input
+        self._choose(at, example)
+        self.head = self._head()
+        self.constants: dict[tuple[Node, Node], float] = {}
+        self.pairs: list[tuple[Node, Node]] = []
+        self.unconnected: set[tuple[Node, Node]] = set()
+        for a, b in dict.fromkeys(self._wanted()):
+            if self.replay.between(a, [b]):
+                self.pairs.append((a, b))
+            elif a is not b:
+                self.unconnected.add((a, b))
+
+    def _wanted(self) -> Iterator[tuple[Node, Node]]:
+        """The (a, b) whose ‖G(a → b)‖ the certificate needs; pairs that are 1 or 0 among them are left out later."""
+        raise NotImplementedError
+
+    def _choose(self, at: str | int | None, example: Tensor) -> None:
+        """Sets ``source``, and the rules and stages behind it."""
+        if isinstance(at, str):
+            self.source = self._output_of(at)
+        self.rules = self._rules(example)
+        self.stages = self._stages()
+        if isinstance(at, int):
+            if not 0 <= at < len(self.stages):
+                raise InputError(f"there is no stage {at}; the network has the stages 0 to {len(self.stages) - 1}")
+            self.source = self.stages[at].start
+            self.stages = self.stages[at:]
+            self.rules = {v: self.rules[v] for stage in self.stages for v in stage.nonlinear}
+
+    def _output_of(self, path: str) -> Node:
+        """The value that the module at ``path`` computes last."""
+        places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.shape}
+        wanted = path.removeprefix("net.")
+        inside = [node for node, place in places.items() if f"{place}.".startswith(f"{wanted}.")]
+        if not inside:
+            known = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
+            listed = ", ".join(place for place in known if place not in ("", "net"))
+            raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
+        return inside[-1]
+
+    def _rules(self, example: Tensor) -> dict[Node, type[Remainder]]:
+        values = self.values(example[:, None])
+        rules: dict[Node, type[Remainder]] = {}
+        missing = []
+        for node in self.replay.between(self.source, [self.graph.output]):
+            try:
+                found = remainder_of(node)
+                if found is not None:
+                    found(node, [values[operand] for operand in node.operands], values[node])
+            except NoAnswer as reason:
+                missing.append((f"{node.name} ({reason})", node.path))
+                continue
+            if found is not None:
+                rules[node] = found
+        if missing:
+            raise UnsupportedOperation(missing)
+        return rules
+
+    def _stages(self) -> list[Stage]:
+        """Stages between those cuts behind the source that have a nonlinear operation between them.
+
+        A cut stands for its root: that is one too, as nothing else that lives reads it.
+        """
+        marks = set(cuts(self.graph))
+        stages = [Stage(self.source, self.source)]
+        last = self.source
+        for node in self.graph.nodes[self.replay.position[self.source] + 1 :]:
+            if node in self.rules:
+                if stages[-1].nonlinear and last is not stages[-1].start and self._behind(stages[-1], last):
+                    stages[-1].end = last
+                    stages.append(Stage(last, last))
+                elif not stages[-1].nonlinear:
+                    stages[-1].start = last
+                stages[-1].nonlinear.append(node)
+            if node in marks:
+                last = self.root(node)
+        stages[-1].end = self.graph.output
+        return stages
+
+    def _behind(self, stage: Stage, cut: Node) -> bool:
+        return self.replay.position[cut] >= self.replay.position[stage.nonlinear[-1]]
+
+    def _head(self) -> tuple[Node, Tensor] | None:
+        """Features h and weight W if the logits are W h + b."""
+        node = self.root(self.graph.output)
+        if node.op != "linear" or len(node.operands) != 1 or len(node.shape) != 2 or node is self.source:
+            return None
+        names = ("input", "weight", "bias")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if not isinstance(given["weight"], Tensor) or not isinstance(given["input"], Node):
+            return None
+        return self.root(given["input"]), given["weight"].detach().double()
+
+    @property
+    def outputs(self) -> list[Node]:
+        """The logits, and the features before a linear head."""
+        return [self.graph.output, *([self.head[0]] if self.head is not None else [])]
+
+    def operands(self, node: Node) -> list[Node]:
+        return [self.root(operand) for operand in node.operands]
+
+    def root(self, node: Node) -> Node:
+        """The value whose entries these are, in another arrangement."""
+        while node.op in _ISOMETRIES and len(node.operands) == 1 and node is not self.source:
+            node = node.operands[0]
+        return node
+
+    def _linear_way(self, a: Node, b: Node) -> bool:
+        return not any(node in self.rules for node in self.replay.between(a, [b]))
+
+    def values(self, images: Tensor) -> dict[Node, Tensor]:
+        """Nominal values of all nodes with one result, each of shape (N, *node.shape).
+
+        Args:
+            images: shape (N, 1, C, H, W).
+        """
+        single = [node for node in self.graph.nodes if node.shape and node is not self.graph.input]
+
+        def one(image: Tensor) -> tuple[Tensor, ...]:
+            known = run(self.graph.nodes, {self.graph.input: image})
+            return tuple(known[node] for node in single)
+
+        return {self.graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+
+    def linearize(
+        self, images: Tensor, progress: Progress | None = None
+    ) -> tuple[Tensor, dict[Node, Tensor], dict[tuple[Node, Node], Tensor], dict[Node, Remainder]]:
+        """What :class:`Linearization` is made of, for images of shape (N, C, H, W).
+
+        ``progress`` is called with (norms taken, norms in all).
+        """
+        images = images.to(self.model.device, self.model.dtype)[:, None]
+        with torch.no_grad():
+            values = self.values(images)
+        norms = self.norms(values, len(images), progress)
+        remainders = {
+            v: rule(v, [values[operand] for operand in v.operands], values[v]) for v, rule in self.rules.items()
+        }
+        return images, values, norms, remainders
+
+    def norms(
+        self, values: dict[Node, Tensor], images: int, progress: Progress | None = None
+    ) -> dict[tuple[Node, Node], Tensor]:
+        """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with probability ``delta``."""
+        share = self.delta / max(1, len(self.pairs))
+        by_source: dict[Node, list[Node]] = {}
+        for a, b in self.pairs:
+            by_source.setdefault(a, []).append(b)
+        found: dict[tuple[Node, Node], Tensor] = {}
+        for a, targets in by_source.items():
+            for b in targets:
+                found[a, b] = self._norm(a, b, values, images, share)
+                if progress is not None:
+                    progress(len(found), len(self.pairs))
+        return found
+
+    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], images: int, share: float) -> Tensor:
+        """Upper bounds on ‖G(a → b)‖, shape (N,); without nonlinear operations on the way it is the same for all."""
+        if (a, b) in self.constants:
+            return torch.full((images,), self.constants[a, b], dtype=torch.float64)
+        constant = self._linear_way(a, b)
+        if constant:
+            values = {node: value[:1] for node, value in values.items()}
+        count = 1 if constant else images
+        source = values[a].detach().requires_grad_()
+        with torch.enable_grad():
+            (target,) = self.replay(a, source, [b], values)
+            weight = torch.zeros_like(target, requires_grad=True)
+            (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
+
+        def adjoint(u: Tensor) -> Tensor:
+            (result,) = torch.autograd.grad(target, source, u.reshape(target.shape), retain_graph=True)
+            return result.reshape(count, -1)
+
+        def product(v: Tensor) -> Tensor:
+            (result,) = torch.autograd.grad(pulled, weight, v.reshape(source.shape), retain_graph=True)
+            return result.reshape(count, -1)
+
+        rows, columns = target[0].numel(), source[0].numel()
+        forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
+        norm = lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=self.generator)
+        if constant:
+            self.constants[a, b] = norm.item()
+        return norm.expand(images)
+
+
+class Linearization:
+    """A network linearised at N images: bounds for any ε.
+
+    Args:
+        method: the network and its pairs.
+        images: pixels in [0, 1], shape (N, 1, C, H, W).
+        values: nominal values, each of shape (N, *node.shape).
+        norms: upper bounds on ‖G(a → b)‖ for the pairs, each of shape (N,).
+        remainders: the remainder rules at the nominal points.
+
+    Attributes:
+        logits: nominal logits, shape (N, classes).
+    """
+
+    def __init__(
+        self,
+        method: Linearized,
+        images: Tensor,
+        values: dict[Node, Tensor],
+        norms: dict[tuple[Node, Node], Tensor],
+        remainders: dict[Node, Remainder],
+    ):
+        self.method = method
+        self.images = images
+        self.values = values
+        self.norms = norms
+        self.remainders = remainders
+        self.logits = values[method.graph.output].reshape(len(images), -1)
+
+    def gain(self, a: Node, b: Node) -> Tensor | float:
+        """‖G(a → b)‖ from above: 1 for a value itself, 0 where b does not depend on a."""
+        if a is b:
+            return 1.0
+        return 0.0 if (a, b) in self.method.unconnected else self.norms[a, b]
+
+    def deviations(self, eps: Tensor) -> Deviations:
+        """How far values can move for perturbations of norm at most eps, shape (N,)."""
+        raise NotImplementedError
+
+    def inside(
+        self, stage: Stage, linear: Callable[[Node], Tensor], operands: dict[Node, list[Tensor]]
+    ) -> Callable[[Node], Tensor]:
+        """Goes through a stage, and adds the ρ of its nonlinear operations' operands to ``operands``.
+
+        Args:
+            stage: the stage.
+            linear: upper bounds on the deviation of a value in the stage without the remainders that arise inside it.
+            operands: receives ρ.
+
+        Returns:
+            How much those remainders move a value at the stage's end.
+        """
+        added: list[tuple[Node, Tensor]] = []
+
+        def errors(u: Node) -> Tensor:
+            return sum((self.gain(w, u) * r for w, r in added), self.logits.new_zeros(len(self.images)))
+
+        for v in stage.nonlinear:
+            operands[v] = [linear(u) + errors(u) for u in self.method.operands(v)]
+            added.append((v, self.remainders[v].norm(operands[v])))
+        return errors
+
+    def spreads(self, predicted: Tensor) -> Tensor | None:
+        """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""
+        if self.method.head is None:
+            return None
+        weight = self.method.head[1]
+        rounding = 1 + (weight.shape[1] + 8) * 2.0**-52
+        return torch.stack([(weight - weight[y]).norm(dim=1) for y in predicted.tolist()]) * rounding
+
+    def moved(self, found: Deviations, spreads: Tensor | None) -> Tensor:
+        """Upper bounds on the change of f_y − f_j, of shape (N, 1) or (N, classes).
+
+        f_y − f_j = ⟨e_y − e_j, f⟩ changes by at most √2 ρ of the logits, and ⟨w_y − w_j, h⟩ + const by ‖w_y − w_j‖ ρ of
+        the features (Leino, Wang, Fredrikson, ICML 2021, section 3).
+        """
+        change = math.sqrt(2) * found.logits[:, None]
+        if found.features is not None and spreads is not None:
+            change = torch.minimum(change, spreads * found.features[:, None])
+        return change * (1 + SAFETY)
+
+
+def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
+    """The largest ε, to 0.1 %, with left(ε) > 0, for a non-increasing function; 0 where 1e-12 · guess is too large.
+
+    Args:
+        left: function of ε, shape (N,), that is called some 30 times.
+        guess: an ε near which left turns negative, shape (N,).
+    """
+    low, high = guess * 1e-12, guess.clone()
+    good = left(low) > 0
+    for _ in range(8):
+        holds = good & (left(high) > 0)
+        if not bool(holds.any()):
+            break
+        low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
+    for _ in range(44):
+        middle = (low * high).sqrt()
+        holds = left(middle) > 0
+        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+        if bool((high <= low * 1.001).all()):
+            break
+    return torch.where(good, low, 0.0)

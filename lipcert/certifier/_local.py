@@ -1,0 +1,195 @@
+"""The local certificate: margins against Lipschitz constants that hold in the ball around the image."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import Analysis, analyze
+from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
+from lipcert.bounds._masked import INFLATE, Core
+from lipcert.certifier._margins import ROUND_DOWN, MarginBounds, radii
+from lipcert.errors import InputError
+from lipcert.model import Model
+
+_EVALUATIONS = 64
+_ACCURACY = 1.01
+
+
+class Local:
+    """Local-Lip: local Lipschitz constants from boxes, with the units that are constant in the ball removed.
+
+    Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust Neural Networks with Efficient Local
+    Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395). What is computed, and why it holds, is in
+    :mod:`lipcert.bounds._box`. Operations without boxes count with their global constant, so that the result is never
+    worse than the global one.
+
+    Attributes:
+        delta: failure probability of each image in each call, over the random start vectors of the norms of large
+            operators;
+            0 if every norm is deterministic.
+
+    Args:
+        model: the model, in float64.
+        analysis: the global analysis of this very model, where it is already known.
+        delta: what ``delta`` may be at most; 0 for deterministic norms, which are looser for large operators.
+        seed: of the start vectors.
+
+    Raises:
+        InputError: the model is not in float64, or does not return logits.
+        UnsupportedOperation: names every operation without a rule and where it is.
+    """
+
+    def __init__(self, model: Model, *, analysis: Analysis | None = None, delta: float = 1e-9, seed: int = 0):
+        if model.dtype != torch.float64:
+            raise InputError(f"local bounds are computed in float64, the model is in {model.dtype}; use model.double()")
+        self.model = model
+        self.seed = seed
+        self.analysis = analyze(model) if analysis is None else analysis
+        if len(self.analysis.output.shape) != 2:
+            raise InputError(
+                f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
+            )
+        self.boxes = Boxes(self.analysis)
+        self.everywhere = MarginBounds(self.analysis)
+        self.delta = delta if any(not core.exact for core in self.boxes.cores.values()) else 0.0
+
+    @torch.no_grad()
+    def bound(self, images: Tensor, eps: Tensor) -> Tensor:
+        """Lipschitz constants of the logits on the balls of radius ``eps`` around the images.
+
+        Args:
+            images: pixels, shape (N, C, H, W).
+            eps: radii in ℓ2, shape (N,).
+
+        Returns:
+            float64, shape (N,); at most the global bound.
+        """
+        return self._walk(self._nominal(images), eps, self._generator()).output.constant
+
+    @torch.no_grad()
+    def constants(self, images: Tensor, predicted: Tensor, eps: Tensor) -> Tensor:
+        """Lipschitz constants K_yj of the margins f_y − f_j on the balls of radius ``eps``.
+
+        If the last operation is a matrix behind a value with constant K, ‖(w_y − w_j)·diag(m)‖·K with m the units that
+        move; else √2 times the constant of the logits.
+
+        Args:
+            images: pixels, shape (N, C, H, W).
+            predicted: the classes y, shape (N,).
+            eps: radii in ℓ2, shape (N,).
+
+        Returns:
+            float64, shape (N, classes); 0 in the column of the predicted class.
+        """
+        walk = self._walk(self._nominal(images), eps, self._generator())
+        return self._margin_constants(walk, predicted.to(self.model.device)).cpu()
+
+    @torch.no_grad()
+    def radius(self, images: Tensor, predicted: Tensor, gaps: Tensor, eps: float | None = None) -> Tensor:
+        """Certified radii, rounded down, to 1 %.
+
+        A radius r is certified if gap_j exceeds K_yj·r, or what the boxes allow f_j − f_y to rise, for every j, with
+        constants and boxes for the ball of radius r. The search starts from the certificate of the global constants,
+        and any radius that passes is one, whatever the search does.
+
+        Args:
+            images: pixels, shape (N, C, H, W).
+            predicted: the classes y, shape (N,).
+            gaps: f_y − f_j, +inf at j = y, shape (N, classes).
+            eps: a radius that is tried by itself, so that the 1 % cannot cost a certificate at ``eps``.
+
+        Returns:
+            float64, shape (N,); 0 where nothing is certified, inf where nothing can move.
+        """
+        low = radii(gaps.cpu(), self.everywhere.of(predicted.cpu()))
+        nominal, generator = self._nominal(images), self._generator()
+        gaps, predicted = gaps.to(self.model.device, torch.float64), predicted.to(self.model.device)
+        start = low.clamp_min(1e-12)
+        high = torch.full_like(low, math.inf)
+        open_ = (gaps > 0).all(1).cpu() & torch.isfinite(low)
+        tries = [] if eps is None else [torch.full_like(low, eps * (1 + 1e-9))]
+        for step in range(_EVALUATIONS):
+            if step < len(tries):
+                trial = tries[step]
+            else:
+                base = torch.maximum(low, start)
+                trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)
+            index = torch.nonzero(open_ & (trial > low) & (trial < high)).flatten()
+            if not len(index):
+                if step < len(tries):
+                    continue
+                break
+            passes = self._passes(nominal, index, trial[index], predicted, gaps, generator)
+            low[index] = torch.where(passes, trial[index], low[index])
+            high[index] = torch.where(passes, high[index], trial[index])
+            open_ &= (high > _ACCURACY * low) & (high > 1e-12) & (low < 1e12)
+        return low * ROUND_DOWN
+
+    def _passes(
+        self,
+        nominal: Nominal,
+        index: Tensor,
+        eps: Tensor,
+        predicted: Tensor,
+        gaps: Tensor,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Whether the margins of the images at ``index`` hold in balls of radius ``eps``, both of shape (n,)."""
+        where = index.to(self.model.device)
+        walk = self._walk(nominal.select(where), eps, generator)
+        classes, gap = predicted[where], gaps[where]
+        reach = self._margin_constants(walk, classes) * walk.eps[:, None]
+        reach = torch.minimum(reach, self._margin_boxes(walk, classes))
+        errors = flat(walk.nominal.errors[self.boxes.graph.output])
+        gap = gap - (errors + errors.gather(1, classes[:, None])) * INFLATE
+        others = torch.ones_like(gap, dtype=torch.bool).scatter_(1, classes[:, None], False)
+        return ((gap > reach * INFLATE) | ~others).all(1).cpu()
+
+    def _nominal(self, images: Tensor) -> Nominal:
+        return self.boxes.nominal(images.to(self.model.device, torch.float64))
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def _walk(self, nominal: Nominal, eps: Tensor, generator: torch.Generator) -> Walk:
+        # A walk takes at most one norm for each operation, and a call at most _EVALUATIONS walks.
+        share = self.delta / (_EVALUATIONS * len(self.boxes.graph.nodes))
+        return Walk(self.boxes, nominal, eps.to(self.model.device, torch.float64), share, generator)
+
+    def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
+        """The last matrix, the value in front of it, and the weights of its columns; None if the logits are not a
+        matrix's."""
+        way = walk.output.way
+        if way is None or way.core is None or walk.boxes.graph.output not in walk.boxes.cores:
+            return None
+        return (way.core, way.base, flat(way.inner * way.base.moving)) if len(way.core.input_shape) == 2 else None
+
+    def _differences(self, core: Core, predicted: Tensor) -> Tensor:
+        """w_j − w_y, shape (N, classes, features)."""
+        return core.weight - core.weight[predicted][:, None]
+
+    def _margin_constants(self, walk: Walk, predicted: Tensor) -> Tensor:
+        head = self._head(walk)
+        found = (walk.output.constant * (math.sqrt(2) * INFLATE))[:, None].expand(-1, self.boxes.graph.output.shape[-1])
+        if head is not None:
+            core, base, weights = head
+            rows = (self._differences(core, predicted) * weights[:, None]).norm(dim=2)
+            rows = torch.where(rows > 0, rows * base.constant[:, None], 0.0) * INFLATE
+            found = torch.minimum(found, rows)
+        found = torch.minimum(found, self.everywhere.of(predicted.cpu()).to(found.device))
+        return found.scatter(1, predicted[:, None], 0.0)
+
+    def _margin_boxes(self, walk: Walk, predicted: Tensor) -> Tensor:
+        """How far f_j − f_y can rise in the boxes, shape (N, classes)."""
+        if self._head(walk) is None:
+            up, down = flat(walk.output.up), flat(walk.output.down)
+            return (up + down.gather(1, predicted[:, None])) * INFLATE
+        core = walk.boxes.cores[walk.boxes.graph.output]
+        features = walk.states[self.boxes.graph.output.operands[0]]
+        rows = self._differences(core, predicted)
+        up, down = flat(features.up)[:, :, None], flat(features.down)[:, :, None]
+        rise = (rows.clamp_min(0) @ up + (-rows).clamp_min(0) @ down).squeeze(2)
+        return rise.nan_to_num(nan=math.inf) * INFLATE

@@ -1,0 +1,349 @@
+"""LoFAST: the local sensitivity of dot-product attention, layer by layer.
+
+After Havens, Araujo, Zhang, Hu, "Fine-grained local sensitivity analysis of standard dot-product self-attention", ICML
+2024, whose Theorem 1 bounds what attention does to a perturbation by a first-order constant ζ(X) at the unperturbed
+tokens and a second-order constant δ₂ that comes in two forms. The constants here are derived below, not taken over.
+
+**One attention layer.** Tokens X ∈ ℝ^(n×D), heads l with Q_l = X W_l^Q + b, K_l and V_l likewise, scores S_l = s Q_l
+K_lᵀ, P_l = softmax(S_l) row by row, Attn(X) = concat_l(P_l V_l) W^O. For a perturbation Δ
+
+    δS_l = S_l'[Δ] + s Δ A_l Δᵀ,    A_l = W_l^Q (W_l^K)ᵀ,    S_l'[Δ] = s (Δ W_l^Q K_lᵀ + Q_l (W_l^K)ᵀ Δᵀ).
+
+Without biases the second term is X W_l^Q (W_l^K)ᵀ Δᵀ = (Δ W_l^K (W_l^Q)ᵀ Xᵀ)ᵀ: the matrix is W^K (W^Q)ᵀ where Δ stands
+left of it, and W^Q (W^K)ᵀ where Δᵀ stands right of it. The two are each other's transpose and both spellings are right;
+a mixture of them is not. Exactly,
+
+    Attn(X + Δ) − Attn(X) = J Δ + Σ_l R_l W_l^O,
+    R_l = P_l'[s Δ A_l Δᵀ] V_l + (P_l(S + δS) − P_l − P_l'[δS]) V_l + δP_l Δ W_l^V.
+
+ζ(X) = ‖J‖ is the norm of the true Jacobian. Rows of δP_l and of both softmax terms sum to zero, so V_l may be centred
+over the tokens: C_l = (I − 11ᵀ/n) V_l. Softmax p has the Jacobian diag(p) − ppᵀ, of norm at most κ = min(½, max p), and
+second derivatives of norm at most √(2/27) and at most κ √(1 + max p) (:class:`lipcert.bounds._remainder.Softmax`). So
+with ‖δS_l‖_F ≤ σ_l = M_l ε + s ‖A_l‖ ε² for ‖Δ‖_F ≤ ε and M_l ≥ ‖S_l'‖, M_l = s (‖W_l^Q K_lᵀ‖ + ‖W_l^K Q_lᵀ‖),
+
+    ‖R_l‖_F ≤ ‖C_l‖ (κ₀ s ‖A_l‖ ε² + ½ c σ_l²) + κ σ_l ‖W_l^V‖ ε,    ‖R‖_F ≤ ‖W^O‖ (Σ_l ‖R_l‖_F²)^½.
+
+- δ₂⁽¹⁾: softmax at its worst, κ₀ = κ = ½ and c = √(2/27): the layer enters through M_l(X).
+- δ₂⁽²⁾: softmax at the actual weights. Along the way an entry of P_l grows by at most e^(√2 σ_l), because a row of δS_l
+  differs between two entries by at most √2 of its norm: with ξ_l(X) = max P_l at X and ξ = min(1, ξ_l e^(√2 σ_l)) over
+  the ball, κ₀ = min(½, ξ_l), κ = min(½, ξ), c = κ √(1 + ξ). For nearly uniform attention ξ_l is near 1/n.
+
+**A whole network** is cut into stages where everything later depends on the image through one value (in a ViT: after
+the embedding and after both residual additions of every block, so that J_k is the Jacobian of the residual block
+itself). Then
+
+    ρ_{k+1} = ‖J_k‖ ρ_k + r_k(ρ_k),
+
+J_k the exact Jacobian of the stage at the image and r_k the sum of the stage's remainders, each times the norm of the
+Jacobian from where it arises to the stage's end. Every operation in a stage deviates by the norm of the Jacobian from
+the stage's start, times ρ_k, plus the remainders before it; the proof is that of :mod:`lipcert.certifier._anchored`
+within one stage. The first-order constants of the stages multiply, which the anchored certificate avoids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds._bound import Rigor
+from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, search
+from lipcert.errors import InputError
+from lipcert.graph import Node
+from lipcert.norms import lanczos_norm
+
+# Singular values from torch are off by some 1e-14 of the largest, and a bound here has a few dozen roundings.
+_ROUNDING = 1 + 1e-9
+_CANCELLED = 1e-12
+_DENSE = 1024
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one stage of the network does to a perturbation.
+
+    Attributes:
+        name: path of the module where the stage ends.
+        zeta: ‖J_k‖, shape (N,).
+        remainder: r_k(ρ_k), shape (N,).
+        rho_in: ρ_k, shape (N,).
+        rho_out: ρ_{k+1}, shape (N,).
+    """
+
+    name: str
+    zeta: Tensor
+    remainder: Tensor
+    rho_in: Tensor
+    rho_out: Tensor
+
+
+class LoFAST(Linearized):
+    """The layer-by-layer certificate of one model; arguments as for :class:`.Linearized`."""
+
+    def _wanted(self) -> Iterator[tuple[Node, Node]]:
+        yield self.source, self.stages[0].start
+        for stage in self.stages:
+            ends = [stage.end, *(self.outputs if stage is self.stages[-1] else [])]
+            for position, v in enumerate(stage.nonlinear):
+                for u in self.operands(v):
+                    yield stage.start, u
+                for u in (*(u for w in stage.nonlinear[position + 1 :] for u in self.operands(w)), *ends):
+                    yield v, u
+            for u in ends:
+                yield stage.start, u
+
+    def __call__(self, images: Tensor, progress: Progress | None = None) -> Layers:
+        """Linearises every stage at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
+        return Layers(self, *self.linearize(images, progress))
+
+
+class Layers(Linearization):
+    """The stages of a network linearised at N images: bounds for any ε."""
+
+    def deviations(self, eps: Tensor) -> Deviations:
+        """How far values can move for perturbations of norm at most eps, shape (N,)."""
+        return self._walk(eps)[0]
+
+    def per_block(self, eps: Tensor) -> list[Block]:
+        """What every stage does to perturbations of norm at most eps, shape (N,), in order."""
+        return self._walk(eps)[1]
+
+    def _walk(self, eps: Tensor) -> tuple[Deviations, list[Block]]:
+        operands: dict[Node, list[Tensor]] = {}
+        blocks = []
+        rho = eps * self.gain(self.method.source, self.method.stages[0].start)
+        for stage in self.method.stages:
+            linear = partial(self._linear, stage.start, rho)
+            errors = self.inside(stage, linear, operands)
+            zeta = torch.as_tensor(self.gain(stage.start, stage.end), dtype=rho.dtype).expand_as(rho)
+            remainder = errors(stage.end)
+            blocks.append(Block(stage.name, zeta, remainder, rho, zeta * rho + remainder))
+            rho = blocks[-1].rho_out
+        features = linear(self.method.head[0]) + errors(self.method.head[0]) if self.method.head else None
+        return Deviations(operands, rho, features), blocks
+
+    def _linear(self, start: Node, rho: Tensor, u: Node) -> Tensor:
+        return self.gain(start, u) * rho
+
+    def radius(self, predicted: Tensor, gaps: Tensor) -> Tensor:
+        """Certified radii, float64, shape (N,), rounded down, to 1 % or better.
+
+        Args:
+            predicted: classes y, shape (N,).
+            gaps: f_y − f_j, +inf at j = y, shape (N, classes).
+        """
+        spreads = self.spreads(predicted)
+        slope = math.sqrt(2) * torch.as_tensor(self.gain(self.method.source, self.method.stages[0].start))
+        for stage in self.method.stages:
+            slope = slope * self.gain(stage.start, stage.end)
+        guess = torch.nan_to_num(gaps, posinf=math.inf).amin(1).clamp_min(0) / slope
+
+        def left(eps: Tensor) -> Tensor:
+            rest = gaps - self.moved(self.deviations(eps), spreads)
+            return rest.nan_to_num(nan=-math.inf, posinf=math.inf).amin(1)
+
+        return search(left, guess) * (1 - SAFETY)
+
+
+@dataclass(frozen=True)
+class AttentionSensitivity:
+    """‖Attn(X + Δ) − Attn(X)‖_F ≤ ζ ‖Δ‖_F + min(δ₂⁽¹⁾, δ₂⁽²⁾) ‖Δ‖_F² for all ‖Δ‖_F ≤ ε, for N inputs X.
+
+    Attributes:
+        eps: ε, in the units of X.
+        zeta: ζ(X), the norm of the Jacobian, shape (N,).
+        delta2: δ₂⁽¹⁾ and δ₂⁽²⁾ for this ε, each of shape (N,).
+        change: upper bounds on ‖Attn(X + Δ) − Attn(X)‖_F over ‖Δ‖_F ≤ ε, shape (N,): the right side at ‖Δ‖_F = ε, or
+            :func:`naive_change` where that is smaller, as it grows more slowly with ε.
+        rigor: ``deterministic`` where the Jacobian was formed, else ``probabilistic``.
+        delta: probability for each input that ζ is too small.
+    """
+
+    eps: float
+    zeta: Tensor
+    delta2: tuple[Tensor, Tensor]
+    change: Tensor
+    rigor: Rigor
+    delta: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Dot-product self-attention on rows: x ↦ concat_l softmax(s (x W_l^Q + b)(x W_l^K + b)ᵀ)(x W_l^V + b) W^O.
+
+    Attributes:
+        wq, wk, wv: weights, shape (D, heads·d), head l in columns l·d to (l + 1)·d.
+        wo: W^O, shape (heads·d, any); None for the identity. Its bias changes nothing.
+        heads: number of heads.
+        bq, bk, bv: biases, shape (heads·d,), or None.
+        scale: s; 1/√d by default.
+    """
+
+    wq: Tensor
+    wk: Tensor
+    wv: Tensor
+    wo: Tensor | None = None
+    heads: int = 1
+    bq: Tensor | None = None
+    bk: Tensor | None = None
+    bv: Tensor | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        width = self.wq.shape[1]
+        if self.wk.shape != self.wq.shape or width % self.heads or self.wv.shape[1] % self.heads:
+            raise InputError(
+                f"wq and wk need one shape (D, {self.heads}·d) and wv (D, {self.heads}·d_v), "
+                f"got {tuple(self.wq.shape)}, {tuple(self.wk.shape)}, {tuple(self.wv.shape)}"
+            )
+
+    @property
+    def s(self) -> float:
+        return self.scale if self.scale is not None else (self.wq.shape[1] // self.heads) ** -0.5
+
+    def split(self, weight: Tensor) -> Tensor:
+        """(D, heads·d) as (heads, D, d)."""
+        return weight.double().reshape(weight.shape[0], self.heads, -1).movedim(1, 0)
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., n, D) to (..., heads, n, d)."""
+        y = x @ weight.double() + (0.0 if bias is None else bias.double())
+        return y.unflatten(-1, (self.heads, -1)).movedim(-2, -3)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """P, shape (..., heads, n, n)."""
+        scores = self.s * self.project(x, self.wq, self.bq) @ self.project(x, self.wk, self.bk).mT
+        return scores.softmax(-1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer on float64 tokens x of shape (..., n, D)."""
+        mixed = (self.weights(x) @ self.project(x, self.wv, self.bv)).movedim(-3, -2).flatten(-2)
+        return mixed if self.wo is None else mixed @ self.wo.double()
+
+
+def attention_sensitivity(
+    x: Tensor,
+    layer: Attention,
+    eps: float,
+    *,
+    delta: float = 1e-9,
+    generator: torch.Generator | None = None,
+) -> AttentionSensitivity:
+    """How far attention moves when its tokens move by at most ε: the formulas at the head of this file.
+
+    ζ is the largest singular value of the Jacobian where that has at most 1024 columns, else a probabilistic Lanczos
+    bound within 0.5 % as a rule.
+
+    Args:
+        x: tokens, shape (N, n, D).
+        layer: the attention layer.
+        eps: ε, in the units of x.
+        delta: failure probability of the Lanczos bound for each input.
+        generator: source of its start vectors.
+
+    Raises:
+        InputError: ε is not a positive finite number.
+    """
+    if not 0 < eps < math.inf:
+        raise InputError(f"eps must be a positive number, got {eps}")
+    x = x.double()
+    zeta, dense = _jacobian_norm(x, layer, delta, generator)
+    q, k, v = (layer.project(x, w, b) for w, b in ((layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)))
+    wq, wk, wv = layer.split(layer.wq), layer.split(layer.wk), layer.split(layer.wv)
+    bent = layer.s * _product_norm(wq, wk)
+    m = layer.s * (_product_norm(wq, k) + _product_norm(wk, q))
+    sigma = m * eps + bent * eps**2
+    centred = _top(v - v.mean(-2, keepdim=True)) + _CANCELLED * torch.linalg.matrix_norm(v)
+    largest = layer.weights(x).flatten(-2).amax(-1) * _ROUNDING
+
+    def combine(first: Tensor | float, over: Tensor | float, curvature: Tensor | float) -> Tensor:
+        heads = centred * (first * bent * eps**2 + curvature * sigma**2 / 2) + over * sigma * _top(wv) * eps
+        outward = 1.0 if layer.wo is None else _top(layer.wo.double())
+        return outward * heads.norm(dim=-1) / eps**2 * _ROUNDING
+
+    grown = (largest * torch.exp((math.sqrt(2) * sigma).clamp_max(700.0))).clamp_max(1.0)
+    xi = grown.clamp_max(0.5)
+    worst = math.sqrt(2 / 27)
+    forms = combine(0.5, 0.5, worst), combine(largest.clamp_max(0.5), xi, (xi * (1 + grown).sqrt()).clamp_max(worst))
+    change = (zeta * eps + torch.minimum(*forms) * eps**2) * _ROUNDING
+    return AttentionSensitivity(
+        eps,
+        zeta,
+        forms,
+        torch.minimum(change, naive_change(x, layer, eps)),
+        "deterministic" if dense else "probabilistic",
+        0.0 if dense else delta,
+    )
+
+
+def naive_change(x: Tensor, layer: Attention, eps: float) -> Tensor:
+    """The change of attention from the triangle inequality and products of norms alone: a baseline, valid and loose.
+
+    P(X + Δ) Δ W^V + (P(X + Δ) − P(X)) V with ‖P‖ ≤ √n, as its entries are at most 1 and its rows sum to 1, and
+    ‖P(X + Δ) − P(X)‖_F ≤ ½ s (‖Q‖ ‖W^K‖ ε + ‖W^Q‖ ‖K‖ ε + ‖W^Q‖ ‖W^K‖ ε²).
+
+    Returns:
+        Upper bounds on ‖Attn(X + Δ) − Attn(X)‖_F over ‖Δ‖_F ≤ ε, shape (N,).
+    """
+    q, k, v, wq, wk, wv, outward = _plain_norms(x.double(), layer)
+    weights = layer.s / 2 * (q * wk * eps + wq * k * eps + wq * wk * eps**2)
+    return outward * (math.sqrt(x.shape[-2]) * wv * eps + weights * v).norm(dim=-1) * _ROUNDING
+
+
+def ball_change(x: Tensor, layer: Attention, eps: float) -> Tensor:
+    """ε times a Lipschitz constant on the ball of radius ε from norms of weights and tokens alone: a valid baseline.
+
+    A local Lipschitz constant of the kind that Hu et al., "SpecFormer", ECCV 2024 (arXiv 2402.03317), penalise: at
+    every point Y of the ball ‖J(Y) Δ‖ ≤ ‖P‖ ‖W^V‖ ‖Δ‖ + ½ s (‖W^Q‖ ‖K(Y)‖ + ‖Q(Y)‖ ‖W^K‖) ‖V(Y)‖ ‖Δ‖, where ‖P‖ ≤ √n
+    and ‖Q(Y)‖ ≤ ‖Q(X)‖ + ‖W^Q‖ ε. It is derived here, and is not that paper's formula.
+
+    Returns:
+        Upper bounds on ‖Attn(X + Δ) − Attn(X)‖_F over ‖Δ‖_F ≤ ε, shape (N,).
+    """
+    q, k, v, wq, wk, wv, outward = _plain_norms(x.double(), layer)
+    q, k, v = q + wq * eps, k + wk * eps, v + wv * eps
+    slope = math.sqrt(x.shape[-2]) * wv + layer.s / 2 * (wq * k + q * wk) * v
+    return outward * slope.norm(dim=-1) * eps * _ROUNDING
+
+
+def _plain_norms(x: Tensor, layer: Attention) -> tuple[Tensor, ...]:
+    """‖Q_l‖, ‖K_l‖, ‖V_l‖, of shape (N, heads), ‖W_l^Q‖, ‖W_l^K‖, ‖W_l^V‖, of shape (heads,), and ‖W^O‖."""
+    given = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
+    values = [_top(layer.project(x, w, b)) for w, b in given]
+    outward = torch.ones(()).double() if layer.wo is None else _top(layer.wo.double())
+    return (*values, *(_top(layer.split(w)) for w, _ in given), outward)
+
+
+def _top(matrices: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrices, 2) * _ROUNDING
+
+
+def _product_norm(first: Tensor, second: Tensor) -> Tensor:
+    """‖F Sᵀ‖₂ from above; forming the product is off by far less than 1e-12 ‖F‖_F ‖S‖_F."""
+    frobenius = torch.linalg.matrix_norm(first) * torch.linalg.matrix_norm(second)
+    return _top(first @ second.mT) + _CANCELLED * frobenius
+
+
+def _jacobian_norm(x: Tensor, layer: Attention, delta: float, generator: torch.Generator | None) -> tuple[Tensor, bool]:
+    size = x[0].numel()
+    if size <= _DENSE:
+        jacobian = torch.func.vmap(torch.func.jacrev(layer))(x)
+        return _top(jacobian.reshape(len(x), -1, size)), True
+    source = x.detach().requires_grad_()
+    with torch.enable_grad():
+        target = layer(source)
+        weight = torch.zeros_like(target, requires_grad=True)
+        (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
+
+    def product(u: Tensor) -> Tensor:
+        return torch.autograd.grad(pulled, weight, u.reshape(source.shape), retain_graph=True)[0].flatten(1)
+
+    def adjoint(u: Tensor) -> Tensor:
+        return torch.autograd.grad(target, source, u.reshape(target.shape), retain_graph=True)[0].flatten(1)
+
+    zeta = lanczos_norm(product, adjoint, len(x), size, delta=delta, tolerance=0.005, steps=128, generator=generator)
+    return zeta, False

@@ -1,0 +1,180 @@
+"""Helpers that several test files share, as fixtures: the contract of a bound, and an attack on a certificate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipcert.bounds import Analysis, Value, analyze
+from lipcert.graph._graph import run
+
+
+class Network(nn.Module):
+    """A function of the pixels as a float64 module."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = forward
+        self.marker = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def images_of_the_box(size: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    """Points of the box: inside, corners, faces, and random ones scaled by powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform() -> Tensor:
+        return torch.rand(1, *size, generator=generator, dtype=torch.float64)
+
+    inside = [uniform() for _ in range(4)]
+    corners = [uniform().round() for _ in range(4)] + [torch.zeros(1, *size).double(), torch.ones(1, *size).double()]
+    faces = [(2 * uniform() - 0.5).clamp(0, 1) for _ in range(2)]
+    scaled = [uniform() * 2.0**-k for k in (2, 5, 9, 20)]
+    return inside + corners + faces + scaled
+
+
+def jacobian(function: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
+    """The Jacobian as a matrix, by autograd."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = torch.autograd.functional.jacobian(lambda x: function(x).flatten(), image, vectorize=True)
+    return full.reshape(-1, image.numel())
+
+
+def steepest(function: Callable[[Tensor], Tensor], image: Tensor, steps: int) -> float:
+    """The largest Jacobian norm met by gradient ascent on it inside the box."""
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        return _ascend(function, image, steps)
+
+
+def _ascend(function: Callable[[Tensor], Tensor], image: Tensor, steps: int) -> float:
+    best = 0.0
+    for step in range(steps + 1):
+        u, s, vh = torch.linalg.svd(jacobian(function, image), full_matrices=False)
+        best = max(best, s[0].item())
+        if step == steps or not s[0] > 0:
+            break
+        point = image.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(point).flatten() @ u[:, 0], point, create_graph=True)
+        if not first.requires_grad:
+            break
+        try:
+            (second,) = torch.autograd.grad((first.flatten() * vh[0]).sum(), point, allow_unused=True)
+        except RuntimeError as error:
+            assert "is not implemented" in str(error)
+            break
+        if second is None or not second.abs().max() > 0:
+            break
+        image = (image + 0.3 * 0.7**step * second / second.abs().max()).clamp(0, 1)
+    return best
+
+
+def check_facts(analysis: Analysis, image: Tensor) -> None:
+    """Magnitudes, row norms and matrix norms of every value of the network, against the values at one image."""
+    slack = 1 + 1e-12
+    for node, tensor in run(analysis.graph.nodes, {analysis.graph.input: image}).items():
+        value = analysis.values[node]
+        if not isinstance(value, Value) or not isinstance(tensor, Tensor) or not tensor.isfinite().all():
+            continue  # a masked entry is -inf
+        assert value.shape == tuple(tensor.shape), node
+        assert tensor.abs().max() <= float(value.magnitude) * slack, node
+        for axis in range(-tensor.dim(), tensor.dim()):
+            assert torch.linalg.vector_norm(tensor, dim=axis).max() <= float(value.row_norm(axis)) * slack, (node, axis)
+        if tensor.dim() >= 2:
+            assert torch.linalg.matrix_norm(tensor, 2).max() <= float(value.matrix_norm()) * slack, node
+
+
+def check_contract(
+    forward: Callable[[Tensor], Tensor], size: tuple[int, ...], tight: float | None = None, ascent: int = 4
+) -> Analysis:
+    """Every bound of the network holds against dense truth; for linear ones the constant is also ``tight``."""
+    network = Network(forward)
+    analysis = analyze(network, size)
+    lip = float(analysis.output.lip)
+    images = images_of_the_box(size)
+    with torch.no_grad():
+        for image in images:
+            check_facts(analysis, image)
+        results = [network(image) for image in images]
+        for i in range(len(images)):
+            moved = (results[i] - results[i - 1]).norm() / (images[i] - images[i - 1]).norm()
+            assert moved <= lip * (1 + 1e-9), "a sampled quotient exceeds the constant"
+    starts = [images[0], images[1], images[5], images[10], images[13]]
+    norms = [torch.linalg.matrix_norm(jacobian(network, start), 2).item() for start in starts]
+    exact = max(norms)
+    if tight is None and ascent:
+        exact = max(exact, steepest(network, starts[norms.index(exact)], ascent))
+    assert exact <= lip * (1 + 1e-12), "a Jacobian norm exceeds the constant"
+    if tight is not None:
+        assert lip <= tight * exact + 1e-300, "the constant of a linear operation is loose"
+    return analysis
+
+
+def attack(
+    logits: Callable[[Tensor], Tensor], image: Tensor, radius: float, steps: int = 30, starts: int = 2, seed: int = 0
+) -> bool:
+    """Whether projected gradient descent finds another prediction within an ℓ2 ball, or on its surface.
+
+    The perturbed image need not stay in the box where the bound does not depend on it; here it is clamped, for what is
+    certified are perturbations of images that stay images.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    predicted = logits(image).argmax(1)
+
+    def project(delta: Tensor) -> Tensor:
+        delta = delta * min(1.0, radius / max(delta.norm().item(), 1e-300))
+        return (image + delta).clamp(0, 1) - image  # the image is in the box, so this does not lengthen delta
+
+    for start in range(starts):
+        delta = torch.zeros_like(image)
+        if start:
+            delta = project(torch.randn(image.shape, generator=generator, dtype=image.dtype) * radius)
+        for _ in range(steps):
+            delta.requires_grad_()
+            out = logits(image + delta)
+            if (out.argmax(1) != predicted).any():
+                return True
+            others = out.scatter(1, predicted[:, None], -torch.inf)
+            margin = out.gather(1, predicted[:, None]).squeeze(1) - others.amax(1)
+            (slope,) = torch.autograd.grad(margin.sum(), delta)
+            length = slope.norm()
+            if not length > 0:
+                break
+            delta = project(delta.detach() - 2.5 * radius / steps * slope / length)
+        if (logits(image + delta.detach()).argmax(1) != predicted).any():
+            return True
+    return False
+
+
+@pytest.fixture(name="check_contract", scope="session")
+def _check_contract() -> Callable[..., Analysis]:
+    return check_contract
+
+
+@pytest.fixture(name="steepest", scope="session")
+def _steepest() -> Callable[..., float]:
+    return steepest
+
+
+@pytest.fixture(name="attack", scope="session")
+def _attack() -> Callable[..., bool]:
+    return attack
+
+
+@pytest.fixture(name="network", scope="session")
+def _network() -> type[Network]:
+    return Network
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield

@@ -1,0 +1,459 @@
+"""The commands as a user runs them: output, files, exit codes, and one line for everything that goes wrong."""
+
+import importlib.util
+import io
+import json
+import math
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.artifact import load_artifact, read_metadata, save
+from lipcert.bounds import Bound, LayerBound
+from lipcert.certifier import METHODS, Certifier
+from lipcert.errors import InputError
+from lipcert.loading import load
+
+# The installed package maps the folder cli/ to lipcert.cli; a checkout that is not installed needs the same.
+_ROOT = Path(__file__).parent.parent
+_SPEC = importlib.util.spec_from_file_location(
+    "lipcert.cli", _ROOT / "cli" / "__init__.py", submodule_search_locations=[str(_ROOT / "cli")]
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+cli = importlib.util.module_from_spec(_SPEC)
+sys.modules["lipcert.cli"] = lipcert.cli = cli
+_SPEC.loader.exec_module(cli)
+from lipcert.cli import _inspect, _options, _print  # noqa: E402
+
+TINY = {"img_size": 32, "patch_size": 16, "num_classes": 3, "depth": 1, "embed_dim": 24}
+ARGUMENTS = " ".join(f"{key}={value}" for key, value in TINY.items())
+GLORO = ["--method", "gloro"]
+BY_NAME = ["vit_tiny_patch16_224", "--no-pretrained", "--model-args", ARGUMENTS]
+
+
+def run(*arguments, code: int = 0):
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def refused(*arguments, code: int = 2) -> str:
+    """Runs what must fail; returns the one line, which is all that is printed."""
+    result = run(*arguments, code=code)
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("lipcert: ")
+    return result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working folder, with seven images of three classes in the folder images."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for i in range(7):
+        path = tmp_path / "images" / "abc"[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    return tmp_path
+
+
+@pytest.fixture
+def artifact(folder):
+    torch.manual_seed(0)
+    save(load("vit_tiny_patch16_224", pretrained=False, **TINY), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def facts(output: str) -> dict[str, str]:
+    return dict(line.split("\t") for line in output.splitlines() if line.count("\t") == 1)
+
+
+def read_rows(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_help_and_version():
+    text = run("--help").stdout
+    for command in ("convert", "inspect", "certify"):
+        assert command in text
+        assert "--checkpoint" in run(command, "--help").stdout
+    assert re.fullmatch(r"lipcert \S+\n", run("--version").stdout)
+
+
+@pytest.mark.parametrize(("text", "exact"), [("36/255", Fraction(36, 255)), ("0.5", Fraction(1, 2)), ("1e-3", None)])
+def test_eps(text, exact):
+    eps = _options.parse_eps(text)
+    exact = exact or Fraction(1, 1000)
+    assert Fraction(eps) >= exact
+    assert Fraction(math.nextafter(eps, 0)) < exact
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**30), st.integers(1, 10**30))
+def test_eps_is_the_next_float_above(numerator, denominator):
+    eps = _options.parse_eps(f"{numerator}/{denominator}")
+    assert Fraction(math.nextafter(eps, 0)) < Fraction(numerator, denominator) <= Fraction(eps)
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "0", "1/0", "banana", "", "1/2/3", "-1/2", "1e999", "1e-999"])
+def test_what_is_no_eps(folder, text):
+    assert text in refused("certify", "--eps", text, *BY_NAME)
+
+
+def test_model_arguments():
+    text = "img_size=32 act_layer=gelu mean=(0.5,) flag=True name=a=b"
+    expected = {"img_size": 32, "act_layer": "gelu", "mean": (0.5,), "flag": True, "name": "a=b"}
+    assert _options.parse_model_args(text) == expected
+    assert _options.parse_model_args(None) == {}
+    for bad in ("img_size", "=3", "a-b=3", "img_size= 3"):
+        with pytest.raises(InputError):
+            _options.parse_model_args(bad)
+
+
+def test_certify_prints_and_writes(artifact):
+    result = run("certify", "--data", "images", "--eps", "36/255", "--out", "r.jsonl", *GLORO)
+    assert "model.safetensors, the newest artifact" in result.stderr
+    found = read_rows("r.jsonl")
+    expected = Certifier(load_artifact(artifact), 36 / 255, "gloro")
+    images = torch.stack([torch.from_numpy(np.array(Image.open(p))) for p in sorted(Path("images").glob("*/*.png"))])
+    certificates = expected.run(images.permute(0, 3, 1, 2) / 255)
+    assert [row["index"] for row in found] == list(range(7))
+    assert [row["label"] for row in found] == [0, 0, 0, 1, 1, 2, 2]
+    assert [row["predicted"] for row in found] == certificates.predicted.tolist()
+    torch.testing.assert_close(torch.tensor([row["radius"] for row in found]).double(), certificates.radius)
+    assert {row["rigor"] for row in found} == {"deterministic"}
+
+    printed = facts(result.stdout)
+    correct = sum(row["correct"] for row in found)
+    assert printed["images"] == "7"
+    assert printed["clean accuracy"].startswith(f"{correct} of 7 ")
+    assert printed["certified accuracy at 36/255"].startswith("0 of 7 ")
+    assert printed["rigor"] == "deterministic"
+    assert printed["rows"] == "r.jsonl"
+    assert not re.search("[─│┃╭\x1b]", result.output)
+
+    summary = json.loads(Path("r.summary.json").read_text())
+    assert summary["model"]["source"]["name"] == "vit_tiny_patch16_224"
+    assert summary["model"]["weights_hash"] == read_metadata(artifact)["weights_hash"]
+    assert (summary["eps_typed"], summary["eps"]) == ("36/255", _options.parse_eps("36/255"))
+    assert summary["counts"]["images"] == 7
+    assert summary["counts"]["correct"] == correct
+    assert summary["bound"]["rigor"] == "deterministic"
+    assert summary["environment"]["torch"] == torch.__version__
+    assert summary["complete"] is True
+
+
+def test_certify_without_labels(artifact):
+    for path in list(Path("images").glob("*/*.png")):
+        path.rename(path.parent.parent / path.name)
+    printed = facts(run("certify", "--data", "images", "--eps", "0.1", "--out", "r.jsonl", *GLORO).stdout)
+    assert not any("accuracy" in name for name in printed)
+    assert printed["certified at 0.1"].startswith("0 of 7 ")
+    assert "median radius" in printed
+    assert all("label" not in row and "correct" not in row for row in read_rows("r.jsonl"))
+    message = refused("certify", "--data", "images", "--eps", "0.1", "--fail-under", "0", "model.safetensors")
+    assert "needs labels" in message
+
+
+def test_labels_of_other_classes_are_noted(folder):
+    save(load("vit_tiny_patch16_224", pretrained=False, **{**TINY, "num_classes": 5}), "five.safetensors")
+    result = run("certify", "--data", "images", "--eps", "0.1", *GLORO)
+    assert "note: images has 3 classes and the model has 5: the labels are left out" in result.stderr
+    assert "accuracy" not in result.stdout
+
+
+def test_a_stopped_run_goes_on(artifact, monkeypatch):
+    command = ["certify", "model.safetensors", "--data", "images", "--eps", "36/255", "--out", "r.jsonl"]
+    command += GLORO
+    monkeypatch.setattr("lipcert.cli._certify.BATCH", 2)
+    run(*command)
+    whole = read_rows("r.jsonl")
+    Path("r.jsonl").unlink()
+
+    certify, seen = Certifier.run, []
+
+    def stops_after_four(self, images, labels=None):
+        if 4 <= len(seen) < 7:
+            raise KeyboardInterrupt
+        seen.extend(images)
+        return certify(self, images, labels)
+
+    monkeypatch.setattr(Certifier, "run", stops_after_four)
+    message = run(*command, code=130).stderr
+    kept = Path("r.jsonl").read_text().splitlines(keepends=True)
+    assert len(kept) == len(seen)
+    assert message == (
+        f"lipcert: interrupted after {len(kept)} images; "
+        f"r.jsonl keeps {len(kept)} rows, and the same command goes on from there\n"
+    )
+    assert json.loads(Path("r.summary.json").read_text())["complete"] is False
+    Path("r.jsonl").write_text("".join(kept[:3]) + kept[3][:20])
+
+    seen[:] = [None] * 7  # no more interruptions
+    result = run(*command)
+    assert len(seen) == 7 + 4
+    assert "going on behind 3 images" in result.stderr
+    assert Path("r.jsonl").read_text().startswith("".join(kept[:3]))
+    known = ("index", "label", "predicted", "correct", "certified", "method", "rigor")
+    assert [[row[key] for key in known] for row in read_rows("r.jsonl")] == [
+        [row[key] for key in known] for row in whole
+    ]
+    assert facts(result.stdout)["images"] == "7"
+    assert run(*command).stdout == result.stdout
+    assert len(seen) == 7 + 4
+
+
+def test_random_weights_are_the_same_in_every_run(folder):
+    command = ["certify", *BY_NAME, "--data", "images", "--eps", "0.1", "--out", "r.jsonl", *GLORO]
+    run(*command, "--limit", "2")
+    assert "going on behind 2 images" in run(*command).stderr
+
+
+def test_certificates_left_out_are_noted(artifact, monkeypatch):
+    prepare = Certifier.__init__
+
+    def leaves_one_out(self, *arguments, **options):
+        prepare(self, *arguments, **options)
+        self.skipped["anchored"] = "it would take long"
+
+    monkeypatch.setattr(Certifier, "__init__", leaves_one_out)
+    result = run("certify", "--data", "images", "--eps", "0.1", *GLORO)
+    assert "note: anchored is left out: it would take long\n" in result.stderr
+
+
+def test_interrupted_elsewhere(artifact, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lipcert.cli._options.load", interrupted)
+    assert refused("inspect", "model.safetensors", code=130) == "lipcert: interrupted\n"
+
+
+def test_results_of_another_run_are_left_alone(artifact):
+    command = ["certify", "model.safetensors", "--data", "images", "--out", "r.jsonl", *GLORO, "--eps"]
+    run(*command, "0.1", "--limit", "3")
+    before = Path("r.jsonl").read_bytes()
+    assert "other eps" in refused(*command, "0.2")
+    assert "other method" in refused(*command, "0.1", "--method", "global")
+    assert Path("r.jsonl").read_bytes() == before
+    run(*command, "0.1")
+    assert Path("r.jsonl").read_bytes().startswith(before)
+    assert sorted(row["index"] for row in read_rows("r.jsonl")) == list(range(7))
+
+
+def test_fail_under(folder, monkeypatch):
+    """A network that says class 0 whatever it sees: right on 3 of 7 images, with any radius."""
+    model = load("vit_tiny_patch16_224", pretrained=False, **TINY)
+    with torch.no_grad():
+        model.net.head.weight.zero_()
+        model.net.head.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
+    save(model, "constant.safetensors")
+    command = ["certify", "--data", "images", "--eps", "1", "--out", "r.jsonl", *GLORO, "--fail-under"]
+    result = run(*command, "0.5", code=1)
+    assert facts(result.stdout)["certified accuracy at 1"] == "3 of 7 (42.9 %)"
+    assert result.stderr.endswith("lipcert: the certified accuracy at 1 is 0.4286, below 0.5\n")
+    run(*command, "0.42")
+    assert all(row["certified"] and row["radius"] == sys.float_info.max for row in read_rows("r.jsonl"))
+    for share in ("30", "-0.1", "nan"):
+        assert "between 0 and 1" in refused(*command, share)
+
+
+@pytest.mark.parametrize("ways", [[], ["--attention", "keep"], ["--norm", "project"]])
+def test_convert(folder, ways):
+    result = run("convert", *BY_NAME, *ways, "--data", "images")
+    printed = facts(result.stdout)
+    path = Path("vit_tiny_patch16_224.lipcert.safetensors")
+    assert printed["written"] == str(path)
+    model = load_artifact(path)
+    count = sum(p.numel() for p in model.parameters())
+    assert printed["parameters"].endswith(f" → {count:,}")
+    swapped = result.stdout.count("swapped\t")
+    assert swapped == {"--norm": 4, "--attention": 2}.get(ways[0] if ways else "", 3)
+    assert "on 7 images of images" in printed["logits moved"]
+    assert re.fullmatch(r"\S+ → \S+", printed["Lipschitz bound"])
+    assert model.recipe[0]["attention"] == ("keep" if "--attention" in ways else "l2")
+    recorded = read_metadata(path)["facts"]
+    assert recorded["rigor"] == "deterministic"
+    assert recorded["log10_bound"] == pytest.approx(lipcert.bounds.lipschitz(model).log10)
+
+
+def test_convert_with_random_images_says_so(folder):
+    printed = facts(run("convert", *BY_NAME).stdout)
+    assert printed["logits moved"].endswith("random images")
+
+
+def test_convert_reads_a_checkpoint_and_leaves_it(folder):
+    torch.manual_seed(1)
+    net = load("vit_tiny_patch16_224", pretrained=False, **TINY).net
+    torch.save(net.state_dict(), "w.pth")
+    before = Path("w.pth").read_bytes()
+    command = ["convert", "vit_tiny_patch16_224", "--checkpoint", "w.pth", "--model-args", ARGUMENTS]
+    run(*command, "--attention", "keep", "--out", "a.safetensors")
+    model = load_artifact("a.safetensors")
+    assert all(torch.equal(value, model.net.state_dict()[name]) for name, value in net.state_dict().items())
+    assert "own file" in refused(*command, "--out", "w.pth")
+    assert Path("w.pth").read_bytes() == before
+
+
+def test_convert_overwrites_artifacts_only(artifact):
+    Path("notes.txt").write_text("mine")
+    assert "not a lipcert artifact" in refused("convert", *BY_NAME, "--out", "notes.txt")
+    assert Path("notes.txt").read_text() == "mine"
+    assert "own file" in refused("convert", "model.safetensors", "--out", "model.safetensors")
+    assert "no folder" in refused("convert", *BY_NAME, "--out", "none/a.safetensors")
+    run("convert", *BY_NAME)
+    run("convert", *BY_NAME, "--attention", "keep")
+    assert read_metadata("vit_tiny_patch16_224.lipcert.safetensors")["recipe"][0]["attention"] == "keep"
+
+
+def test_convert_refuses_unknown_ways(folder):
+    assert "l2 or keep" in refused("convert", *BY_NAME, "--attention", "dot")
+    assert "keep or project or smooth" in refused("convert", *BY_NAME, "--norm", "layer")
+
+
+def test_a_converted_model_is_inspected_and_certified(folder):
+    run("convert", *BY_NAME, "--data", "images", "--norm", "project", "--out", "a.safetensors")
+    assert "Lipschitz bound" in run("inspect").stdout
+    assert "certified accuracy" in run("certify", "--data", "images", "--eps", "0.1", "--limit", "2").stdout
+
+
+def test_inspect(artifact):
+    result = run("inspect", "model.safetensors", "--all")
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert lines[0] == ["module", "operation", "gain", "share"]
+    table = [line for line in lines[1:] if len(line) == 4]
+    bound = lipcert.bounds.lipschitz(load_artifact(artifact))
+    assert len(table) == len(bound.layers)
+    worst = max(bound.layers, key=lambda layer: layer.gain)
+    assert table[0][:2] == [worst.path.removeprefix("net."), worst.operation]
+    assert not any(path.startswith("net.") for path, *_ in table)
+    assert facts(result.stdout)["Lipschitz bound"] == f"{_print.upper(bound.log10)}, deterministic"
+    assert lines[-1][0].startswith("The bound is ")
+
+
+def test_inspect_shows_the_worst_twenty(folder):
+    result = run("inspect", "vit_tiny_patch16_224", "--no-pretrained", "--model-args", f"{ARGUMENTS} drop_rate=0.0")
+    shown = [line for line in result.stdout.splitlines() if line.count("\t") == 3]
+    assert len(shown) <= 1 + 20
+
+
+def layers(**gains: float) -> tuple[LayerBound, ...]:
+    return tuple(LayerBound(f"net.{path}", "linear", gain, 0.0, "test") for path, gain in gains.items())
+
+
+def test_verdict_names_what_makes_the_bound_vacuous():
+    bound = Bound(1e12, "deterministic", "test", layers=layers(a=1.0, b=6.0, c=2.0, d=4.0, e=-1.0))
+    assert _inspect.verdict(bound) == (
+        "The bound is vacuous: with it a margin of 10 logits certifies a radius of 7.07e-12; "
+        "b, d stretch most, 76.9 % of all."
+    )
+    huge = Bound(math.inf, "deterministic", "test", log10=4000.5, layers=layers(a=4000.5))
+    assert "a radius of 10^-4000;" in _inspect.verdict(huge)
+    usable = Bound(10.0, "deterministic", "test", layers=layers(a=1.0))
+    assert _inspect.verdict(usable).startswith(
+        "The bound is of use: with it a margin of 10 logits certifies a radius of 0.707"
+    )
+    for log10 in (math.inf, -math.inf):
+        value = 0.0 if log10 < 0 else math.inf
+        assert _inspect.verdict(Bound(value, "deterministic", "test", log10=log10)).endswith(".")
+
+
+@settings(deadline=None)
+@given(st.floats(-12, 3.99))
+def test_bounds_are_shown_rounded_up(log10):
+    shown = Fraction(_print.upper(log10))
+    assert shown >= Fraction(10**log10)
+    assert shown <= Fraction(10**log10) * Fraction(102, 100)
+
+
+@settings(deadline=None)
+@given(st.floats(4, 1e5))
+def test_large_bounds_are_shown_as_powers_rounded_up(log10):
+    shown = _print.upper(log10)
+    assert shown.startswith("10^")
+    assert log10 <= float(shown[3:]) <= log10 + 0.1001
+
+
+@settings(deadline=None)
+@given(st.floats(1e-300, 1e300))
+def test_radii_are_shown_rounded_down(radius):
+    shown = Fraction(_print.lower(radius))
+    assert Fraction(radius) * Fraction(98, 100) <= shown <= Fraction(radius)
+
+
+def test_special_numbers_are_shown():
+    assert (_print.upper(-math.inf), _print.upper(math.inf), _print.lower(0.0)) == ("0", "infinite", "0")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
+    table = (("module", "gain"), [("blocks.0", "1.5"), ("head [b]", "2")])
+    _print.print_table(*table)
+    assert capsys.readouterr().out == "module\tgain\nblocks.0\t1.5\nhead [b]\t2\n"
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    _print.print_table(*table)
+    text = terminal.getvalue()
+    assert "─" in text
+    assert "head [b]" in text
+    assert "\t" not in text
+
+
+def test_bars_are_for_terminals_only(monkeypatch, capsys):
+    with _print.progress("working", 3) as update:
+        update(1, 3)
+    assert capsys.readouterr() == ("", "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with _print.progress("working") as update:
+        update(1, 3)
+        update(2, 3)
+    assert "working" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["certify", "--eps", "0.1"], ["convert"]])
+def test_models_that_cannot_be_had(artifact, command):
+    Path("damaged.pth").write_bytes(b"damaged")
+    assert "did you mean" in refused(*command, "vit_tiny_patch16_225")
+    assert "there is no file" in refused(*command, "none.safetensors")
+    assert "damaged" in refused(*command, "damaged.pth")
+    assert "--no-pretrained" in refused(*command, "model.safetensors", "--no-pretrained")
+    assert "--checkpoint" in refused(*command, "model.safetensors", "--checkpoint", "damaged.pth")
+    assert "num_classes" in refused(*command, "model.safetensors", "--model-args", "num_classes=3")
+    assert "KEY=VALUE" in refused(*command, "test_vit", "--model-args", "banana")
+    assert "damaged.pth" in refused(*command, "test_vit", "--checkpoint", "damaged.pth")
+
+
+def test_data_and_methods_that_cannot_be_used(artifact):
+    command = ["certify", "model.safetensors", "--eps", "0.1", *GLORO]
+    assert "there is no folder" in refused(*command, "--data", "none")
+    assert "--data" in refused(*command)
+    assert ", ".join(METHODS) in refused(*command, "--data", "images", "--method", "banana")
+    assert "at least 1" in refused(*command, "--data", "images", "--limit", "0")
+    assert "cannot write" in refused(*command, "--data", "images", "--out", "none/r.jsonl")
+    Path("images/a/0.png").write_bytes(b"damaged")
+    assert "0.png" in refused(*command, "--data", "images")
+
+
+def test_usage_errors_have_exit_code_2(folder):
+    for arguments in (["certify"], ["banana"], ["certify", "--eps"], ["convert"], ["certify", "--limit", "x"]):
+        assert "Error: " in run(*arguments, code=2).stderr

@@ -1,0 +1,418 @@
+"""Swapping modules inside timm models, and the weights that they start from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from lipcert.errors import ConvertError, InputError
+from lipcert.model import Model
+from lipcert.surgery import (
+    L2Attention,
+    L2WindowAttention,
+    LayerProject,
+    LipConv2d,
+    LipLinear,
+    SmoothProject,
+    convert,
+    swap,
+)
+
+SMALL_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+SMALL_SWIN = {
+    "img_size": 32,
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 12,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "num_classes": 5,
+}
+CERTVIT = [
+    ("vit_tiny_patch16_224", 12, 192),
+    ("vit_small_patch16_224", 12, 384),
+    ("vit_base_patch16_224", 12, 768),
+    ("vit_large_patch16_224", 24, 1024),
+    ("vit_small_patch32_224", 12, 384),
+    ("vit_base_patch32_224", 12, 768),
+    ("vit_base_patch8_224", 12, 768),
+    ("deit_tiny_patch16_224", 12, 192),
+    ("deit_small_patch16_224", 12, 384),
+    ("deit_base_patch16_224", 12, 768),
+]
+SWINS = [
+    ("swin_tiny_patch4_window7_224", (2, 2, 6, 2), 96),
+    ("swin_small_patch4_window7_224", (2, 2, 18, 2), 96),
+    ("swin_base_patch4_window7_224", (2, 2, 18, 2), 128),
+    ("swin_large_patch4_window7_224", (2, 2, 18, 2), 192),
+]
+
+
+def small(name: str = "vit_tiny_patch16_224", **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    defaults: dict[str, Any] = (
+        SMALL_SWIN if name.startswith("swin") else SMALL_VIT if name.startswith(("vit", "deit")) else {}
+    )
+    net = timm.create_model(name, **{**defaults, **arguments})
+    size = defaults.get("img_size", 64)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return Model(net, mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, size, size))
+
+
+def images(model: Model, count: int = 4) -> Tensor:
+    return torch.rand(count, *model.input_size, generator=torch.Generator().manual_seed(1))
+
+
+def state(model: Model) -> tuple[list[tuple[str, type]], dict[str, Tensor]]:
+    kinds = [(path, type(module)) for path, module in model.named_modules()]
+    return kinds, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_unchanged(model: Model, before: tuple[list[tuple[str, type]], dict[str, Tensor]]) -> None:
+    after = state(model)
+    assert after[0] == before[0]
+    assert after[1].keys() == before[1].keys()
+    assert all(torch.equal(after[1][name], before[1][name]) for name in before[1])
+    assert model.recipe == []
+
+
+def whole_model(name: str) -> Model:
+    torch.manual_seed(0)
+    net: Any = timm.create_model(name)
+    return Model(net, mean=(0.5,) * 3, std=(0.5,) * 3, input_size=net.default_cfg["input_size"])
+
+
+def check_vit(name: str, depth: int, width: int) -> None:
+    model: Any = convert(whole_model(name), images=torch.rand(1, 3, 224, 224))
+    report = model.conversion
+    assert report.parameters_before - report.parameters_after == depth * (width**2 + 2 * width)
+    assert sum(isinstance(module, L2Attention) for module in model.modules()) == depth
+    tokens = model.net.patch_embed.num_patches + 1
+    assert all(m.lipschitz((tokens, width)).finite for m in model.modules() if isinstance(m, L2Attention))
+
+
+def check_swin(name: str, depths: tuple[int, ...], width: int) -> None:
+    model: Any = convert(whole_model(name), images=torch.rand(1, 3, 224, 224))
+    report = model.conversion
+    widths = [width * 2**stage for stage, depth in enumerate(depths) for _ in range(depth)]
+    assert report.parameters_before - report.parameters_after == sum(d**2 + 2 * d for d in widths)
+    assert sum(isinstance(module, L2WindowAttention) for module in model.modules()) == sum(depths)
+    first = next(m for m in model.modules() if isinstance(m, L2WindowAttention))
+    assert first.lipschitz((49, width)).finite
+
+
+@pytest.mark.parametrize(("name", "depth", "width"), [case for case in CERTVIT if "_tiny_" in case[0]])
+def test_tiny_vits(name: str, depth: int, width: int) -> None:
+    check_vit(name, depth, width)
+
+
+def test_tiny_swin() -> None:
+    check_swin(*SWINS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "depth", "width"), [case for case in CERTVIT if "_tiny_" not in case[0]])
+def test_other_vits(name: str, depth: int, width: int) -> None:
+    check_vit(name, depth, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "depths", "width"), SWINS[1:])
+def test_other_swins(name: str, depths: tuple[int, ...], width: int) -> None:
+    check_swin(name, depths, width)
+
+
+def test_linear_maps_only_leave_the_output_as_it_is() -> None:
+    for name in ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet18", "convnext_atto", "mixer_s32_224"):
+        model = small(name, **({"img_size": 64} if name.startswith("mixer") else {}))
+        before = copy.deepcopy(model)
+        x = images(model, 2)
+        convert(model, attention="keep", images=x)
+        assert torch.equal(model(x), before(x))
+        assert model.state_dict().keys() == before.state_dict().keys()
+        assert not any(type(module) in (nn.Linear, nn.Conv2d) for module in model.modules())
+        assert model.conversion.logits_moved == 0
+        assert model.conversion.agreement == 1
+
+
+def test_keys_of_vit() -> None:
+    model = small()
+    before = set(model.net.state_dict())
+    convert(model, attention="l2", norm="smooth")
+    after = set(model.net.state_dict())
+    attention = {f"blocks.{i}.attn." for i in range(2)}
+    assert before - after == {a + key for a in attention for key in ("qkv.weight", "qkv.bias")}
+    norms = {"norm.", *(f"blocks.{i}.norm{j}." for i in range(2) for j in (1, 2))}
+    new = {a + key for a in attention for key in ("q.weight", "v_weight", "v_bias")} | {n + "radius" for n in norms}
+    assert after - before == new
+
+
+def test_keys_of_swin_keep_the_bias_table() -> None:
+    model = small("swin_tiny_patch4_window7_224")
+    tables = {k: v.clone() for k, v in model.state_dict().items() if k.endswith("relative_position_bias_table")}
+    convert(model)
+    assert len(tables) == 4
+    assert all(torch.equal(model.state_dict()[key], table) for key, table in tables.items())
+
+
+def test_the_position_bias_is_timms() -> None:
+    model = small("swin_tiny_patch4_window7_224")
+    before = [m._get_rel_pos_bias()[0] for m in model.modules() if type(m).__name__ == "WindowAttention"]
+    convert(model)
+    after = [m.position_bias() for m in model.modules() if isinstance(m, L2WindowAttention)]
+    assert len(before) == len(after) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto"])
+@pytest.mark.parametrize("norm", ["keep", "project", "smooth"])
+def test_swap_then_state_dict_rebuilds_the_model(name: str, norm: Any) -> None:
+    model = small(name)
+    attention: Any = "keep" if name.startswith("convnext") else "l2"
+    convert(model, attention=attention, norm=norm)
+    again = small(name)
+    swapped = swap(again.net, attention=attention, norm=norm, initialise=False)
+    again.net.load_state_dict(model.net.state_dict())
+    x = images(model)
+    assert torch.equal(again(x), model(x))
+    assert [(path, type(m)) for path, m in again.named_modules()] == [(p, type(m)) for p, m in model.named_modules()]
+    assert tuple(swapped) == model.conversion.swapped
+
+
+def test_report_and_recipe() -> None:
+    model = small()
+    before = copy.deepcopy(model)
+    x = images(model, 6)
+    returned = convert(model, attention="l2", norm="project", images=x)
+    assert id(returned) == id(model)
+    report = model.conversion
+    assert model.recipe == [{"step": "convert", "attention": "l2", "norm": "project"}]
+    assert report.parameters_before == sum(p.numel() for p in before.parameters())
+    assert report.parameters_after == sum(p.numel() for p in model.parameters())
+    a, b = before(x).double(), model(x).double()
+    moved = (b - a).norm(dim=1) / a.norm(dim=1)
+    assert report.logits_moved == pytest.approx(float(moved.median()), rel=1e-4)
+    assert report.logits_moved_most == pytest.approx(float(moved.max()), rel=1e-4)
+    assert report.agreement == pytest.approx(float((a.argmax(1) == b.argmax(1)).double().mean()))
+    assert (report.images, report.random) == (6, False)
+    kinds = {swapped.path: (swapped.was, swapped.now) for swapped in report.swapped}
+    assert kinds["blocks.0.attn"] == ("Attention", "L2Attention")
+    assert kinds["blocks.0.norm1"] == ("LayerNorm", "LayerProject")
+    assert kinds["patch_embed.proj"] == ("Conv2d", "LipConv2d")
+    assert kinds["head"] == ("Linear", "LipLinear")
+    model = small()
+    convert(model)
+    assert model.conversion.random
+
+
+def test_attention_that_is_already_by_distance_is_reproduced() -> None:
+    """Equal queries and keys of constant length make dot products a distance; full heads lose no value direction."""
+    torch.manual_seed(0)
+    attention = timm.layers.Attention(4, num_heads=1, qkv_bias=True)
+    with torch.no_grad():
+        attention.qkv.weight[4:8] = attention.qkv.weight[:4] = torch.linalg.qr(torch.randn(4, 4))[0]
+        attention.qkv.bias[:8] = 0
+    x = nn.functional.normalize(torch.randn(300, 5, 4), dim=-1)
+    expected = attention(x)
+    net = nn.Sequential(attention)
+    swap(net, attention="l2", norm="keep")
+    blind = (net(x) - expected).norm() / expected.norm()
+    assert blind < 0.02
+
+
+def test_calibration_helps() -> None:
+    """On data with few strong directions, weights fitted to them move the output less than weights that ignore them."""
+    from lipcert.surgery._initial import initialise_attention
+
+    torch.manual_seed(0)
+    old = timm.layers.Attention(16, num_heads=4, qkv_bias=True)
+    x = torch.randn(50, 9, 16) * torch.logspace(0.5, -2, 16) + torch.randn(16)
+    new = L2Attention(16, 4)
+    new.proj.load_state_dict(old.proj.state_dict())
+
+    def error(tokens: Tensor | None) -> float:
+        initialise_attention(new, old.qkv, tokens)
+        return float((new(x) - old(x)).norm() / old(x).norm())
+
+    assert error(x) < 0.5 * error(None)
+
+
+@pytest.mark.parametrize("norm", ["project", "smooth"])
+def test_projections_give_typical_tokens_the_scale_of_layer_norm(norm: Any) -> None:
+    model = small()
+    original = copy.deepcopy(model.net.norm)
+    seen: list[Tensor] = []
+    convert(model, attention="keep", norm=norm, images=images(model))
+    module = model.net.norm
+    module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(images(model))
+    tokens = seen[0] - seen[0].mean(-1, keepdim=True)
+    assert float(module.radius) == pytest.approx(float(tokens.norm(dim=-1).median()), rel=1e-3)
+    typical = nn.functional.normalize(tokens, dim=-1) * module.radius
+    assert torch.allclose(module(typical), original(typical), rtol=1e-3, atol=1e-4)
+    assert torch.equal(module.bias, original.bias)
+
+
+def test_layer_norm_2d_and_other_norms() -> None:
+    model: Any = convert(small("convnext_atto"), attention="keep", norm="smooth")
+    modules = dict(model.net.named_modules())
+    assert isinstance(modules["stem.1"], SmoothProject)
+    assert modules["stem.1"].channels_first
+    assert model.conversion.kept_norms == ()
+    resnet: Any = convert(small("resnet18"), norm="project")
+    assert "bn1" in resnet.conversion.kept_norms
+    assert not any(isinstance(module, LayerProject) for module in resnet.modules())
+
+
+def test_norm_without_weight_and_bias() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(12, elementwise_affine=False)
+            self.head = nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(x.flatten(1)))
+
+    model: Any = convert(Model(Net(), mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2)), norm="smooth")
+    assert model.net.norm.bias is None
+    assert bool((model.net.norm.weight > 0).all())
+
+
+def test_modules_with_a_forward_of_their_own_stay() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    same = timm.layers.Conv2dSame(3, 4, 3, stride=2)
+    standard = timm.layers.StdConv2d(3, 4, 3)
+    circular = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")
+    net = nn.ModuleList([Doubled(2, 2), same, standard, circular, timm.layers.Linear(2, 2)])
+    assert [(s.path, s.now) for s in swap(net, attention="l2", norm="smooth")] == [("4", "LipLinear")]
+    assert [type(m) for m in net] == [Doubled, timm.layers.Conv2dSame, timm.layers.StdConv2d, nn.Conv2d, LipLinear]
+
+
+def test_shared_modules_stay_shared() -> None:
+    norm, linear = nn.LayerNorm(4), nn.Linear(4, 4)
+    net: Any = nn.Sequential(norm, linear, nn.Sequential(norm, linear))
+    swap(net, attention="keep", norm="project")
+    assert net[0] is net[2][0]
+    assert isinstance(net[0], LayerProject)
+    assert net[1] is net[2][1] is linear
+
+
+def test_bare_linear_map() -> None:
+    model = Model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
+    assert isinstance(convert(model).get_submodule("net.1"), LipLinear)
+    conv = nn.Conv2d(3, 2, 2)
+    swap(conv, attention="keep", norm="keep")
+    assert isinstance(conv, LipConv2d)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("vit_tiny_patch16_224", {"qk_norm": True}, "query norm"),
+        ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "output norm"),
+        ("coat_lite_tiny", {}, "FactorAttnConvRelPosEnc at serial_blocks1.0.factoratt_crpe"),
+        ("swinv2_tiny_window8_256", {}, "WindowAttention at layers.0.blocks.0.attn"),
+    ],
+)
+def test_attention_without_an_l2_form(name: str, arguments: dict[str, Any], reason: str) -> None:
+    model = small(name, **arguments)
+    before = state(model)
+    with pytest.raises(ConvertError, match=reason) as caught:
+        convert(model)
+    assert "\n" not in str(caught.value)
+    assert "keep" in str(caught.value)
+    assert_unchanged(model, before)
+    swap(model.net, attention="keep", norm="keep")
+
+
+def test_multihead_attention_of_torch_is_refused() -> None:
+    net = nn.TransformerEncoderLayer(8, 2, 16)
+    with pytest.raises(ConvertError, match="MultiheadAttention at self_attn"):
+        swap(net, attention="l2", norm="keep")
+
+
+def test_twice() -> None:
+    model: Any = convert(small(), attention="keep")
+    before = state(model)
+    with pytest.raises(ConvertError, match="converted before"):
+        convert(model)
+    assert state(model)[0] == before[0]
+
+
+@pytest.mark.parametrize("arguments", [{"attention": "none"}, {"norm": "layer"}])
+def test_unknown_options(arguments: dict[str, Any]) -> None:
+    model = small()
+    before = state(model)
+    with pytest.raises(InputError, match="must be"):
+        convert(model, **arguments)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, 3, 8, 8), torch.full((2, 3, 16, 16), 2.0), torch.zeros(0, 3, 16, 16)])
+def test_unusable_images(bad: Tensor) -> None:
+    model = small()
+    before = state(model)
+    with pytest.raises(InputError, match="images"):
+        convert(model, images=bad)
+    assert_unchanged(model, before)
+
+
+def test_weights_that_are_not_finite() -> None:
+    model = small()
+    with torch.no_grad():
+        model.net.head.weight[0, 0] = float("nan")
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ConvertError, match="not finite"):
+        convert(model, norm="smooth")
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_a_failure_half_way_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    before = state(model)
+    expected = model(images(model))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr("lipcert.surgery._convert.calibrate_projection", fail)
+    with pytest.raises(RuntimeError, match="memory"):
+        convert(model, norm="smooth")
+    assert_unchanged(model, before)
+    assert torch.equal(model(images(model)), expected)
+
+
+def test_training_mode_and_dtype_survive() -> None:
+    model = small().double().train()
+    convert(model, norm="smooth")
+    assert model.training
+    assert model.net.blocks[0].attn.training
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model.net.norm.radius.dtype == torch.float64
+
+
+def test_modules_that_the_forward_pass_skips_are_swapped_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(12, 3)
+            self.unused = timm.layers.Attention(8, num_heads=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x.flatten(1))
+
+    model = convert(Model(Net(), mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2)))
+    unused = model.get_submodule("net.unused")
+    assert isinstance(unused, L2Attention)
+    assert torch.linalg.matrix_rank(unused.q.weight) < 8  # of the closed form, not random

@@ -1,0 +1,344 @@
+"""Data sets: order, labels and pixels are what they seem, and what cannot be read is named."""
+
+import io
+import sys
+import tarfile
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm.data
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from lipcert import data
+from lipcert.data import open_images
+from lipcert.errors import InputError
+from lipcert.loading import load
+
+
+def model(classes=3, size=(3, 8, 8), **config):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(size)), classes))
+    channels = size[0]
+    loaded = load(net, mean=(0.5,) * channels, std=(0.25,) * channels, input_size=size)
+    loaded.data_config = {"crop_pct": 1.0, "interpolation": "bilinear", "crop_mode": "center", **config}
+    return loaded
+
+
+def picture(value: int, size=(8, 8)) -> bytes:
+    """A PNG file whose pixels are (value, value + 1, value + 2)."""
+    pixels = np.full((*size, 3), (value, value + 1, value + 2), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+CLASSES = {f"{name}/{i}.png": picture(30 * k + 10 * i) for k, name in enumerate("cab") for i in range(2)}
+
+
+def refused(spec, *expected: str, loaded=None, **options) -> None:
+    with pytest.raises(InputError) as caught:
+        for _ in open_images(spec, loaded or model(), **options).batches(2):
+            pass
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message
+
+
+@pytest.fixture(params=["folder", "tar", "tar with dots"])
+def classes(request, tmp_path):
+    if request.param == "folder":
+        return write(tmp_path / "images", CLASSES)
+    dots = "./" if request.param == "tar with dots" else ""
+    return write_tar(tmp_path / "images.tar", {dots + name: content for name, content in CLASSES.items()})
+
+
+def test_class_folders_give_labels_in_sorted_order(classes):
+    images = open_images(str(classes), model())
+    assert (len(images), images.labelled, images.note) == (6, True, None)
+    assert [images[i][1] for i in range(6)] == [0, 0, 1, 1, 2, 2]  # a, b, c
+    values = [int(image[0, 0, 0] * 255 + 0.5) for image, _ in (images[i] for i in range(6))]
+    assert values == [30, 40, 60, 70, 0, 10]
+
+
+def test_batches_keep_order_and_pixels(classes):
+    images = open_images(classes, model())
+    batches = list(images.batches(4))
+    assert [batch.indices for batch in batches] == [(0, 1, 2, 3), (4, 5)]
+    assert torch.cat([batch.labels for batch in batches]).tolist() == [0, 0, 1, 1, 2, 2]
+    pixels = torch.cat([batch.images for batch in batches])
+    assert pixels.dtype == torch.float32
+    assert pixels.shape == (6, 3, 8, 8)
+    expected = torch.tensor([30, 31, 32]).view(3, 1, 1).expand(3, 8, 8) / 255
+    assert torch.equal(pixels[0], expected)  # no normalisation, no rounding beyond 8 bits
+
+
+def test_skipped_images_are_not_read(tmp_path):
+    root = write(tmp_path / "images", {**CLASSES, "a/0.png": b"not an image"})
+    images = open_images(root, model())
+    assert [batch.indices for batch in images.batches(4, skip={0, 3})] == [(1, 2, 4, 5)]
+
+
+def test_one_folder_gives_no_labels(tmp_path):
+    files = {f"{i}.png": picture(10 * i) for i in range(3)}
+    for source in (
+        write(tmp_path / "flat", files),
+        write_tar(tmp_path / "flat.tar", files),
+        write_tar(tmp_path / "dots.tar", {f"./{name}": content for name, content in files.items()}),
+        write(tmp_path / "one", {f"cats/{name}": content for name, content in files.items()}),
+    ):
+        images = open_images(source, model())
+        assert (len(images), images.labelled, images.note) == (3, False, None)
+        assert images[0][1] is None
+        assert next(images.batches(3)).labels is None
+
+
+def test_folder_of_splits_takes_the_validation_images(tmp_path):
+    files = {f"train/{name}": picture(200) for name in CLASSES} | {f"val/{k}": v for k, v in CLASSES.items()}
+    images = open_images(write(tmp_path / "set", files), model())
+    assert len(images) == 6
+    assert int(images[0][0][0, 0, 0] * 255 + 0.5) == 30
+
+
+def test_labels_of_other_classes_are_left_out(classes):
+    for count in (2, 4):
+        images = open_images(classes, model(classes=count))
+        assert not images.labelled
+        assert f"3 classes and the model has {count}" in images.note
+        assert next(images.batches(2)).labels is None
+
+
+def test_limit_takes_from_every_class(tmp_path):
+    files = {f"{name}/{i:03}.png": picture(i) for name in "abc" for i in range(40)}
+    root = write(tmp_path / "images", files)
+    whole, some, more = (open_images(root, model(), limit=limit) for limit in (None, 12, 24))
+    assert list(whole.order) == list(range(120))
+    assert (len(some), some.total) == (12, 120)
+    assert {some[i][1] for i in range(12)} == {0, 1, 2}
+    assert list(some.order) == list(more.order)[:12]  # so that a longer run goes on with a shorter one
+    assert list(open_images(root, model(), limit=12).order) == list(some.order)
+    assert [batch.indices for batch in some.batches(5)][0] == tuple(some.order[:5])
+    assert len(open_images(root, model(), limit=1000)) == 120
+
+
+def test_images_are_resized_and_cropped_as_timm_does(tmp_path):
+    rows, columns = np.mgrid[:40, :60]
+    pixels = np.stack([4 * rows, 4 * columns, rows + columns], axis=2).astype(np.uint8)
+    root = tmp_path / "images"
+    root.mkdir()
+    Image.fromarray(pixels).save(root / "x.png")
+    config = {"interpolation": "bicubic", "crop_pct": 0.5, "crop_mode": "center"}
+    loaded = model(size=(3, 10, 10), **config)
+    transform = timm.data.create_transform((3, 10, 10), mean=(0.5,) * 3, std=(0.25,) * 3, **config)
+    expected = transform(Image.fromarray(pixels)) * 0.25 + 0.5
+    torch.testing.assert_close(open_images(root, loaded)[0][0], expected)
+
+
+def test_grey_and_transparent_images(tmp_path):
+    root = tmp_path / "images"
+    root.mkdir()
+    Image.new("L", (8, 8), 51).save(root / "0.png")
+    Image.new("RGBA", (8, 8), (51, 102, 153, 0)).save(root / "1.png")
+    colour = open_images(root, model())
+    torch.testing.assert_close(colour[0][0], torch.full((3, 8, 8), 0.2))
+    torch.testing.assert_close(colour[1][0][:, 0, 0], torch.tensor([0.2, 0.4, 0.6]))
+    torch.testing.assert_close(open_images(root, model(size=(1, 8, 8)))[0][0], torch.full((1, 8, 8), 0.2))
+    refused(root, "4 channels", loaded=model(size=(4, 8, 8)))
+
+
+def half(kind: str) -> bytes:
+    """The first half of an image file."""
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).convert("RGB").save(file, kind)
+    return file.getvalue()[: len(file.getvalue()) // 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", half("PNG"), half("JPEG")], ids=len)
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_an_unreadable_image_is_named(tmp_path, kind, content):
+    files = {**CLASSES, "b/1.png": content}
+    refused(write(tmp_path / "x", files) if kind == "folder" else write_tar(tmp_path / "x.tar", files), "b/1.png")
+
+
+def test_paths_without_images(tmp_path):
+    refused(tmp_path / "none", "there is no folder or .tar file", "torch/")
+    refused(write(tmp_path / "texts", {"a/1.txt": b"text"}), "holds no images", ".png")
+    refused(write_tar(tmp_path / "texts.tar", {"a/1.txt": b"text"}), "holds no images")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "holds no images")
+    (tmp_path / "x.png").write_bytes(picture(0))
+    refused(tmp_path / "x.png", "neither a folder nor a .tar")
+    refused(write(tmp_path / "mixed", {**CLASSES, "0.png": picture(0)}), "beside")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_is_positive(classes, limit):
+    refused(classes, "at least 1", limit=limit)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tar" * 100, b"\x1f\x8b\x08" + b"x" * 600])
+def test_damaged_tar(tmp_path, content):
+    (tmp_path / "x.tar").write_bytes(content)
+    refused(tmp_path / "x.tar", "x.tar")
+
+
+def test_truncated_tar(tmp_path):
+    path = write_tar(tmp_path / "x.tar", CLASSES)
+    content = path.read_bytes()
+    for size in (300, 700, 2000):
+        path.write_bytes(content[:size])
+        refused(path, "x.tar")
+
+
+def test_compressed_tar(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w:gz") as tar:
+        tar.add(write(tmp_path / "images", CLASSES), "images")
+    refused(tmp_path / "x.tar", "uncompressed")
+
+
+def test_bundled_images(tmp_path, monkeypatch):
+    file = tmp_path / "digits.safetensors"
+    monkeypatch.setattr(data, "BUNDLED", file)
+    small = model(classes=3, size=(1, 8, 8))
+    refused(None, "bundled", loaded=small)
+    pixels = torch.arange(6 * 64, dtype=torch.int64).remainder(256).to(torch.uint8).view(6, 1, 8, 8)
+    safetensors.torch.save_file({"images": pixels, "labels": torch.tensor([0, 1, 2, 2, 1, 0])}, file)
+    images = open_images(None, small)
+    assert (len(images), images.labelled, images.spec) == (6, True, None)
+    assert torch.equal(images[1][0], pixels[1].float() / 255)
+    assert next(images.batches(6)).labels.tolist() == [0, 1, 2, 2, 1, 0]
+    assert not open_images(None, model(classes=4, size=(1, 8, 8))).labelled
+    assert len(open_images(None, small, limit=2)) == 2
+    refused(None, "--data", "(3, 8, 8)", loaded=model())
+    file.write_bytes(b"damaged")
+    refused(None, "bundled", loaded=small)
+
+
+class Torchvision:
+    """A data set as torchvision has them: random access, PIL images, class names."""
+
+    class_to_idx = {"a": 0, "b": 1, "c": 2}
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        return Image.new("L", (8, 8), 10 * i), i % 3
+
+
+def test_torch_data_sets(monkeypatch, tmp_path):
+    calls = []
+
+    def create(name, **options):
+        calls.append((name, options["split"], options["download"]))
+        print("Downloading")
+        return Torchvision()
+
+    monkeypatch.setattr(timm.data, "create_dataset", create)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    images = open_images("torch/kmnist", model(size=(1, 8, 8)))
+    assert (len(images), images.labelled) == (5, True)
+    assert images[4][1] == 1
+    torch.testing.assert_close(images[4][0], torch.full((1, 8, 8), 40 / 255))
+    open_images("torch/kmnist:train", model(size=(1, 8, 8)))
+    assert calls == [("torch/kmnist", "validation", True), ("torch/kmnist", "train", True)]
+
+
+def test_downloads_do_not_write_to_standard_output(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: print("Downloading") or Torchvision())
+    open_images("torch/kmnist", model(size=(1, 8, 8)))
+    assert capsys.readouterr().out == ""
+
+
+def test_data_sets_that_cannot_be_had(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    refused("torch/no_such_set", "no_such_set")
+
+    def unreachable(*_, **__):
+        raise RuntimeError("download failed") from ConnectionRefusedError()
+
+    monkeypatch.setattr(timm.data, "create_dataset", unreachable)
+    refused("torch/cifar10", "no network")
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: None)
+    for kind, package in (("hfds", "datasets"), ("wds", "webdataset"), ("tfds", "tensorflow-datasets")):
+        refused(f"{kind}/x", f"pip install {package}")
+
+
+def stream(monkeypatch, items, length=0):
+    """Makes wds/ open a stream of these items."""
+
+    class Stream(timm.data.IterableImageDataset):
+        def __init__(self):
+            IterableDataset.__init__(self)
+
+        def __iter__(self):
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+
+        def __len__(self):
+            return length
+
+    calls = []
+    monkeypatch.setitem(sys.modules, "webdataset", types.ModuleType("webdataset"))
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(timm.data, "create_dataset", lambda name, **options: calls.append((name, options)) or Stream())
+    return calls
+
+
+def test_streams(monkeypatch):
+    grey = [Image.new("RGB", (8, 8), (10 * i,) * 3) for i in range(5)]
+    calls = stream(monkeypatch, [(image, i % 3) for i, image in enumerate(grey)])
+    images = open_images("wds/some/folder:train", model())
+    assert calls == [("wds/", {"split": "train", "root": "some/folder"})]
+    assert (images.labelled, images.length, images.total, images.order) == (True, None, None, None)
+    batches = list(images.batches(2, skip={1}))
+    assert [batch.indices for batch in batches] == [(0, 2), (3, 4)]
+    assert batches[1].labels.tolist() == [0, 1]
+    torch.testing.assert_close(batches[1].images[1], torch.full((3, 8, 8), 40 / 255))
+    assert [batch.indices for batch in open_images("wds/x", model(), limit=3).batches(9)] == [(0, 1, 2)]
+    with pytest.raises(TypeError):
+        len(images)
+    with pytest.raises(TypeError):
+        images[0]
+
+
+def test_streams_that_say_how_long_they_are(monkeypatch):
+    stream(monkeypatch, [(Image.new("RGB", (8, 8)), 0)], length=7)
+    assert open_images("wds/x", model()).length == 7
+    assert open_images("wds/x", model(), limit=3).length == 3
+
+
+def test_streams_without_labels_or_with_wrong_ones(monkeypatch):
+    image = Image.new("RGB", (8, 8))
+    stream(monkeypatch, [(image, -1), (image, -1)])
+    assert next(open_images("wds/x", model()).batches(2)).labels is None
+    stream(monkeypatch, [(image, 0), (image, 3)])
+    refused("wds/x", "label 3", "0 to 2")
+    stream(monkeypatch, [])
+    refused("wds/x", "no images")
+    stream(monkeypatch, [(image, 0), OSError("broken shard")])
+    refused("wds/x", "broken shard")

@@ -1,0 +1,399 @@
+"""Capturing: the recorded operations are the network, on every image, or there is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipcert.bounds import analyze
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import Graph, Node, canonical, capture
+
+SIZE = (1, 3, 4, 4)
+
+
+def image(seed: int = 0, size: tuple[int, ...] = SIZE) -> Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(seed))
+
+
+def same_on_other_images(module: nn.Module, graph: Graph, size: tuple[int, ...]) -> None:
+    """Replays agree with the module up to float32 rounding, on images it was not captured with, twice."""
+    for seed in (1, 2, 1):
+        other = image(seed, size) * 3 - 1
+        with torch.no_grad():
+            torch.testing.assert_close(graph.replay(other), module(other), rtol=1e-4, atol=1e-5)
+
+
+def check_order(graph: Graph) -> None:
+    """Every node comes after what it reads, and only once."""
+    seen: set[Node] = set()
+    for node in graph.nodes:
+        assert set(node.operands) <= seen
+        assert node not in seen
+        seen.add(node)
+    assert graph.output in seen
+
+
+MODELS = [
+    ("test_vit", {}),
+    ("test_vit2", {}),
+    ("test_resnet", {}),
+    ("test_convnext", {}),
+    ("test_efficientnet", {}),
+    ("test_nfnet", {}),
+    ("test_mambaout", {}),
+    ("swin_tiny_patch4_window7_224", {"img_size": 32, "window_size": 2, "embed_dim": 8, "depths": (2, 2), "num_heads": (1, 2)}),
+    ("gmixer_12_224", {"img_size": 64}),
+    ("mvitv2_tiny", {"img_size": 64}),
+    ("densenet121", {"block_config": (2, 2), "growth_rate": 4}),
+    ("mobilenetv3_small_050", {}),
+    ("regnetx_002", {}),
+]
+
+
+def build(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=5, **arguments).eval()
+    side = arguments.get("img_size", 160 if name.startswith("test_vit") else 64)
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.LayerNorm)) and module.weight is not None:
+            nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
+    return model, (1, 3, side, side)
+
+
+@pytest.mark.parametrize(("name", "arguments"), MODELS, ids=[name for name, _ in MODELS])
+def test_replays_real_models(name: str, arguments: dict[str, Any]) -> None:
+    model, size = build(name, arguments)
+    graph = capture(model, image(0, size))
+    check_order(graph)
+    same_on_other_images(model, graph, size)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
+def test_flat_graph_of_models_with_whole_modules(name: str) -> None:
+    model, size = build(name, {})
+    whole_names = {"Attention", "Block", "BasicBlock", "ConvNeXtBlock", "LayerNorm2d", "Linear", "Conv2d"}
+    graph = capture(model, image(0, size), whole=lambda module: type(module).__name__ in whole_names)
+    kept = [node for node in graph.nodes if node.result is not None]
+    assert kept
+    assert any(part.result is not None for node in kept for part in node.inner), "no nested module was kept"
+    check_order(graph)
+    same_on_other_images(model, graph, size)
+    flat = graph.flat()
+    assert all(node.result is None for node in flat.nodes)
+    check_order(flat)
+    same_on_other_images(model, flat, size)
+    plain = capture(model, image(0, size))
+    assert [node.op for node in flat.nodes] == [node.op for node in plain.nodes]
+    assert [node.shape for node in flat.nodes] == [node.shape for node in plain.nodes]
+
+
+class Module(nn.Module):
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Outer(nn.Module):
+    def __init__(self, *parts: nn.Module):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def keep(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, classes)
+
+
+def test_a_whole_module_that_returns_its_input() -> None:
+    model = Outer(Module(torch.relu), nn.Identity(), nn.Identity(), Module(lambda x: 2 * x))
+    graph = capture(model, image(), whole=keep(nn.Identity))
+    same_on_other_images(model, graph, SIZE)
+    same_on_other_images(model, graph.flat(), SIZE)
+    assert [node.name for node in graph.flat().nodes] == ["input", "relu", "mul"]
+
+
+def test_whole_modules_in_whole_modules_share_values() -> None:
+    model = Outer(Outer(nn.ReLU(), Outer(nn.Identity(), nn.Sigmoid())), Module(lambda x: x + x))
+    for whole in (keep(Outer), keep(Outer, nn.Identity), keep(nn.Sigmoid), lambda module: True):
+        graph = capture(model, image(), whole=whole)
+        same_on_other_images(model, graph, SIZE)
+        same_on_other_images(model, graph.flat(), SIZE)
+        check_order(graph.flat())
+
+
+def test_a_whole_module_must_not_know_more_than_its_inputs() -> None:
+    class Reader(nn.Module):
+        context: Any
+
+        def forward(self, x: Any) -> Any:
+            return x + self.context
+
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reader = Reader()
+
+        def forward(self, x: Any) -> Any:
+            self.reader.context = 100 * x
+            return self.reader(x.relu())
+
+    with pytest.raises(UnsupportedOperation, match="not its inputs"):
+        capture(Owner().eval(), image(), whole=keep(Reader))
+    same_on_other_images(Owner().eval(), capture(Owner().eval(), image()), SIZE)
+
+
+def test_a_whole_module_must_not_write_into_its_input() -> None:
+    model = Outer(Module(lambda x: x * 1), nn.ReLU(inplace=True))
+    with pytest.raises(UnsupportedOperation, match="writing into its input"):
+        capture(model, image(), whole=keep(nn.ReLU))
+    same_on_other_images(model, capture(model, image()), SIZE)
+
+
+# In-place operations.
+
+
+def twice(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y
+    z += 3
+    y *= 2
+    y -= 1
+    y /= 4
+    y **= 3
+    return y + z
+
+
+def through_functions(x: Tensor) -> Tensor:
+    y = x - 0.5
+    F.relu(y, inplace=True)
+    F.leaky_relu(y, 0.3, True)
+    F.hardtanh(y, -0.1, 0.4, True)
+    y.add_(1).mul_(y)
+    torch.relu_(y)
+    F.silu(y, True)
+    return y
+
+
+def rewritten_after_a_view(x: Tensor) -> Tensor:
+    y = x.flatten(1)
+    y = y.add_(1)
+    return y.reshape(x.shape)
+
+
+@pytest.mark.parametrize("forward", [twice, through_functions, rewritten_after_a_view])
+def test_in_place_operations_replay(forward: Callable[[Tensor], Tensor]) -> None:
+    module = Module(lambda x: forward(x * 1))
+    graph = capture(module, image())
+    same_on_other_images(module, graph, SIZE)
+
+
+def test_in_place_on_the_image_itself_leaves_the_callers_alone() -> None:
+    module = Module(lambda x: x.sub_(0.5).div_(0.25).relu_())
+    mine = image()
+    before = mine.clone()
+    graph = capture(module, mine)
+    assert torch.equal(mine, before)
+    other = image(1)
+    torch.testing.assert_close(graph.replay(other.clone()), module(other.clone()))
+
+
+def hidden_view(x: Any) -> Any:
+    """Nothing shows on ordinary images: the relu is dead there."""
+    y = x * 1
+    y[:, 0].add_(F.relu(x.mean() - 2) * 1000)
+    return y
+
+
+def view_read_later(x: Any) -> Any:
+    y = x * 1
+    view = y.flatten(1)
+    y.add_(0.0)
+    return view
+
+
+def view_of_a_view(x: Any) -> Any:
+    y = x * 1
+    view = y.reshape(1, -1)[:, :4]
+    other = y.reshape(1, -1)
+    view.mul_(1.0)
+    return other
+
+
+def dropout_is_an_alias(x: Any) -> Any:
+    y = x * 1
+    z = F.dropout(y, 0.5, False)
+    z.mul_(1.0)
+    return y
+
+
+@pytest.mark.parametrize("forward", [hidden_view, view_read_later, view_of_a_view, dropout_is_an_alias])
+def test_writes_through_views_are_refused(forward: Callable[[Any], Any]) -> None:
+    """Even where the captured result equals the network's on this image."""
+    with pytest.raises(UnsupportedOperation, match="in place through a view"):
+        capture(Module(forward), image())
+
+
+def test_a_constant_that_is_written_to_later() -> None:
+    def forward(x: Any) -> Any:
+        scale = torch.ones(3, 1, 1)
+        y = x * scale
+        scale.zero_()
+        return y
+
+    with pytest.raises(UnsupportedOperation, match="written to later"):
+        capture(Module(forward), image())
+
+
+def test_writing_the_image_into_a_constant() -> None:
+    def assigned(x: Any) -> Any:
+        out = torch.zeros(1, 3, 4, 4)
+        out[:] = x
+        return out
+
+    def added(x: Any) -> Any:
+        out = torch.zeros(1, 3, 4, 4)
+        out += x
+        return out
+
+    for forward in (assigned, added, lambda x: torch.add(x, 1, out=torch.empty(1, 3, 4, 4))):
+        with pytest.raises(UnsupportedOperation):
+            capture(Module(forward), image())
+
+
+# What must not leave the graph unseen.
+
+LEAKS: list[Callable[[Any], Any]] = [
+    lambda x: x * x.sum().item(),
+    lambda x: x * sum(x.flatten().tolist()),
+    lambda x: x * float(x.mean()),
+    lambda x: x * int(x.mean()),
+    lambda x: x * (2 if torch.equal(x, x) else 1),
+    lambda x: x * (2 if torch.is_nonzero(x.sum()) else 1),
+    lambda x: x if x.mean() > 0 else -x,
+    lambda x: x * (2 if torch.allclose(x, x) else 1),
+    lambda x: x + (x * 1j).imag,
+    lambda x: x + torch.from_numpy(x.numpy()),
+    lambda x: [x, 2 * x][bool(x.sum() > 0)],
+]
+
+
+@pytest.mark.parametrize("forward", LEAKS, ids=range(len(LEAKS)))
+def test_values_do_not_leak_into_python(forward: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedOperation):
+        capture(Module(forward), image())
+
+
+def test_questions_about_the_form_are_answered() -> None:
+    def forward(x: Any) -> Any:
+        n, c, h, w = x.shape
+        assert (x.size(1), x.dim(), x.ndim, x.numel(), len(x)) == (c, 4, 4, n * c * h * w, n)
+        assert x.is_floating_point()
+        assert x.dtype == torch.float32
+        assert x.type() == "torch.FloatTensor"
+        mask = torch.zeros_like(x[:, 0])
+        return x + x.new_ones(1) + mask + torch.ones(1, dtype=torch.float64).to(x) + torch.ones(1).type_as(x)
+
+    module = Module(forward)
+    graph = capture(module, image())
+    same_on_other_images(module, graph, SIZE)
+
+
+def test_results_with_none_keep_their_parts() -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+
+    def forward(x: Any) -> Any:
+        y = x.flatten(1, 2)
+        return y + attention(y, y, y, need_weights=False)[0]
+
+    module = Module(forward)
+    same_on_other_images(module, capture(module, image()), SIZE)
+
+
+def test_training_mode_is_refused() -> None:
+    for path, part in (("parts.1", nn.Dropout()), ("parts.1", nn.BatchNorm2d(3))):
+        model = Outer(nn.ReLU(), part)
+        model.parts[1].train()
+        with pytest.raises(InputError, match=f"{path} is in training mode"):
+            capture(model, image())
+    with pytest.raises(InputError, match="training mode"):
+        capture(nn.ReLU().train(), image())
+
+
+def test_what_is_no_classifier() -> None:
+    with pytest.raises(InputError, match="one tensor"):
+        capture(Module(lambda x: (x, x)), image())
+    with pytest.raises(InputError, match="does not depend on the image"):
+        capture(Module(lambda x: torch.zeros(1, 3)), image())
+
+
+def test_unsupported_operations_come_in_one_error_with_their_paths() -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Module(torch.exp)
+            self.second = Module(torch.cos)
+
+        def forward(self, x: Any) -> Any:
+            return self.first(x) + self.second(x) + self.second(2 * x)
+
+    model = Outer(Stage(), nn.ReLU())
+    with pytest.raises(UnsupportedOperation) as caught:
+        analyze(model, SIZE[1:])
+    assert set(caught.value.operations) == {("exp", "parts.0.first"), ("cos", "parts.0.second")}
+    message = str(caught.value)
+    assert "exp at parts.0.first" in message
+    assert "cos at parts.0.second" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("spellings", "name"),
+    [
+        ((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__), "add"),
+        ((torch.sub, torch.subtract, Tensor.__isub__), "sub"),
+        ((torch.div, torch.true_divide, Tensor.__truediv__, Tensor.__itruediv__), "div"),
+        ((torch.relu, torch.relu_, F.relu, Tensor.relu), "relu"),
+        ((Tensor.view, torch.reshape, torch.flatten, torch.squeeze), "reshape"),
+        ((torch.matmul, Tensor.__matmul__, torch.bmm), "matmul"),
+        ((F.softmax, torch.softmax, Tensor.softmax), "softmax"),
+        ((F.max_pool2d, torch.max_pool2d), "max_pool2d"),
+        ((Tensor.__pow__, torch.pow, Tensor.pow_, Tensor.__ipow__), "pow"),
+    ],
+)
+def test_spellings(spellings: tuple[Any, ...], name: str) -> None:
+    assert {canonical(spelling) for spelling in spellings} == {name}
+
+
+def test_functions_from_elsewhere_are_their_own_names() -> None:
+    def relu(x: Any) -> Any:
+        return x
+
+    assert canonical(relu) is relu
+    assert canonical(torch.ops.aten.relu) is torch.ops.aten.relu
+    made: dict[str, Any] = {}
+    exec("def relu(x): return 100 * x", {}, made)  # noqa: S102
+    assert canonical(made["relu"]) is made["relu"]
+
+
+def test_capturing_leaves_modules_as_they_were() -> None:
+    before = nn.Module.__call__
+    with pytest.raises(UnsupportedOperation):
+        capture(Module(lambda x: x * x.sum().item()), image())
+    assert nn.Module.__call__ is before

@@ -1,0 +1,291 @@
+"""The contract of the remainder rules: no deviation, however chosen, leaves the linearisation by more than they say."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lipcert.bounds  # noqa: F401  registers the rules
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, remainder_of
+from lipcert.graph import capture, needed
+from lipcert.graph._graph import run
+from lipcert.surgery import ClippedReLU, LayerProject, SmoothProject
+
+RADII = [1e-6, 1e-3, 0.03, 0.3, 1.0, 3.0, 10.0]
+POINTS = 6
+
+
+class Function(nn.Module):
+    """A function of one tensor as a module, so that it can be captured."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def seeded(*shape, scale=1.0, seed=5):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def projection(kind, radius, **kwargs):
+    module = kind(6, radius, dtype=torch.float64, **kwargs)
+    module.weight.data = seeded(6)
+    return module
+
+
+def clipped():
+    module = ClippedReLU(0.7)
+    return module.double()
+
+
+def halves(x):
+    return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+
+# key of the rule -> functions and shapes of their input
+CASES = {
+    "silu": [(F.silu, (1, 5))],
+    "sigmoid": [(torch.sigmoid, (1, 5))],
+    "tanh": [(torch.tanh, (1, 5))],
+    "mish": [(F.mish, (1, 5))],
+    "square": [(torch.square, (1, 5))],
+    "gelu": [(F.gelu, (1, 5)), (lambda x: F.gelu(x, approximate="tanh"), (1, 5))],
+    "relu": [(F.relu, (1, 9))],
+    "leaky_relu": [(lambda x: F.leaky_relu(x, 0.2), (1, 9)), (lambda x: F.leaky_relu(x, 3.0), (1, 9))],
+    "max_pool2d": [
+        (lambda x: F.max_pool2d(x, 2), (1, 2, 4, 4)),
+        (lambda x: F.max_pool2d(x, 3, 1, 1), (1, 1, 4, 5)),
+        (lambda x: F.max_pool2d(x, (3, 2), (2, 1), dilation=(1, 2)), (1, 1, 5, 5)),
+    ],
+    "softmax": [
+        (lambda x: x.softmax(-1), (1, 2, 3, 4)),
+        (lambda x: x.softmax(1), (1, 2, 3)),
+        (lambda x: F.softmax(x, 1), (1, 9)),
+    ],
+    "matmul": [
+        (lambda x: torch.matmul(*halves(x)), (1, 2, 3, 6)),
+        (lambda x: halves(x)[0] @ halves(x)[1].mT, (1, 2, 3, 8)),
+        (lambda x: x @ x.mT, (1, 3, 2)),
+    ],
+    "mul": [
+        (lambda x: torch.mul(*halves(x)), (1, 6)),
+        (lambda x: halves(x)[0] * halves(x)[1][:, :1], (1, 3, 4)),
+        (lambda x: x * x, (1, 4)),
+    ],
+    "layer_norm": [
+        (lambda x: F.layer_norm(x, (6,), seeded(6), seeded(6), 1e-2), (1, 3, 6)),
+        (lambda x: F.layer_norm(x, (6,), eps=1e-6), (1, 2, 6)),
+    ],
+    SmoothProject: [
+        (projection(SmoothProject, 1.0), (1, 3, 6)),
+        (projection(SmoothProject, 0.3, channels_first=True), (1, 6, 2)),
+    ],
+    LayerProject: [(projection(LayerProject, 1.0), (1, 3, 6)), (projection(LayerProject, 3.0), (1, 2, 6))],
+    ClippedReLU: [(clipped(), (1, 9))],
+}
+NAMED = [(key, index) for key, cases in CASES.items() for index in range(len(cases))]
+
+
+def test_every_rule_has_a_case():
+    assert set(REMAINDERS) == set(CASES)
+
+
+class Site:
+    """One nonlinear operation at POINTS nominal points."""
+
+    def __init__(self, key, index):
+        function, shape = CASES[key][index]
+        module = function if isinstance(function, nn.Module) else Function(function)
+        module.eval()
+        self.graph = needed(capture(module, seeded(*shape), whole=lambda part: type(part) in REMAINDERS))
+        found = [node for node in self.graph.nodes if node is not self.graph.input and remainder_of(node) is not None]
+        assert [node.op for node in found] == [key]
+        self.node = found[0]
+        scales = torch.tensor([0.0, 1e-3, 0.3, 1.0, 1.0, 4.0], dtype=torch.float64)
+        inputs = scales.reshape(-1, *[1] * len(shape)) * seeded(POINTS, *shape, seed=7)
+        values = [self._values(x) for x in inputs]
+        self.distinct = list(dict.fromkeys(self.node.operands))
+        self.nominal = [torch.stack([known[operand] for known in values]) for operand in self.distinct]
+        self.result = torch.stack([known[self.node] for known in values])
+        positions = [self.distinct.index(operand) for operand in self.node.operands]
+        self.rule = REMAINDERS[key](self.node, [self.nominal[i] for i in positions], self.result)
+        self.positions = positions
+        self.size = 1 + self.result.abs().amax()
+
+    def _values(self, x):
+        return run(self.graph.nodes, {self.graph.input: x})
+
+    def remainder(self, deltas):
+        """R for deviations of the distinct operands, each of shape (POINTS, *shape)."""
+
+        def one(*operands):
+            return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
+
+        function = torch.vmap(one)
+        base, linear = torch.func.jvp(function, tuple(self.nominal), tuple(deltas))
+        moved = function(*(value + delta for value, delta in zip(self.nominal, deltas, strict=True)))
+        return moved - base - linear
+
+    def starts(self, radii):
+        """Deviations of norm ρ: random, along the operand and against it, in one entry, in the entries nearest zero."""
+        choices = [[seeded(*value.shape, seed=seed) for value in self.nominal] for seed in (1, 2)]
+        choices += [[sign * value + 1e-9 for value in self.nominal] for sign in (1, -1)]
+        for value in self.nominal:
+            flat = value.reshape(POINTS, -1)
+            for entry in (flat.argmax(1), flat.abs().argmin(1)):
+                single = torch.zeros_like(flat).scatter_(1, entry[:, None], 1.0).reshape(value.shape)
+                if all(other.shape == value.shape for other in self.nominal):
+                    choices += [[sign * single for _ in self.nominal] for sign in (1, -1)]
+        return [self.scaled(deltas, radii) for deltas in choices]
+
+    @staticmethod
+    def scaled(deltas, radii):
+        result = []
+        for delta, radius in zip(deltas, radii, strict=True):
+            length = delta.flatten(1).norm(dim=1).reshape(-1, *[1] * (delta.dim() - 1))
+            result.append(radius * delta / length.clamp_min(1e-300))
+        return result
+
+    def worst(self, objective, radii, steps=12):
+        """The largest objective(R) that ascent on the spheres of radius ρ finds, shape (POINTS,)."""
+        best = torch.zeros(POINTS, dtype=torch.float64)
+        for deltas in self.starts(radii):
+            for _ in range(steps):
+                deltas = [delta.detach().requires_grad_() for delta in deltas]
+                value = objective(self.remainder(deltas))
+                best = torch.maximum(best, value.detach())
+                gradients = torch.autograd.grad(value.sum(), deltas, allow_unused=True)
+                ahead = [d.detach() if g is None else g for g, d in zip(gradients, deltas, strict=True)]
+                if not all(bool(torch.isfinite(g).all()) for g in ahead):
+                    break
+                deltas = self.scaled(ahead, radii)
+        return best
+
+
+def radii_of(site, rho):
+    """ρ for the distinct operands: the second one at twice the first."""
+    return [rho * (1 + index) for index in range(len(site.distinct))]
+
+
+@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_remainder_in_norm(key, index):
+    site = Site(key, index)
+    for rho in RADII:
+        radii = radii_of(site, rho)
+        found = site.worst(lambda r: r.flatten(1).norm(dim=1), radii)
+        bound = site.rule.norm([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
+        assert bound.shape == (POINTS,)
+        assert bool((found <= bound * (1 + 1e-9) + 1e-14 * (site.size + rho)).all()), (rho, found, bound)
+
+
+@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_remainder_against_a_direction(key, index):
+    site = Site(key, index)
+    plain = seeded(*site.result.shape, seed=3)
+    sparse = torch.where(plain.abs() > 1, plain, 0.0)
+    for g in (plain, sparse):
+        against = site.rule.against(g)
+        for rho in RADII[::2]:
+            radii = radii_of(site, rho)
+            found = site.worst(lambda r, g=g: (r * g).flatten(1).sum(1).abs(), radii, steps=8)
+            bound = against([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
+            slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
+            assert bool((found <= bound * (1 + 1e-9) + slack).all()), (rho, found, bound)
+
+
+@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_rules_increase_with_rho(key, index):
+    site = Site(key, index)
+    against = site.rule.against(seeded(*site.result.shape, seed=3))
+    grid = torch.logspace(-7, 2, 60, dtype=torch.float64)
+    for answer in (site.rule.norm, against):
+        values = torch.stack([answer([rho.expand(POINTS)] * len(site.positions)) for rho in grid])
+        assert bool(torch.isfinite(values).all())
+        assert bool((values[1:] >= values[:-1] * (1 - 1e-12)).all())
+
+
+# Constants -----------------------------------------------------------------------------------------------------------
+
+GRID = torch.linspace(-12, 12, 2_400_001, dtype=torch.float64)
+
+
+def second_derivative(function):
+    t = GRID.clone().requires_grad_()
+    (first,) = torch.autograd.grad(function(t).sum(), t, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), t)
+    return second
+
+
+@pytest.mark.parametrize(
+    ("key", "function"),
+    [("silu", F.silu), ("sigmoid", torch.sigmoid), ("tanh", torch.tanh), ("mish", F.mish), ("gelu", F.gelu)],
+)
+def test_curvature_is_the_supremum_rounded_up(key, function):
+    largest = second_derivative(function).abs().max().item()
+    assert largest <= REMAINDERS[key].curvature <= largest * (1 + 1e-4)
+
+
+def envelope(approximate):
+    class Node:
+        kwargs = {"approximate": approximate}
+
+    rule = Gelu(Node(), [torch.zeros(1, 1, dtype=torch.float64)], torch.zeros(1, 1))
+    return rule.envelope(GRID.abs())
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_envelope(approximate):
+    bound = envelope(approximate)
+    curve = second_derivative(lambda t: F.gelu(t, approximate=approximate))
+    assert bool((curve.abs() <= bound + 1e-15).all())
+    falling = bound[GRID >= 0]
+    assert bool((falling[1:] <= falling[:-1]).all())
+
+
+def test_tanh_gelu_curvature_stays_near_that_of_gelu():
+    gap = second_derivative(lambda t: F.gelu(t, approximate="tanh")) - second_derivative(F.gelu)
+    assert gap.abs().max().item() <= 0.0032
+
+
+def test_tails_of_the_envelope_beyond_the_grid():
+    """Outside the grid both forms of φ'' are below the slack or the normal density."""
+    far = torch.tensor([12.0, 15.0, 20.0, 30.0], dtype=torch.float64)
+    assert bool((2 * far**2 * torch.exp(-(far**2) / 2) < 1e-25).all())
+
+
+def test_entrywise_rules_are_all_checked():
+    entrywise = {key for key, rule in REMAINDERS.items() if issubclass(rule, Smooth)}
+    assert entrywise == {"silu", "sigmoid", "tanh", "mish", "gelu", "square"}
+
+
+def test_third_moment_behind_the_softmax_constant():
+    q = torch.linspace(0, 1, 1_000_001, dtype=torch.float64)
+    largest = 2 * math.sqrt(2) * (q * (1 - q) * (1 - 2 * q)).max().item()
+    assert largest == pytest.approx(math.sqrt(2 / 27), rel=1e-9)
+    assert largest <= 0.272166
+
+
+# What looks affine and is not ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), "rounds"),
+        (lambda x: x.to(torch.int64), "rounds"),
+        (lambda x: F.batch_norm(x, None, None, training=True), "statistics"),
+        (lambda x: F.batch_norm(x, None, None, None, None, True), "statistics"),
+        (lambda x: torch.div(1.0, x), "no remainder rule"),
+        (torch.exp, "no remainder rule"),
+    ],
+)
+def test_no_rule(function, word):
+    graph = needed(capture(Function(function).eval(), torch.rand(1, 3, 4, dtype=torch.float64) + 1))
+    with pytest.raises(NoAnswer, match=word):
+        _ = [remainder_of(node) for node in graph.nodes[1:]]

@@ -1,0 +1,182 @@
+"""Result files: rows survive whatever stops a run, and rows of different runs never meet."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipcert.certifier import Certificates
+from lipcert.data import Batch
+from lipcert.errors import InputError
+from lipcert.results import ResultFile, Tally, rows
+
+RUN = {
+    "model": {"source": {"name": "x", "arguments": {"sizes": (1, 2)}}, "recipe": [], "weights_hash": "0" * 64},
+    "eps": 0.1,
+    "method": "gloro",
+    "dtype": "float64",
+    "data": {"spec": "x", "images": 6, "labelled": True},
+    "lipcert": "1",
+    "eps_typed": "0.1",
+}
+
+
+def row(index: int, **changes):
+    known = {"index": index, "label": 1, "predicted": 1, "correct": True, "margin": 0.5, "radius": 0.1 * index}
+    return {**known, "certified": index > 1, "method": "gloro", "rigor": "deterministic", "seconds": 0.5, **changes}
+
+
+def certificates(labels=None, **changes):
+    known = {
+        "predicted": torch.tensor([1, 2]),
+        "margin": torch.tensor([0.5, 0.25], dtype=torch.float64),
+        "radius": torch.tensor([0.1, 1 / 3], dtype=torch.float64),
+        "certified": torch.tensor([False, True]),
+        "method": ("global", "gloro"),
+        "rigor": ("deterministic",) * 2,
+    }
+    return Certificates(**{**known, **changes}, labels=labels, eps=0.2)
+
+
+def test_rows_with_labels():
+    labels = torch.tensor([1, 0])
+    found = rows(Batch((7, 9), torch.zeros(2, 1, 1, 1), labels), certificates(labels), seconds=3.0)
+    keys = ["index", "label", "predicted", "correct", "margin", "radius", "certified", "method", "rigor", "seconds"]
+    assert list(found[0]) == keys
+    first = [7, 1, 1, True, 0.5, 0.1, False, "global", "deterministic", 1.5]
+    assert list(found[0].values()) == first
+    assert list(found[1].values()) == [9, 0, 2, False, 0.25, 1 / 3, True, "gloro", "deterministic", 1.5]
+    assert all(type(a) is type(b) for a, b in zip(found[0].values(), first, strict=True))
+
+
+def test_rows_without_labels():
+    found = rows(Batch((0, 1), torch.zeros(2, 1, 1, 1), None), certificates(), seconds=1.0)
+    assert "label" not in found[0]
+    assert "correct" not in found[0]
+
+
+def test_radii_and_margins_that_json_does_not_know():
+    odd = torch.tensor([math.inf, math.nan], dtype=torch.float64)
+    radius = torch.tensor([math.inf, 0.0], dtype=torch.float64)
+    found = rows(Batch((0, 1), torch.zeros(2, 1, 1, 1), None), certificates(margin=odd, radius=radius), seconds=1.0)
+    assert [r["margin"] for r in found] == [None, None]
+    assert [r["radius"] for r in found] == [sys.float_info.max, 0.0]
+    json.dumps(found, allow_nan=False)
+
+
+@settings(deadline=None)
+@given(st.floats(min_value=0, allow_infinity=False))
+def test_a_written_radius_is_the_radius(radius):
+    tensor = torch.tensor([radius, radius], dtype=torch.float64)
+    found = rows(Batch((0, 1), torch.zeros(2, 1, 1, 1), None), certificates(radius=tensor), seconds=1.0)
+    assert json.loads(json.dumps(found[0]))["radius"] == radius
+
+
+def test_tally():
+    tally = Tally([row(0), row(1, correct=False), row(2), row(3, correct=False), row(4, method="global")])
+    assert (tally.images, tally.correct, tally.certified, tally.certified_correct) == (5, 3, 3, 2)
+    assert (tally.accuracy, tally.certified_accuracy) == (0.6, 0.4)
+    assert tally.median_radius == 0.2
+    assert tally.methods == {"gloro": 4, "global": 1}
+    assert tally.counts()["certified_accuracy"] == 0.4
+
+
+def test_tally_without_labels():
+    bare = [{k: v for k, v in row(i).items() if k not in ("label", "correct")} for i in range(3)]
+    tally = Tally(bare)
+    assert (tally.accuracy, tally.certified_accuracy, tally.certified) == (None, None, 1)
+    assert tally.median_radius == 0.1
+    assert "accuracy" not in tally.counts()
+    assert Tally().median_radius is None
+
+
+def written(path, indices, description=RUN):
+    with ResultFile(path, description) as file:
+        for index in indices:
+            file.append(row(index))
+    return path
+
+
+def test_rows_are_on_the_disk_at_once(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with ResultFile(path, RUN) as file:
+        for index in range(3):
+            file.append(row(index))
+            assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == list(range(index + 1))
+        assert json.loads(file.summary_path.read_text())["complete"] is False
+    summary = json.loads((tmp_path / "r.summary.json").read_text())
+    assert summary["complete"] is True
+    assert summary["counts"]["images"] == 3
+    assert summary["eps_typed"] == "0.1"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["r.jsonl", "r.summary.json"]
+
+
+def test_a_stopped_run_keeps_its_rows(tmp_path):
+    path = tmp_path / "r.jsonl"
+    file = ResultFile(path, RUN)
+    file.append(row(4))
+    file.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert json.loads((tmp_path / "r.summary.json").read_text())["complete"] is False
+    with ResultFile(path, RUN) as file:
+        assert file.done == {4}
+        assert file.tally.images == 1
+        file.append(row(5))
+    assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [4, 5]
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_a_half_written_row_is_cut_off(tmp_path_factory, data):
+    path = written(tmp_path_factory.mktemp("r") / "r.jsonl", range(3))
+    content = path.read_bytes()
+    kept = data.draw(st.integers(0, len(content)))
+    path.write_bytes(content[:kept])
+    whole = content[:kept].count(b"\n")
+    with ResultFile(path, RUN) as file:
+        assert file.done == set(range(whole))
+        for index in range(whole, 3):
+            file.append(row(index))
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("key", ["model", "eps", "method", "dtype", "data", "lipcert"])
+def test_rows_of_another_run_are_left_alone(tmp_path, key):
+    path = written(tmp_path / "r.jsonl", range(2))
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=f"another run .*{key}.*--out"):
+        ResultFile(path, {**RUN, key: "other"})
+    assert path.read_bytes() == before
+    ResultFile(path, {**RUN, "eps_typed": "10/100"}).__exit__(None)
+
+
+@pytest.mark.parametrize("summary", [None, "", "not json", "[]", "3"])
+def test_rows_without_their_summary_are_left_alone(tmp_path, summary):
+    path = written(tmp_path / "r.jsonl", range(2))
+    before = path.read_bytes()
+    (tmp_path / "r.summary.json").unlink()
+    if summary is not None:
+        (tmp_path / "r.summary.json").write_text(summary)
+    with pytest.raises(InputError, match="another run"):
+        ResultFile(path, RUN)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ["not json", "3", "[]", '{"index": 1}', json.dumps(row(0)), '{"index": [], "x": 1}'])
+def test_damaged_rows_are_left_alone(tmp_path, line):
+    path = written(tmp_path / "r.jsonl", range(2))
+    path.write_text(path.read_text() + line + "\n")
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=r"r\.jsonl"):
+        ResultFile(path, RUN)
+    assert path.read_bytes() == before
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    with pytest.raises(InputError, match="cannot write"):
+        ResultFile(tmp_path / "none" / "r.jsonl", RUN)
+    with pytest.raises(InputError, match="cannot hold"):
+        ResultFile(tmp_path, RUN)
