@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lipcert.certifier._lofast import Attention, attention_sensitivity, ball_change, naive_change
 
-INPUTS, TOKENS, DIM, HEADS = 10, 16, 64, 4
-STEPS, RESTARTS = 200, 3
+INPUTS, TOKENS, DIM, HEADS = 4, 16, 64, 4
+STEPS, RESTARTS = 150, 1
 RADII = (0.01, 0.05, 0.1, 0.5, 1.0)
 TOKEN_NORMS = (0.5, 1.0, 2.0, 4.0)
 RESULT = Path(__file__).parent / "results" / "lofast_attention.json"

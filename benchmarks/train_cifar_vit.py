@@ -22,7 +22,7 @@ from timm.data import create_dataset
 from torch import Tensor, nn
 
 import lipcert
-from benchmarks._training import NormHold, gradient_loss, hold_projections, twice_differentiable
+from lipcert.training import NormHold, anchored_loss, hold_projections, twice_differentiable
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -72,7 +72,6 @@ def main() -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight)
-    twice_differentiable(model)
     hold = NormHold(model)
 
     train, train_labels = read(args.data, "train")
@@ -86,9 +85,10 @@ def main() -> None:
         for batch in order.split(args.batch)[: len(train) // args.batch]:
             images = augmented(train[batch]).float() / 255
             eps = args.eps * min(1.0, (epoch + 1) / 3)
-            loss, logits = gradient_loss(model, images, train_labels[batch], eps, args.temperature)
             optimizer.zero_grad()
-            loss.backward()
+            with twice_differentiable():
+                loss, logits = anchored_loss(model, images, train_labels[batch], eps, args.temperature)
+                loss.backward()
             optimizer.step()
             schedule.step()
             hold()

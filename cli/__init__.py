@@ -7,7 +7,9 @@ import typer
 from lipcert._version import version
 
 from ._certify import certify
+from ._constrain import constrain
 from ._convert import convert
+from ._finetune import finetune
 from ._inspect import inspect
 
 app = typer.Typer(
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(convert)
 app.command()(inspect)
+app.command()(constrain)
+app.command()(finetune)
 app.command()(certify)
 
 

@@ -15,9 +15,10 @@ from lipcert.results import ResultFile, Tally, describe, rows
 from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
 from ._print import lower, print_facts, progress, say, share, upper
 
-# Images run together so long as that takes about a second: rows of slow certificates are written as they come.
-BATCH = 32
-SECONDS = 1.0
+# More images run together so long as that pays and takes less than some seconds: rows of slow certificates are written as
+# they come.
+FIRST, BATCH = 4, 64
+SECONDS = 20.0
 
 
 @one_line_errors
@@ -65,7 +66,7 @@ def certify(
         if file and earlier:
             say(f"{file.path}: going on behind {earlier} images")
         update = stack.enter_context(progress("certifying", images.length))
-        together = 1
+        together = FIRST
         try:
             for rest in images.batches(BATCH, skip=file.done if file else ()):
                 while len(rest):
@@ -76,7 +77,7 @@ def certify(
                     for row in rows(batch, certificates, seconds):
                         write(row)
                     update(tally.images, images.length)
-                    together = min(2 * together, BATCH) if seconds < SECONDS else max(together // 2, 1)
+                    together = min(2 * together, BATCH) if 2 * seconds < SECONDS else max(together // 2, 1)
         except KeyboardInterrupt as error:
             kept = f"; {file.path} keeps {tally.images} rows, and the same command goes on from there" if file else ""
             raise Interrupted(f"interrupted after {tally.images - earlier} images{kept}") from error

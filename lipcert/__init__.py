@@ -11,9 +11,24 @@ from lipcert._version import version
 from lipcert.artifact import save
 from lipcert.bounds import lipschitz
 from lipcert.certifier import certify
+from lipcert.certvit import constrain
 from lipcert.loading import load
 from lipcert.model import Model
 from lipcert.surgery import convert
+from lipcert.training import finetune
 
 __version__ = version()
-__all__ = ["Model", "__version__", "bounds", "certify", "convert", "errors", "lipschitz", "load", "save", "surgery"]
+__all__ = [
+    "Model",
+    "__version__",
+    "bounds",
+    "certify",
+    "constrain",
+    "convert",
+    "errors",
+    "finetune",
+    "lipschitz",
+    "load",
+    "save",
+    "surgery",
+]

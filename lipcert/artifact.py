@@ -77,11 +77,18 @@ def save(model: Model, path: str | os.PathLike[str], facts: Mapping[str, Any] | 
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
+        partial.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
         os.replace(partial, path)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"cannot write {path}: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def load_artifact(path: str | os.PathLike[str]) -> Model:

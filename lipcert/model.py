@@ -25,8 +25,12 @@ class Model(nn.Module):
             caller's own.
         data_config: timm's data configuration (interpolation, crop_pct, ...), for reading images.
         recipe: the surgery done so far, one dict a step, in order.
+        conversion: the report of the last :func:`lipcert.convert`, or None.
+        constraint: the report of the last :func:`lipcert.constrain`, or None.
     """
 
+    conversion: Any = None
+    constraint: Any = None
     mean: Tensor
     std: Tensor
 

@@ -25,7 +25,15 @@ from lipcert.graph._graph import run
 from lipcert.model import Model
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 4}
-SWIN = {"img_size": 16, "patch_size": 2, "embed_dim": 8, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4, "num_classes": 4}
+SWIN = {
+    "img_size": 16,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": (2, 2),
+    "num_heads": (1, 2),
+    "window_size": 4,
+    "num_classes": 4,
+}
 NARROW = {"layers": (1, 1, 1, 1), "channels": (4, 4, 8, 8), "num_classes": 4, "stem_width": 4}
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -66,7 +74,9 @@ def prepared(net: nn.Module, side: int, state: str) -> Model:
                 parameter.copy_(uniform(parameter, -1, 1))
             if state == "three times the weights":
                 parameter.mul_(3)
-    return Model(net.double(), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), input_size=(3, side, side)).double()
+    return Model(
+        net.double(), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), input_size=(3, side, side)
+    ).double()
 
 
 def check_movements(model: Model, images: int = 3) -> None:
@@ -212,7 +222,9 @@ def test_weights_that_are_not_numbers(wrong: float) -> None:
 
 def test_buffers_may_hold_infinities_but_not_nan() -> None:
     class Masked(nn.Module):
-        def __init__(self, entry: float):
+        mask: Tensor
+
+        def __init__(self, entry: float) -> None:
             super().__init__()
             self.register_buffer("mask", torch.tensor([0.0, entry, 0.0, 0.0]), persistent=False)
 
@@ -231,7 +243,9 @@ def test_input_size_is_needed_without_a_model() -> None:
 
 def test_progress_is_reported() -> None:
     seen: list[tuple[int, int]] = []
-    lipschitz(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval(), (3, 2, 2), lambda done, total: seen.append((done, total)))
+    lipschitz(
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval(), (3, 2, 2), lambda done, total: seen.append((done, total))
+    )
     assert [done for done, _ in seen] == list(range(1, seen[0][1]))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import setitem
 from typing import Any
 
 import pytest
@@ -91,7 +92,12 @@ LINEAR = 1 + 1e-8  # operations that move entries are known exactly
 
 # (key, stem, operation) or (key, stem, operation, tightness)
 CASES: list[tuple[Any, ...]] = [
-    *[(function, stem, function) for function in ACTIVATIONS if not isinstance(function, str) for stem in (image, tokens)],
+    *[
+        (function, stem, function)
+        for function in ACTIVATIONS
+        if not isinstance(function, str)
+        for stem in (image, tokens)
+    ],
     (F.relu, image, lambda h: F.relu(h, inplace=True) + h),
     (F.relu, image, lambda h: (F.relu(h, True), h)[1]),
     (F.silu, image, lambda h: F.silu(3 * h, True)),
@@ -227,7 +233,11 @@ CASES: list[tuple[Any, ...]] = [
         heads,
         lambda h: F.scaled_dot_product_attention(weights(3, 2, 2, 2), h, h, attn_mask=weights(3, 1, 2, 6)),
     ),
-    (F.scaled_dot_product_attention, heads, lambda h: F.scaled_dot_product_attention(h, weights(1, 1, 5, 2), weights(1, 1, 5, 3))),
+    (
+        F.scaled_dot_product_attention,
+        heads,
+        lambda h: F.scaled_dot_product_attention(h, weights(1, 1, 5, 2), weights(1, 1, 5, 3)),
+    ),
     (F.scaled_dot_product_attention, square, lambda h: F.scaled_dot_product_attention(h, h, h[..., :1])),
     # normalisation
     (F.batch_norm, pixels, lambda h: F.batch_norm(h, MEAN[:2], VAR[:2]), LINEAR),
@@ -467,7 +477,11 @@ CASES += [
     (surgery.L2Attention, tokens, _module(surgery.L2Attention(4, 2))),
     (surgery.L2Attention, tokens, _module(surgery.L2Attention(4, 1, head_dim=3, dim_out=5, value_bias=False))),
     (surgery.L2Attention, lambda x: x.reshape(1, 6, 4), _module(surgery.L2Attention(4, 2))),
-    (surgery.L2WindowAttention, lambda x: x.reshape(4, 6, 1) @ weights(1, 4), _module(surgery.L2WindowAttention(4, 2, window_size=(2, 3)))),
+    (
+        surgery.L2WindowAttention,
+        lambda x: x.reshape(4, 6, 1) @ weights(1, 4),
+        _module(surgery.L2WindowAttention(4, 2, window_size=(2, 3))),
+    ),
     (surgery.ClippedReLU, image, _module(surgery.ClippedReLU(0.5))),
     (surgery.ClippedReLU, pixels, surgery.ClippedReLU(-3.0).double().eval()),
     (surgery.ClippedReLU, image, _module(surgery.ClippedReLU(torch.zeros(3, 1, 1)))),
@@ -522,7 +536,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("sqrt", lambda x: x.sqrt()),
     ("where", lambda x: torch.where(torch.tensor([True, False] * 2), x, -x)),
     ("gt", lambda x: (x > 0.5) * x),
-    ("setitem", lambda x: (x.__setitem__((0, 0), 0.0), x)[1]),
+    ("setitem", lambda x: (setitem(x, (0, 0), 0.0), x)[1]),
     ("einsum", lambda x: torch.einsum("abcd->acbd", x)),
     ("multi_head_attention_forward", lambda x: x.flatten(1) * _mha(x.reshape(1, 6, 4))),
     ("the limits depend on the image", lambda x: torch.clamp(x, min=x.flip(1) * 50)),
@@ -759,7 +773,9 @@ def _gain(network: nn.Module, size: tuple[int, ...] = SIZE) -> float:
     return float(analyze(network, size).output.lip)
 
 
-def _fold(whole: Callable[[Tensor], Tensor], parts: list[Callable[[Tensor], Tensor]], network: Any, steepest: Any) -> None:
+def _fold(
+    whole: Callable[[Tensor], Tensor], parts: Sequence[Callable[[Tensor], Tensor]], network: Any, steepest: Any
+) -> None:
     """The folded bound lies between the exact norm and the product of the parts' bounds."""
     product, value = 1.0, torch.rand(1, *SIZE, dtype=torch.float64)
     exact = steepest(whole, value, 0)

@@ -72,14 +72,22 @@ def _gap(high: Tensor, low: Tensor) -> Tensor:
     return torch.where(high <= low, 0.0, _next_up(high - low))
 
 
+def _varies(weights: Tensor) -> Tensor:
+    return flat(weights).amin(1) < flat(weights).amax(1)
+
+
 @dataclass
 class Way:
-    """‖δv‖ ≤ ‖diag(outer)·A·diag(inner)·δbase‖ from an earlier value; A is the identity where ``core`` is None."""
+    """‖δv‖ ≤ ‖diag(outer)·A·diag(inner)·δbase‖ from an earlier value; A is the identity where ``core`` is None.
+
+    ``local`` says whether the weights differ from those that hold everywhere.
+    """
 
     base: State
     core: Core | None
     inner: Tensor
     outer: Tensor
+    local: bool = False
 
     def norm(self, delta: float, generator: torch.Generator) -> Tensor:
         """The norm for each image, constant units of the base removed; inf where there are none, and nothing is
@@ -89,7 +97,9 @@ class Way:
             return flat(self.outer * inner).amax(1) * INFLATE
         outer = self.outer.expand(len(inner), *self.core.output_shape)
         found = torch.full((len(inner),), math.inf, dtype=torch.float64, device=inner.device)
-        pays = (flat(inner) == 0).any(1) | (flat(outer) == 0).any(1)
+        pays = (flat(inner) == 0).any(1)
+        if self.local:
+            pays |= _varies(inner) | _varies(outer)
         if bool(pays.any()):
             found[pays] = self.core.norms(outer[pays], inner[pays], delta, generator)
         return found
@@ -353,11 +363,11 @@ def _unknown(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, operands)
 
 
-def _extended(x: State, weight: Tensor) -> Way:
+def _extended(x: State, weight: Tensor, local: bool = False) -> Way:
     """The way to a value each of whose entries moves by at most ``weight`` times what the same entry of x does."""
     if x.way is not None:
-        return Way(x.way.base, x.way.core, x.way.inner, x.way.outer * weight)
-    return Way(x, None, torch.ones_like(x.value), weight)
+        return Way(x.way.base, x.way.core, x.way.inner, x.way.outer * weight, x.way.local or local)
+    return Way(x, None, torch.ones_like(x.value), weight, local)
 
 
 @_box(*_CORES)
@@ -366,17 +376,16 @@ def _operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     core = walk.boxes.cores.get(node)
     if core is None:
         return _unknown(walk, node, x, *others)
-    folds = x.way is not None and x.way.core is None
-    base, inner = (
-        (x.way.base, x.way.outer * x.way.inner) if folds and x.way is not None else (x, torch.ones_like(x.value))
-    )
+    ones = torch.ones_like(x.value)
+    scales = x.way if x.way is not None and x.way.core is None else Way(x, None, ones, ones)
+    base, inner = scales.base, scales.inner * scales.outer
     up, down = core.interval(x.up, x.down)
     rounding = core.rounding(x.value)
     up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
     if not walk.still:
         rows = core.row_norms(inner * base.moving)
         up, down = walk.within(node, up, down, rows * _over(base.constant * walk.eps, rows))
-    return walk.result(node, up, down, way=Way(base, core, inner, torch.ones_like(walk.value(node))))
+    return walk.result(node, up, down, way=Way(base, core, inner, torch.ones_like(walk.value(node)), scales.local))
 
 
 def _scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
@@ -526,7 +535,7 @@ def _monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor,
 def _clip(walk: Walk, node: Node, x: State) -> State:
     """Slope 1 between two limits, 0 outside: constant where both ends of the box give the same."""
     up, down, low, high = _monotone(walk, node, x)
-    return walk.result(node, up, down, way=_extended(x, (high > low).double()))
+    return walk.result(node, up, down, way=_extended(x, (high > low).double(), local=True))
 
 
 @_box("clamp")
@@ -547,7 +556,9 @@ def _leaky(walk: Walk, node: Node, x: State) -> State:
     down = _gap(walk.value(node), walk.replay(node, low))
     weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, max(1.0, slope)))
     rounding = torch.maximum(low.abs(), high.abs()) * (slope * 2.0**-51)
-    return walk.result(node, up, down, way=_extended(x, weight), rounding=torch.where(x.reach > 0, rounding, 0.0))
+    return walk.result(
+        node, up, down, way=_extended(x, weight, local=True), rounding=torch.where(x.reach > 0, rounding, 0.0)
+    )
 
 
 @_box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
@@ -577,7 +588,7 @@ def _max_min(walk: Walk, node: Node, x: State) -> State:
     either = torch.maximum(top, bottom)
     first = torch.where(low_a >= high_b, top, torch.where(low_b >= high_a, bottom, either))
     second = torch.where(low_a >= high_b, bottom, torch.where(low_b >= high_a, top, either))
-    return walk.result(node, up, down, way=_extended(x, torch.cat((first, second), dim)), open=False)
+    return walk.result(node, up, down, way=_extended(x, torch.cat((first, second), dim), local=True), open=False)
 
 
 @_box("max_pool2d")
@@ -605,7 +616,7 @@ def _max_pool(walk: Walk, node: Node, x: State) -> State:
     total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
     total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
     weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
-    return walk.result(node, up, down, way=_extended(x, weight), open=False)
+    return walk.result(node, up, down, way=_extended(x, weight, local=True), open=False)
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -142,7 +142,7 @@ def smooth(*targets: Any, curvature: float) -> None:
 smooth("silu", curvature=0.5)
 smooth("sigmoid", curvature=0.096226)
 smooth("tanh", curvature=0.769801)
-smooth("mish", curvature=0.6443)
+smooth("mish", curvature=0.644205)
 smooth("square", curvature=2.0)
 
 

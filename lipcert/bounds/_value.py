@@ -1,7 +1,7 @@
 """What is known of a value over the whole image domain: the abstract value of the global question.
 
-A :class:`Value` stands for a tensor h(x) computed from an image x in the box [0, 1]^d. It carries upper bounds that hold
-for every image of the box:
+A :class:`Value` stands for a tensor h(x) computed from an image x in the box [0, 1]^d. It carries upper bounds that
+hold for every image of the box:
 
 * ``lip``: the Lipschitz constant of x ↦ h(x), Frobenius norm over the whole tensor of one image;
 * ``magnitude``: the largest absolute entry;
@@ -40,7 +40,7 @@ class LinearMap(Protocol):
         """Upper bound on its operator norm."""
 
     def scaled(self, scale: Tensor) -> LinearMap | None:
-        """diag(scale) ∘ self, for a scale that broadcasts with the output; None if that is not a map of the same kind."""
+        """diag(scale) ∘ self, for a scale that broadcasts with the output; None if that is no map of the same kind."""
 
     def plus_identity(self) -> LinearMap | None:
         """I + self, or None."""
@@ -210,7 +210,8 @@ class Value:
         """Upper bound on the Lipschitz constant from the pixels to this value."""
         if self._lip is not None:
             return self._lip
-        assert self.base is not None and self.map is not None
+        assert self.base is not None
+        assert self.map is not None
         return self.base.lip * self.map.norm if self.base.lip > 0 else Upper(0)
 
     def row_norm(self, axis: int) -> Upper:

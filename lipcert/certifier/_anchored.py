@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._remainder import Against, per_image
-from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, search
+from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, at_most, search
 from lipcert.certifier._lofast import Layers
 from lipcert.graph import Node
 from lipcert.graph._graph import run
@@ -88,19 +88,20 @@ class Anchor(Linearization):
         passed_on = eps * self.gain(source, stages[0].start)
         for stage in stages:
             zero = torch.zeros_like(eps)
-            arrived = sum((self.gain(cut, stage.start) * error for cut, error in at_cuts.items()), zero)
+            arrived = at_most(sum((self.gain(cut, stage.start) * error for cut, error in at_cuts.items()), zero))
             at_start = torch.minimum(self.gain(source, stage.start) * eps + arrived, passed_on)
             linear = partial(self._linear, stage.start, eps, arrived, at_start)
             errors = self.inside(stage, linear, operands)
-            at_cuts[stage.end] = errors(stage.end)
-            passed_on = linear(stage.end) + at_cuts[stage.end]
-        features = linear(self.method.head[0]) + errors(self.method.head[0]) if self.method.head else None
+            at_cuts[stage.end] = at_most(errors(stage.end))
+            passed_on = at_most(linear(stage.end) + at_cuts[stage.end])
+        features = at_most(linear(self.method.head[0]) + errors(self.method.head[0])) if self.method.head else None
         return Deviations(operands, passed_on, features)
 
     def _linear(self, start: Node, eps: Tensor, arrived: Tensor, at_start: Tensor, u: Node) -> Tensor:
         """Deviation of u behind ``start``, to first order in what is inside the stage."""
         from_start = self.gain(start, u)
-        return torch.minimum(self.gain(self.method.source, u) * eps + from_start * arrived, from_start * at_start)
+        from_source = at_most(self.gain(self.method.source, u) * eps + from_start * arrived)
+        return torch.minimum(from_source, at_most(from_start * at_start))
 
     def gradients(self, rivals: Tensor, predicted: Tensor) -> tuple[Tensor, dict[Node, Tensor]]:
         """∇m at the source, shape (N, entries), and at the result of every nonlinear operation, for the margins f_y −

@@ -240,19 +240,21 @@ class Linearized:
         found: dict[tuple[Node, Node], Tensor] = {}
         for a, targets in by_source.items():
             for b in targets:
-                found[a, b] = self._norm(a, b, values, images, share)
+                if (a, b) not in self.constants and self._linear_way(a, b):
+                    alone = {node: value[:1] for node, value in values.items()}
+                    self.constants[a, b] = self._norm(a, b, alone, 1, share).item()
+            for b in targets:
+                constant = self.constants.get((a, b))
+                if constant is None:
+                    found[a, b] = self._norm(a, b, values, images, share)
+                else:
+                    found[a, b] = values[a].new_full((images,), constant)
                 if progress is not None:
                     progress(len(found), len(self.pairs))
         return found
 
-    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], images: int, share: float) -> Tensor:
-        """Upper bounds on ‖G(a → b)‖, shape (N,); without nonlinear operations on the way it is the same for all."""
-        if (a, b) in self.constants:
-            return torch.full((images,), self.constants[a, b], dtype=torch.float64)
-        constant = self._linear_way(a, b)
-        if constant:
-            values = {node: value[:1] for node, value in values.items()}
-        count = 1 if constant else images
+    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], count: int, share: float) -> Tensor:
+        """Upper bounds on ‖G(a → b)‖, shape (N,), from products with the Jacobian by autograd."""
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
             (target,) = self.replay(a, source, [b], values)
@@ -269,10 +271,7 @@ class Linearized:
 
         rows, columns = target[0].numel(), source[0].numel()
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
-        norm = lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=self.generator)
-        if constant:
-            self.constants[a, b] = norm.item()
-        return norm.expand(images)
+        return lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=self.generator)
 
 
 class Linearization:
@@ -333,8 +332,8 @@ class Linearization:
             return sum((self.gain(w, u) * r for w, r in added), self.logits.new_zeros(len(self.images)))
 
         for v in stage.nonlinear:
-            operands[v] = [linear(u) + errors(u) for u in self.method.operands(v)]
-            added.append((v, self.remainders[v].norm(operands[v])))
+            operands[v] = [at_most(linear(u) + errors(u)) for u in self.method.operands(v)]
+            added.append((v, at_most(self.remainders[v].norm(operands[v]))))
         return errors
 
     def spreads(self, predicted: Tensor) -> Tensor | None:
@@ -355,6 +354,11 @@ class Linearization:
         if found.features is not None and spreads is not None:
             change = torch.minimum(change, spreads * found.features[:, None])
         return change * (1 + SAFETY)
+
+
+def at_most(bound: Tensor) -> Tensor:
+    """An upper bound with ∞ in place of NaN, which among non-negative numbers is 0 · ∞: nothing is known any more."""
+    return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
 
 
 def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:

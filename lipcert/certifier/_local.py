@@ -16,6 +16,7 @@ from lipcert.model import Model
 
 _EVALUATIONS = 64
 _ACCURACY = 1.01
+_SMALLEST = 1e-100  # a ball of radius 0 would have no constant but 0
 
 
 class Local:
@@ -62,7 +63,7 @@ class Local:
 
         Args:
             images: pixels, shape (N, C, H, W).
-            eps: radii in ℓ2, shape (N,).
+            eps: radii in ℓ2, shape (N,); for 0, the limit of small balls.
 
         Returns:
             float64, shape (N,); at most the global bound.
@@ -107,25 +108,27 @@ class Local:
         low = radii(gaps.cpu(), self.everywhere.of(predicted.cpu()))
         nominal, generator = self._nominal(images), self._generator()
         gaps, predicted = gaps.to(self.model.device, torch.float64), predicted.to(self.model.device)
-        start = low.clamp_min(1e-12)
+        start = torch.where(low > 0, low, 1e-12)
         high = torch.full_like(low, math.inf)
         open_ = (gaps > 0).all(1).cpu() & torch.isfinite(low)
-        tries = [] if eps is None else [torch.full_like(low, eps * (1 + 1e-9))]
+        asked = [] if eps is None else [torch.full_like(low, eps * (1 + 1e-9))]
         for step in range(_EVALUATIONS):
-            if step < len(tries):
-                trial = tries[step]
+            base = torch.maximum(low, start)
+            if step < len(asked):
+                trial = asked[step]
+            elif step == len(asked):  # where nothing local helps, this is the only walk
+                trial = base * _ACCURACY
             else:
-                base = torch.maximum(low, start)
                 trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)
             index = torch.nonzero(open_ & (trial > low) & (trial < high)).flatten()
             if not len(index):
-                if step < len(tries):
-                    continue
-                break
+                if step > len(asked):
+                    break
+                continue
             passes = self._passes(nominal, index, trial[index], predicted, gaps, generator)
             low[index] = torch.where(passes, trial[index], low[index])
             high[index] = torch.where(passes, high[index], trial[index])
-            open_ &= (high > _ACCURACY * low) & (high > 1e-12) & (low < 1e12)
+            open_ &= (high > _ACCURACY * torch.maximum(low, start)) & (low < 1e12)
         return low * ROUND_DOWN
 
     def _passes(
@@ -157,7 +160,8 @@ class Local:
     def _walk(self, nominal: Nominal, eps: Tensor, generator: torch.Generator) -> Walk:
         # A walk takes at most one norm for each operation, and a call at most _EVALUATIONS walks.
         share = self.delta / (_EVALUATIONS * len(self.boxes.graph.nodes))
-        return Walk(self.boxes, nominal, eps.to(self.model.device, torch.float64), share, generator)
+        eps = eps.to(self.model.device, torch.float64).clamp_min(_SMALLEST)
+        return Walk(self.boxes, nominal, eps, share, generator)
 
     def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
         """The last matrix, the value in front of it, and the weights of its columns; None if the logits are not a

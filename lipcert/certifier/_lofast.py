@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._bound import Rigor
-from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, search
+from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, at_most, search
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import lanczos_norm
@@ -120,10 +120,10 @@ class Layers(Linearization):
             linear = partial(self._linear, stage.start, rho)
             errors = self.inside(stage, linear, operands)
             zeta = torch.as_tensor(self.gain(stage.start, stage.end), dtype=rho.dtype).expand_as(rho)
-            remainder = errors(stage.end)
-            blocks.append(Block(stage.name, zeta, remainder, rho, zeta * rho + remainder))
+            remainder = at_most(errors(stage.end))
+            blocks.append(Block(stage.name, zeta, remainder, rho, at_most(zeta * rho + remainder)))
             rho = blocks[-1].rho_out
-        features = linear(self.method.head[0]) + errors(self.method.head[0]) if self.method.head else None
+        features = at_most(linear(self.method.head[0]) + errors(self.method.head[0])) if self.method.head else None
         return Deviations(operands, rho, features), blocks
 
     def _linear(self, start: Node, rho: Tensor, u: Node) -> Tensor:

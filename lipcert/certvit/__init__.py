@@ -2,17 +2,23 @@
 
 from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.moments import Moments, Targets, collect, stream
+from lipcert.certvit.network import constrain
 from lipcert.certvit.parallel import Failure, Task, solve_layers
+from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures
 from lipcert.certvit.solve import METHODS, Solution, constrain_matrix
 
 __all__ = [
     "METHODS",
+    "ConstraintReport",
     "Failure",
+    "LayerConstraint",
     "Moments",
+    "NetworkFigures",
     "Solution",
     "Targets",
     "Task",
     "collect",
+    "constrain",
     "constrain_blockwise",
     "constrain_matrix",
     "solve_layers",

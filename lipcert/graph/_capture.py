@@ -125,19 +125,19 @@ def _binary(name: str, reflected: bool) -> Callable[..., Any]:
     return method
 
 
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: self.recorder.call(function, (self, *others), {})
+
+
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
     setattr(Tracked, f"__{_name}__", _binary(_name, reflected=False))
     setattr(Tracked, f"__r{_name}__", _binary(_name, reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem", "floordiv", "mod"):
     setattr(Tracked, f"__{_name}__", _binary(_name, reflected=False))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(
-        Tracked,
-        f"__i{_name}__",
-        lambda self, other, _f=getattr(torch.Tensor, f"__i{_name}__"): self.recorder.call(_f, (self, other), {}),
-    )
+    setattr(Tracked, f"__i{_name}__", _calling(getattr(torch.Tensor, f"__i{_name}__")))
 for _name in ("neg", "abs"):
-    setattr(Tracked, f"__{_name}__", lambda self, _f=getattr(torch, _name): self.recorder.call(_f, (self,), {}))
+    setattr(Tracked, f"__{_name}__", _calling(getattr(torch, _name)))
 Tracked.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
@@ -317,9 +317,7 @@ class _Recorder:
             self.stack.pop()
 
 
-def _writes_in_place(
-    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         return True
     try:

@@ -65,7 +65,7 @@ _SYNONYMS = {
 
 
 def canonical(function: Callable[..., Any]) -> Any:
-    """The name under which rules know an operation of torch: ``torch.add``, ``Tensor.__iadd__`` and ``+`` are ``"add"``.
+    """The name under which rules know an operation of torch: ``torch.add``, ``Tensor.__iadd__`` and ``+`` are "add".
 
     A function from elsewhere, made overridable with ``torch.overrides`` or registered with ``torch.library``, is its
     own key, so that it cannot be mistaken for an operation of torch with the same name.

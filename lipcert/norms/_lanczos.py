@@ -24,6 +24,9 @@ def lanczos_norm(
 ) -> Tensor:
     """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``delta``.
 
+    All maps start from the same random vector and each keeps the first bound that is tight enough, so that the result for
+    one map does not depend on the others in its batch. ``delta`` is a probability for each map, not for all together.
+
     Lanczos on A = JᵀJ from a uniformly random unit vector v gives, after k steps, a unit vector p_k(A)v with
     p_k(λ) = ∏(λ − θ_i)/∏β_j, θ_i the Ritz values and β_j the off-diagonal entries of the tridiagonal matrix. Its part
     along the top eigenvector is γ p_k(λ₁) with γ that of v, so p_k(λ₁) ≤ 1/|γ|. A coordinate of a uniform unit vector in n
@@ -43,17 +46,18 @@ def lanczos_norm(
         delta: failure probability for each image.
         tolerance: stop when every bound is within this of what the iteration has seen.
         steps: largest number of steps; stopping early or late changes how tight the bound is, never whether it holds.
-        generator: source of the start vectors.
+        generator: source of the start vector.
 
     Returns:
         float64, shape (N,).
     """
-    start = torch.randn(images, size, dtype=torch.float64, generator=generator)
-    basis = [start / start.norm(dim=1, keepdim=True)]
+    start = torch.randn(1, size, dtype=torch.float64, generator=generator)
+    basis = [(start / start.norm()).expand(images, size)]
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
     log_reach = -math.log(delta / math.sqrt(2 * size / math.pi))
     bound = torch.full((images,), math.inf, dtype=torch.float64)
+    settled = torch.zeros(images, dtype=torch.bool)
     last = min(steps, size)
     for step in range(1, last + 1):
         current = basis[-1]
@@ -67,8 +71,10 @@ def lanczos_norm(
         beside.append(length)
         basis.append(torch.where(length[:, None] > 0, image / length.clamp_min(1e-300)[:, None], 0.0))
         if step % 4 == 0 or step == last:
-            ritz, bound = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), log_reach)
-            if bool((bound <= (1 + tolerance) ** 2 * ritz).all()):
+            ritz, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), log_reach)
+            bound = torch.where(settled, bound, now)
+            settled |= bound <= (1 + tolerance) ** 2 * ritz
+            if bool(settled.all()):
                 break
     return bound.clamp_min(0).sqrt() * (1 + 1e-9)
 

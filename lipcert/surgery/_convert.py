@@ -92,7 +92,7 @@ def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", imag
             edit.revert()
         raise
     moved = torch.linalg.vector_norm(after - before, dim=1) / torch.linalg.vector_norm(before, dim=1).clamp(min=1e-30)
-    model.conversion = ConversionReport(  # type: ignore[assignment]
+    model.conversion = ConversionReport(
         parameters_before=parameters,
         parameters_after=_count(model),
         swapped=tuple(swapped),

@@ -87,8 +87,8 @@ def elu(call: Call, x: Value, alpha: float = 1.0, inplace: bool = False) -> Valu
 def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     """The slope is a sigmoid; 0 ≤ φ(x) ≤ |x| + log 2 / β.
 
-    Where βx passes torch's threshold t, its function jumps by log(1 + e⁻ᵗ)/β, at most 2.1e-9 for t ≥ 20 and β ≥ 1, which
-    counts as rounding; larger jumps have no constant.
+    Where βx passes torch's threshold t, its function jumps by log(1 + e⁻ᵗ)/β, at most 2.1e-9 for t ≥ 20 and β ≥ 1
+    which counts as rounding; larger jumps have no constant.
     """
     if threshold < 20 or beta < 1:
         return Value(x.shape, INFINITE)

@@ -12,9 +12,10 @@ from lipcert.bounds._value import Value
 
 @rule("softmax")
 def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwargs: object) -> Value:
-    """The Jacobian is diag(p) − ppᵀ ⪯ ½: vᵀ(diag(p) − ppᵀ)v is the variance of v under p, at most (max v − min v)²/4 ≤ ½‖v‖².
+    """The Jacobian is diag(p) − ppᵀ ⪯ ½.
 
-    Popoviciu's inequality, and (a − b)² ≤ 2(a² + b²).
+    vᵀ(diag(p) − ppᵀ)v is the variance of v under p, at most (max v − min v)²/4 ≤ ½‖v‖², by Popoviciu's inequality and
+    (a − b)² ≤ 2(a² + b²).
     """
     if dim is None:
         raise NoAnswer("softmax without a dimension")

@@ -110,7 +110,7 @@ def group_norm(
 
 @rule("normalize")
 def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Value:
-    """x/max(‖x‖, eps): slope at most 1/eps, since it is x/eps inside the ball and a projection onto a sphere outside."""
+    """x/max(‖x‖, eps): slope at most 1/eps, as it is x/eps inside the ball and a projection onto a sphere outside."""
     if p != 2.0:
         raise NoAnswer(f"p = {p:g}")
     if not isinstance(dim, int):

@@ -244,13 +244,19 @@ def cat(call: Call, tensors: Sequence[Any], dim: int = 0, *, axis: int | None = 
     return Value(call.shape, lip, magnitude=magnitude, rows=rows)
 
 
-@rule("expand", "repeat", "tile", "repeat_interleave")
+@rule("expand", "repeat", "tile")
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Repeats every entry equally often, m times: norm √m. ``repeat_interleave`` may name m for each position."""
-    copies = math.prod(call.shape) // max(1, math.prod(x.shape))
-    for repeats in (*args, *kwargs.values()):
-        if isinstance(repeats, Tensor) and repeats.numel():
-            copies = int(repeats.max())
+    """Repeats every entry equally often, m times: norm √m."""
+    return _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
+
+
+@rule("repeat_interleave")
+def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | None = None, **kwargs: object) -> Value:
+    """Repeats an entry m times, where m may differ from position to position: norm √(max m)."""
+    return _repeated(call, x, int(torch.as_tensor(repeats).max()))
+
+
+def _repeated(call: Call, x: Value, copies: int) -> Value:
     keeps_rows = x.rows is not None and x.rows[0] == len(x.shape) - 1 and call.shape[-1] == x.shape[-1]
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 

@@ -1,0 +1,192 @@
+"""``lipcert constrain``: lowers the norms of a model's layers, and writes it to an artifact."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from torch import Tensor
+
+from lipcert.artifact import save
+from lipcert.certvit import METHODS, ConstraintReport, LayerConstraint, NetworkFigures
+from lipcert.certvit import constrain as constrain_model
+from lipcert.data import Images, open_images
+from lipcert.errors import Interrupted
+from lipcert.loading import resolve
+
+from ._convert import _check_out
+from ._finetune import _stem, _to
+from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors
+from ._print import busy, print_facts, print_table, progress, say, upper
+
+_BATCH = 32
+
+
+@one_line_errors
+def constrain(
+    model: ModelName = None,
+    data: Data = None,
+    error: Annotated[float, typer.Option(help="Relative output error of each layer, above 0 and below 1.")] = 1e-2,
+    measure: Annotated[str, typer.Option(help=f"What to lower: {', '.join(METHODS)}.")] = METHODS[0],
+    layers: Annotated[
+        str | None, typer.Option(help="Only these layers, by their paths with commas between.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that solve layers side by side; 0: none besides this.")] = 0,
+    resume_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep finished layers in this folder; a stopped run goes on there.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1; a GPU if there is one.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the model goes: <name>.constrained.lipcert.safetensors.", show_default=False),
+    ] = None,
+    checkpoint: Checkpoint = None,
+    no_pretrained: NoPretrained = False,
+    model_args: ModelArgs = None,
+) -> None:
+    """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
+    source = resolve(model)
+    loaded = load_model(model, checkpoint, no_pretrained, model_args)
+    path = out or Path(f"{_stem(str(source))}.constrained.lipcert.safetensors")
+    _check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+    images = open_images(data, loaded, limit=limit)
+    if images.note is not None:
+        say(f"note: {images.note}")
+    _to(loaded, device)
+
+    try:
+        with _phases() as show:
+            constrain_model(
+                loaded,
+                _Batches(images),
+                error,
+                measure=measure,
+                layers=None if layers is None else [name.strip() for name in layers.split(",")],
+                workers=workers,
+                devices=(str(loaded.device),),
+                resume_dir=resume_dir,
+                progress=show,
+            )
+    except KeyboardInterrupt as stop:
+        kept = f"the same command goes on from {resume_dir}" if resume_dir else "nothing was written"
+        raise Interrupted(f"interrupted; {kept}") from stop
+    report = cast(ConstraintReport, loaded.constraint)
+    with busy(f"writing {path}"):
+        save(loaded, path, facts=_facts(report))
+
+    for remark in report.remarks:
+        say(f"note: {remark}")
+    print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers])
+    print_table(
+        ("network", "sum of log10 norms", "Lipschitz bound", "accuracy", "top class kept"),
+        [
+            _network_row("before", report.before),
+            *(_network_row(f"baseline {name}", figures) for name, figures in report.baselines.items()),
+            _network_row(f"after, {report.measure}", report.after),
+        ],
+    )
+    solved = len(report.layers) - len(report.failed)
+    print_facts(
+        [
+            ("model", str(source)),
+            ("layers", f"{solved} of {len(report.layers)} constrained to a relative error of {report.error:g}"),
+            *(("untouched", f"{name}: {reason}") for name, reason in report.untouched),
+            ("images", f"{report.images}, and {report.held_out} held out: on these accuracy and top class"),
+            ("seconds", f"{report.seconds:.1f}"),
+            ("written", str(path)),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The images of a run in batches, to be gone through as often as needed."""
+
+    images: Images
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor] | Tensor]:
+        for batch in self.images.batches(_BATCH):
+            yield batch.images if batch.labels is None else (batch.images, batch.labels)
+
+
+@contextlib.contextmanager
+def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
+    """One bar after the other, as the names of what is done change."""
+    with contextlib.ExitStack() as stack:
+        current: list[tuple[str, Callable[[int, int | None], None]]] = []
+
+        def show(what: str, done: int, total: int | None) -> None:
+            if not current or current[0][0] != what:
+                stack.close()
+                current[:] = [(what, stack.enter_context(progress(what, total)))]
+            current[0][1](done, total)
+
+        yield show
+
+
+_LAYER_COLUMNS = ("layer", "before", "rescale", "clip", "after", "error", "held out", "zeros", "steps", "s", "status")
+
+
+def _layer_row(layer: LayerConstraint) -> tuple[str, ...]:
+    return (
+        layer.path,
+        _norm(layer.norm_before),
+        _norm(layer.baselines["rescale"]),
+        _norm(layer.baselines["clip"]),
+        _norm(layer.norm_after),
+        _error(layer.error_reached),
+        _error(layer.error_held_out),
+        f"{100 * layer.sparsity:.1f} %",
+        str(layer.iterations),
+        f"{layer.seconds:.2f}",
+        layer.status,
+    )
+
+
+def _network_row(name: str, figures: NetworkFigures) -> tuple[str, ...]:
+    return (
+        name,
+        f"{figures.log10_norms:.3f}",
+        "-" if figures.log10_bound is None else upper(figures.log10_bound),
+        _percent(figures.accuracy),
+        _percent(figures.agreement),
+    )
+
+
+def _norm(norm: float) -> str:
+    return upper(math.log10(norm) if norm > 0 else -math.inf)
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else f"{error:.3g}"
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f} %"
+
+
+def _facts(report: ConstraintReport) -> dict[str, object]:
+    bound = report.after.log10_bound
+    facts: dict[str, object] = {
+        "constraint": {
+            "measure": report.measure,
+            "error": report.error,
+            "layers": len(report.layers) - len(report.failed),
+            "images": report.images,
+            "held_out": report.held_out,
+            "log10_norms": [report.before.log10_norms, report.after.log10_norms],
+            "accuracy": [report.before.accuracy, report.after.accuracy],
+        }
+    }
+    if bound is not None and math.isfinite(bound):
+        facts |= {"log10_bound": bound, "rigor": "deterministic"}
+    return facts

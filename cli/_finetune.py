@@ -1,0 +1,137 @@
+"""``lipcert finetune``: trains a model for larger certified radii and writes it to an artifact."""
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from torch import Tensor
+
+from lipcert.artifact import save
+from lipcert.data import Images, open_images
+from lipcert.errors import InputError, Interrupted
+from lipcert.loading import is_file, resolve
+from lipcert.model import Model
+from lipcert.training import LOSSES, Batches, Epoch
+from lipcert.training import finetune as train
+
+from ._convert import _check_out, _file_name
+from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
+from ._print import busy, print_facts, progress, say, share
+
+_EVALUATED = 64
+
+
+@one_line_errors
+def finetune(
+    data: Annotated[
+        str, typer.Option(help="A folder or .tar with class folders, or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].")
+    ],
+    eps: Annotated[str, typer.Option(help="l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3.")],
+    model: ModelName = None,
+    loss: Annotated[
+        str,
+        typer.Option(help="anchored: for the anchored certificate; trades, emma: for gloro; ce: cross-entropy."),
+    ] = LOSSES[0],
+    epochs: Annotated[int, typer.Option(help="How often the images are gone through.")] = 10,
+    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 3e-4,
+    batch_size: Annotated[int, typer.Option(help="Images a step.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="Divides the logits in the loss; 0.1 to 0.25 for models of small norms.")
+    ] = 1.0,
+    max_norm: Annotated[
+        float | None, typer.Option(help="Hold each weight matrix at this spectral norm.", show_default=False)
+    ] = None,
+    ema: Annotated[
+        float | None, typer.Option(help="Average the weights with this decay, such as 0.999.", show_default=False)
+    ] = None,
+    augment: Annotated[bool, typer.Option(help="Crop the images at random and flip them from left to right.")] = True,
+    limit: Annotated[
+        int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1; a GPU if there is one.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the model goes: <name>.finetuned.lipcert.safetensors.", show_default=False),
+    ] = None,
+    checkpoint: Checkpoint = None,
+    no_pretrained: NoPretrained = False,
+    model_args: ModelArgs = None,
+) -> None:
+    """Train a model for larger certified radii; a stopped run goes on from a checkpoint beside the output."""
+    radius = parse_eps(eps)
+    if loss not in LOSSES:
+        raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
+    source = resolve(model)
+    loaded = load_model(model, checkpoint, no_pretrained, model_args)
+    path = out or Path(f"{_stem(str(source))}.finetuned.lipcert.safetensors")
+    _check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+    unfinished = path.with_name(f"{path.name}.checkpoint")
+    images = open_images(data, loaded, limit=limit)
+    _to(loaded, device)
+
+    count = images.length
+    with progress("training", None if count is None else count * epochs) as update:
+        seen = 0
+
+        def count_up(more: int) -> None:
+            nonlocal seen
+            seen += more
+            update(seen, None if count is None else count * epochs)
+
+        batches = Batches(images, loaded, batch_size, augment, count_up)
+        before = _accuracy(loaded, images)
+        try:
+            settings: dict[str, Any] = {"loss": loss, "temperature": temperature, "max_norm": max_norm, "ema": ema}
+            train(loaded, batches, radius, epochs=epochs, lr=lr, checkpoint=unfinished, progress=_say_epoch, **settings)
+        except KeyboardInterrupt as error:
+            kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
+            raise Interrupted(f"interrupted; {kept}") from error
+    after = _accuracy(loaded, images)
+    with busy(f"writing {path}"):
+        save(loaded, path, facts={"loss": loss, "eps": radius, "epochs": epochs, "images": after[1]})
+    unfinished.unlink(missing_ok=True)
+    print_facts(
+        [
+            ("model", str(source)),
+            ("images", f"{after[1]} of {data}"),
+            ("clean accuracy before", share(*before)),
+            ("clean accuracy after", f"{share(*after)}, on these images, which it was trained on"),
+            ("written", str(path)),
+            ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
+        ]
+    )
+
+
+def _stem(source: str) -> str:
+    name = Path(source).name if is_file(source) else source
+    return _file_name(name.removesuffix(".safetensors").removesuffix(".lipcert"))
+
+
+def _to(model: Model, device: str | None) -> None:
+    """Moves the model to the device named, or to a GPU if there is one."""
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model.to(torch.device(name))
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise InputError(f"there is no device {name} here; give --device cpu, or leave it out") from error
+
+
+def _accuracy(model: Model, images: Images) -> tuple[int, int]:
+    """How many images the model gets right, and how many there are."""
+    right = seen = 0
+    with torch.no_grad():
+        for batch in images.batches(_EVALUATED):
+            predicted = model(batch.images.to(model.device, model.dtype)).argmax(1).cpu()
+            right += int((predicted == cast(Tensor, batch.labels)).sum())
+            seen += len(batch)
+    return right, seen
+
+
+def _say_epoch(epoch: Epoch) -> None:
+    say(
+        f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.3f}, "
+        f"{epoch.seconds:.1f} s"
+    )

@@ -1,0 +1,157 @@
+"""Which layers of a network can be constrained, what they see, and their norms."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import timm.layers
+import torch
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+from lipcert.model import Model
+from lipcert.norms import conv_norm, dense_norm
+
+Untouched = tuple[str, str]
+
+
+@dataclass
+class Layer:
+    """A Linear or Conv2d of the network.
+
+    Attributes:
+        module: the layer.
+        sizes: (height, width) of the images that a convolution gets; more than one if it is called several times.
+        called: whether the network calls it.
+    """
+
+    module: nn.Linear | nn.Conv2d
+    sizes: set[tuple[int, ...]] = field(default_factory=set)
+    called: bool = False
+
+    def norm(self, weight: Tensor) -> float:
+        """Upper bound of the layer's ℓ2 norm with this weight; of the flattened kernel unless padding is by zeros."""
+        module = self.module
+        if not isinstance(module, nn.Conv2d):
+            return float(dense_norm(weight))
+        if module.padding_mode != "zeros":
+            return float(dense_norm(weight.flatten(1).unflatten(0, (module.groups, -1))))
+        geometry = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
+        return float(max(conv_norm(weight, size, **geometry) for size in self.sizes))
+
+
+def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer], list[Untouched]]:
+    """The layers to constrain, in the network's order, and the weights that are left out, with the reason.
+
+    Args:
+        model: is run on one grey image to see which layers it calls.
+        names: module paths in ``model.net``; None takes every layer that can be constrained.
+
+    Raises:
+        InputError: a name that is no layer of the network, or a named layer that cannot be constrained; no layers.
+    """
+    layers = {
+        path: Layer(module) for path, module in model.net.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
+    }
+    _watch(model, layers)
+    owners = _owners(model.net)
+    obstacles = {path: _obstacle(path, layer, owners) for path, layer in layers.items()}
+    if names is None:
+        chosen = {path: layer for path, layer in layers.items() if not obstacles[path]}
+        untouched = [(path, reason) for path, reason in obstacles.items() if reason]
+    else:
+        wanted = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+        for name in wanted:
+            if name not in layers:
+                raise InputError(_unknown(name, model.net, layers))
+            if obstacles[name]:
+                raise InputError(f"layer {name} cannot be constrained: {obstacles[name]}; leave it out")
+        chosen = {path: layer for path, layer in layers.items() if path in wanted}
+        untouched = []
+    if not chosen:
+        raise InputError("no Linear or Conv2d layer to constrain; name one, or convert the network first")
+    return chosen, untouched + _other_weights(model.net)
+
+
+def _watch(model: Model, layers: Mapping[str, Layer]) -> None:
+    def note(layer: Layer, images: Tensor) -> None:
+        layer.called = True
+        if isinstance(layer.module, nn.Conv2d):
+            layer.sizes.add(tuple(images.shape[-2:]))
+
+    handles = [
+        layer.module.register_forward_pre_hook(lambda _, inputs, layer=layer: note(layer, inputs[0]))
+        for layer in layers.values()
+    ]
+    try:
+        with evaluating(model), torch.no_grad():
+            model(torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _owners(net: nn.Module) -> dict[int, list[str]]:
+    """Where each parameter is registered."""
+    owners: dict[int, list[str]] = {}
+    for path, module in net.named_modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(path)
+    return owners
+
+
+def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
+    """Why a layer cannot be constrained; empty if it can."""
+    weight = layer.module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters"
+    shared = [owner for owner in owners[id(weight)] if owner != path]
+    if shared:
+        return f"it shares its weight with {', '.join(shared)}"
+    if not layer.called:
+        return "the network never calls it"
+    if not _is_plain(layer.module):
+        return f"a {type(layer.module).__name__} does more than multiply by its weight"
+    return ""
+
+
+def _is_plain(module: nn.Linear | nn.Conv2d) -> bool:
+    kind = type(module)
+    if isinstance(module, nn.Linear):
+        return kind.forward in (nn.Linear.forward, timm.layers.Linear.forward)
+    return kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
+
+
+def _unknown(name: str, net: nn.Module, layers: Mapping[str, Layer]) -> str:
+    if name in dict(net.named_modules()):
+        return f"{name} is a {type(net.get_submodule(name)).__name__}; only Linear and Conv2d can be constrained"
+    close = difflib.get_close_matches(name, layers, n=1)
+    return f"the network has no layer {name!r}; " + (
+        f"did you mean {close[0]}?" if close else f"its layers are named like {next(iter(layers), 'none')}"
+    )
+
+
+def _other_weights(net: nn.Module) -> list[Untouched]:
+    """Weight matrices that are no Linear or Conv2d layer of their own, such as the values of L2Attention."""
+    return [
+        (f"{path}.{name}".lstrip("."), f"it is no Linear or Conv2d layer but part of a {type(module).__name__}")
+        for path, module in net.named_modules()
+        if not isinstance(module, (nn.Linear, nn.Conv2d))
+        for name, parameter in module._parameters.items()
+        if parameter is not None and "weight" in name and parameter.dim() >= 2
+    ]

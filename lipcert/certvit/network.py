@@ -1,0 +1,334 @@
+"""CertViT on a whole network: collect moments, solve every layer, put the weights in, say what it did."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lipcert.bounds import lipschitz
+from lipcert.certvit.images import EVERY, Images, Loader, part
+from lipcert.certvit.layers import Layer, choose, evaluating
+from lipcert.certvit.moments import Moments, stream
+from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
+from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
+from lipcert.certvit.solve import METHODS, Solution
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.model import Model
+from lipcert.surgery import L2Attention
+
+BASELINES = ("rescale", "clip")
+Progress = Callable[[str, int, int | None], None]
+Weights = dict[str, Tensor]
+
+_GENERALISES = 1.5  # a held-out error above so many times the one asked is remarked on
+
+
+def constrain(
+    model: Model,
+    loader: Loader,
+    error: float = 1e-2,
+    *,
+    measure: str = "spectral",
+    layers: Iterable[str] | None = None,
+    held_out: Loader | None = None,
+    workers: int = 0,
+    devices: Sequence[str] = ("cpu",),
+    resume_dir: str | os.PathLike[str] | None = None,
+    max_bytes: int = 2 << 30,
+    progress: Progress | None = None,
+) -> Model:
+    """Lowers the norms of a model's Linear and Conv2d layers while their outputs on images stay as they are.
+
+    Each layer's weight is replaced by the one of least ``measure`` whose outputs, for the inputs that the layer has in
+    the network as it is now, are off by at most ``error``: see :func:`lipcert.certvit.constrain_matrix`. A convolution
+    is the matrix that multiplies its patches. Errors of several layers add up in the network: look at accuracy and
+    agreement. ``model.constraint`` holds a :class:`ConstraintReport`; the recipe stays, because only weights change.
+    A layer that cannot be solved is reported and left as it was. On any error the model is as it was.
+
+    With torch.distributed initialised each process gives its own share of the images and all get the same weights.
+
+    Args:
+        model: the model.
+        loader: images in [0, 1], with labels or without: a tensor (N, C, H, W), a pair of it and labels (N,), or an
+            iterable of such batches that can be gone through several times, in the same order if ``held_out`` is None.
+        error: relative output error of each layer, above 0 and below 1.
+        measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
+            are reported beside the others in any case.
+        layers: module paths in ``model.net``; None takes all that can be constrained.
+        held_out: images to measure errors, accuracy and agreement on, as ``loader``; None holds out every fifth image.
+        workers: processes that solve layers; 0 solves in this one. More need ``if __name__ == "__main__"``.
+        devices: where to solve; worker k takes ``devices[k % len(devices)]``.
+        resume_dir: folder for finished layers, from which an interrupted run goes on.
+        max_bytes: limit for the moments held at a time, once for calibration and once for held-out images; layers whose
+            moments do not fit together take another pass over the images each.
+        progress: called as ``progress(what, done, total)``, total None where it is not known.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: an option, a layer name, a device, images or labels that cannot be used; NaN activations; images of
+            one colour; no layer that could be solved.
+    """
+    started = time.perf_counter()
+    _check(error, measure, workers)
+    report = progress or (lambda what, done, total: None)
+    calibration, held = part(model, loader, held_out)
+    chosen, untouched = choose(model, layers)
+    notes: list[str] = []
+    bound_before = _log10_bound(model, partial(report, "bounding the network before"), notes)
+
+    solve = {"workers": workers, "devices": devices, "resume_dir": resume_dir}
+    entries: list[LayerConstraint] = []
+    variants: dict[str, Weights] = {}
+    for moments, held_moments in _moments(model, chosen, calibration, held, max_bytes, report):
+        outcomes = _outcomes(chosen, moments, measure, error, solve, report)
+        for path in moments:
+            results = {method: outcomes[_task_name(path, method)] for method in (measure, *BASELINES)}
+            entry, weights = _entry(path, chosen[path], moments[path], held_moments.get(path), results, measure, error)
+            entries.append(entry)
+            for method, weight in weights.items():
+                variants.setdefault(method, {})[path] = weight
+    _require_success(entries)
+
+    before = {path: layer.module.weight.detach().clone() for path, layer in chosen.items()}
+    try:
+        accuracy, agreement = _compare(model, held, chosen, {"before": before, **variants}, report)
+        _put(chosen, variants[measure])
+        bound_after = _log10_bound(model, partial(report, "bounding the network after"), [])
+    except BaseException:
+        _put(chosen, before)
+        raise
+
+    def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
+        return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
+
+    counts = _sums([calibration.count, held.count], model.device)
+    model.constraint = ConstraintReport(
+        measure=measure,
+        error=error,
+        images=counts[0],
+        held_out=counts[1],
+        layers=tuple(entries),
+        before=figures("before", {entry.path: entry.norm_before for entry in entries}, bound_before),
+        after=figures(measure, {entry.path: entry.norm_after for entry in entries}, bound_after),
+        baselines={name: figures(name, {entry.path: entry.baselines[name] for entry in entries}) for name in BASELINES},
+        untouched=tuple(untouched),
+        notes=(*notes, *_notes(model, chosen, counts[1])),
+        seconds=time.perf_counter() - started,
+    )
+    return model
+
+
+def _check(error: float, measure: str, workers: int) -> None:
+    if measure not in METHODS:
+        raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(METHODS)}")
+    if not 0 < error < 1:
+        raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
+    if workers < 0:
+        raise InputError(f"workers must be 0, for none besides this process, or more, got {workers}")
+
+
+def _log10_bound(model: Model, progress: Callable[[int, int], None], notes: list[str]) -> float | None:
+    try:
+        with evaluating(model):
+            return lipschitz(model, progress=progress).log10
+    except UnsupportedOperation as error:
+        notes.append(f"no bound of the whole network: {error}")
+        return None
+
+
+def _moments(
+    model: Model,
+    chosen: Mapping[str, Layer],
+    calibration: Images,
+    held: Images,
+    max_bytes: int,
+    report: Progress,
+) -> Iterator[tuple[dict[str, Moments], dict[str, Moments]]]:
+    """Group by group of layers, their moments on the calibration images and on the held-out ones, if there are any."""
+    modules = {path: layer.module for path, layer in chosen.items()}
+
+    def collect(images: Images, what: str) -> Iterator[dict[str, Moments]]:
+        def seen(number: int, passes: int, count: int) -> None:
+            report(f"{what}, pass {number} of {passes}" if passes > 1 else what, count, None)
+
+        return stream(model, images, modules, max_bytes=max_bytes, progress=seen)
+
+    held_groups: Iterator[dict[str, Moments]] | None = None
+    for group in collect(calibration, "calibration images"):
+        if held_groups is None:
+            empty = held.share == "held-out" and not _sums([calibration.left_out], model.device)[0]
+            held_groups = itertools.repeat({}) if empty else collect(held, "held-out images")
+        yield group, next(held_groups)
+
+
+def _task_name(path: str, method: str) -> str:
+    return f"{path} {method}"
+
+
+def _outcomes(
+    chosen: Mapping[str, Layer],
+    moments: Mapping[str, Moments],
+    measure: str,
+    error: float,
+    solve: Mapping[str, object],
+    report: Progress,
+) -> dict[str, Outcome]:
+    methods = tuple(dict.fromkeys((measure, *BASELINES)))
+    finished = itertools.count(1)
+    return solve_layers(
+        (
+            Task(
+                _task_name(path, method),
+                chosen[path].module.weight.detach().cpu(),
+                found,
+                {"error": error, "measure": method},
+            )
+            for path, found in moments.items()
+            for method in methods
+        ),
+        progress=lambda name, outcome: report("solving layers", next(finished), len(methods) * len(moments)),
+        **solve,  # type: ignore[arg-type]
+    )
+
+
+def _entry(
+    path: str,
+    layer: Layer,
+    moments: Moments,
+    held: Moments | None,
+    results: Mapping[str, Outcome],
+    measure: str,
+    error: float,
+) -> tuple[LayerConstraint, Weights]:
+    """A layer's line of the report, and its weight under each method: its own where that method failed."""
+    before = layer.module.weight.detach().clone()
+    weights = {
+        method: result.weight.to(before) if isinstance(result, Solution) else before
+        for method, result in results.items()
+    }
+    norm_before = layer.norm(before)
+    norms = {method: norm_before if weight is before else layer.norm(weight) for method, weight in weights.items()}
+    chosen, weight = results[measure], weights[measure]
+    reached = None if isinstance(chosen, Failure) else moments.relative_error(weight.cpu(), before.cpu())
+    on_held = None if held is None or reached is None else held.relative_error(weight.cpu(), before.cpu())
+    entry = LayerConstraint(
+        path=path,
+        norm_before=norm_before,
+        norm_after=norms[measure],
+        baselines={name: norms[name] for name in BASELINES},
+        error_asked=error,
+        error_reached=_number(reached),
+        error_held_out=_number(on_held),
+        sparsity=float((weight == 0).double().mean()),
+        iterations=chosen.iterations if isinstance(chosen, Solution) else 0,
+        gap=chosen.gap if isinstance(chosen, Solution) else None,
+        seconds=chosen.seconds if isinstance(chosen, Solution) else 0.0,
+        status=chosen.status if isinstance(chosen, Solution) else "failed",
+        shortfalls=(),
+    )
+    said = [*_shortfalls(entry, results, before.dtype), *moments.shortfalls()]
+    return LayerConstraint(**{**vars(entry), "shortfalls": tuple(said)}), weights
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def _shortfalls(entry: LayerConstraint, results: Mapping[str, Outcome], dtype: torch.dtype) -> Iterator[str]:
+    path, asked = entry.path, entry.error_asked
+    for method, result in results.items():
+        if isinstance(result, Failure):
+            yield f"{path}: left as it was ({method}): {result.message}"
+    if entry.status == "rounding":
+        yield f"{path}: left as it was: an error of {asked:g} is less than its dtype {dtype} can express; ask for more"
+    elif entry.status == "iteration limit":
+        yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the best norm possible"
+    if entry.error_reached is not None and entry.error_reached > asked * (1 + 1e-9):
+        yield f"{path}: rounded to {dtype} its error is {entry.error_reached:.3g}, above {asked:g}"
+    if entry.error_held_out is not None and entry.error_held_out > _GENERALISES * asked:
+        yield f"{path}: its error on held-out images is {entry.error_held_out:.3g}, above {asked:g}; use more images"
+    if entry.norm_after > entry.norm_before * (1 + 1e-4):
+        yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
+
+
+def _require_success(entries: Sequence[LayerConstraint]) -> None:
+    if all(entry.status == "failed" for entry in entries):
+        raise InputError(f"none of {len(entries)} layers could be constrained; {entries[0].shortfalls[0]}")
+
+
+def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
+    with torch.no_grad():
+        for path, weight in weights.items():
+            chosen[path].module.weight.copy_(weight)
+
+
+def _compare(
+    model: Model, held: Images, chosen: Mapping[str, Layer], variants: Mapping[str, Weights], report: Progress
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Accuracy and agreement with the first variant on the held-out images, by variant; the last stays in the model."""
+    right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
+    images = labelled = 0
+    with evaluating(model), torch.no_grad():
+        for batch, labels in held.pairs():
+            top: dict[str, Tensor] = {}
+            for name, weights in variants.items():
+                _put(chosen, weights)
+                top[name] = _top(model(batch), name, labels)
+            first = next(iter(top.values()))
+            for name, found in top.items():
+                kept[name] += int((found == first).sum())
+                right[name] += 0 if labels is None else int((found == labels).sum())
+            images += len(batch)
+            labelled += 0 if labels is None else len(batch)
+            report("comparing on held-out images", images, None)
+    images, labelled, *counts = _sums([images, labelled, *right.values(), *kept.values()], model.device)
+    if not images:
+        return {}, {}
+    shares = [count / images for count in counts]
+    agreement = dict(zip(variants, shares[len(variants) :], strict=True))
+    return dict(zip(variants, shares, strict=False)) if labelled == images else {}, agreement
+
+
+def _top(logits: Tensor, name: str, labels: Tensor | None) -> Tensor:
+    if not torch.isfinite(logits).all():
+        raise InputError(f"the logits are NaN or infinite with the weights of {name}; check the model and the images")
+    strange = [] if labels is None else labels[(labels < 0) | (labels >= logits.shape[1])].tolist()
+    if strange:
+        raise InputError(f"there is a label {strange[0]}, and the model has the classes 0 to {logits.shape[1] - 1}")
+    return logits.argmax(1).cpu()
+
+
+def _sums(numbers: list[int], device: torch.device) -> list[int]:
+    """Totals over all processes."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return numbers
+    totals = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(totals)
+    return [int(total) for total in totals]
+
+
+def _notes(model: Model, chosen: Mapping[str, Layer], held_out: int) -> Iterator[str]:
+    if not held_out:
+        yield (
+            f"no held-out images, so nothing says how the weights do on others; give {EVERY} images or more, "
+            "or held_out="
+        )
+    queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
+    if any(path in chosen for path in queries):
+        yield (
+            "the weight of q in attention by distance also forms its values, and what its change does there is not "
+            "part of its output error: look at the agreement"
+        )
+    flattened = [path for path, layer in chosen.items() if getattr(layer.module, "padding_mode", "zeros") != "zeros"]
+    if flattened:
+        yield f"norms of {', '.join(flattened)} are those of the flattened kernel, for their padding is not zeros"

@@ -1,0 +1,54 @@
+"""The file from which an interrupted fine-tuning goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipcert._timm import first_line
+from lipcert.errors import InputError
+
+
+def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
+    """Replaces the file at once, when the new one is complete.
+
+    Raises:
+        InputError: if it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        torch.save({"lipcert_finetune": settings, **state}, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch reports a missing folder as a RuntimeError
+        raise InputError(f"cannot write the checkpoint {path}: {first_line(error)}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The state that :func:`write` put there for the same settings, on the CPU; None where there is no file.
+
+    Nothing in the file is run as code.
+
+    Raises:
+        InputError: a damaged or foreign file, or one of a run with other settings.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        before = dict(content.pop("lipcert_finetune"))
+    except Exception as error:
+        raise InputError(
+            f"{path} is no checkpoint of a fine-tuning, or is damaged; move it away, or write to another file"
+        ) from error
+    other = [name for name, value in settings.items() if before.get(name) != value]
+    if other:
+        raise InputError(
+            f"{path} is of a run with another {', '.join(other)}; "
+            "repeat that run to go on, or remove the file to start afresh"
+        )
+    return dict(content)

@@ -1,0 +1,330 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from lipcert.artifact import weights_hash
+from lipcert.bounds import check_weights
+from lipcert.errors import InputError
+from lipcert.loading import number_of_classes
+from lipcert.model import Model
+from lipcert.training import _checkpoint
+from lipcert.training._gloro import TrainingBound
+from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twice_differentiable
+from lipcert.training._matrices import NormHold, projections
+
+Loss = Literal["anchored", "ce", "trades", "emma"]
+LOSSES: tuple[Loss, ...] = ("anchored", "ce", "trades", "emma")
+
+_WEIGHT_DECAY = 1e-4
+_WARMUP = 0.1
+_CLIP = 3.0
+_LARGEST = 1e30
+_STEPS = 10_000  # of the learning rate's schedule, whatever the number of updates
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """How an epoch went.
+
+    Attributes:
+        number: 1 for the first.
+        epochs: how many there are.
+        loss: its mean over the images, as they were seen.
+        accuracy: share of them that were right at that moment.
+        eps: the ε of its last update.
+        seconds: time it took.
+    """
+
+    number: int
+    epochs: int
+    loss: float
+    accuracy: float
+    eps: float
+    seconds: float
+
+
+def finetune(
+    model: Model,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    eps: float = 36 / 255,
+    *,
+    loss: Loss = "anchored",
+    epochs: int = 10,
+    lr: float = 3e-4,
+    temperature: float = 1.0,
+    max_norm: float | None = None,
+    ema: float | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: Callable[[Epoch], None] | None = None,
+) -> Model:
+    """Trains a model, in place, for larger certified radii.
+
+    AdamW with a cosine schedule after a short warm-up. The network stays in evaluation mode throughout: dropout is off
+    and the statistics of batch normalisation are fixed, so what is trained is the function that is certified.
+
+    * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate; ε rises over the first
+      third.
+    * ``"ce"``: cross-entropy, which knows nothing of ε.
+    * ``"trades"``: :func:`lipcert.training.trades_loss`, for the GloRo certificate; ε rises likewise.
+    * ``"emma"``: :func:`lipcert.training.emma_loss`, for the GloRo certificate; ε rises from a tenth of its value to
+      three times its value over the first half, as in the CIFAR-10 configuration of the authors' code
+      (hukkai/liresnet).
+
+    The last two use :class:`lipcert.training.TrainingBound`, made anew each epoch at the cost of one global analysis
+    for each weight matrix.
+
+    Args:
+        model: its weights are float32 or float64. On any error it holds the weights of the last finished epoch.
+        loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,); such as a DataLoader or
+            a list, since every epoch goes through it.
+        eps: ε in ℓ2 on pixels.
+        loss: one of the above.
+        epochs: how often the loader is gone through.
+        lr: the largest learning rate.
+        temperature: divides the logits in the loss. Models of small norms have small margins and want a small one, 0.1
+            to 0.25.
+        max_norm: hold each weight matrix at this spectral norm, see :class:`lipcert.training.NormHold`. The scales of
+            projections are then left as they are.
+        ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
+        checkpoint: a file that is written after each epoch, and from which the same call goes on where it was stopped;
+            the state of torch's random generator is set to what it was then.
+        progress: called after each epoch.
+
+    Returns:
+        The model, in evaluation mode, with one more step in its recipe.
+
+    Raises:
+        InputError: arguments, images or labels that cannot be used, a foreign checkpoint, or a loss that is not finite.
+        UnsupportedOperation: with ``"trades"`` and ``"emma"``, operations without a rule.
+    """
+    _check(model, eps, loss, epochs, lr, temperature, max_norm, ema)
+    path = None if checkpoint is None else Path(checkpoint)
+    settings: dict[str, Any] = {
+        "loss": loss, "eps": eps, "epochs": epochs, "lr": lr,
+        "temperature": temperature, "max_norm": max_norm, "ema": ema,
+    }  # fmt: skip
+    mark = {**settings, "model": weights_hash(model)}
+    state = None if path is None else _checkpoint.read(path, mark)
+    model.eval()
+    good = _copy(model.state_dict())
+    try:
+        run = _Run(model, loader, **settings)
+        if state is not None:
+            run.restore(state)
+            good = _copy(model.state_dict())
+        while run.finished < epochs:
+            done = run.epoch()
+            good = _copy(model.state_dict())
+            if path is not None:
+                _checkpoint.write(path, mark, run.state())
+            if progress is not None:
+                progress(done)
+    except BaseException:
+        model.load_state_dict(good)
+        raise
+    run.optimizer.zero_grad()
+    if run.average is not None:
+        model.load_state_dict(run.average.module.state_dict())
+    model.recipe.append({"step": "finetune", **settings})
+    return model
+
+
+class _Run:
+    """What changes while a model is trained."""
+
+    def __init__(
+        self,
+        model: Model,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        loss: Loss,
+        eps: float,
+        epochs: int,
+        lr: float,
+        temperature: float,
+        max_norm: float | None,
+        ema: float | None,
+    ):
+        self.model = model
+        self.loader = loader
+        self.loss = loss
+        self.eps = eps
+        self.epochs = epochs
+        self.temperature = temperature
+        self.classes = number_of_classes(model)
+        self.hold = None if max_norm is None else NormHold(model, max_norm)
+        fixed = {id(module.weight) for module in projections(model)} if self.hold else set()
+        self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in fixed]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
+        self.schedule = CosineLRScheduler(
+            self.optimizer, _STEPS, warmup_t=int(_WARMUP * _STEPS), warmup_lr_init=lr / 25, lr_min=lr / 1e4
+        )
+        self.average = None if ema is None else ModelEmaV3(model, decay=ema, use_warmup=True)
+        self.batches = len(loader) if isinstance(loader, Sized) else None
+        self.finished = 0
+        self.updates = 0
+
+    def epoch(self) -> Epoch:
+        """Goes through the loader once."""
+        started = time.perf_counter()
+        bound = TrainingBound(self.model) if self.loss in ("trades", "emma") else None
+        total, right, seen, batches = 0.0, 0, 0, 0
+        eps = 0.0
+        for images, labels in self._checked():
+            done = (self.finished + min(batches / self.batches if self.batches else 0.0, 1.0)) / self.epochs
+            eps = self.eps * _ramp(self.loss, done)
+            self.schedule.step(int(done * _STEPS))
+            loss, logits = self._update(images, labels, eps, bound)
+            total += loss * len(labels)
+            right += int((logits.argmax(1) == labels).sum())
+            seen += len(labels)
+            batches += 1
+        if not seen:
+            raise InputError(
+                f"the loader gave no images in epoch {self.finished + 1}; "
+                "pass one that can be gone through several times, such as a DataLoader"
+            )
+        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
+            raise self._diverged("a weight is not finite")
+        self.batches = batches
+        self.finished += 1
+        return Epoch(self.finished, self.epochs, total / seen, right / seen, eps, time.perf_counter() - started)
+
+    def _update(self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None) -> tuple[float, Tensor]:
+        self.optimizer.zero_grad()
+        with twice_differentiable():
+            loss, logits = self._forward(images, labels, eps, bound)
+            if not torch.isfinite(loss):
+                raise self._diverged(f"the loss is {loss.item()}")
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if "is not implemented" not in str(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                raise InputError(f"the network cannot be differentiated twice ({reason}); use another loss") from error
+        nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+        self.optimizer.step()
+        if self.hold is not None:
+            self.hold()
+        self.updates += 1
+        if self.average is not None:
+            self.average.update(self.model, step=self.updates)
+        return loss.item(), logits.detach()
+
+    def _forward(
+        self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.loss == "anchored":
+            return anchored_loss(self.model, images, labels, eps, self.temperature)
+        logits = self.model(images)
+        scaled = logits / self.temperature
+        if bound is None:
+            return F.cross_entropy(scaled, labels), logits
+        # f/T has the constants K/T
+        if self.loss == "emma":
+            constants = bound.margins(labels, self.classes) / self.temperature
+            return emma_loss(scaled, labels, constants, eps), logits
+        constants = bound.margins(logits.argmax(1), self.classes) / self.temperature
+        return trades_loss(scaled, labels, constants, eps), logits
+
+    def _diverged(self, what: str) -> InputError:
+        return InputError(
+            f"{what} in epoch {self.finished + 1}; what the epochs before it reached is kept, "
+            "take a smaller learning rate"
+        )
+
+    def _checked(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self.loader:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(b, Tensor) for b in batch):
+                raise InputError("the loader must give pairs of tensors, images and their labels")
+            images, labels = batch
+            self.model.check_images(images)
+            if labels.shape != images.shape[:1] or labels.is_floating_point():
+                raise InputError(
+                    f"labels must be whole numbers of shape ({len(images)},), "
+                    f"got {labels.dtype} of {tuple(labels.shape)}"
+                )
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
+                raise InputError(
+                    f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
+                )
+            if len(labels):
+                yield images.to(self.model.device, self.model.dtype), labels.to(self.model.device).long()
+
+    def state(self) -> dict[str, Any]:
+        """All that an interrupted run needs to go on."""
+        return {
+            "weights": self.model.state_dict(),
+            "average": None if self.average is None else self.average.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "vectors": [] if self.hold is None else self.hold.vectors,
+            "random": torch.get_rng_state(),
+            "finished": self.finished,
+            "updates": self.updates,
+            "batches": self.batches,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes back to what :meth:`state` said, in a run set up in the same way."""
+        self.model.load_state_dict(state["weights"])
+        if self.average is not None:
+            self.average.module.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.hold is not None:
+            for vector, saved in zip(self.hold.vectors, state["vectors"], strict=True):
+                vector.copy_(saved)
+        torch.set_rng_state(state["random"])
+        self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
+
+
+def _ramp(loss: Loss, done: float) -> float:
+    """The factor of ε when the share ``done`` of the run is over."""
+    return 0.1 + 2.9 * min(1.0, 2 * done) if loss == "emma" else min(1.0, 3 * done)
+
+
+def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def _check(
+    model: Model,
+    eps: float,
+    loss: str,
+    epochs: int,
+    lr: float,
+    temperature: float,
+    max_norm: float | None,
+    ema: float | None,
+) -> None:
+    if not isinstance(model, Model):
+        raise InputError("finetune takes a lipcert.Model; make one with lipcert.load")
+    if loss not in LOSSES:
+        raise InputError(f"there is no loss {loss!r}; choose one of {', '.join(LOSSES)}")
+    if epochs < 1:
+        raise InputError(f"epochs must be at least 1, got {epochs}")
+    positive = {"eps": eps, "lr": lr, "temperature": temperature}
+    if max_norm is not None:
+        positive["max_norm"] = max_norm
+    for name, value in positive.items():
+        if not 0 < value < _LARGEST:
+            raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
+    if ema is not None and not 0 < ema < 1:
+        raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {ema}")
+    if model.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
+    check_weights(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("all parameters are frozen (requires_grad is False), so there is nothing to train")

@@ -1,0 +1,95 @@
+"""Losses on logits that a perturbation of norm ε may have moved."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Hu et al. 2023 hold ε_j at no less than this share of ε, in the code that their paper links to.
+_LEAST_SHARE = 0.01
+
+
+def twice_differentiable() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, torch writes attention out: its fused kernels have no second derivative."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def anchored_loss(
+    model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, eps: float, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the logits with ε‖∇(f_y − f_j)‖, j the runner-up, added to every wrong one.
+
+    This asks for the margin that the anchored certificate needs to first order. It is differentiated through the
+    gradient, so it wants :func:`twice_differentiable` around it and its backward pass.
+
+    Args:
+        model: pixels to logits, each image by itself.
+        images: shape (N, C, H, W).
+        labels: the classes y, shape (N,).
+        eps: ε in ℓ2 on pixels.
+        temperature: divides the logits.
+
+    Returns:
+        The loss, and the logits as the model gives them, shape (N, classes).
+    """
+    images = images.detach().requires_grad_()
+    logits = model(images)
+    scaled = logits / temperature
+    own = F.one_hot(labels, logits.shape[1]).bool()
+    runner_up = scaled.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
+    margin = scaled.gather(1, labels[:, None]) - scaled.gather(1, runner_up)
+    (gradient,) = torch.autograd.grad(margin.sum(), images, create_graph=True)
+    reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
+    return F.cross_entropy(scaled + reach * ~own, labels), logits
+
+
+def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
+    """Cross-entropy of f_j + ε_j K_yj, where ε_j ≤ ε is how far a perturbation must go to make j win: (f_y − f_j)/K_yj.
+
+    Source: Hu et al., "Unlocking deterministic robustness certification on ImageNet", NeurIPS 2023 (arXiv 2301.12549),
+    the EMMA loss. As in its authors' code, ε_j is at least ε/100 and is held constant for the gradient.
+
+    Args:
+        logits: f, shape (N, classes).
+        labels: the classes y, shape (N,).
+        constants: K_yj, Lipschitz constants of f_y − f_j, shape (N, classes), 0 where j = y.
+        eps: ε in ℓ2 on pixels.
+
+    Returns:
+        The loss.
+    """
+    behind = logits.gather(1, labels[:, None]) - logits
+    reach = eps * constants
+    share = (behind / reach.clamp_min(torch.finfo(reach.dtype).tiny)).clamp(_LEAST_SHARE, 1).detach()
+    return F.cross_entropy(logits + share * reach, labels)
+
+
+def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, weight: float = 1.0) -> Tensor:
+    """Cross-entropy, plus what the ⊥ logit of GloRo takes from the other classes, as a Kullback-Leibler divergence.
+
+    With p the probabilities of f and p⊥ those of (f, f_⊥), f_⊥ = max_{j ≠ ŷ} f_j + ε K_ŷj for the predicted class ŷ,
+    log p_j − log p⊥_j is the same for all j, so KL(p ‖ p⊥) = log Σ exp(f, f_⊥) − log Σ exp(f).
+
+    Source: Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, with the loss of Zhang et al.,
+    "Theoretically principled trade-off between robustness and accuracy", ICML 2019.
+
+    Args:
+        logits: f, shape (N, classes).
+        labels: shape (N,).
+        constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
+        eps: ε in ℓ2 on pixels.
+        weight: factor of the divergence.
+
+    Returns:
+        The loss.
+    """
+    predicted = logits.argmax(1, keepdim=True)
+    bottom = (logits + eps * constants).scatter(1, predicted, -math.inf).amax(1)
+    clean = logits.logsumexp(1)
+    return F.cross_entropy(logits, labels) + weight * (torch.logaddexp(clean, bottom) - clean).mean()

@@ -1,0 +1,570 @@
+"""Fine-tuning: the losses, the norms and bounds they use, the loop, and the command."""
+
+import copy
+import importlib.util
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.artifact import load_artifact, read_metadata
+from lipcert.bounds import analyze
+from lipcert.certifier._margins import MarginBounds
+from lipcert.data import open_images
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.training import (
+    LOSSES,
+    Batches,
+    Epoch,
+    NormHold,
+    TrainingBound,
+    anchored_loss,
+    emma_loss,
+    hold_projections,
+    trades_loss,
+    twice_differentiable,
+)
+from lipcert.training._matrices import matrices
+
+if importlib.util.find_spec("lipcert.cli") is None:  # a checkout that is not installed
+    _FOLDER = Path(__file__).parent.parent / "cli"
+    _SPEC = importlib.util.spec_from_file_location(
+        "lipcert.cli", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
+    )
+    assert _SPEC is not None
+    assert _SPEC.loader is not None
+    sys.modules["lipcert.cli"] = importlib.util.module_from_spec(_SPEC)
+    _SPEC.loader.exec_module(sys.modules["lipcert.cli"])
+from lipcert.cli import app
+
+ARGUMENTS = {
+    "img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10,
+    "class_token": False, "fc_norm": False, "global_pool": "avg",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    data = load_digits()
+    images = torch.from_numpy(data.images / 16).float()[:, None].expand(-1, 3, -1, -1).contiguous()
+    return images[:256], torch.from_numpy(data.target)[:256].long()
+
+
+@pytest.fixture(scope="module")
+def loader(digits) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(digits[0].split(32), digits[1].split(32), strict=True))
+
+
+def vit(attention: str = "l2", norm: str = "smooth", **arguments) -> lipcert.Model:
+    torch.manual_seed(0)
+    model = lipcert.load(
+        "vit_tiny_patch16_224", pretrained=False, mean=(0.3,) * 3, std=(0.4,) * 3, input_size=(3, 8, 8),
+        **(ARGUMENTS | arguments),
+    )  # fmt: skip
+    return lipcert.convert(model, attention=attention, norm=norm)
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    states = left.state_dict(), right.state_dict()
+    return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def first_order_radii(model: lipcert.Model, images: Tensor, labels: Tensor) -> Tensor:
+    """Margin to the runner-up over the norm of its gradient."""
+    images = images.clone().requires_grad_()
+    logits = model(images)
+    own = F.one_hot(labels, 10).bool()
+    margin = logits.gather(1, labels[:, None])[:, 0] - logits.masked_fill(own, -math.inf).amax(1)
+    (gradient,) = torch.autograd.grad(margin.sum(), images)
+    return (margin / gradient.flatten(1).norm(dim=1)).detach()
+
+
+# Losses
+
+
+def test_anchored_loss_of_a_linear_model() -> None:
+    """There the gradient of the margin is w_y − w_j."""
+    weight = torch.randn(4, 12, dtype=torch.float64)
+    images = torch.rand(5, 3, 2, 2, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 3, 0])
+    loss, logits = anchored_loss(lambda x: x.flatten(1) @ weight.T, images, labels, eps=0.7, temperature=0.5)
+    expected = []
+    for image, label in zip(images, labels.tolist(), strict=True):
+        values = weight @ image.flatten() / 0.5
+        j = max((j for j in range(4) if j != label), key=lambda j: values[j])
+        reach = 0.7 * (weight[label] - weight[j]).norm() / 0.5
+        moved = [values[k] + (reach if k != label else 0) for k in range(4)]
+        expected.append(torch.stack(moved).logsumexp(0) - moved[label])
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+    torch.testing.assert_close(logits, images.flatten(1) @ weight.T)
+    assert not images.requires_grad
+
+
+def test_anchored_loss_is_differentiated_through_the_gradient(digits) -> None:
+    model = vit(attention="keep").double()
+    model.mean, model.std = model.mean.double(), model.std.double()
+    images, labels = digits[0][:4].double(), digits[1][:4]
+    weight = model.net.blocks[0].attn.qkv.weight
+    direction = torch.randn_like(weight)
+
+    def loss() -> Tensor:
+        with twice_differentiable():
+            return anchored_loss(model, images, labels, eps=2.0)[0]
+
+    (slope,) = torch.autograd.grad(loss(), weight)
+    values = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            weight.add_(step * direction)
+        values.append(loss().item())
+        with torch.no_grad():
+            weight.sub_(step * direction)
+    assert (slope * direction).sum().item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def test_emma_loss_by_hand() -> None:
+    """Rivals beyond the reach of ε get the whole ε K, those within it are drawn level, those ahead get a hundredth."""
+    logits = torch.tensor([[3.0, 1.0, 2.5, 4.0]], requires_grad=True)
+    constants = torch.tensor([[0.0, 2.0, 5.0, 3.0]], requires_grad=True)
+    eps = 0.5
+    loss = emma_loss(logits, torch.tensor([0]), constants, eps)
+    moved = [3.0, 1.0 + 0.5 * 2.0, 3.0, 4.0 + 0.01 * 0.5 * 3.0]
+    assert loss.item() == pytest.approx(math.log(sum(map(math.exp, moved))) - 3.0, rel=1e-6)
+    (slope,) = torch.autograd.grad(loss, constants)
+    shares = [0.0, 1.0, 0.2, 0.01]
+    total = sum(map(math.exp, moved))
+    assert slope[0, 1:].tolist() == pytest.approx(
+        [math.exp(m) / total * s * eps for m, s in list(zip(moved, shares, strict=True))[1:]], rel=1e-5
+    )
+
+
+def test_trades_loss_is_cross_entropy_and_divergence() -> None:
+    logits, constants = torch.randn(6, 5).double(), torch.rand(6, 5).double()
+    labels = torch.randint(5, (6,))
+    loss = trades_loss(logits, labels, constants, eps=0.8, weight=1.7)
+    predicted = logits.argmax(1)
+    rows = []
+    for i in range(6):
+        bottom = max(logits[i, j] + 0.8 * constants[i, j] for j in range(5) if j != predicted[i])
+        rows.append(torch.cat([logits[i], bottom[None]]))
+    bounded = torch.stack(rows).log_softmax(1)[:, :5]
+    divergence = F.kl_div(bounded, logits.softmax(1), reduction="batchmean")
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels) + 1.7 * divergence)
+
+
+# Norms and bounds
+
+
+def test_matrices_are_views_of_all_weights() -> None:
+    for model, expected in ((vit(), 7), (vit(attention="keep"), 8)):
+        found = list(matrices(model))
+        assert len(found) == expected
+        entries = sum(m.value().numel() for m in found)
+        assert entries == sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "pos_embed" not in n)
+        with torch.no_grad():
+            for matrix in found:
+                matrix.value().zero_()
+        assert not any(p.any() for n, p in model.named_parameters() if p.dim() > 1 and "pos_embed" not in n)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.5, 1.0, 3.0]))
+def test_norms_are_held_part_by_part(seed: int, norm: float) -> None:
+    torch.manual_seed(seed)
+    network = nn.Module()
+    network.qkv = nn.Linear(6, 18)
+    network.conv = nn.Conv2d(4, 8, 3, groups=2)
+    network.small = nn.Linear(5, 4)
+    with torch.no_grad():
+        network.qkv.weight[:6] *= 40
+        network.qkv.weight[6:] *= 1e-3
+        network.conv.weight[:4] *= 40
+        network.conv.weight[4:] *= 1e-3
+        network.small.weight *= 1e-3
+    before = copy.deepcopy(network)
+    hold = NormHold(network, norm)
+    for _ in range(100):
+        hold()
+    held = network.qkv.weight[:6], network.conv.weight[:4].flatten(1)
+    for matrix in held:
+        assert torch.linalg.matrix_norm(matrix, 2).item() == pytest.approx(norm, rel=1e-3)
+    assert torch.equal(network.qkv.weight[6:], before.qkv.weight[6:])
+    assert torch.equal(network.conv.weight[4:], before.conv.weight[4:])
+    assert torch.equal(network.small.weight, before.small.weight)
+
+
+@pytest.mark.parametrize("attention", ["l2", "keep"])
+def test_the_bound_starts_at_the_certified_one(attention: str) -> None:
+    model = vit(attention=attention)
+    bound = TrainingBound(model)
+    certified = MarginBounds(analyze(model))
+    classes = torch.tensor([0, 3, 9])
+    torch.testing.assert_close(bound.margins(classes, 10).double(), certified.of(classes), rtol=1e-4, atol=1e-6)
+    assert bound.head is model.net.head
+
+
+def test_the_bound_follows_the_weights() -> None:
+    """Where each weight is scaled by a factor of its own, it and its slope say how the certified bound changes."""
+    model = vit()
+    bound = TrainingBound(model)
+    start = bound.features().item()
+    generator = torch.Generator().manual_seed(1)
+    slopes = torch.autograd.grad(
+        bound.features().log(), [t.matrix.module._parameters[t.matrix.name] for t in bound.terms]
+    )
+    predicted = 0.0
+    with torch.no_grad():
+        for term, slope in zip(bound.terms, slopes, strict=True):
+            factor = 1 + 0.02 * (torch.rand((), generator=generator).item() - 0.3)
+            predicted += (factor - 1) * (slope * term.matrix.value().view_as(slope)).sum().item()
+            term.matrix.value().mul_(factor)
+    certified = math.log(MarginBounds(analyze(model)).features / start)
+    assert abs(certified) > 1e-3
+    assert math.log(bound.features().item() / start) == pytest.approx(certified, abs=2e-4)
+    assert predicted == pytest.approx(certified, rel=0.05)
+
+
+def test_without_a_linear_head_the_margins_take_the_logits() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten(), nn.GELU())
+    model = lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 8, 8))
+    bound = TrainingBound(model)
+    margins = bound.margins(torch.tensor([1]), 4)
+    assert bound.head is None
+    assert margins[0, 1] == 0
+    assert margins[0, 0].item() == pytest.approx(math.sqrt(2) * lipcert.lipschitz(model).value, rel=1e-4)
+
+
+def test_weights_are_as_they_were_after_the_bound_was_made() -> None:
+    model = vit(attention="keep")
+    before = copy.deepcopy(model)
+    TrainingBound(model)
+    assert same(model, before)
+
+
+def test_projections_are_held() -> None:
+    model = vit()
+    hold_projections(model, 3.0)
+    assert float(model.net.norm.radius) == 3.0
+    assert model.net.norm.weight.tolist() == [1.0] * 16
+    assert not model.net.norm.weight.requires_grad
+
+
+# The loop
+
+
+@pytest.mark.parametrize("loss", ["emma", "trades"])
+def test_losses_with_the_bound_widen_gloro_radii(loss: str, digits, loader) -> None:
+    model, plain = vit(), vit()
+    lipcert.finetune(model, loader * 2, eps=0.2, loss=loss, epochs=2, lr=5e-3)
+    lipcert.finetune(plain, loader * 2, eps=0.2, loss="ce", epochs=2, lr=5e-3)
+    results = [lipcert.certify(m, digits[0][:64], digits[1][:64], eps=0.02, method="gloro") for m in (model, plain)]
+    assert results[0].certified_accuracy > results[1].certified_accuracy + 0.1
+    assert lipcert.lipschitz(model).value < lipcert.lipschitz(plain).value / 2
+
+
+def test_the_anchored_loss_widens_first_order_radii(digits, loader) -> None:
+    seen: list[Epoch] = []
+    model, plain = vit(), vit()
+    lipcert.finetune(model, loader, eps=0.5, epochs=4, lr=5e-3, temperature=0.25, progress=seen.append)
+    lipcert.finetune(plain, loader, eps=0.5, loss="ce", epochs=4, lr=5e-3, temperature=0.25)
+    radii = [first_order_radii(m, *digits).median().item() for m in (model, plain)]
+    assert radii[0] > 1.3 * radii[1]
+    assert [epoch.number for epoch in seen] == [1, 2, 3, 4]
+    assert seen[-1].accuracy > 0.5 > seen[0].accuracy
+    assert seen[-1].eps == 0.5 > seen[0].eps
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_norms_are_held_and_scales_left(digits, loader) -> None:
+    model = vit(attention="keep")
+    scale = model.net.blocks[0].norm1.weight.clone()
+    lipcert.finetune(model, loader, eps=0.1, epochs=2, lr=1e-2, max_norm=0.7)
+    for matrix in matrices(model):
+        assert torch.linalg.matrix_norm(matrix.value(), 2).max() <= 0.7 * 1.05
+    assert torch.equal(model.net.blocks[0].norm1.weight, scale)
+
+
+def test_frozen_parameters_stay(loader) -> None:
+    model = vit()
+    model.net.head.weight.requires_grad_(False)
+    before = copy.deepcopy(model)
+    lipcert.finetune(model, loader[:2], epochs=1, loss="ce")
+    assert torch.equal(model.net.head.weight, before.net.head.weight)
+    assert not torch.equal(model.net.patch_embed.proj.weight, before.net.patch_embed.proj.weight)
+
+
+def test_the_average_is_what_the_model_gets(loader) -> None:
+    """With a decay near 1 the average warms up with timm's schedule and stays nearer to the start than the weights."""
+    start, averaged, plain = vit(), vit(), vit()
+    lipcert.finetune(averaged, loader, epochs=1, loss="ce", ema=0.9)
+    lipcert.finetune(plain, loader, epochs=1, loss="ce")
+    moved = [(m.net.head.weight - start.net.head.weight).norm().item() for m in (averaged, plain)]
+    assert 0 < moved[0] < moved[1]
+
+
+class Shuffled:
+    """Batches in an order drawn from torch's generator."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter([self.loader[i] for i in torch.randperm(len(self.loader))])
+
+
+@pytest.mark.parametrize("loss", ["anchored", "trades"])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(loss: str, loader, tmp_path) -> None:
+    whole, stopped = vit(), vit()
+    arguments = {"eps": 0.1, "loss": loss, "epochs": 2, "lr": 3e-3, "max_norm": 1.0, "ema": 0.9}
+    torch.manual_seed(5)
+    lipcert.finetune(whole, Shuffled(loader[:3]), **arguments)
+
+    def stop(epoch: Epoch) -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(5)
+    with pytest.raises(KeyboardInterrupt):
+        lipcert.finetune(stopped, Shuffled(loader[:3]), **arguments, checkpoint=tmp_path / "c", progress=stop)
+    assert len(stopped.recipe) == 1
+    torch.manual_seed(99)
+    again, seen = vit(), []
+    lipcert.finetune(again, Shuffled(loader[:3]), **arguments, checkpoint=tmp_path / "c", progress=seen.append)
+    assert [epoch.number for epoch in seen] == [2]
+    assert same(again, whole)
+    assert again.recipe[-1] == {"step": "finetune", "temperature": 1.0, **arguments}
+
+
+def test_a_checkpoint_of_another_run_is_refused(loader, tmp_path) -> None:
+    lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "c")
+    with pytest.raises(InputError, match="another lr"):
+        lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", lr=1e-2, checkpoint=tmp_path / "c")
+    with pytest.raises(InputError, match="another model"):
+        lipcert.finetune(vit(norm="project"), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "c")
+    (tmp_path / "c").write_bytes(b"something else")
+    with pytest.raises(InputError, match="no checkpoint"):
+        lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "c")
+    assert (tmp_path / "c").read_bytes() == b"something else"
+    with pytest.raises(InputError, match="cannot write"):
+        lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "none" / "c")
+
+
+@pytest.mark.parametrize("loss", ["ce", "anchored"])
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_epoch(loss: str, loader, tmp_path) -> None:
+    """The labels of the second epoch come with a network that was broken in between."""
+    model = vit()
+    kept: list[lipcert.Model] = []
+
+    def spoil(epoch: Epoch) -> None:
+        kept.append(copy.deepcopy(model))
+        with torch.no_grad():
+            model.net.head.weight.fill_(math.nan)
+
+    with pytest.raises(InputError, match="the loss is nan in epoch 2.*smaller learning rate"):
+        lipcert.finetune(model, loader[:2], epochs=3, loss=loss, checkpoint=tmp_path / "c", progress=spoil)
+    assert same(model, kept[0])
+    assert torch.load(tmp_path / "c", weights_only=True)["finished"] == 1
+
+
+def test_weights_that_are_lost_in_the_last_step_are_noticed(loader) -> None:
+    model = vit()
+    before = copy.deepcopy(model)
+    model.net.head.weight.register_hook(lambda slope: slope * math.nan)
+    with pytest.raises(InputError, match="a weight is not finite in epoch 1"):
+        lipcert.finetune(model, loader[:1], epochs=1, loss="ce")
+    assert same(model, before)
+
+
+IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch", "message"),
+    [
+        ({"loss": "hinge"}, (IMAGES, LABELS), "no loss 'hinge'"),
+        ({"eps": 0.0}, (IMAGES, LABELS), "eps must be"),
+        ({"eps": math.nan}, (IMAGES, LABELS), "eps must be"),
+        ({"lr": -1.0}, (IMAGES, LABELS), "lr must be"),
+        ({"lr": 1e39}, (IMAGES, LABELS), "lr must be"),
+        ({"temperature": 0.0}, (IMAGES, LABELS), "temperature must be"),
+        ({"max_norm": 0.0}, (IMAGES, LABELS), "max_norm must be"),
+        ({"epochs": 0}, (IMAGES, LABELS), "epochs must be"),
+        ({"ema": 1.0}, (IMAGES, LABELS), "ema is"),
+        ({}, (IMAGES * 2 + 1, LABELS), r"images must lie in \[0, 1\]"),
+        ({}, (IMAGES * math.nan, LABELS), "no NaN"),
+        ({}, (IMAGES[:, :1], LABELS), "shape"),
+        ({}, (IMAGES, LABELS + 9), "labels must be from 0 to 9"),
+        ({}, (IMAGES, LABELS[:1]), "labels must be whole"),
+        ({}, (IMAGES, LABELS.float()), "labels must be whole"),
+        ({}, (IMAGES, None), "pairs of tensors"),
+        ({}, IMAGES, "pairs of tensors"),
+    ],
+)
+def test_bad_input(arguments, batch, message: str) -> None:
+    model = vit()
+    before = copy.deepcopy(model)
+    with pytest.raises(InputError, match=message):
+        lipcert.finetune(model, [batch], **{"epochs": 1, **arguments})
+    assert same(model, before)
+
+
+def test_loaders_that_run_dry_and_models_that_cannot_be_trained(loader) -> None:
+    with pytest.raises(InputError, match="no images in epoch 1"):
+        lipcert.finetune(vit(), [], epochs=1)
+    with pytest.raises(InputError, match="no images in epoch 2; .*several times"):
+        lipcert.finetune(vit(), iter(loader[:1]), epochs=2, loss="ce")
+    with pytest.raises(InputError, match=r"bfloat16; train them in float32"):
+        lipcert.finetune(vit().bfloat16(), loader[:1])
+    with pytest.raises(InputError, match="frozen"):
+        lipcert.finetune(vit().requires_grad_(False), loader[:1])
+    broken = vit()
+    with torch.no_grad():
+        broken.net.head.weight[0, 0] = math.nan
+    with pytest.raises(InputError, match="head.weight holds NaN"):
+        lipcert.finetune(broken, loader[:1])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.RReLU())
+    with pytest.raises(UnsupportedOperation):
+        lipcert.finetune(lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 8, 8)), loader[:1], loss="emma")
+
+
+def test_a_bound_that_is_too_large_for_a_loss_is_said(loader) -> None:
+    model = vit(attention="keep", norm="keep", depth=4)
+    with torch.no_grad():
+        for matrix in matrices(model):
+            matrix.value().mul_(1e4)
+    with pytest.raises(InputError, match="of no use in a loss; convert the model first"):
+        lipcert.finetune(model, loader[:1], loss="emma")
+
+
+# The command
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working folder with twelve images of ten classes in the folder images."""
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    for i in range(12):
+        path = tmp_path / "images" / str(i % 10) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    lipcert.save(vit(), tmp_path / "small.lipcert.safetensors")
+    return tmp_path
+
+
+def run(*arguments, code: int = 0):
+    result = CliRunner().invoke(app, ["finetune", *(str(argument) for argument in arguments)])
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def refused(*arguments, code: int = 2) -> str:
+    result = run(*arguments, code=code)
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("lipcert: ")
+    return result.stderr
+
+
+SHORT = ("--data", "images", "--eps", "36/255", "--epochs", 2, "--batch-size", 5, "--device", "cpu")
+
+
+def test_the_command_writes_an_artifact(folder) -> None:
+    before = (folder / "small.lipcert.safetensors").read_bytes()
+    result = run("small.lipcert.safetensors", *SHORT, "--max-norm", 1, "--temperature", 0.25)
+    assert "epoch 1 of 2: loss" in result.stderr
+    facts = dict(line.split("\t") for line in result.stdout.splitlines())
+    assert facts["images"] == "12 of images"
+    assert {"clean accuracy before", "clean accuracy after"} <= set(facts)
+    assert "next: lipcert certify small.finetuned.lipcert.safetensors" in facts["certified"]
+    trained = load_artifact("small.finetuned.lipcert.safetensors")
+    assert trained.recipe[-1]["step"] == "finetune"
+    assert trained.recipe[-1]["eps"] >= 36 / 255
+    assert read_metadata("small.finetuned.lipcert.safetensors")["facts"]["epochs"] == 2
+    images = open_images("images", trained)
+    right = sum(int((trained(b.images).argmax(1) == b.labels).sum()) for b in images.batches(12))
+    assert facts["clean accuracy after"].startswith(f"{right} of 12")
+    assert not same(trained, load_artifact("small.lipcert.safetensors"))
+    assert (folder / "small.lipcert.safetensors").read_bytes() == before
+    assert not list(folder.glob("*.checkpoint"))
+
+
+def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
+    module = sys.modules["lipcert.cli._finetune"]
+    say = module._say_epoch
+
+    def stop(epoch: Epoch) -> None:
+        say(epoch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_say_epoch", stop)
+    result = run("small.lipcert.safetensors", *SHORT, code=130)
+    checkpoint = "small.finetuned.lipcert.safetensors.checkpoint"
+    assert result.stderr.splitlines()[-1] == f"lipcert: interrupted; the same command goes on from {checkpoint}"
+    assert (folder / checkpoint).exists()
+    assert not (folder / "small.finetuned.lipcert.safetensors").exists()
+    monkeypatch.setattr(module, "_say_epoch", say)
+    result = run("small.lipcert.safetensors", *SHORT)
+    assert "epoch 2 of 2" in result.stderr
+    assert "epoch 1 of 2" not in result.stderr
+    assert (folder / "small.finetuned.lipcert.safetensors").exists()
+
+
+def test_what_the_command_refuses(folder) -> None:
+    small = "small.lipcert.safetensors"
+    (folder / "notes.txt").write_text("mine")
+    (folder / "flat").mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "flat" / "a.png")
+    assert "model's own file" in refused(small, *SHORT, "--out", small)
+    assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.txt")
+    assert "--loss takes anchored" in refused(small, *SHORT, "--loss", "hinge")
+    assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
+    assert "at least 1 image" in refused(small, *SHORT, "--batch-size", 0)
+    assert "no device tpu9" in refused(small, *SHORT, "--device", "tpu9")
+    assert "epochs must be at least 1" in refused(small, *SHORT, "--epochs", 0)
+    assert "take a smaller learning rate" in refused(small, *SHORT, "--epochs", 1, "--lr", "1e29")
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert sorted(p.name for p in folder.iterdir()) == ["flat", "images", "notes.txt", small]
+
+
+def test_batches_are_shuffled_augmented_and_in_range(folder) -> None:
+    model = load_artifact("small.lipcert.safetensors")
+    images = open_images("images", model)
+    plain = {tuple(image.flatten().tolist()): label for image, label in (images[i] for i in range(12))}
+    counted: list[int] = []
+    loader = Batches(images, model, 5, augment=False, seen=counted.append)
+    torch.manual_seed(0)
+    first, second = list(loader), list(loader)
+    assert counted == [5, 5, 2] * 2
+    assert {
+        tuple(image.flatten().tolist()): int(label) for batch in first for image, label in zip(*batch, strict=True)
+    } == plain
+    assert not torch.equal(first[0][1], second[0][1])
+    torch.manual_seed(0)
+    augmented = list(Batches(images, model, 5))
+    torch.manual_seed(0)
+    random.seed(7)
+    again = list(Batches(images, model, 5))
+    for (pixels, labels), (others, _) in zip(augmented, again, strict=True):
+        model.check_images(pixels)
+        assert torch.equal(pixels, others)
+        assert not all(tuple(image.flatten().tolist()) in plain for image in pixels)
+        assert labels.dtype == torch.int64
+
+
+def test_the_command_lists_all_losses() -> None:
+    assert set(LOSSES) == {"anchored", "ce", "trades", "emma"}
+    assert all(loss in run("--help").stdout for loss in LOSSES)
