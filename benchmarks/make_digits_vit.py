@@ -2,12 +2,13 @@
 
     python -m benchmarks.make_digits_vit
 
-1. ``lipcert.convert`` puts smooth projections in place of the LayerNorms of a small timm ViT; dot-product attention stays.
-2. The projections are set to one radius and scale 1, and every weight matrix is held at spectral norm 1.
+1. ``lipcert.convert`` puts smooth projections in place of the LayerNorms of a small timm ViT; dot-product attention
+stays. 2. The projections are set to one radius and scale 1, and every weight matrix is held at spectral norm 1.
 3. Margin training: cross-entropy of logits to which ε‖∇(f_y − f_j)‖, j the runner-up, is added for every wrong class.
 
 Writes lipcert/assets/digits_vit.safetensors and, with the first 120 of the 360 images held out of training,
-lipcert/assets/digits.safetensors; prints clean and certified accuracy on the held-out ones. Takes a few minutes on a core.
+lipcert/assets/digits.safetensors; prints clean and certified accuracy on the held-out ones. Takes a few minutes on a
+core.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BUNDLED = 120  # images that are shipped, of the 360 held out
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training and held-out images, uint8 (N, 3, 8, 8) with the 17 grey levels spread over 0 to 255, and their classes."""
+    """Training and held-out images, uint8 (N, 3, 8, 8), the 17 grey levels spread over 0 to 255, and their classes."""
     data = load_digits()
     images = torch.from_numpy(data.images / 16 * 255).round().to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
     labels = torch.from_numpy(data.target).long()

@@ -1,7 +1,8 @@
 """Trains the small CIFAR-10 vision transformers that the certificates are measured on.
 
-A timm ViT (32×32 images, smooth or kinked layer projection in place of LayerNorm, dot-product attention kept) whose weight
-matrices are held at spectral norm ≤ 1. The loss is the cross-entropy of logits to which ε‖∇(f_y − f_j)‖, j the runner-up,
+A timm ViT (32×32 images, smooth or kinked layer projection in place of LayerNorm, dot-product attention kept) whose
+weight matrices are held at spectral norm ≤ 1. The loss is the cross-entropy of logits to which ε‖∇(f_y − f_j)‖, j the
+runner-up,
 is added for every wrong class: it asks for the margin that the first-order certificate needs.
 
     python -m benchmarks.train_cifar_vit --data ../shared/data/cifar10 --out cifar_vit.safetensors --depth 3 --epochs 12

@@ -15,10 +15,9 @@ from lipcert.results import ResultFile, Tally, describe, rows
 from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
 from ._print import lower, print_facts, progress, say, share, upper
 
-# More images run together so long as that pays and takes less than some seconds: rows of slow certificates are written as
-# they come.
-FIRST, BATCH = 4, 64
-SECONDS = 20.0
+# Images run together so long as that takes less than a minute: rows of slow certificates are written as they come.
+FIRST, BATCH = 8, 64
+SECONDS = 60.0
 
 
 @one_line_errors

@@ -50,7 +50,7 @@ def describe(model: Model, images: Images, certifier: Certifier, typed: str) -> 
         "model": {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)},
         "eps": certifier.eps,
         "method": certifier.method,
-        "dtype": str(certifier.dtype).removeprefix("torch."),
+        "dtype": "float64",
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,

@@ -61,6 +61,17 @@ class Function(nn.Module):
         return self.function(x)
 
 
+def pieces(x: Tensor) -> Tensor:
+    """Cuts, differences of two values, a constant side, and a matrix product."""
+    first, second = (-F.relu(x)).chunk(2, -1)
+    difference = (
+        torch.sub(first, F.hardtanh(second, -0.1, 0.2), alpha=2)
+        @ torch.linspace(-1, 1, first.shape[-1])[:, None].double()
+    )
+    joined = torch.cat([F.pad(first, (1, 1), value=0.7), second - first.mean(-1, keepdim=True), difference], -1)
+    return joined[..., : x.shape[-1]]
+
+
 class Attention(nn.Module):
     """One head of dot-product attention on tokens of bounded norm."""
 
@@ -125,6 +136,9 @@ NETWORKS: dict[str, Callable[[], Model]] = {
     "mlp silu": lambda: mlp(nn.SiLU),
     "mlp hardtanh": lambda: mlp(lambda: nn.Hardtanh(-0.2, 0.3)),
     "mlp clamp": lambda: mlp(lambda: Function(lambda x: 0.3 - 2 * x.clamp(max=0.1))),
+    "mlp negated": lambda: mlp(lambda: Function(lambda x: -F.relu(x))),
+    "mlp turned": lambda: mlp(lambda: Function(lambda x: -0.7 * x.clamp(min=-0.1))),
+    "mlp pieces": lambda: mlp(lambda: Function(pieces)),
     "conv relu": lambda: conv_net(nn.ReLU, nn.MaxPool2d(2)),
     "conv overlapping": lambda: conv_net(nn.ReLU, nn.MaxPool2d(3, 2, 1)),
     "conv ceil": lambda: conv_net(nn.ReLU, nn.MaxPool2d(3, 2, ceil_mode=True)),

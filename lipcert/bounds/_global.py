@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds._bound import Bound, LayerBound
-from lipcert.bounds._registry import RULES, Call, NoAnswer, rule_for
+from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, capture
@@ -85,7 +85,7 @@ def analyze(
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
     if isinstance(model, Model):
         _check_independence(model, images)
-    graph = capture(model, images, whole=_kept_whole)
+    graph = capture(model, images, whole=kept_whole)
     return Analysis(graph, _walk(graph, progress))
 
 
@@ -110,15 +110,6 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     gap = (together[: len(alone)] - alone)[finite].abs()
     if gap.numel() and gap.max() > 1e-3 * (1e-3 + alone[finite].abs().max()):
         raise InputError(problem)
-
-
-def _kept_whole(module: nn.Module) -> bool:
-    """Whether the rule of the module's own class speaks for what it does.
-
-    A subclass may compute something else, and so may an instance with hooks or with a ``forward`` of its own.
-    """
-    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return type(module) in RULES and not changed
 
 
 def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Node, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,14 @@ def key_of(target: Any) -> Any:
 
 
 def rule_for(op: Any) -> Rule | None:
-    """The rule of an operation or of a module class (its own or that of the nearest base class)."""
-    if isinstance(op, type):
-        return next((RULES[base] for base in op.__mro__ if base in RULES), None)
+    """The rule of an operation or of a module class."""
     return RULES.get(op)
 
 
-def kept_whole(module: nn.Module) -> bool:
-    """Whether there is a rule for modules of this class."""
-    return rule_for(type(module)) is not None
+def kept_whole(module: nn.Module, table: Container[Any] = RULES.keys()) -> bool:
+    """Whether a table's entry for the module's own class speaks for what it does.
+
+    A subclass may compute something else, and so may an instance with hooks or with a ``forward`` of its own.
+    """
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module) in table and not changed

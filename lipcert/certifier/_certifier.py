@@ -12,32 +12,42 @@ from torch import Tensor, nn
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._certificates import Certificates
+from lipcert.certifier._local import Local
+from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.model import Model
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
-# From the cheapest to the strongest; "staged" runs them in this order on what is still open.
-STAGES = ("global", "gloro", "anchored")
-METHODS = ("staged", *STAGES)
+# From the cheapest to the strongest.
+_SINGLE = ("global", "gloro", "local", "lofast", "anchored")
+METHODS = ("staged", *_SINGLE)
+# Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
+_STAGES = ("global", "gloro", "local", "anchored")
 
-# Staged certification leaves the anchored certificate out where it would take hours: entries of all values of the network
-# times the number of Jacobian norms that it needs for an image.
+# What staged certification does not start: entries of all values of the network times the number of operator norms
+# that an image needs, beyond which a certificate takes minutes or hours.
 _WORK_LIMIT = 2e9
+_TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
+
+Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Certifier:
     """Certificates for one model at one ε: the bounds are computed once, here, and then every batch is cheap.
 
-    The logits are evaluated in float64 on a copy of the model, so that rounding in the nominal forward pass is far below
-    any margin that matters. The certificate holds for the network in real arithmetic.
+    The logits are evaluated in float64 on a copy of the model, so that rounding in the nominal forward pass is far
+    below any margin that matters. The certificate holds for the network in real arithmetic.
+
+    Attributes:
+        bound: the global Lipschitz bound.
+        skipped: methods that staged certification leaves out for this model, and why.
 
     Args:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
         eps: ε in ℓ2 on pixels in [0, 1], positive.
         method: one of ``METHODS``.
-        analysis: the global analysis, where it is already known.
-        dtype: the type in which logits are evaluated.
-        delta: probability, for each image, that a probabilistic certificate is wrong.
+        delta: probability, for each image, that a certificate is wrong where it is probabilistic.
         progress: called with (operations done, operations in all) while the bound is computed.
 
     Raises:
@@ -51,8 +61,6 @@ class Certifier:
         eps: float,
         method: str = "staged",
         *,
-        analysis: Analysis | None = None,
-        dtype: torch.dtype = torch.float64,
         delta: float = 1e-9,
         progress: Callable[[int, int], None] | None = None,
     ):
@@ -62,30 +70,53 @@ class Certifier:
             raise InputError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         self.eps = float(eps)
         self.method = method
-        self.dtype = dtype
-        self.delta = delta
-        self.analysis = analyze(model, progress=progress) if analysis is None else analysis
+        self.model = model if model.dtype == torch.float64 else copy.deepcopy(model).double()
+        self.analysis = analyze(self.model, progress=progress)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
-        self.model = model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
-        self.margin_bounds = {name: MarginBounds(self.analysis, rows=name == "gloro") for name in ("global", "gloro")}
+        self.margin_bounds = MarginBounds(self.analysis)
         self.skipped: dict[str, str] = {}
-        self.anchored = self._anchored(delta) if method in ("staged", "anchored") else None
+        # The methods of an image that are probabilistic share its failure probability.
+        self.share = delta / 2 if method == "staged" else delta
+        self.stages: dict[str, Stage] = {}
+        for name in _STAGES if method == "staged" else (method,):
+            self._prepare(name)
 
-    def _anchored(self, delta: float) -> Anchored | None:
-        try:
-            anchored = Anchored(self.model, delta=delta)
-        except UnsupportedOperation as error:
-            if self.method == "anchored":
-                raise
-            self.skipped["anchored"] = str(error)
-            return None
-        if self.method == "staged" and _work(anchored) > _WORK_LIMIT:
-            self.skipped["anchored"] = "it would take very long for a network of this size; ask for it with method anchored"
-            return None
-        return anchored
+    def _prepare(self, name: str) -> None:
+        """Makes one method ready, or notes why staged certification does without it."""
+        staged = self.method == "staged"
+        if name in ("global", "gloro"):
+            bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
+            self.stages[name] = lambda images, predicted, gaps: radii(gaps, bounds.of(predicted))
+        elif name == "local":
+            if staged and not _piecewise_linear(self.analysis):
+                return  # nothing that boxes could hold constant: local is global here
+            if staged and _work(self.analysis, len(self.analysis.graph.nodes)) > _WORK_LIMIT:
+                self.skipped[name] = _TOO_LARGE.format(name)
+                return
+            self.local = Local(self.model, analysis=self.analysis, delta=self.share)
+            self.stages[name] = self.local.radius
+        else:
+            try:
+                method = (LoFAST if name == "lofast" else Anchored)(self.model, delta=self.share)
+            except UnsupportedOperation as error:
+                if not staged:
+                    raise
+                self.skipped[name] = str(error)
+                return
+            if staged and _work(method, len(method.pairs)) > _WORK_LIMIT:
+                self.skipped[name] = _TOO_LARGE.format(name)
+                return
+            self.stages[name] = lambda images, predicted, gaps: method(images).radius(predicted, gaps)
+
+    def _rigor(self, name: str) -> str:
+        if name in ("global", "gloro"):
+            delta = 0.0
+        else:
+            delta = self.local.delta if name == "local" else self.share
+        return f"probabilistic({delta:g})" if delta else "deterministic"
 
     @property
     def bound(self) -> Bound:
@@ -106,50 +137,47 @@ class Certifier:
         self.model.check_images(images)
         if labels is not None and tuple(labels.shape) != (len(images),):
             raise InputError(f"labels must have shape ({len(images)},), got {tuple(labels.shape)}")
-        logits = self.model(images.to(self.model.device, self.dtype)).cpu()
-        predicted, gaps = margins(logits)
+        images = images.to(self.model.device, torch.float64)
+        predicted, gaps = margins(self.model(images).cpu())
         radius = torch.zeros(len(images), dtype=torch.float64)
-        method, rigor = [self.method] * len(images), ["deterministic"] * len(images)
-        for stage in STAGES if self.method == "staged" else (self.method,):
-            wanted = torch.arange(len(images)) if self.method != "staged" else (radius <= self.eps).nonzero()[:, 0]
-            if stage in self.skipped or not len(wanted):
-                continue
-            found = self._radii(stage, images[wanted], predicted[wanted], gaps[wanted])
+        decided = [next(iter(self.stages))] * len(images)
+        for name, stage in self.stages.items():
+            wanted = (radius <= self.eps).nonzero()[:, 0]
+            if not len(wanted):
+                break
+            found = stage(images[wanted], predicted[wanted], gaps[wanted])
             for place, value in zip(wanted.tolist(), found.tolist(), strict=True):
                 if value >= radius[place]:
                     radius[place] = value
-                    method[place] = stage
-                    rigor[place] = f"probabilistic({self.delta:g})" if stage == "anchored" else "deterministic"
+                    decided[place] = name
         return Certificates(
             predicted,
             gaps.amin(dim=1),
             radius,
             radius > self.eps,
-            tuple(method),
-            tuple(rigor),
+            tuple(decided),
+            tuple(self._rigor(name) for name in decided),
             None if labels is None else labels.cpu(),
             self.eps,
         )
-
-    def _radii(self, stage: str, images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
-        """Certified radii of one method, float64, shape (N,)."""
-        if stage in self.margin_bounds:
-            return radii(gaps, self.margin_bounds[stage].of(predicted))
-        assert self.anchored is not None
-        return self.anchored(images).radius(predicted, gaps)
 
     @torch.no_grad()
     def bottom(self, images: Tensor) -> Tensor:
         """Logits with the ⊥ logit of GloRo at the certifier's ε appended, float64, shape (N, classes + 1)."""
         self.model.check_images(images)
-        return bottom_logit(
-            self.model(images.to(self.model.device, self.dtype)).cpu(), self.margin_bounds["gloro"], self.eps
-        )
+        logits = self.model(images.to(self.model.device, torch.float64)).cpu()
+        return bottom_logit(logits, self.margin_bounds, self.eps)
 
 
-def _work(method: Anchored) -> float:
-    """How much an image costs, in numbers read: entries of all values, times the number of Jacobian norms."""
-    return float(len(method.pairs)) * sum(math.prod(node.shape) for node in method.graph.nodes if node.shape)
+def _work(network: Analysis | Anchored | LoFAST, norms: int) -> float:
+    """How much an image costs, in numbers read: entries of all values, times the number of norms."""
+    return float(norms) * sum(math.prod(node.shape) for node in network.graph.nodes if node.shape)
+
+
+def _piecewise_linear(analysis: Analysis) -> bool:
+    """Whether the network has units that can be constant in a ball."""
+    kinds = {"relu", "leaky_relu", "hardtanh", "clamp", "max_pool2d", ClippedReLU, MaxMin, ClippedMaxMin}
+    return any(node.op in kinds for node in analysis.graph.nodes)
 
 
 def certify(
@@ -172,7 +200,8 @@ def certify(
         batch_size: how many images run at once.
 
     Returns:
-        :class:`Certificates` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of length N.
+        :class:`Certificates` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of
+        length N.
 
     Raises:
         InputError: images, labels, ε or method that cannot be used.

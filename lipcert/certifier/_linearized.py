@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds._registry import NoAnswer, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, Replay, capture, cuts, explicit_attention, needed
@@ -84,9 +84,11 @@ class Linearized:
         self.model = model
         self.delta = delta
         self.tolerance = tolerance
-        self.generator = torch.Generator().manual_seed(seed)
-        example = torch.rand(1, *model.input_size, generator=self.generator).to(model.device, model.dtype)
-        graph = explicit_attention(capture(model, example, whole=lambda module: type(module) in REMAINDERS))
+        self.seed = seed
+        example = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(seed)).to(
+            model.device, model.dtype
+        )
+        graph = explicit_attention(capture(model, example, whole=lambda module: kept_whole(module, REMAINDERS)))
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = self.graph.input
@@ -271,7 +273,12 @@ class Linearized:
 
         rows, columns = target[0].numel(), source[0].numel()
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
-        return lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=self.generator)
+        # A start vector for each pair, the same in every call, so that a radius does not depend on what was asked
+        # before.
+        generator = torch.Generator().manual_seed(self.seed + self.pairs.index((a, b)))
+        # Errors put in on the way are small already: the norms that carry them on need not be as tight.
+        tolerance = self.tolerance if a is self.source else 4 * self.tolerance
+        return lanczos_norm(forth, back, count, size, delta=share, tolerance=tolerance, generator=generator)
 
 
 class Linearization:

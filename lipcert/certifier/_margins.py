@@ -10,7 +10,8 @@ from torch import Tensor
 from lipcert.bounds import Analysis
 from lipcert.bounds._value import COMPOSED, Dense
 
-# Margins and quotients are float64 numbers computed with a few roundings each; this shrinks a radius by more than they can.
+# Margins and quotients are float64 numbers computed with a few roundings each; this shrinks a radius by more than they
+# can.
 ROUND_DOWN = 1 - 2.0**-48
 
 
@@ -18,8 +19,8 @@ class MarginBounds:
     """Lipschitz constants K_yj of the margins f_y − f_j, from pixels.
 
     If the last operation is a matrix on features h with constant K₋₁, then f_y − f_j = ⟨w_y − w_j, h⟩ + const has
-    constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3). Otherwise,
-    and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K.
+    constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3).
+    Otherwise, and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K.
 
     Args:
         analysis: the global analysis of the model.
@@ -32,6 +33,7 @@ class MarginBounds:
         self.weight: Tensor | None = None
         if rows and isinstance(output.map, Dense) and output.base is not None and not output.map.identity:
             self.weight = output.map.weight.double()
+            self.composed = output.map.composed
             self.features = float(output.base.lip * COMPOSED)
         else:
             self.features = float(output.lip * math.nextafter(math.sqrt(2), 2))
@@ -59,10 +61,25 @@ class MarginBounds:
         if self.weight is None:
             row = torch.full((self.classes,), self.features, dtype=torch.float64)
         else:
-            distance = (self.weight - self.weight[y]).norm(dim=1) * (1 + (self.weight.shape[1] + 8) * 2.0**-52)
-            row = torch.where(distance > 0, distance * self.features, 0.0) * (1 + 2.0**-51)
+            apart = self._apart(y)
+            row = torch.where(apart > 0, apart * self.features, 0.0) * (1 + 2.0**-51)
         row[y] = 0.0
         return row.cpu()
+
+    def _apart(self, y: int) -> Tensor:
+        """‖w_y − w_j‖ for all j, from above.
+
+        Rows that were folded with a scale hold one rounding an entry, so a difference may be off by 2⁻⁵² of what it is
+        made of; dividing by the largest entry keeps the squares from underflowing.
+        """
+        assert self.weight is not None
+        rounding = 1 + (self.weight.shape[1] + 8) * 2.0**-52
+        difference = (self.weight - self.weight[y]).abs()
+        largest = difference.amax(1, keepdim=True)
+        norm = (difference / torch.where(largest > 0, largest, 1.0)).norm(dim=1) * largest[:, 0]
+        scale = self.weight.abs().amax()
+        unit = (self.weight / scale if scale > 0 else self.weight).norm(dim=1) * scale
+        return norm * rounding + (unit + unit[y]) * (2.0**-51 if self.composed else 0.0)
 
 
 def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +101,7 @@ def radii(gaps: Tensor, constants: Tensor) -> Tensor:
         gaps: f_y − f_j, +inf where j = y; float64, shape (N, classes).
         constants: K_yj, shape (N, classes).
     """
-    ratios = gaps / constants
+    ratios = torch.where(torch.isinf(constants), 0.0, gaps / constants)
     ratios = torch.where(constants == 0, torch.inf, ratios)
     ratios = torch.where(gaps > 0, ratios, 0.0)  # also where the gap is NaN
     return ratios.amin(dim=1) * ROUND_DOWN
@@ -105,7 +122,7 @@ def bottom_logit(logits: Tensor, bounds: MarginBounds, eps: float) -> Tensor:
     """
     logits = logits.double()
     predicted = logits.argmax(dim=1)
-    reach = logits + eps * bounds.of(predicted).to(logits.device)
+    added = eps * bounds.of(predicted).to(logits.device)
+    reach = logits + added + (logits.abs() + added) * 2.0**-50  # the sum and the product round
     reach.scatter_(1, predicted[:, None], -math.inf)
-    worst = reach.amax(dim=1, keepdim=True)
-    return torch.cat([logits, worst + worst.abs() * 2.0**-50], dim=1)
+    return torch.cat([logits, reach.amax(dim=1, keepdim=True)], dim=1)

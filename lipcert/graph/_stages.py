@@ -31,7 +31,9 @@ def explicit_attention(graph: Graph) -> Graph:
         if node.op == "scaled_dot_product_attention":
             stands_for[node] = _written_out(node, nodes, *args, **kwargs)
         elif any(operand in stands_for for operand in node.operands):
-            stands_for[node] = Node(node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result)
+            stands_for[node] = Node(
+                node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result
+            )
             nodes.append(stands_for[node])
         else:
             nodes.append(node)
@@ -89,8 +91,8 @@ def cuts(graph: Graph) -> list[Node]:
 class Replay:
     """A captured graph evaluated on N images at once, each on its own.
 
-    The graph was captured with one image; ``torch.vmap`` runs it on many, so every value has the image as its first axis
-    and the shape of a batch of one behind it, whatever the network does with its batch axis.
+    The graph was captured with one image; ``torch.vmap`` runs it on many, so every value has the image as its first
+    axis and the shape of a batch of one behind it, whatever the network does with its batch axis.
     """
 
     def __init__(self, graph: Graph):
@@ -113,7 +115,9 @@ class Replay:
                 before.update(operand for operand in node.operands if operand in after)
         return [node for node in self.graph.nodes if node in before and node is not source]
 
-    def __call__(self, source: Node, value: Tensor, targets: Sequence[Node], values: dict[Node, Tensor]) -> list[Tensor]:
+    def __call__(
+        self, source: Node, value: Tensor, targets: Sequence[Node], values: dict[Node, Tensor]
+    ) -> list[Tensor]:
         """The targets as functions of ``source``, everything that does not depend on it at its nominal value.
 
         Args:

@@ -24,16 +24,18 @@ def lanczos_norm(
 ) -> Tensor:
     """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``delta``.
 
-    All maps start from the same random vector and each keeps the first bound that is tight enough, so that the result for
-    one map does not depend on the others in its batch. ``delta`` is a probability for each map, not for all together.
+    All maps start from the same random vector and each keeps the first bound that is tight enough, so that the result
+    for one map does not depend on the others in its batch. ``delta`` is a probability for each map, not for all
+    together.
 
     Lanczos on A = JᵀJ from a uniformly random unit vector v gives, after k steps, a unit vector p_k(A)v with
     p_k(λ) = ∏(λ − θ_i)/∏β_j, θ_i the Ritz values and β_j the off-diagonal entries of the tridiagonal matrix. Its part
-    along the top eigenvector is γ p_k(λ₁) with γ that of v, so p_k(λ₁) ≤ 1/|γ|. A coordinate of a uniform unit vector in n
-    dimensions has a density of at most √(n/2π) for n ≥ 3, so |γ| ≥ t except with probability t √(2n/π); n ≤ 2 satisfies this
-    too. Right of the largest Ritz value p_k increases: the λ with p_k(λ) = 1/t bounds λ₁. It adapts to the spectrum, where
-    the bound of Kuczyński and Woźniakowski (1992) must assume the worst one. After van Dorsselaer, Hochstenbach, van der
-    Vorst (2000), "Computing probabilistic bounds for extreme eigenvalues of symmetric matrices with the Lanczos method".
+    along the top eigenvector is γ p_k(λ₁) with γ that of v, so p_k(λ₁) ≤ 1/|γ|. A coordinate of a uniform unit vector
+    in n dimensions has a density of at most √(n/2π) for n ≥ 3, so |γ| ≥ t except with probability t √(2n/π); n ≤ 2
+    satisfies this too. Right of the largest Ritz value p_k increases: the λ with p_k(λ) = 1/t bounds λ₁. It adapts to
+    the spectrum, where the bound of Kuczyński and Woźniakowski (1992) must assume the worst one. After van Dorsselaer,
+    Hochstenbach, van der Vorst (2000), "Computing probabilistic bounds for extreme eigenvalues of symmetric matrices
+    with the Lanczos method".
 
     Rounding: with full reorthogonalisation in float64 the computed tridiagonal matrix is that of A + E with ‖E‖ of some
     1e-14 ‖A‖; off-diagonal entries are raised to 1e-12 of the largest Ritz value, and the result by 1e-9.
