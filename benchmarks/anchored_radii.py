@@ -1,9 +1,9 @@
 """Radii of the anchored certificate, of the layer-by-layer bound and of the first-order limit, on the same images.
 
-    python -m benchmarks.anchored_radii --model cifar_vit.safetensors --data ../shared/data/cifar10/test.tar --images 100
+    python -m benchmarks.anchored_radii --model cifar_vit.safetensors --data ../shared/data/cifar10/test.tar
 
-The layer-by-layer radii come from the norms of the same run, so they cost nothing and are strictly comparable. An attack
-(projected gradient on the margin inside the ball) says how much of the margin is lost between bound and truth.
+The layer-by-layer radii come from the norms of the same run, so they cost nothing and are strictly comparable. An
+attack (projected gradient on the margin inside the ball) says how much of the margin is lost between bound and truth.
 """
 
 from __future__ import annotations

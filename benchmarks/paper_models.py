@@ -3,7 +3,8 @@
     python -m benchmarks.paper_models --data ../shared/data/imagenet-sample/val.tar --images 20
 
 Parameters, global bound and seconds of ``convert`` with attention="l2", norm="smooth", then GloRo certificates on
-images of the data set. Random weights say how far surgery brings the bound down and what it costs, not what is certified.
+images of the data set. Random weights say how far surgery brings the bound down and what it costs, not what is
+certified.
 """
 
 from __future__ import annotations

@@ -400,3 +400,18 @@ def test_capturing_leaves_modules_as_they_were() -> None:
     with pytest.raises(UnsupportedOperation):
         capture(Module(lambda x: x * x.sum().item()), image())
     assert nn.Module.__call__ is before
+
+
+def test_detaching_does_not_hide_a_derivative() -> None:
+    """The replay is what certificates differentiate; a detached value still moves with the image."""
+    weight = torch.randn(3, 12, dtype=torch.float64)
+
+    class Detached(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.flatten(1)
+            return F.linear(h.detach() + 2 * h.data + 3 * h.clone().detach_(), weight)
+
+    images = torch.rand(1, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    graph = capture(Detached().eval(), images.detach())
+    (gradient,) = torch.autograd.grad(graph.replay(images)[0, 1], images)
+    assert torch.allclose(gradient.flatten(), 6 * weight[1])

@@ -238,6 +238,8 @@ class _Recorder:
             function = _out_of_place(function)
             node_kwargs.pop("inplace", None)
             outcome = target.tensor
+        if name in ("detach", "detach_"):  # a replay is differentiated, and what is cut off there moves all the same
+            function = torch.clone
         wrapped = self.wrap(outcome, Node(op, function, node_args, node_kwargs, self.path))
         if target is not None:
             target.node = wrapped.node
