@@ -17,9 +17,8 @@ from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
 from lipcert.loading import resolve
 
-from ._convert import _check_out
-from ._finetune import _stem, _to
 from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors
+from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, print_table, progress, say, upper
 
 _BATCH = 32
@@ -56,12 +55,12 @@ def constrain(
     """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
     source = resolve(model)
     loaded = load_model(model, checkpoint, no_pretrained, model_args)
-    path = out or Path(f"{_stem(str(source))}.constrained.lipcert.safetensors")
-    _check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+    path = out or default_name(str(source), "constrained")
+    check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
     images = open_images(data, loaded, limit=limit)
     if images.note is not None:
         say(f"note: {images.note}")
-    _to(loaded, device)
+    move_to(loaded, device)
 
     try:
         with _phases() as show:

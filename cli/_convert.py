@@ -6,7 +6,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from lipcert.artifact import is_artifact, save
+from lipcert.artifact import save
 from lipcert.bounds import Bound, lipschitz
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
@@ -15,6 +15,7 @@ from lipcert.surgery import ConversionReport
 from lipcert.surgery import convert as convert_model
 
 from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model, one_line_errors
+from ._output import check_out, default_name
 from ._print import busy, print_facts, progress, say, upper
 
 IMAGES = 32
@@ -45,8 +46,8 @@ def convert(
         if value not in _CHOICES[name]:
             raise InputError(f"--{name} takes {' or '.join(_CHOICES[name])}, got {value!r}")
     loaded = load_model(model, checkpoint, no_pretrained, model_args)
-    path = out or Path(f"{_file_name(loaded.source.get('name', model))}.lipcert.safetensors")
-    _check_out(path, [Path(model), *([checkpoint] if checkpoint else [])])
+    path = out or default_name(loaded.source.get("name", model))
+    check_out(path, [Path(model), *([checkpoint] if checkpoint else [])])
     images = None
     if data is not None:
         images = next(open_images(data, loaded, limit=IMAGES).batches(IMAGES)).images
@@ -75,19 +76,6 @@ def convert(
             ("written", str(path)),
         ]
     )
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-
-
-def _check_out(path: Path, inputs: list[Path]) -> None:
-    if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):
-        raise InputError(f"{path} is the model's own file, which stays as it is; give another --out")
-    if path.exists() and not is_artifact(path):
-        raise InputError(f"{path} exists and is not a lipcert artifact; give another --out, or move it away")
-    if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} to write {path.name} to")
 
 
 def _bound(model: Model, what: str) -> Bound | None:

@@ -10,13 +10,13 @@ from torch import Tensor
 from lipcert.artifact import save
 from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted
-from lipcert.loading import is_file, resolve
+from lipcert.loading import resolve
 from lipcert.model import Model
 from lipcert.training import LOSSES, Batches, Epoch
 from lipcert.training import finetune as train
 
-from ._convert import _check_out, _file_name
 from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
+from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, progress, say, share
 
 _EVALUATED = 64
@@ -66,11 +66,11 @@ def finetune(
         raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
     source = resolve(model)
     loaded = load_model(model, checkpoint, no_pretrained, model_args)
-    path = out or Path(f"{_stem(str(source))}.finetuned.lipcert.safetensors")
-    _check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+    path = out or default_name(str(source), "finetuned")
+    check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
     unfinished = path.with_name(f"{path.name}.checkpoint")
     images = open_images(data, loaded, limit=limit)
-    _to(loaded, device)
+    move_to(loaded, device)
 
     count = images.length
     with progress("training", None if count is None else count * epochs) as update:
@@ -103,20 +103,6 @@ def finetune(
             ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
         ]
     )
-
-
-def _stem(source: str) -> str:
-    name = Path(source).name if is_file(source) else source
-    return _file_name(name.removesuffix(".safetensors").removesuffix(".lipcert"))
-
-
-def _to(model: Model, device: str | None) -> None:
-    """Moves the model to the device named, or to a GPU if there is one."""
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        model.to(torch.device(name))
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
-        raise InputError(f"there is no device {name} here; give --device cpu, or leave it out") from error
 
 
 def _accuracy(model: Model, images: Images) -> tuple[int, int]:

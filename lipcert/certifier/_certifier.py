@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
@@ -25,9 +26,12 @@ METHODS = ("staged", *_SINGLE)
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
 _STAGES = ("global", "gloro", "local", "anchored")
 
-# What staged certification does not start: entries of all values of the network times the number of operator norms
-# that an image needs, beyond which a certificate takes minutes or hours.
-_WORK_LIMIT = 2e9
+# Staged certification does not start what takes more floating-point operations an image than this, some ten seconds on
+# a core. A Jacobian norm is counted as 100 forward passes; the search of the local certificate as 64 trials with 4
+# passes for each operation.
+_WORK_LIMIT = 1e12
+_PASSES_A_NORM = 100
+_PASSES_AN_OPERATION = 256
 _TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
 
 Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,7 +74,7 @@ class Certifier:
             raise InputError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         self.eps = float(eps)
         self.method = method
-        self.model = model if model.dtype == torch.float64 else copy.deepcopy(model).double()
+        self.model = copy.deepcopy(model).double()
         self.analysis = analyze(self.model, progress=progress)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
@@ -93,7 +97,7 @@ class Certifier:
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
                 return  # nothing that boxes could hold constant: local is global here
-            if staged and _work(self.analysis, len(self.analysis.graph.nodes)) > _WORK_LIMIT:
+            if staged and self._work(_PASSES_AN_OPERATION * len(self.analysis.graph.nodes)) > _WORK_LIMIT:
                 self.skipped[name] = _TOO_LARGE.format(name)
                 return
             self.local = Local(self.model, analysis=self.analysis, delta=self.share)
@@ -106,10 +110,17 @@ class Certifier:
                     raise
                 self.skipped[name] = str(error)
                 return
-            if staged and _work(method, len(method.pairs)) > _WORK_LIMIT:
+            if staged and self._work(_PASSES_A_NORM * len(method.pairs)) > _WORK_LIMIT:
                 self.skipped[name] = _TOO_LARGE.format(name)
                 return
             self.stages[name] = lambda images, predicted, gaps: method(images).radius(predicted, gaps)
+
+    def _work(self, passes: int) -> float:
+        """Floating-point operations of so many forward passes of one image."""
+        image = torch.zeros(1, *self.model.input_size, dtype=torch.float64, device=self.model.device)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.model(image)
+        return float(passes) * counter.get_total_flops()
 
     def _rigor(self, name: str) -> str:
         if name in ("global", "gloro"):
@@ -167,11 +178,6 @@ class Certifier:
         self.model.check_images(images)
         logits = self.model(images.to(self.model.device, torch.float64)).cpu()
         return bottom_logit(logits, self.margin_bounds, self.eps)
-
-
-def _work(network: Analysis | Anchored | LoFAST, norms: int) -> float:
-    """How much an image costs, in numbers read: entries of all values, times the number of norms."""
-    return float(norms) * sum(math.prod(node.shape) for node in network.graph.nodes if node.shape)
 
 
 def _piecewise_linear(analysis: Analysis) -> bool:
