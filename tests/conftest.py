@@ -14,6 +14,10 @@ from lipcert.bounds import Analysis, Value, analyze
 from lipcert.graph._graph import run
 
 
+# Tests run side by side; a thread each leaves the cores to them.
+torch.set_num_threads(1)
+
+
 class Network(nn.Module):
     """A function of the pixels as a float64 module."""
 
