@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.graph._graph import run
 
-
 # Tests run side by side; a thread each leaves the cores to them.
 torch.set_num_threads(1)
 

@@ -263,3 +263,19 @@ def test_missing_rules_are_collected_over_the_whole_network() -> None:
         lipschitz(Odd().eval(), (3, 4, 4))
     assert ("celu", "body.1") in caught.value.operations
     assert ("prelu", "other") in caught.value.operations
+
+
+def test_the_budget_names_what_stretches_and_nothing_else() -> None:
+    """Splitting queries from keys and dropping nothing out stretches nothing, however far the value has come."""
+    net = timm.create_model("test_vit", pretrained=False).eval()
+    model = Model(net, mean=(0.5,) * 3, std=(0.5,) * 3, input_size=net.pretrained_cfg["input_size"])
+    layers = lipschitz(model).layers
+    assert {line.operation for line in layers} >= {"linear", "layer_norm", "scaled_dot_product_attention"}
+    assert not {line.operation for line in layers} & {"part", "unbind", "dropout", "input"}
+    lines = [line for line in layers if line.operation == "linear" and "qkv" in line.path]
+    weights = dict(model.named_modules())
+    for line in lines:
+        norm = torch.linalg.matrix_norm(weights[line.path].weight.double(), 2)  # LayerNorm's weights are ones
+        assert abs(line.gain - norm.log10().item()) < 1e-4
+    steepest = max(line.gain for line in layers if line.operation == "layer_norm")
+    assert abs(steepest - 3) < 1e-6  # 1/√eps with eps = 1e-6: what makes the bound of an unmodified ViT vacuous

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipcert._upper import Upper
 from lipcert.bounds._bound import Bound, LayerBound
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
@@ -40,24 +40,32 @@ class Analysis:
     def _budget(self) -> list[LayerBound]:
         """One line an operation that can stretch, in the order of the network.
 
-        An operation folded into a later one has no line of its own; the operator they form together has.
+        An operation folded into a later one has no line of its own; the operator they form together has. What a
+        normalisation does before its scale is not folded, and is the operation's own line. Parts of a value and
+        operations that leave it as it is stretch nothing.
         """
-        lines = []
+        lines: list[LayerBound] = []
+        known: set[int] = set()  # the values seen so far: a base that is none of them arose inside its operation
+
+        def add(node: Node, before: Upper, after: Upper, method: str) -> None:
+            if before > 0 and after > 0 and abs(gain := after.log10 - before.log10) > 1e-12:
+                lines.append(LayerBound(node.path, node.name, gain, after.log10, method))
+
         for node in self.graph.nodes:
             value = self.values[node]
-            if not isinstance(value, Value) or (value.base is not None and "lip" not in value.__dict__):
+            operands = [self.values[operand] for operand in node.operands]
+            if not isinstance(value, Value) or node.op == "part" or any(value is operand for operand in operands):
                 continue
-            if value.base is not None:
-                before = value.base.lip.log10
+            before = max((v.lip for v in operands if isinstance(v, Value)), default=Upper(1))
+            if value.base is None or value.map is None:
+                add(node, before, value.lip, "rule")
             else:
-                operands = [self.values[operand] for operand in node.operands]
-                before = max((v.lip.log10 for v in operands if isinstance(v, Value)), default=0.0)
-            if value.lip == 0 or before == -math.inf:
-                continue
-            gain = value.lip.log10 - before
-            if abs(gain) > 1e-12:
-                method = type(value.map).__name__.lower() + " norm" if value.map is not None else "rule"
-                lines.append(LayerBound(node.path, node.name, gain, value.lip.log10, method))
+                if id(value.base) not in known:
+                    add(node, before, value.base.lip, "rule")
+                    known.add(id(value.base))
+                if "lip" in value.__dict__:
+                    add(node, value.base.lip, value.lip, f"{type(value.map).__name__.lower()} norm")
+            known.add(id(value))
         return lines
 
 
