@@ -168,7 +168,10 @@ def points(net: Model, image: Tensor, radius: float, seed: int = 0) -> Tensor:
 
 
 def test_the_toy_example_of_the_paper_gives_one_against_nine_root_three() -> None:
-    """Appendix A.1: only the third unit of both hidden layers moves, and what remains of the three matrices is 1."""
+    """Appendix A.1: only the third unit of both hidden layers moves, and what remains of the three matrices is 1.
+
+    The paper gives the masks and both constants; weights and input are a reconstruction that fits them.
+    """
     scales = [[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 1.0]]
     toy = model(
         nn.Flatten(),

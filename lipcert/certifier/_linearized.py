@@ -276,9 +276,7 @@ class Linearized:
         # A start vector for each pair, the same in every call, so that a radius does not depend on what was asked
         # before.
         generator = torch.Generator().manual_seed(self.seed + self.pairs.index((a, b)))
-        # Errors put in on the way are small already: the norms that carry them on need not be as tight.
-        tolerance = self.tolerance if a is self.source else 4 * self.tolerance
-        return lanczos_norm(forth, back, count, size, delta=share, tolerance=tolerance, generator=generator)
+        return lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=generator)
 
 
 class Linearization:
