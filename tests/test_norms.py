@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lipcert._upper import Upper
 from lipcert.errors import InputError
-from lipcert.norms import _conv, _verify, conv_norm, conv_transpose_norm, dense_norm, gram_norm
+from lipcert.norms import _conv, _verify, conv_norm, conv_transpose_norm, dense_norm, gram_norm, lanczos_norm
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -481,3 +481,12 @@ def test_gram_norm_keeps_dtype_and_batch_and_survives_zero():
     norm.backward()
     assert float(norm.detach()) < 1e-30
     assert bool(zero.grad.isfinite().all())
+
+
+def test_lanczos_says_infinity_where_products_are_not_finite_and_never_zero() -> None:
+    scales = torch.tensor([[float("nan")], [float("inf")], [1.0], [1e-200], [0.0]], dtype=torch.float64)
+    bound = lanczos_norm(lambda v: scales * v, lambda u: scales * u, 5, 6, delta=1e-9)
+    assert torch.isinf(bound[:2]).all()
+    assert 1 <= bound[2] <= 1.1
+    assert (bound[3:] >= 1e-200).all()
+    assert (bound[3:] < 1e-100).all()

@@ -173,7 +173,7 @@ class Anchor(Linearization):
     def _toward(self, rivals: Tensor, predicted: Tensor, gap: Tensor) -> Tensor:
         """Radius against one rival class for each image, by its own gradients."""
         at_pixels, at_nodes = self.gradients(rivals, predicted)
-        slope = at_pixels.norm(dim=1) * (1 + SAFETY)
+        slope = (at_pixels.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         against: dict[Node, Against] = {v: self.remainders[v].against(g) for v, g in at_nodes.items()}
 
         def left(eps: Tensor) -> Tensor:

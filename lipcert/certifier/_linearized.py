@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of
+from lipcert.certifier._margins import row_distances
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, Replay, capture, cuts, explicit_attention, needed
 from lipcert.graph._graph import run
@@ -346,8 +347,7 @@ class Linearization:
         if self.method.head is None:
             return None
         weight = self.method.head[1]
-        rounding = 1 + (weight.shape[1] + 8) * 2.0**-52
-        return torch.stack([(weight - weight[y]).norm(dim=1) for y in predicted.tolist()]) * rounding
+        return torch.stack([row_distances(weight, y) for y in predicted.tolist()])
 
     def moved(self, found: Deviations, spreads: Tensor | None) -> Tensor:
         """Upper bounds on the change of f_y − f_j, of shape (N, 1) or (N, classes).

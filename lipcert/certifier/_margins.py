@@ -61,25 +61,27 @@ class MarginBounds:
         if self.weight is None:
             row = torch.full((self.classes,), self.features, dtype=torch.float64)
         else:
-            apart = self._apart(y)
+            apart = row_distances(self.weight, y, self.composed)
             row = torch.where(apart > 0, apart * self.features, 0.0) * (1 + 2.0**-51)
         row[y] = 0.0
         return row.cpu()
 
-    def _apart(self, y: int) -> Tensor:
-        """‖w_y − w_j‖ for all j, from above.
 
-        Rows that were folded with a scale hold one rounding an entry, so a difference may be off by 2⁻⁵² of what it is
-        made of; dividing by the largest entry keeps the squares from underflowing.
-        """
-        assert self.weight is not None
-        rounding = 1 + (self.weight.shape[1] + 8) * 2.0**-52
-        difference = (self.weight - self.weight[y]).abs()
-        largest = difference.amax(1, keepdim=True)
-        norm = (difference / torch.where(largest > 0, largest, 1.0)).norm(dim=1) * largest[:, 0]
-        scale = self.weight.abs().amax()
-        unit = (self.weight / scale if scale > 0 else self.weight).norm(dim=1) * scale
-        return norm * rounding + (unit + unit[y]) * (2.0**-51 if self.composed else 0.0)
+def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
+    """‖w_y − w_j‖ for all rows j of a float64 matrix, from above, shape (rows,).
+
+    Rows that were folded with a scale hold one rounding an entry, so a difference may be off by 2⁻⁵² of what it is made
+    of; dividing by the largest entry keeps the squares from underflowing.
+    """
+    rounding = 1 + (weight.shape[1] + 8) * 2.0**-52
+    difference = (weight - weight[y]).abs()
+    largest = difference.amax(1, keepdim=True)
+    norm = (difference / torch.where(largest > 0, largest, 1.0)).norm(dim=1) * largest[:, 0] * rounding
+    if not composed:
+        return norm
+    scale = weight.abs().amax()
+    unit = (weight / scale if scale > 0 else weight).norm(dim=1) * scale
+    return norm + (unit + unit[y]) * 2.0**-51
 
 
 def margins(logits: Tensor) -> tuple[Tensor, Tensor]:

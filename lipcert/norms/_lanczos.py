@@ -10,6 +10,9 @@ from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
 
+# JᵀJ of a map smaller than this may underflow.
+_SMALLEST = 1e-140
+
 
 def lanczos_norm(
     product: Product,
@@ -38,7 +41,8 @@ def lanczos_norm(
     with the Lanczos method".
 
     Rounding: with full reorthogonalisation in float64 the computed tridiagonal matrix is that of A + E with ‖E‖ of some
-    1e-14 ‖A‖; off-diagonal entries are raised to 1e-12 of the largest Ritz value, and the result by 1e-9.
+    1e-14 ‖A‖; a map too small for its square in float64 counts as 1e-140, and one with products that are not finite as
+    ∞; off-diagonal entries are raised to 1e-12 of the largest Ritz value, and the result by 1e-9.
 
     Args:
         product: v ↦ J v, from (images, size) to (images, anything), float64.
@@ -60,10 +64,13 @@ def lanczos_norm(
     log_reach = -math.log(delta / math.sqrt(2 * size / math.pi))
     bound = torch.full((images,), math.inf, dtype=torch.float64)
     settled = torch.zeros(images, dtype=torch.bool)
+    broken = torch.zeros(images, dtype=torch.bool)
     last = min(steps, size)
     for step in range(1, last + 1):
         current = basis[-1]
         image = adjoint(product(current))
+        broken |= ~torch.isfinite(image).all(1)
+        image = torch.where(broken[:, None], 0.0, image)
         diagonal.append((image * current).sum(1))
         # Twice is enough: the second pass removes what rounding left of the first.
         stacked = torch.stack(basis, 1)
@@ -78,7 +85,8 @@ def lanczos_norm(
             settled |= bound <= (1 + tolerance) ** 2 * ritz
             if bool(settled.all()):
                 break
-    return bound.clamp_min(0).sqrt() * (1 + 1e-9)
+    bound = (bound.clamp_min(0).sqrt() * (1 + 1e-9)).clamp_min(_SMALLEST)
+    return torch.where(broken, math.inf, bound)
 
 
 def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, Tensor]:
