@@ -65,10 +65,14 @@ def lanczos_norm(
     bound = torch.full((images,), math.inf, dtype=torch.float64)
     settled = torch.zeros(images, dtype=torch.bool)
     broken = torch.zeros(images, dtype=torch.bool)
+    zero = torch.zeros(images, dtype=torch.bool)
     last = min(steps, size)
     for step in range(1, last + 1):
         current = basis[-1]
-        image = adjoint(product(current))
+        forth = product(current)
+        if step == 1:
+            zero = (forth == 0).reshape(images, -1).all(1)
+        image = adjoint(forth)
         broken |= ~torch.isfinite(image).all(1)
         image = torch.where(broken[:, None], 0.0, image)
         diagonal.append((image * current).sum(1))
@@ -86,6 +90,7 @@ def lanczos_norm(
             if bool(settled.all()):
                 break
     bound = (bound.clamp_min(0).sqrt() * (1 + 1e-9)).clamp_min(_SMALLEST)
+    bound = torch.where(zero, 0.0, bound)  # it sends a random vector to 0
     return torch.where(broken, math.inf, bound)
 
 
