@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from lipcert._upper import Upper
 from lipcert.errors import InputError
-from lipcert.norms import _conv, _verify, conv_norm, conv_transpose_norm, dense_norm, gram_norm, lanczos_norm
+from lipcert.norms import (
+    _conv,
+    _verify,
+    conv_norm,
+    conv_transpose_norm,
+    dense_norm,
+    explicit_norm,
+    explicit_row_norm,
+    gram_norm,
+    lanczos_norm,
+    row_norm,
+)
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -490,3 +501,67 @@ def test_lanczos_says_infinity_where_products_are_not_finite_and_zero_for_zero_a
     assert 1 <= bound[2] <= 1.1
     assert 1e-200 <= bound[3] < 1e-100
     assert bound[4] == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 90), columns=st.integers(1, 90), seed=st.integers(0, 2**16))
+def test_explicit_norm_is_the_norm_of_the_matrix(rows: int, columns: int, seed: int) -> None:
+    maps = random_tensor(3, rows, columns, seed=seed)
+    maps[1] *= 1e-3
+    maps[2] = 0
+    bound = explicit_norm(lambda v: torch.einsum("nij,knj->kni", maps, v), 3, columns)
+    for matrix, found in zip(maps[:2], bound[:2], strict=True):
+        assert top(matrix) * (1 - TRUTH) <= found <= top(matrix) * (1 + 2e-5)
+    assert bound[2] == 0
+
+
+def test_explicit_norm_says_infinity_where_products_are_not_finite() -> None:
+    scales = torch.tensor([[float("nan")], [float("inf")], [1.0], [1e-200]], dtype=torch.float64)
+    bound = explicit_norm(lambda v: scales * v, 4, 6)
+    assert torch.isinf(bound[:2]).all()
+    assert 1 <= bound[2] <= 1.1
+    assert 1e-200 <= bound[3] < 1e-100
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 90), columns=st.integers(1, 90), seed=st.integers(0, 2**16))
+def test_row_norms_are_above_the_longest_row(rows: int, columns: int, seed: int) -> None:
+    maps = random_tensor(2, rows, columns, seed=seed)
+    maps[1, rows // 2] *= 30
+    longest = maps.norm(dim=2).amax(1)
+
+    def product(v: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("nij,knj->kni", maps, v)
+
+    torch.testing.assert_close(explicit_row_norm(product, 2, columns), longest)
+    bound = row_norm(product, 2, columns, delta=1e-12, generator=torch.Generator().manual_seed(seed))
+    assert bool((longest <= bound).all())
+    assert bool((bound <= 2 * longest).all())
+
+
+def test_row_norms_fail_no_more_often_than_they_say() -> None:
+    """With few probes and a large δ failures can be counted: at most δ of them, and not none at all."""
+    maps = torch.ones(1, 1, 4, dtype=torch.float64)
+    bounds = [
+        row_norm(
+            lambda v: torch.einsum("nij,knj->kni", maps, v),
+            1,
+            4,
+            delta=0.2,
+            probes=2,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        for seed in range(2000)
+    ]
+    failures = sum(float(bound) < 2 for bound in bounds)
+    assert 20 <= failures <= 400
+
+
+def test_row_norms_say_infinity_where_products_are_not_finite() -> None:
+    scales = torch.tensor([[float("nan")], [float("inf")], [1.0]], dtype=torch.float64)
+    for bound in (
+        row_norm(lambda v: scales * v, 3, 6, delta=1e-9, generator=torch.Generator()),
+        explicit_row_norm(lambda v: scales * v, 3, 6),
+    ):
+        assert torch.isinf(bound[:2]).all()
+        assert 1 <= bound[2] <= 2

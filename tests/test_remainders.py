@@ -62,6 +62,8 @@ CASES = {
         (lambda x: F.max_pool2d(x, 2), (1, 2, 4, 4)),
         (lambda x: F.max_pool2d(x, 3, 1, 1), (1, 1, 4, 5)),
         (lambda x: F.max_pool2d(x, (3, 2), (2, 1), dilation=(1, 2)), (1, 1, 5, 5)),
+        (lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True), (1, 1, 4, 6)),
+        (lambda x: F.max_pool2d(x, 2, 3, 1, ceil_mode=True), (1, 1, 4, 5)),
     ],
     "softmax": [
         (lambda x: x.softmax(-1), (1, 2, 3, 4)),
@@ -72,6 +74,7 @@ CASES = {
         (lambda x: torch.matmul(*halves(x)), (1, 2, 3, 6)),
         (lambda x: halves(x)[0] @ halves(x)[1].mT, (1, 2, 3, 8)),
         (lambda x: x @ x.mT, (1, 3, 2)),
+        (lambda x: x @ x[:, :1].mT, (1, 2, 3, 2)),
     ],
     "mul": [
         (lambda x: torch.mul(*halves(x)), (1, 6)),
@@ -88,7 +91,70 @@ CASES = {
     ],
     LayerProject: [(projection(LayerProject, 1.0), (1, 3, 6)), (projection(LayerProject, 3.0), (1, 2, 6))],
     ClippedReLU: [(clipped(), (1, 9))],
+    "hardtanh": [(F.hardtanh, (1, 9)), (lambda x: F.hardtanh(x, -0.2, 3.0), (1, 9))],
+    "relu6": [(F.relu6, (1, 9))],
+    "clamp": [
+        (lambda x: x.clamp(-0.5, 0.7), (1, 9)),
+        (lambda x: x.clamp(max=seeded(3, 1, seed=4)), (1, 3, 4)),
+        (lambda x: torch.clamp(x, min=torch.tensor(-math.inf)), (1, 4)),
+    ],
+    "abs": [(torch.abs, (1, 9))],
+    "hardsigmoid": [(F.hardsigmoid, (1, 9)), (lambda x: F.hardsigmoid(x + 3), (1, 9))],
+    "hardswish": [
+        (F.hardswish, (1, 9)),
+        (lambda x: F.hardswish(x + 3), (1, 3)),
+        (lambda x: F.hardswish(x - 6), (1, 3)),
+    ],
+    "amax": [(lambda x: x.amax((2, 3), keepdim=True), (1, 2, 2, 3)), (lambda x: x.amax(1), (1, 4, 3))],
+    "amin": [(lambda x: x.amin(-1), (1, 3, 4)), (lambda x: x.amin(1), (1, 1, 4))],
+    "max": [(lambda x: seeded(4, seed=6).expand(1, 4).max(x), (1, 4))],
+    "min": [(lambda x: x.min(seeded(4, seed=6)), (1, 4))],
+    "maximum": [(lambda x: torch.maximum(*halves(x)), (1, 8)), (lambda x: torch.maximum(x, seeded(3, 1)), (1, 3, 2))],
+    "minimum": [(lambda x: torch.minimum(*halves(x)), (1, 8))],
+    "div": [
+        (lambda x: torch.div(halves(x)[0], halves(x)[1] + 15), (1, 3, 4)),
+        (lambda x: halves(x)[0] / (15 - halves(x)[1][:, :1]), (1, 3, 4)),
+        (lambda x: halves(x)[0][:, :1, :1] / (15 + halves(x)[1]), (1, 3, 4)),
+        (lambda x: seeded(3, 1) / (x - 15), (1, 3, 2)),
+        (lambda x: x / (x + 15), (1, 5)),
+    ],
+    "pow": [
+        (lambda x: x**3, (1, 4)),
+        (lambda x: x.pow(2), (1, 4)),
+        (lambda x: x**1, (1, 4)),
+        (lambda x: (x + 15) ** 1.5, (1, 4)),
+        (lambda x: (x + 15) ** -2, (1, 4)),
+    ],
+    "sqrt": [(lambda x: torch.sqrt(x + 15), (1, 4))],
+    "rsqrt": [(lambda x: torch.rsqrt(x + 15), (1, 4))],
+    "var": [
+        (lambda x: x.var((2, 3), unbiased=False, keepdim=True), (1, 2, 2, 3)),
+        (lambda x: torch.var(x, dim=-1), (1, 2, 3)),
+    ],
+    "norm": [
+        (lambda x: x.norm(p=2, dim=(2, 3), keepdim=True), (1, 2, 2, 3)),
+        (lambda x: x.norm(dim=-1), (1, 3, 2)),
+    ],
+    "linalg_vector_norm": [(lambda x: torch.linalg.vector_norm(x, dim=1), (1, 3, 2))],
+    "einsum": [(lambda x: torch.einsum("bij,bjk->kbi", x, x.mT + 0.1), (1, 2, 3))],
+    "conv2d": [
+        (lambda x: F.conv2d(x[:, :, :3], x[:, :, 3:].reshape(2, 2, 2, 2), padding=1), (1, 2, 5, 4)),
+        (lambda x: F.conv2d(x[:, :, :3], x[:, :1, 3:].reshape(2, 1, 2, 2), None, 2, 0, 1, 2), (1, 2, 5, 4)),
+    ],
+    "conv1d": [(lambda x: F.conv1d(x[:, :, :4], x[:, :, 4:]), (1, 2, 6))],
+    "conv3d": [(lambda x: F.conv3d(x[:, :, :, :, :2], x[:, :, :1, :1, 2:]), (1, 1, 2, 2, 3))],
+    "group_norm": [
+        (lambda x: F.group_norm(x, 2, seeded(4), seeded(4, seed=9), 1e-2), (1, 4, 1, 2)),
+        (lambda x: F.group_norm(x, 1, eps=1e-3), (1, 3, 2)),
+    ],
+    "rms_norm": [(lambda x: F.rms_norm(x, (4,), seeded(4), 1e-2), (1, 3, 4)), (lambda x: F.rms_norm(x, (4,)), (1, 4))],
+    "normalize": [
+        (lambda x: F.normalize(x, dim=-1, eps=0.5), (1, 2, 3)),
+        (lambda x: F.normalize(x, dim=1, eps=1e-6), (1, 3, 2)),
+    ],
 }
+# Rules that say nothing where a deviation may reach the place at which the function ends.
+LOCAL = {"div", "pow", "sqrt", "rsqrt"}
 NAMED = [(key, index) for key, cases in CASES.items() for index in range(len(cases))]
 
 
@@ -181,7 +247,8 @@ def test_remainder_in_norm(key, index):
         found = site.worst(lambda r: r.flatten(1).norm(dim=1), radii)
         bound = site.rule.norm([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
         assert bound.shape == (POINTS,)
-        assert bool((found <= bound * (1 + 1e-9) + 1e-14 * (site.size + rho)).all()), (rho, found, bound)
+        holds = (found <= bound * (1 + 1e-9) + 1e-14 * (site.size + rho)) | bound.isinf()
+        assert bool(holds.all()), (rho, found, bound)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -196,7 +263,40 @@ def test_remainder_against_a_direction(key, index):
             found = site.worst(lambda r, g=g: (r * g).flatten(1).sum(1).abs(), radii, steps=5)
             bound = against([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            assert bool((found <= bound * (1 + 1e-9) + slack).all()), (rho, found, bound)
+            assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+
+
+ENTRYWISE = [(key, index) for key, index in NAMED if getattr(REMAINDERS[key], "entrywise", False)]
+
+
+@pytest.mark.parametrize(("key", "index"), ENTRYWISE, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+def test_entrywise_rules_with_a_bound_on_single_entries(key, index, share):
+    """No deviation of norm at most ρ whose entries are all at most p leaves the linearisation by more."""
+    site = Site(key, index)
+    g = seeded(*site.result.shape, seed=3)
+    against = site.rule.against(g)
+    for rho in RADII:
+        peak = share * rho
+        given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
+        norm, inner = site.rule.norm(given), against(given)
+        assert bool((norm <= site.rule.norm(given[:1]) * (1 + 1e-12)).all())
+        assert bool((inner <= against(given[:1]) * (1 + 1e-12)).all())
+        slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
+        for objective, bound in (
+            (lambda r: r.flatten(1).norm(dim=1), norm),
+            (lambda r: (r * g).flatten(1).sum(1).abs(), inner),
+        ):
+            for start in site.starts([rho]):
+                deltas = [d.clamp(-peak, peak) for d in start]
+                for _ in range(4):
+                    deltas = [d.detach().requires_grad_() for d in deltas]
+                    found = objective(site.remainder(deltas))
+                    assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+                    (ahead,) = torch.autograd.grad(found.sum(), deltas)
+                    if not bool(torch.isfinite(ahead).all()):
+                        break
+                    deltas = [d.clamp(-peak, peak) for d in site.scaled([ahead], [rho])]
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -206,8 +306,27 @@ def test_rules_increase_with_rho(key, index):
     grid = torch.logspace(-7, 2, 60, dtype=torch.float64)
     for answer in (site.rule.norm, against):
         values = torch.stack([answer([rho.expand(POINTS)] * len(site.positions)) for rho in grid])
-        assert bool(torch.isfinite(values).all())
+        assert bool(torch.isfinite(values if key not in LOCAL else values[grid < 5]).all())
         assert bool((values[1:] >= values[:-1] * (1 - 1e-12)).all())
+
+
+@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_products_with_the_jacobian_as_the_certificates_take_them(key, index):
+    """J v by differentiating Jᵀ w once more, through vmap: some operations of torch cannot."""
+    site = Site(key, index)
+
+    def one(*operands):
+        return run((site.node,), dict(zip(site.distinct, operands, strict=True)))[site.node]
+
+    points = [(value + 0.01).requires_grad_() for value in site.nominal]
+    result = torch.vmap(one)(*points)
+    weight = torch.zeros_like(result, requires_grad=True)
+    pulled = torch.autograd.grad(result, points, weight, create_graph=True)
+    moved = tuple(seeded(*value.shape, seed=8) for value in site.nominal)
+    (product,) = torch.autograd.grad(pulled, weight, moved)
+    base = tuple(value + 0.01 for value in site.nominal)
+    _, expected = torch.func.jvp(torch.vmap(one), base, moved)
+    torch.testing.assert_close(product, expected)
 
 
 # Constants -----------------------------------------------------------------------------------------------------------
@@ -261,7 +380,8 @@ def test_tails_of_the_envelope_beyond_the_grid():
 
 def test_entrywise_rules_are_all_checked():
     entrywise = {key for key, rule in REMAINDERS.items() if issubclass(rule, Smooth)}
-    assert entrywise == {"silu", "sigmoid", "tanh", "mish", "gelu", "square"}
+    checked_here = {"silu", "sigmoid", "tanh", "mish", "gelu", "square"}
+    assert entrywise == checked_here | {"hardswish", "pow", "sqrt", "rsqrt"}  # whose second derivatives are powers
 
 
 def test_third_moment_behind_the_softmax_constant():
@@ -281,11 +401,22 @@ def test_third_moment_behind_the_softmax_constant():
         (lambda x: x.to(torch.int64), "rounds"),
         (lambda x: F.batch_norm(x, None, None, training=True), "statistics"),
         (lambda x: F.batch_norm(x, None, None, None, None, True), "statistics"),
-        (lambda x: torch.div(1.0, x), "no remainder rule"),
+        (lambda x: x ** seeded(4), "one number"),
+        (lambda x: 2**x, "one number"),
+        (lambda x: x.max(-1)[0], "along a dimension"),
+        (lambda x: F.conv2d(x[:, None], seeded(1, 1, 2, 2), x[0, 0, :1]), "a bias"),
+        (lambda x: torch.einsum("abc,ab->a", x, x[:, :, 0]), "einsum"),
         (torch.exp, "no remainder rule"),
     ],
 )
 def test_no_rule(function, word):
     graph = needed(capture(Function(function).eval(), torch.rand(1, 3, 4, dtype=torch.float64) + 1))
+    values = run(graph.nodes, {graph.input: torch.rand(1, 3, 4, dtype=torch.float64)})
+
+    def make_all():
+        for node in graph.nodes[1:]:
+            if (rule := remainder_of(node)) is not None:
+                rule(node, [values[operand][None] for operand in node.operands], values[node])
+
     with pytest.raises(NoAnswer, match=word):
-        _ = [remainder_of(node) for node in graph.nodes[1:]]
+        make_all()

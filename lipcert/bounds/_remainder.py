@@ -36,7 +36,11 @@ class Remainder(Protocol):
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor): ...
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        """Upper bound on ‖R‖, shape (N,), for operands that deviate by at most rho[i], shape (N,)."""
+        """Upper bound on ‖R‖, shape (N,), for operands that deviate by at most rho[i], shape (N,).
+
+        A rule with an attribute ``entrywise`` that is true works entry by entry on one operand, and may find behind its
+        ρ a bound on the deviation of any single entry.
+        """
 
     def against(self, direction: Tensor) -> Against:
         """ρ ↦ upper bound on |⟨direction, R⟩|; direction has the shape of the result."""
@@ -50,11 +54,14 @@ _LINEAR = frozenset(
     identity dropout reshape permute movedim transpose getitem index_select flip roll unbind split chunk tensor_split
     split_with_sizes part cat stack expand repeat tile repeat_interleave pad constant_pad_nd add sub rsub neg mean sum
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d batch_norm
+    interpolate unfold fold unfold_axis setitem
     """.split()  # noqa: SIM905
 )
 # Operations that are affine as long as one operand alone depends on the image, and that is the first where it matters.
 _BILINEAR = frozenset(
-    "mul matmul linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d".split()  # noqa: SIM905
+    """
+    mul matmul linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d einsum addcmul
+    """.split()  # noqa: SIM905
 )
 
 
@@ -102,6 +109,11 @@ def _check_affine(node: Node) -> None:
         raise NoAnswer("normalises by the image's own statistics")
 
 
+def arguments(node: Node, *names: str) -> dict[str, Any]:
+    """The arguments of an operation by name, given the names of the positional ones."""
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def per_image(tensor: Tensor) -> Tensor:
     """(N, ...) as (N, entries)."""
     return tensor.reshape(len(tensor), -1)
@@ -110,11 +122,13 @@ def per_image(tensor: Tensor) -> Tensor:
 class Smooth:
     """φ applied entry by entry, |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
 
-    ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c ρ², and |⟨g, R⟩| ≤ ½ max_i(|g_i| c_i) ρ². ξ_i is within ρ of z_i, so c_i may be the
-    supremum over |t| ≥ |z_i| − ρ where ``envelope`` knows it.
+    With |δ_i| ≤ p, ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. ξ_i is within p of z_i, so c_i may be the supremum over
+    |t| ≥ |z_i| − p where ``envelope`` knows it. Against g: |⟨g, R⟩| ≤ ½ Σ |g_i| c_i t_i with t_i = δ_i² ≤ p² and
+    Σ t_i ≤ ρ², which is largest where the budget goes to the largest |g_i| c_i, p² to each.
     """
 
     curvature: ClassVar[float]
+    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.z = per_image(operands[0])
@@ -123,15 +137,27 @@ class Smooth:
         """Upper bound on |φ''(t)| over |t| ≥ distance ≥ 0, non-increasing."""
         return torch.full_like(distance, self.curvature)
 
-    def _local(self, rho: Tensor) -> Tensor:
-        return self.envelope((self.z.abs() - rho[:, None]).clamp_min(0))
+    def _local(self, rho: Sequence[Tensor]) -> Tensor:
+        return self.envelope((self.z.abs() - rho[-1][:, None]).clamp_min(0))
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self._local(rho[0]).amax(1) / 2 * rho[0] ** 2
+        return self._local(rho).amax(1) / 2 * rho[0] * rho[-1]
 
     def against(self, direction: Tensor) -> Against:
         weight = per_image(direction).abs()
-        return lambda rho: (weight * self._local(rho[0])).amax(1) / 2 * rho[0] ** 2
+        return lambda rho: largest_share(weight * self._local(rho), rho[0], rho[-1]) / 2
+
+
+def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
+    """The largest Σ w_i t_i with 0 ≤ t_i ≤ peak² and Σ t_i ≤ ρ², from above, shape (N,), for w ≥ 0, shape (N, entries).
+
+    Weights are taken in falling order, peak² of the budget to each; the last that gets any counts in full.
+    """
+    ranked = weight.sort(dim=1, descending=True).values.cumsum(1)
+    entries = weight.shape[1]
+    count = (rho / peak.clamp_min(1e-300)).square().ceil().nan_to_num(nan=entries).clamp(1, entries).long()
+    filled = ranked.gather(1, count[:, None] - 1)[:, 0] * peak.square()
+    return torch.minimum(filled, ranked[:, 0] * rho.square())
 
 
 def smooth(*targets: Any, curvature: float) -> None:
@@ -169,19 +195,30 @@ class Gelu(Smooth):
 class Kinked:
     """Piecewise linear, with the kink of unit i at distance k_i: |R_i| ≤ s·(|δ_i| − k_i)₊, s the change of slope there.
 
-    Put t_i = δ_i²: (√t − k)₊² is convex in t, so over Σ t_i ≤ ρ² the sum is largest at a corner: ‖R‖ ≤ s (ρ − min k)₊.
-    Against g, units with k_i < θ count |g_i||δ_i| and the others (√t − k)₊ ≤ t/(4k), for any θ:
-    |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < ρ} |g_i|/(4 k_i) ρ²). Every θ is tried.
+    With |δ_i| ≤ p, (|δ_i| − k_i)₊ ≤ (1 − k_i/p)₊ |δ_i|: so ‖R‖ ≤ s (1 − min k/p)₊ ρ, and against g the sum is at most
+    s ‖g (1 − k/p)₊‖ ρ. There, too, units with k_i < θ count |g_i||δ_i| and the others (√t − k)₊ ≤ t/(4k) with t = δ_i²,
+    for any θ: |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < p} |g_i|/(4 k_i) ρ²). Every θ is tried.
     """
 
     slope = 1.0
     spread = 1.0  # Σ δ_i² ≤ spread² ρ²
+    entrywise = False
 
     def __init__(self, distance: Tensor):
         self.distance, self.order = per_image(distance).sort(dim=1)
 
+    def _reach(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Bounds on ‖δ‖ and on every |δ_i|, shape (N, 1)."""
+        total = self.spread * rho[0][:, None]
+        return total, rho[-1][:, None] if self.entrywise else total
+
+    def _crossing(self, peak: Tensor) -> Tensor:
+        """(1 − k_i/p)₊."""
+        return (1 - self.distance / peak.clamp_min(1e-300)).clamp_min(0)
+
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.slope * (self.spread * rho[0] - self.distance[:, 0]).clamp_min(0)
+        total, peak = self._reach(rho)
+        return self.slope * (self._crossing(peak)[:, :1] * total)[:, 0]
 
     def against(self, direction: Tensor) -> Against:
         weight = per_image(direction).abs().gather(1, self.order)
@@ -189,11 +226,13 @@ class Kinked:
         ratio = weight / (4 * self.distance.clamp_min(1e-300))
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
-            reach = self.spread * rho[0][:, None]
-            reachable = torch.where(self.distance < reach, ratio, 0.0)
+            total, peak = self._reach(rho)
+            steep = (weight * self._crossing(peak)).norm(dim=1) * total[:, 0]
+            reachable = torch.where(self.distance < peak, ratio, 0.0)
             above = torch.nn.functional.pad(reachable.flip(1).cummax(1).values.flip(1), (0, 1))
-            counted = below.gather(1, (self.distance < reach).sum(1, keepdim=True))
-            return self.slope * (torch.minimum(below, counted) * reach + above * reach**2).amin(1)
+            counted = below.gather(1, (self.distance < peak).sum(1, keepdim=True))
+            curved = (torch.minimum(below, counted) * total + above * total**2).amin(1)
+            return self.slope * torch.minimum(steep, curved)
 
         return bound
 
@@ -202,6 +241,8 @@ class Kinked:
 class Relu(Kinked):
     """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
 
+    entrywise = True
+
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())
 
@@ -209,6 +250,8 @@ class Relu(Kinked):
 @remainder("leaky_relu")
 class LeakyRelu(Kinked):
     """As ReLU; the slope changes by 1 − negative_slope."""
+
+    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())
@@ -237,10 +280,12 @@ class MaxPool(Kinked):
                 given.get("dilation", 1),
             )
         )
-        if given.get("ceil_mode"):
-            raise NoAnswer("ceil_mode")
-        (ph, pw) = padding
-        padded = torch.nn.functional.pad(x, (pw, pw, ph, ph), value=-math.inf)
+        # With ceil_mode the last windows may reach beyond the padding.
+        ends = [
+            max(p, (m - 1) * s + d * (k - 1) + 1 - n - p)
+            for n, m, k, s, p, d in zip(x.shape[-2:], result.shape[-2:], size, stride, padding, dilation, strict=True)
+        ]
+        padded = torch.nn.functional.pad(x, (padding[1], ends[1], padding[0], ends[0]), value=-math.inf)
         windows = torch.nn.functional.unfold(
             padded.reshape(-1, 1, *padded.shape[-2:]).nan_to_num(neginf=-1e300), size, dilation=dilation, stride=stride
         )
@@ -299,17 +344,22 @@ class Softmax:
 
 @remainder("matmul")
 class Product:
-    """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F."""
+    """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
+
+    An operand whose matrices are broadcast m times deviates by √m as much.
+    """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         if len(operands) != 2:
             raise NoAnswer("three operands")
         first, second = node.operands
-        if first.shape[:-2] != second.shape[:-2]:
-            raise NoAnswer("broadcast matrices")
+        if min(len(first.shape), len(second.shape)) < 2:
+            raise NoAnswer("vectors")
+        batch = math.prod(node.shape[:-2])
+        self.copies = math.prod(math.sqrt(batch / math.prod(x.shape[:-2])) for x in (first, second))
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return rho[0] * rho[1]
+        return self.copies * rho[0] * rho[1]
 
     def against(self, direction: Tensor) -> Against:
         matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
@@ -317,6 +367,7 @@ class Product:
         largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
         # Eigenvalues are off by a small multiple of 2⁻⁵³‖G‖_F² at most, and the floor keeps that relative.
         largest = torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
+        largest = largest * self.copies
         return lambda rho: largest * rho[0] * rho[1]
 
 
@@ -372,11 +423,15 @@ class Radial:
         return largest * self._curvature(rho[0]).amax(1) / 2 * rho[0] ** 2
 
     def against(self, direction: Tensor) -> Against:
+        size = self._sizes(direction)
+        return lambda rho: (size * self._curvature(rho[0])).amax(1) / 2 * rho[0] ** 2
+
+    def _sizes(self, direction: Tensor) -> Tensor:
+        """‖weight ∘ g_t‖ for every token."""
         moved = direction.movedim(self.axis, -1)
         if self.weight is not None:
             moved = moved * self.weight.double()
-        size = per_image(moved.norm(dim=-1))
-        return lambda rho: (size * self._curvature(rho[0])).amax(1) / 2 * rho[0] ** 2
+        return per_image(moved.norm(dim=-1))
 
 
 @remainder("layer_norm")
@@ -407,8 +462,9 @@ class RadialKink(Radial):
     :class:`Kinked`.
     """
 
-    def __init__(self, length: Tensor, radius: float, weight: Tensor | None, axis: int):
-        super().__init__(length, radius, 1.0, weight, axis)
+    def __init__(self, length: Tensor, radius: float, weight: Tensor | None, axis: int, gain: float = 1.0):
+        super().__init__(length, radius, gain, weight, axis)
+        self.gain = gain
         self.kink = (self.length - 1).abs() * radius
 
     def _curvature(self, rho: Tensor) -> Tensor:
@@ -417,12 +473,9 @@ class RadialKink(Radial):
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         largest = 1.0 if self.weight is None else self.weight.abs().max().item()
-        return super().norm(rho) + largest * Kinked(self.kink).norm(rho)
+        return super().norm(rho) + largest * self.gain * Kinked(self.kink).norm(rho)
 
     def against(self, direction: Tensor) -> Against:
         curved = super().against(direction)
-        moved = direction.movedim(self.axis, -1)
-        if self.weight is not None:
-            moved = moved * self.weight.double()
-        kinked = Kinked(self.kink).against(per_image(moved.norm(dim=-1)))
-        return lambda rho: curved(rho) + kinked(rho)
+        kinked = Kinked(self.kink).against(self._sizes(direction))
+        return lambda rho: curved(rho) + self.gain * kinked(rho)

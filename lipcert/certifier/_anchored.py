@@ -28,14 +28,14 @@ for the rounding of the nominal forward and backward pass in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds._remainder import Against, per_image
-from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, at_most, search
+from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
 from lipcert.certifier._lofast import Layers
 from lipcert.graph import Node
 from lipcert.graph._graph import run
@@ -93,14 +93,16 @@ class Anchor(Linearization):
             linear = partial(self._linear, stage.start, eps, arrived, at_start)
             errors = self.inside(stage, linear, operands)
             at_cuts[stage.end] = at_most(errors(stage.end))
-            passed_on = at_most(linear(stage.end) + at_cuts[stage.end])
-        features = at_most(linear(self.method.head[0]) + errors(self.method.head[0])) if self.method.head else None
+            passed_on = at_most(linear(stage.end, self.gain) + at_cuts[stage.end])
+        features = (
+            at_most(linear(self.method.head[0], self.gain) + errors(self.method.head[0])) if self.method.head else None
+        )
         return Deviations(operands, passed_on, features)
 
-    def _linear(self, start: Node, eps: Tensor, arrived: Tensor, at_start: Tensor, u: Node) -> Tensor:
+    def _linear(self, start: Node, eps: Tensor, arrived: Tensor, at_start: Tensor, u: Node, gain: Gain) -> Tensor:
         """Deviation of u behind ``start``, to first order in what is inside the stage."""
-        from_start = self.gain(start, u)
-        from_source = at_most(self.gain(self.method.source, u) * eps + from_start * arrived)
+        from_start = gain(start, u)
+        from_source = at_most(gain(self.method.source, u) * eps + from_start * arrived)
         return torch.minimum(from_source, at_most(from_start * at_start))
 
     def gradients(self, rivals: Tensor, predicted: Tensor) -> tuple[Tensor, dict[Node, Tensor]]:
@@ -172,6 +174,11 @@ class Anchor(Linearization):
 
     def _toward(self, rivals: Tensor, predicted: Tensor, gap: Tensor) -> Tensor:
         """Radius against one rival class for each image, by its own gradients."""
+        left, slope = self._within(rivals, predicted, gap)
+        return search(left, gap / slope)
+
+    def _within(self, rivals: Tensor, predicted: Tensor, gap: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """ε ↦ what is left of the margin over one rival class within ε at least; and ‖∇m‖, shape (N,)."""
         at_pixels, at_nodes = self.gradients(rivals, predicted)
         slope = (at_pixels.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         against: dict[Node, Against] = {v: self.remainders[v].against(g) for v, g in at_nodes.items()}
@@ -180,7 +187,14 @@ class Anchor(Linearization):
             found = self.deviations(eps).operands
             return gap - slope * eps - sum(against[v](rho) for v, rho in found.items()) * (1 + SAFETY)
 
-        return search(left, gap / slope)
+        return left, slope
+
+    def least_margin(self, eps: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
+        """Lower bounds on the smallest f_y − f_j within eps, each of shape (N,); gaps as for :meth:`radius`."""
+        left = []
+        for rivals in gaps.argsort(1)[:, :-1].unbind(1):
+            left.append(self._within(rivals, predicted, gaps.gather(1, rivals[:, None])[:, 0])[0](eps))
+        return torch.stack(left).amin(0)
 
     def first_order_limit(self, predicted: Tensor, gaps: Tensor) -> Tensor:
         """min_j m_j/‖∇_x m_j‖, shape (N,): what the radius tends to for small ε. An estimate, not a certificate."""

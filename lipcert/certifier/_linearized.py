@@ -20,11 +20,17 @@ from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, Replay, capture, cuts, explicit_attention, needed
 from lipcert.graph._graph import run
 from lipcert.model import Model
-from lipcert.norms import lanczos_norm
+from lipcert.norms import explicit_norm, explicit_row_norm, lanczos_norm, row_norm
 
 Progress = Callable[[int, int], None]
+Gain = Callable[[Node, Node], Tensor | float]
 
 SAFETY = 1e-6
+RIGORS = ("probabilistic", "deterministic")
+# A Jacobian with so few rows or columns is written out: that takes fewer products than Lanczos.
+_FEW = 24
+# Entries of the Jacobians that are written out at once, 1 GiB.
+_MOST = 2**27
 _ISOMETRIES = frozenset(("identity", "dropout", "reshape", "permute", "transpose", "flip", "roll"))
 
 
@@ -47,7 +53,8 @@ class Deviations:
     """How far values can move.
 
     Attributes:
-        operands: ρ for the operands of every nonlinear operation, each of shape (N,).
+        operands: ρ for the operands of every nonlinear operation, each of shape (N,); for an entrywise operation the
+            bound on a single entry comes behind it.
         logits: ρ for the logits, shape (N,).
         features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
     """
@@ -67,9 +74,11 @@ class Linearized:
         delta: failure probability for each image, over the certifier's own random start vectors.
         tolerance: how far the norms of Jacobians may be above what Lanczos has seen.
         seed: of the start vectors.
+        rigor: ``"probabilistic"``, or ``"deterministic"`` to write every Jacobian out, for networks that are small
+            enough for that.
 
     Raises:
-        InputError: ``at`` names no value of the network.
+        InputError: ``at`` names no value of the network; an unknown rigor, or one that needs Jacobians too large.
         UnsupportedOperation: names the operations behind ``at`` that have no remainder rule.
     """
 
@@ -81,9 +90,13 @@ class Linearized:
         delta: float = 1e-9,
         tolerance: float = 0.05,
         seed: int = 0,
+        rigor: str = "probabilistic",
     ):
+        if rigor not in RIGORS:
+            raise InputError(f"unknown rigor {rigor!r}; choose {' or '.join(RIGORS)}")
         self.model = model
-        self.delta = delta
+        self.deterministic = rigor == "deterministic"
+        self.delta = 0.0 if self.deterministic else delta
         self.tolerance = tolerance
         self.seed = seed
         example = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(seed)).to(
@@ -95,14 +108,32 @@ class Linearized:
         self.source = self.graph.input
         self._choose(at, example)
         self.head = self._head()
-        self.constants: dict[tuple[Node, Node], float] = {}
+        self.constants: dict[tuple[Node, Node, bool], float] = {}
         self.pairs: list[tuple[Node, Node]] = []
+        self.peaks: list[tuple[Node, Node]] = []
         self.unconnected: set[tuple[Node, Node]] = set()
         for a, b in dict.fromkeys(self._wanted()):
             if self.replay.between(a, [b]):
                 self.pairs.append((a, b))
             elif a is not b:
                 self.unconnected.add((a, b))
+        entries = {u for v in self.rules for u in self.operands(v) if self.entrywise(v)}
+        self.peaks = [(a, b) for a, b in self.pairs if b in entries]
+        if self.deterministic:
+            self._check_sizes()
+
+    def entrywise(self, v: Node) -> bool:
+        """Whether the rule of a nonlinear operation asks how far a single entry of its operand can move."""
+        return getattr(self.rules[v], "entrywise", False)
+
+    def _check_sizes(self) -> None:
+        a, b = max(self.pairs, key=lambda pair: math.prod(pair[0].shape) * math.prod(pair[1].shape))
+        rows, columns = math.prod(b.shape), math.prod(a.shape)
+        if rows * columns > _MOST:
+            raise InputError(
+                f"deterministic norms write Jacobians out, and one of this network has {rows} x {columns} entries; "
+                "use rigor='probabilistic'"
+            )
 
     def _wanted(self) -> Iterator[tuple[Node, Node]]:
         """The (a, b) whose ‖G(a → b)‖ the certificate needs; pairs that are 1 or 0 among them are left out later."""
@@ -218,7 +249,7 @@ class Linearized:
 
     def linearize(
         self, images: Tensor, progress: Progress | None = None
-    ) -> tuple[Tensor, dict[Node, Tensor], dict[tuple[Node, Node], Tensor], dict[Node, Remainder]]:
+    ) -> tuple[Tensor, dict[Node, Tensor], Norms, dict[Node, Remainder]]:
         """What :class:`Linearization` is made of, for images of shape (N, C, H, W).
 
         ``progress`` is called with (norms taken, norms in all).
@@ -232,32 +263,45 @@ class Linearized:
         }
         return images, values, norms, remainders
 
-    def norms(
-        self, values: dict[Node, Tensor], images: int, progress: Progress | None = None
-    ) -> dict[tuple[Node, Node], Tensor]:
+    def norms(self, values: dict[Node, Tensor], images: int, progress: Progress | None = None) -> Norms:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with probability ``delta``."""
-        share = self.delta / max(1, len(self.pairs))
-        by_source: dict[Node, list[Node]] = {}
-        for a, b in self.pairs:
-            by_source.setdefault(a, []).append(b)
-        found: dict[tuple[Node, Node], Tensor] = {}
-        for a, targets in by_source.items():
-            for b in targets:
-                if (a, b) not in self.constants and self._linear_way(a, b):
+        found = Norms()
+        in_all = len(self.pairs) + len(self.peaks)
+        for peak, pairs in ((False, self.pairs), (True, self.peaks)):
+            for a, b in pairs:
+                constant = self.constants.get((a, b, peak))
+                if constant is None and self._linear_way(a, b):
                     alone = {node: value[:1] for node, value in values.items()}
-                    self.constants[a, b] = self._norm(a, b, alone, 1, share).item()
-            for b in targets:
-                constant = self.constants.get((a, b))
+                    constant = self.constants[a, b, peak] = self._norm(a, b, alone, peak).item()
                 if constant is None:
-                    found[a, b] = self._norm(a, b, values, images, share)
+                    together = self._together(a, b, images)
+                    parts = [
+                        self._norm(a, b, {node: v[i : i + together] for node, v in values.items()}, peak)
+                        for i in range(0, images, together)
+                    ]
+                    bound = torch.cat(parts)
                 else:
-                    found[a, b] = values[a].new_full((images,), constant)
+                    bound = values[a].new_full((images,), constant)
+                if peak:
+                    bound = torch.minimum(bound, found.gains[a, b])
+                (found.peaks if peak else found.gains)[a, b] = bound
                 if progress is not None:
-                    progress(len(found), len(self.pairs))
+                    progress(len(found.gains) + len(found.peaks), in_all)
         return found
 
-    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], count: int, share: float) -> Tensor:
-        """Upper bounds on ‖G(a → b)‖, shape (N,), from products with the Jacobian by autograd."""
+    def _explicit(self, a: Node, b: Node) -> bool:
+        return self.deterministic or min(math.prod(a.shape), math.prod(b.shape)) <= _FEW
+
+    def _together(self, a: Node, b: Node, images: int) -> int:
+        """How many images to take the norm for at once."""
+        entries = math.prod(a.shape) * math.prod(b.shape)
+        return max(1, min(images, _MOST // entries)) if self._explicit(a, b) else max(1, images)
+
+    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], peak: bool) -> Tensor:
+        """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd."""
+        count = len(values[a])
+        explicit = self._explicit(a, b)
+        several = peak or explicit
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
             (target,) = self.replay(a, source, [b], values)
@@ -265,19 +309,41 @@ class Linearized:
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
 
         def adjoint(u: Tensor) -> Tensor:
-            (result,) = torch.autograd.grad(target, source, u.reshape(target.shape), retain_graph=True)
-            return result.reshape(count, -1)
+            u = u.reshape(*u.shape[:-1], *target.shape[1:])
+            (result,) = torch.autograd.grad(target, source, u, retain_graph=True, is_grads_batched=several)
+            return result.reshape(*result.shape[: u.dim() - target.dim() + 1], -1)
 
         def product(v: Tensor) -> Tensor:
-            (result,) = torch.autograd.grad(pulled, weight, v.reshape(source.shape), retain_graph=True)
-            return result.reshape(count, -1)
+            v = v.reshape(*v.shape[:-1], *source.shape[1:])
+            (result,) = torch.autograd.grad(pulled, weight, v, retain_graph=True, is_grads_batched=several)
+            return result.reshape(*result.shape[: v.dim() - source.dim() + 1], -1)
 
         rows, columns = target[0].numel(), source[0].numel()
-        forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
+        share = self.delta / (len(self.pairs) + len(self.peaks))
         # A start vector for each pair, the same in every call, so that a radius does not depend on what was asked
         # before.
-        generator = torch.Generator().manual_seed(self.seed + self.pairs.index((a, b)))
+        generator = torch.Generator().manual_seed(self.seed + self.pairs.index((a, b)) + len(self.pairs) * peak)
+        if peak and self.deterministic:
+            return explicit_row_norm(product, count, columns)
+        if peak:
+            return row_norm(product, count, columns, delta=share, generator=generator)
+        forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
+        if explicit:
+            return explicit_norm(forth, count, size)
         return lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=generator)
+
+
+@dataclass
+class Norms:
+    """Upper bounds that hold together, each of shape (N,).
+
+    Attributes:
+        gains: ‖G(a → b)‖.
+        peaks: the largest norm of a row of G(a → b), for operands b of entrywise operations.
+    """
+
+    gains: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
+    peaks: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
 
 
 class Linearization:
@@ -287,7 +353,7 @@ class Linearization:
         method: the network and its pairs.
         images: pixels in [0, 1], shape (N, 1, C, H, W).
         values: nominal values, each of shape (N, *node.shape).
-        norms: upper bounds on ‖G(a → b)‖ for the pairs, each of shape (N,).
+        norms: of the Jacobians between the pairs.
         remainders: the remainder rules at the nominal points.
 
     Attributes:
@@ -299,7 +365,7 @@ class Linearization:
         method: Linearized,
         images: Tensor,
         values: dict[Node, Tensor],
-        norms: dict[tuple[Node, Node], Tensor],
+        norms: Norms,
         remainders: dict[Node, Remainder],
     ):
         self.method = method
@@ -313,34 +379,47 @@ class Linearization:
         """‖G(a → b)‖ from above: 1 for a value itself, 0 where b does not depend on a."""
         if a is b:
             return 1.0
-        return 0.0 if (a, b) in self.method.unconnected else self.norms[a, b]
+        return 0.0 if (a, b) in self.method.unconnected else self.norms.gains[a, b]
+
+    def peak(self, a: Node, b: Node) -> Tensor | float:
+        """The largest norm of a row of G(a → b) from above, for operands b of entrywise operations."""
+        return self.norms.peaks[a, b] if (a, b) in self.norms.peaks else self.gain(a, b)
 
     def deviations(self, eps: Tensor) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,)."""
         raise NotImplementedError
 
     def inside(
-        self, stage: Stage, linear: Callable[[Node], Tensor], operands: dict[Node, list[Tensor]]
+        self, stage: Stage, linear: Callable[[Node, Gain], Tensor], operands: dict[Node, list[Tensor]]
     ) -> Callable[[Node], Tensor]:
         """Goes through a stage, and adds the ρ of its nonlinear operations' operands to ``operands``.
 
+        The same sums with the largest row of each Jacobian in place of its norm bound single entries: entry i of u
+        deviates by at most Σ ‖row i of G(a → u)‖ · (what arises at a).
+
         Args:
             stage: the stage.
-            linear: upper bounds on the deviation of a value in the stage without the remainders that arise inside it.
-            operands: receives ρ.
+            linear: upper bounds on the deviation of a value in the stage without the remainders that arise inside it,
+                by ``gain`` or by ``peak``.
+            operands: receives ρ, and for entrywise operations the bound on a single entry behind it.
 
         Returns:
             How much those remainders move a value at the stage's end.
         """
         added: list[tuple[Node, Tensor]] = []
 
-        def errors(u: Node) -> Tensor:
-            return sum((self.gain(w, u) * r for w, r in added), self.logits.new_zeros(len(self.images)))
+        def errors(u: Node, gain: Gain) -> Tensor:
+            return sum((gain(w, u) * r for w, r in added), self.logits.new_zeros(len(self.images)))
+
+        def moved(u: Node, gain: Gain) -> Tensor:
+            return at_most(linear(u, gain) + errors(u, gain))
 
         for v in stage.nonlinear:
-            operands[v] = [at_most(linear(u) + errors(u)) for u in self.method.operands(v)]
+            operands[v] = [moved(u, self.gain) for u in self.method.operands(v)]
+            if self.method.entrywise(v):
+                operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
             added.append((v, at_most(self.remainders[v].norm(operands[v]))))
-        return errors
+        return lambda u: errors(u, self.gain)
 
     def spreads(self, predicted: Tensor) -> Tensor | None:
         """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._bound import Rigor
-from lipcert.certifier._linearized import SAFETY, Deviations, Linearization, Linearized, Progress, at_most, search
+from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import lanczos_norm
@@ -123,11 +123,13 @@ class Layers(Linearization):
             remainder = at_most(errors(stage.end))
             blocks.append(Block(stage.name, zeta, remainder, rho, at_most(zeta * rho + remainder)))
             rho = blocks[-1].rho_out
-        features = at_most(linear(self.method.head[0]) + errors(self.method.head[0])) if self.method.head else None
+        features = (
+            at_most(linear(self.method.head[0], self.gain) + errors(self.method.head[0])) if self.method.head else None
+        )
         return Deviations(operands, rho, features), blocks
 
-    def _linear(self, start: Node, rho: Tensor, u: Node) -> Tensor:
-        return self.gain(start, u) * rho
+    def _linear(self, start: Node, rho: Tensor, u: Node, gain: Gain) -> Tensor:
+        return gain(start, u) * rho
 
     def radius(self, predicted: Tensor, gaps: Tensor) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better.

@@ -2,7 +2,17 @@
 
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm
+from lipcert.norms._explicit import explicit_norm, explicit_row_norm, row_norm
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import lanczos_norm
 
-__all__ = ["conv_norm", "conv_transpose_norm", "dense_norm", "gram_norm", "lanczos_norm"]
+__all__ = [
+    "conv_norm",
+    "conv_transpose_norm",
+    "dense_norm",
+    "explicit_norm",
+    "explicit_row_norm",
+    "gram_norm",
+    "lanczos_norm",
+    "row_norm",
+]

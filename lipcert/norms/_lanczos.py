@@ -11,7 +11,7 @@ from torch import Tensor
 Product = Callable[[Tensor], Tensor]
 
 # JᵀJ of a map smaller than this may underflow.
-_SMALLEST = 1e-140
+SMALLEST = 1e-140
 
 
 def lanczos_norm(
@@ -89,7 +89,7 @@ def lanczos_norm(
             settled |= bound <= (1 + tolerance) ** 2 * ritz
             if bool(settled.all()):
                 break
-    bound = (bound.clamp_min(0).sqrt() * (1 + 1e-9)).clamp_min(_SMALLEST)
+    bound = (bound.clamp_min(0).sqrt() * (1 + 1e-9)).clamp_min(SMALLEST)
     bound = torch.where(zero, 0.0, bound)  # it sends a random vector to 0
     return torch.where(broken, math.inf, bound)
 

@@ -1,0 +1,149 @@
+"""Piecewise linear functions: hard activations, limits, and extremes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds._remainder import Against, Kinked, Smooth, arguments, per_image, remainder
+from lipcert.graph import Node
+
+
+@remainder(F.hardtanh, F.relu6, "clamp")
+class Clamp(Kinked):
+    """min(max(z, low), high): slope 0 or 1, constant up to the nearer limit, so :class:`Kinked` with that distance."""
+
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        z = operands[0]
+        low, high = _limits(node)
+        distance = torch.full_like(z, math.inf)
+        for limit in (low, high):
+            if limit is not None:
+                distance = torch.minimum(distance, (z - torch.as_tensor(limit, dtype=torch.float64)).abs())
+        super().__init__(distance)
+
+
+def _limits(node: Node) -> tuple[Any, Any]:
+    if node.op == "relu6":
+        return 0.0, 6.0
+    if node.op == "hardtanh":
+        given = arguments(node, "input", "min_val", "max_val")
+        return given.get("min_val", -1.0), given.get("max_val", 1.0)
+    given = arguments(node, "input", "min", "max")
+    if len(node.operands) > 1 or node.shape != node.operands[0].shape:
+        raise NoAnswer("limits that depend on the image, or are larger than the value")
+    return given.get("min"), given.get("max")
+
+
+@remainder("abs")
+class Absolute(Kinked):
+    """|z|: the slope changes by 2 at 0."""
+
+    slope = 2.0
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+
+
+# torch computes hardswish and its derivative with ⅙ and ½ in float32 in places: off by less than 1e-8.
+_FLOAT32 = 1e-8
+
+
+@remainder("hardsigmoid")
+class HardSigmoid(Kinked):
+    """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, from the nearer kink on."""
+
+    slope = 1 / 6
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__((operands[0].abs() - 3).abs())
+
+
+@remainder("hardswish")
+class HardSwish(Smooth):
+    """z·min(max(z + 3, 0), 6)/6: second derivative ⅓ on (−3, 3), 0 outside; at ±3 the slope jumps by ½.
+
+    R = ∫ (φ'(z + s) − φ'(z)) ds over the way. The smooth part of φ' changes by at most s/3, and the jumps by ½ for each
+    kink passed, both of which are at least the nearer one's distance k away: |R| ≤ ½·⅓ δ² + (|δ| − k)₊.
+    """
+
+    curvature = 1 / 3
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        self.kinks = Kinked((operands[0].abs() - 3).abs())
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        slack = _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
+        return super().norm(rho) + self.kinks.norm(rho) + slack
+
+    def against(self, direction: Tensor) -> Against:
+        curved, kinked = super().against(direction), self.kinks.against(direction)
+        size = per_image(direction).norm(dim=1) * _FLOAT32
+        largest = self.z.abs().amax(1)
+        return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
+
+
+@remainder("amax", "amin")
+class Extreme(Kinked):
+    """The largest entry of each group: with gap k to the second, |R| ≤ (|δ_j| + |δ_top| − k)₊ ≤ (√2‖δ_group‖ − k)₊.
+
+    Autograd shares a tie evenly; then k = 0, and |δ_j − Σ w_i δ_i| ≤ √2‖δ_group‖ for weights w.
+    """
+
+    spread = math.sqrt(2)
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node, "input", "dim", "keepdim")
+        dim = given.get("dim")
+        shape = node.operands[0].shape
+        dims = range(len(shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+        inside = sorted({d % len(shape) + 1 for d in dims})
+        outside = [d for d in range(len(shape) + 1) if d not in inside]
+        groups = operands[0].permute(*outside, *inside).flatten(len(outside))
+        ordered = groups.sort(dim=-1).values
+        if ordered.shape[-1] == 1:
+            gap = torch.full_like(ordered[..., 0], math.inf)
+        elif node.op in ("amin", "min"):
+            gap = ordered[..., 1] - ordered[..., 0]
+        else:
+            gap = ordered[..., -1] - ordered[..., -2]
+        super().__init__(gap)
+
+
+@remainder("max", "min", "maximum", "minimum")
+class Larger(Kinked):
+    """max(a, b) entry by entry: R ≤ (|δa − δb| − |a − b|)₊, and |δa − δb| ≤ √2 ‖(δa, δb)‖; b may be constant."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node, "input", "other")
+        pair = [given.get("input"), given.get("other")]
+        if len(given) != 2 or not all(isinstance(item, (Node, Tensor)) for item in pair):
+            raise NoAnswer("along a dimension")
+        values = iter(operands)
+        sides = [next(values) if isinstance(item, Node) else torch.as_tensor(item).detach().double() for item in pair]
+        if any(operand.shape != node.shape for operand in node.operands):
+            raise NoAnswer("an operand that is repeated")
+        self.spread = math.sqrt(len(node.operands))
+        super().__init__((sides[0] - sides[1]).abs())
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return super().norm([_together(rho)])
+
+    def against(self, direction: Tensor) -> Against:
+        kinked = super().against(direction)
+        return lambda rho: kinked([_together(rho)])
+
+
+def _together(rho: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(rho)).norm(dim=0)

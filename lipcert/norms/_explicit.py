@@ -1,0 +1,89 @@
+"""Norms of linear maps that are known only by their products with vectors, written out as matrices."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipcert.norms._dense import dense_norm
+from lipcert.norms._lanczos import SMALLEST, Product
+
+# Unit vectors that are sent through at once.
+_TOGETHER = 64
+
+
+def explicit_norm(product: Product, images: int, size: int) -> Tensor:
+    """Upper bounds on ‖J_n‖₂ for a batch of linear maps, deterministic.
+
+    The maps are applied to the unit vectors, and the norms of the matrices that result are verified
+    (:mod:`lipcert.norms._dense`). It costs ``size`` products and memory for all matrices.
+
+    Rounding: each column is a product in float64, off by some 1e-14 relative to its norm as in
+    :func:`~lipcert.norms.lanczos_norm`, so the matrices are off by 1e-14 √size ‖J‖ at most; the result is raised by
+    1e-9. A map too small for its square in float64 counts as 1e-140, and one that is not finite as ∞.
+
+    Args:
+        product: v ↦ J v for several v at once, from (several, images, size) to (several, images, anything), float64.
+        images: number of maps N.
+        size: dimension of the space that ``product`` takes.
+
+    Returns:
+        float64, shape (N,).
+    """
+    unit = torch.eye(size, dtype=torch.float64)[:, None].expand(size, images, size)
+    columns = torch.cat([product(part).flatten(2) for part in unit.split(_TOGETHER)])
+    return torch.tensor([_norm(matrix) for matrix in columns.unbind(1)], dtype=torch.float64)
+
+
+def _norm(matrix: Tensor) -> float:
+    if not bool(torch.isfinite(matrix).all()):
+        return math.inf
+    if not bool(matrix.any()):
+        return 0.0
+    return max(float(dense_norm(matrix)) * (1 + 1e-9), SMALLEST)
+
+
+def explicit_row_norm(product: Product, images: int, size: int) -> Tensor:
+    """Upper bounds on the largest norm of a row of each J_n, deterministic; arguments and rounding as above."""
+    return _row_squares(product, torch.eye(size, dtype=torch.float64), images).amax(1).sqrt() * (1 + 1e-9)
+
+
+def row_norm(
+    product: Product, images: int, size: int, *, delta: float, probes: int = 256, generator: torch.Generator
+) -> Tensor:
+    """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``delta``.
+
+    For Gaussian vectors g_1 … g_k the entry i of J g_t has variance ‖row i‖², so Σ_t (J g_t)_i² is ‖row i‖² times a
+    χ² variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
+    (Chernoff's bound). Over m rows: max_i ‖row i‖² ≤ max_i Σ_t (J g_t)_i² / (c k), except with probability
+    m (c e^(1 − c))^(k/2). The c is found where that is delta, and rounded down.
+
+    Args:
+        product: v ↦ J v for several v at once, as for :func:`explicit_norm`.
+        images: number of maps N.
+        size: dimension of the space that ``product`` takes.
+        delta: failure probability for each image.
+        probes: k; more are tighter: 256 come within a factor of some 1.5.
+        generator: source of the vectors, the same for all maps.
+
+    Returns:
+        float64, shape (N,), ∞ where products are not finite.
+    """
+    squares = _row_squares(product, torch.randn(probes, size, dtype=torch.float64, generator=generator), images)
+    wanted = 2 / probes * math.log(delta / squares.shape[1])
+    low, high = math.exp(wanted - 1), 1.0  # at low even without the factor e^(−c)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.log(middle) + 1 - middle < wanted else (low, middle)
+    return (squares.amax(1) / (low * (1 - 1e-9) * probes)).sqrt() * (1 + 1e-9)
+
+
+def _row_squares(product: Product, vectors: Tensor, images: int) -> Tensor:
+    """Σ_t (J_n v_t)_i² of all rows i, shape (N, rows), ∞ where that is not a number; too small ones count as 1e-280."""
+    total: Tensor | float = 0.0
+    for part in vectors.split(_TOGETHER):
+        total = total + product(part[:, None].expand(-1, images, -1)).flatten(2).square().sum(0)
+    assert isinstance(total, Tensor)
+    return torch.where(total.isnan(), math.inf, total.clamp_min(1e-280))
