@@ -24,6 +24,11 @@ class Certificates:
         rigor: ``deterministic`` or ``probabilistic(δ)``, N words.
         labels: the true classes, int64, shape (N,), or None.
         eps: the ε that was asked for, in ℓ2 on pixels in [0, 1].
+        attacked: whether an attack changed the prediction within ε; bool, shape (N,), or None without an attack.
+        attack_distance: ℓ2 distance of the nearest perturbed image that an attack found, inside or outside ε, inf where
+            it found none; float64, shape (N,), or None without an attack. The true radius lies between ``radius`` and
+            this.
+        dtype: what the certificates hold for: ``real`` arithmetic, or the format of the deployed forward pass.
     """
 
     predicted: Tensor
@@ -34,6 +39,9 @@ class Certificates:
     rigor: tuple[str, ...]
     labels: Tensor | None
     eps: float
+    attacked: Tensor | None = None
+    attack_distance: Tensor | None = None
+    dtype: str = "real"
 
     def __len__(self) -> int:
         return len(self.method)
@@ -52,7 +60,11 @@ class Certificates:
     def join(parts: list[Certificates]) -> Certificates:
         """The certificates of several batches, in order."""
         first = parts[0]
-        labels = [part.labels for part in parts if part.labels is not None]
+
+        def optional(tensors: list[Tensor | None]) -> Tensor | None:
+            known = [tensor for tensor in tensors if tensor is not None]
+            return torch.cat(known) if len(known) == len(parts) else None
+
         return Certificates(
             torch.cat([p.predicted for p in parts]),
             torch.cat([p.margin for p in parts]),
@@ -60,6 +72,9 @@ class Certificates:
             torch.cat([p.certified for p in parts]),
             tuple(name for p in parts for name in p.method),
             tuple(word for p in parts for word in p.rigor),
-            torch.cat(labels) if len(labels) == len(parts) else None,
+            optional([p.labels for p in parts]),
             first.eps,
+            optional([p.attacked for p in parts]),
+            optional([p.attack_distance for p in parts]),
+            first.dtype,
         )

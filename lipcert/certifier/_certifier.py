@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lipcert._memory import is_out_of_memory, memory_left
+from lipcert.attacks import PGD, Adversarial, Attack, attack_named, smallest
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._certificates import Certificates
+from lipcert.certifier._linearized import RIGORS
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
-from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.errors import BrokenCertificate, InputError, UnsupportedOperation
 from lipcert.model import Model
+from lipcert.roundoff import DTYPES, DeployedAnchored, Roundoff
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 # From the cheapest to the strongest.
@@ -26,12 +30,21 @@ METHODS = ("staged", *_SINGLE)
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
 _STAGES = ("global", "gloro", "local", "anchored")
 
+# These take one forward pass, whatever an attack found.
+_FREE = ("global", "gloro")
+
 # Staged certification does not start what takes more floating-point operations an image than this, some ten seconds on
 # a core. A Jacobian norm is counted as 100 forward passes; the search of the local certificate as 64 trials with 4
-# passes for each operation.
+# passes for each operation; an attack as 12 runs of 40 steps.
 _WORK_LIMIT = 1e12
 _PASSES_A_NORM = 100
 _PASSES_AN_OPERATION = 256
+_PASSES_AN_ATTACK = 1500
+# Images are certified together so long as that takes no more than this, a second or so on a core.
+_WORK_TOGETHER = 1e11
+_TOGETHER = {"cpu": 8, "cuda": 64}
+# What one image needs at most while a certificate is computed: so many times the results of its forward pass.
+_COPIES = 16
 _TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
 
 Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -41,21 +54,31 @@ class Certifier:
     """Certificates for one model at one ε: the bounds are computed once, here, and then every batch is cheap.
 
     The logits are evaluated in float64 on a copy of the model, so that rounding in the nominal forward pass is far
-    below any margin that matters. The certificate holds for the network in real arithmetic.
+    below any margin that matters. The certificate holds for the network in real arithmetic, or, with a ``dtype``, for
+    ``model.to(dtype)`` on ``images.to(dtype)``: what rounding can do there (:mod:`lipcert.roundoff`) is taken off.
 
     Attributes:
         bound: the global Lipschitz bound.
         skipped: methods that staged certification leaves out for this model, and why.
+        together: how many images are certified at once: few where each takes long, so that little is lost when a run
+            is stopped, and no more than memory holds. Halved where memory ends all the same.
 
     Args:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
         eps: ε in ℓ2 on pixels in [0, 1], positive.
         method: one of ``METHODS``.
+        dtype: ``"real"`` for real arithmetic, or the format of the deployed forward pass: ``"float32"``, ``"float16"``
+            or ``"bfloat16"``.
+        rigor: ``"deterministic"`` for certificates without random start vectors, which needs Jacobians written out and
+            is for small networks; else ``"probabilistic"``.
         delta: probability, for each image, that a certificate is wrong where it is probabilistic.
+        attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
+            the global constants on images that it breaks within ε, and each certificate is put to the test.
         progress: called with (operations done, operations in all) while the bound is computed.
 
     Raises:
-        InputError: an ε that is not a positive number, an unknown method, weights that are NaN.
+        InputError: an ε that is not a positive number, an unknown method, attack, dtype or rigor, weights that are NaN,
+            a network without a bound on its rounding, or too large for deterministic norms.
         UnsupportedOperation: the model has operations without a rule.
     """
 
@@ -65,16 +88,24 @@ class Certifier:
         eps: float,
         method: str = "staged",
         *,
+        dtype: str = "real",
+        rigor: str = "probabilistic",
         delta: float = 1e-9,
+        attack: str | Attack | None = None,
         progress: Callable[[int, int], None] | None = None,
     ):
         if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps > 0):
             raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
         if method not in METHODS:
             raise InputError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+        if rigor not in RIGORS:
+            raise InputError(f"unknown rigor {rigor!r}; choose one of {', '.join(RIGORS)}")
         self.eps = float(eps)
         self.method = method
-        self.model = copy.deepcopy(model).double()
+        self.attack = attack_named(attack)
+        self.dtype = dtype
+        self.rigor = rigor
+        self.model, self.roundoff = _as_deployed(model, dtype)
         self.analysis = analyze(self.model, progress=progress)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
@@ -83,44 +114,74 @@ class Certifier:
         self.margin_bounds = MarginBounds(self.analysis)
         self.skipped: dict[str, str] = {}
         # The methods of an image that are probabilistic share its failure probability.
-        self.share = delta / 2 if method == "staged" else delta
+        self.share = 0.0 if rigor == "deterministic" else delta / 2 if method == "staged" else delta
         self.stages: dict[str, Stage] = {}
+        self._flops, self._results = self._forward_pass()
+        self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
         for name in _STAGES if method == "staged" else (method,):
             self._prepare(name)
+        self.together = self._images_together()
 
     def _prepare(self, name: str) -> None:
         """Makes one method ready, or notes why staged certification does without it."""
         staged = self.method == "staged"
         if name in ("global", "gloro"):
             bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
-            self.stages[name] = lambda images, predicted, gaps: radii(gaps, bounds.of(predicted))
+            self.stages[name] = self._deployed(lambda images, predicted, gaps: radii(gaps, bounds.of(predicted)))
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
                 return  # nothing that boxes could hold constant: local is global here
-            if staged and self._work(_PASSES_AN_OPERATION * len(self.analysis.graph.nodes)) > _WORK_LIMIT:
-                self.skipped[name] = _TOO_LARGE.format(name)
+            if not self._affords(name, _PASSES_AN_OPERATION * len(self.analysis.graph.nodes)):
                 return
             self.local = Local(self.model, analysis=self.analysis, delta=self.share)
-            self.stages[name] = self.local.radius
+            self.stages[name] = self._deployed(self.local.radius)
         else:
             try:
-                method = (LoFAST if name == "lofast" else Anchored)(self.model, delta=self.share)
-            except UnsupportedOperation as error:
+                method = self._linearized(name)
+            except (UnsupportedOperation, InputError) as error:
                 if not staged:
                     raise
                 self.skipped[name] = str(error)
                 return
-            if staged and self._work(_PASSES_A_NORM * len(method.pairs)) > _WORK_LIMIT:
-                self.skipped[name] = _TOO_LARGE.format(name)
+            if not self._affords(name, _PASSES_A_NORM * len(method.pairs)):
                 return
-            self.stages[name] = lambda images, predicted, gaps: method(images).radius(predicted, gaps)
+            stage: Stage = lambda images, predicted, gaps: method(images).radius(predicted, gaps)  # noqa: E731
+            self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
 
-    def _work(self, passes: int) -> float:
-        """Floating-point operations of so many forward passes of one image."""
+    def _linearized(self, name: str) -> LoFAST | Anchored:
+        if name == "lofast":
+            return LoFAST(self.model, delta=self.share, rigor=self.rigor)
+        if self.roundoff is None:
+            return Anchored(self.model, delta=self.share, rigor=self.rigor)
+        return DeployedAnchored(self.model, self.dtype, delta=self.share, rigor=self.rigor)
+
+    def _deployed(self, stage: Stage) -> Stage:
+        return stage if self.roundoff is None else self.roundoff.deployed(stage)
+
+    def _forward_pass(self) -> tuple[float, float]:
+        """Floating-point operations of one image, and the bytes of all results on the way."""
         image = torch.zeros(1, *self.model.input_size, dtype=torch.float64, device=self.model.device)
+        results = sum(8 * math.prod(node.shape) for node in self.analysis.graph.nodes)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             self.model(image)
-        return float(passes) * counter.get_total_flops()
+        return float(counter.get_total_flops()), float(results)
+
+    def _affords(self, name: str, passes: int) -> bool:
+        """Whether to use a method that takes so many forward passes an image; staged certification has a limit."""
+        work = passes * self._flops
+        if self.method == "staged" and work > _WORK_LIMIT:
+            self.skipped[name] = _TOO_LARGE.format(name)
+            return False
+        self._slowest = max(self._slowest, work)
+        return True
+
+    def _images_together(self) -> int:
+        """A power of two: images whose work and memory stay within the limits."""
+        count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values()))
+        left = memory_left(self.model.device)
+        while count > 1 and (count * self._slowest > _WORK_TOGETHER or count * _COPIES * self._results > left / 2):
+            count //= 2
+        return count
 
     def _rigor(self, name: str) -> str:
         if name in ("global", "gloro"):
@@ -134,33 +195,60 @@ class Certifier:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
 
-    @torch.no_grad()
     def run(self, images: Tensor, labels: Tensor | None = None) -> Certificates:
-        """Certifies a batch.
+        """Certifies a batch, in parts where memory does not hold the whole.
 
         Args:
             images: pixels in [0, 1], shape (N, C, H, W).
             labels: true classes, shape (N,), or None.
 
         Raises:
-            InputError: images of a wrong shape or outside [0, 1]; labels of a wrong shape.
+            InputError: images of a wrong shape or outside [0, 1]; labels of a wrong shape; an image that alone does not
+                fit into memory.
+            BrokenCertificate: the attack changed a prediction inside its certified radius.
         """
         self.model.check_images(images)
         if labels is not None and tuple(labels.shape) != (len(images),):
             raise InputError(f"labels must have shape ({len(images)},), got {tuple(labels.shape)}")
+        try:
+            return self._run(images, labels)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(images) == 1:
+                raise InputError(
+                    f"memory does not hold the certificate of one image: {str(error).splitlines()[0]}; "
+                    "try --method gloro, or a machine with more"
+                ) from error
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = (len(images) + 1) // 2
+        self.together = max(1, min(self.together, half))
+        parts = [slice(None, half), slice(half, None)]
+        return Certificates.join([self.run(images[part], None if labels is None else labels[part]) for part in parts])
+
+    @torch.no_grad()
+    def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
         images = images.to(self.model.device, torch.float64)
         predicted, gaps = margins(self.model(images).cpu())
+        found = self._attacked(images, predicted)
+        broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
         radius = torch.zeros(len(images), dtype=torch.float64)
         decided = [next(iter(self.stages))] * len(images)
         for name, stage in self.stages.items():
-            wanted = (radius <= self.eps).nonzero()[:, 0]
+            hopeless = broken & (name not in _FREE and self.method == "staged")
+            wanted = ((radius <= self.eps) & ~hopeless).nonzero()[:, 0]
             if not len(wanted):
-                break
-            found = stage(images[wanted], predicted[wanted], gaps[wanted])
-            for place, value in zip(wanted.tolist(), found.tolist(), strict=True):
+                continue
+            bounds = stage(images[wanted], predicted[wanted], gaps[wanted])
+            for place, value in zip(wanted.tolist(), bounds.tolist(), strict=True):
                 if value >= radius[place]:
                     radius[place] = value
                     decided[place] = name
+        distance = None if found is None else self._distance(images, predicted, found, radius)
+        if distance is not None:
+            for place in (distance < radius).nonzero()[:1, 0].tolist():
+                raise BrokenCertificate(place, distance[place].item(), radius[place].item(), decided[place])
         return Certificates(
             predicted,
             gaps.amin(dim=1),
@@ -170,7 +258,27 @@ class Certifier:
             tuple(self._rigor(name) for name in decided),
             None if labels is None else labels.cpu(),
             self.eps,
+            None if distance is None else broken | (distance <= self.eps),
+            distance,
+            self.dtype,
         )
+
+    def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:
+        """What the attack finds within ε."""
+        if self.attack is None or not len(images):
+            return None
+        return self.attack(self.model, images, predicted.to(images.device), self.eps)
+
+    def _distance(self, images: Tensor, predicted: Tensor, found: Adversarial, radius: Tensor) -> Tensor:
+        """Distances of the nearest perturbed images, shape (N,); looks for them inside the certified radii too."""
+        search = self.attack if isinstance(self.attack, PGD) else PGD()
+        classes = predicted.to(images.device)
+        found = smallest(search, self.model, images, classes, found, self.eps)
+        certified = ((radius > 0) & torch.isfinite(radius)).nonzero()[:, 0].to(images.device)
+        if len(certified):
+            inside = search(self.model, images[certified], classes[certified], radius.to(images)[certified])
+            found = found.with_closer(certified, inside.images, inside.distance)
+        return found.distance.cpu()
 
     @torch.no_grad()
     def bottom(self, images: Tensor) -> Tensor:
@@ -178,6 +286,20 @@ class Certifier:
         self.model.check_images(images)
         logits = self.model(images.to(self.model.device, torch.float64)).cpu()
         return bottom_logit(logits, self.margin_bounds, self.eps)
+
+
+def _as_deployed(model: Model, dtype: str) -> tuple[Model, Roundoff | None]:
+    """A copy in float64 with the weights that the deployed model has, and the bounds on its rounding."""
+    copied = copy.deepcopy(model)
+    if dtype == "real":
+        return copied.double(), None
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(DTYPES)}")
+    rounded = copied.to(DTYPES[dtype]).double()
+    try:
+        return rounded, Roundoff(rounded, dtype)
+    except UnsupportedOperation as error:
+        raise InputError(f"there is no bound on what {dtype} rounds: {error}; use dtype real") from error
 
 
 def _piecewise_linear(analysis: Analysis) -> bool:
@@ -193,7 +315,10 @@ def certify(
     *,
     eps: float,
     method: str = "staged",
-    batch_size: int = 64,
+    dtype: str = "real",
+    rigor: str = "probabilistic",
+    attack: str | Attack | None = None,
+    batch_size: int | None = None,
 ) -> Certificates:
     """Certifies images: which predictions does no ℓ2 perturbation of the pixels up to ε change?
 
@@ -203,24 +328,28 @@ def certify(
         labels: true classes, shape (N,), or None.
         eps: ε in ℓ2 on pixels in [0, 1], such as ``36 / 255``.
         method: one of ``lipcert.certifier.METHODS``.
-        batch_size: how many images run at once.
+        dtype: what the certificates hold for: ``"real"`` arithmetic, or a forward pass in ``"float32"``, ``"float16"``
+            or ``"bfloat16"``.
+        rigor: ``"deterministic"`` to do without random start vectors; for small networks.
+        attack: look for perturbations too that do change it: ``"pgd"``, ``"autoattack"`` or an attack of
+            :mod:`lipcert.attacks`. It bounds the radii from above.
+        batch_size: how many images run at once; None for what time and memory suggest.
 
     Returns:
         :class:`Certificates` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of
-        length N.
+        length N, and with an attack also ``attacked`` and ``attack_distance``.
 
     Raises:
-        InputError: images, labels, ε or method that cannot be used.
+        InputError: images, labels, ε, method, dtype, rigor or attack that cannot be used.
+        BrokenCertificate: the attack changed a prediction inside its certified radius: a defect of lipcert.
         UnsupportedOperation: the model has operations without a rule.
     """
     if isinstance(model, nn.Module) and not isinstance(model, Model):
         raise InputError(
             "model is a plain module; wrap it first: lipcert.load(module, mean=..., std=..., input_size=...)"
         )
-    certifier = Certifier(model, eps, method)
-    starts = range(0, max(1, len(images)), batch_size)
-    parts = [
-        certifier.run(images[i : i + batch_size], None if labels is None else labels[i : i + batch_size])
-        for i in starts
-    ]
+    certifier = Certifier(model, eps, method, dtype=dtype, rigor=rigor, attack=attack)
+    size = batch_size or certifier.together
+    starts = range(0, max(1, len(images)), size)
+    parts = [certifier.run(images[i : i + size], None if labels is None else labels[i : i + size]) for i in starts]
     return Certificates.join(parts)

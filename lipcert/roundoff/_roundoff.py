@@ -1,0 +1,274 @@
+"""How far the logits of the deployed network can be from those of the network in real arithmetic.
+
+Every operation v of the deployed network is ĥ_v = f_v(ĥ_operands) + e_v with |e_v| bounded by its rule
+(:mod:`lipcert.roundoff._rules`), so that with L the Lipschitz constants of f_v in its operands
+
+    ‖ĥ_v − h_v‖ ≤ Σ_operands L ‖ĥ_u − h_u‖ + ‖e_v‖,
+
+a second walk over the rules of the global question. Their constants hold where the operands have the ranges of the
+image box; here the ranges are widened by an eighth, and the answer is ∞ if a rounding error leaves that. Proof that the
+rules' constants hold for any two points of their region and not only for two images: each bounds the operation's
+difference quotient, or its derivative on a convex set, from nothing but the ranges of its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lipcert._upper import Number
+from lipcert.bounds._global import _answer, _walk
+from lipcert.bounds._registry import NoAnswer, kept_whole, rule_for
+from lipcert.bounds._value import Value
+from lipcert.certifier._linearized import SAFETY, at_most
+from lipcert.certifier._margins import row_distances
+from lipcert.errors import UnsupportedOperation
+from lipcert.graph import Graph, Node, capture, explicit_attention, needed
+from lipcert.graph._graph import map_nodes, run
+from lipcert.model import Model
+from lipcert.roundoff._format import INFLATE, Format
+from lipcert.roundoff._rules import ROUNDINGS, Operand, local_error
+
+Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_WIDER = 1.125
+_PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
+
+
+class Gains:
+    """Ranges of all values of a network over the image box, and the Lipschitz constants of its operations there.
+
+    Args:
+        graph: the captured network.
+        model: the model; constants of the network must be parts of its parameters and buffers.
+        fmt: the deployed format.
+
+    Attributes:
+        values: what the global rules say of every node.
+
+    Raises:
+        UnsupportedOperation: names the operations without a global or a rounding rule.
+    """
+
+    def __init__(self, graph: Graph, model: Model, fmt: Format):
+        self.values = _walk(graph, None)
+        self._gains: dict[Node, dict[Node, float]] = {}
+        known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        missing = []
+        with torch.no_grad():
+            nominal = evaluate(graph, _example(model)[:, None])
+            still = torch.zeros(1, dtype=torch.float64, device=model.device)
+            for node in graph.nodes:
+                if node is graph.input or passes(node):
+                    continue
+                try:
+                    _check(node, known)
+                    operands = [Operand(nominal[u], still, torch.full_like(still, math.inf)) for u in node.operands]
+                    local_error(node, operands, fmt)
+                except NoAnswer as reason:
+                    missing.append((f"{node.name} ({reason})", node.path))
+        if missing:
+            raise UnsupportedOperation(missing)
+
+    def widened(self, node: Node, lip: Number) -> Value:
+        """The ranges of a value, widened, with another constant."""
+        value = self.values[node]
+        rows = None if value.rows is None else (value.rows[0], value.rows[1] * _WIDER)
+        return Value(value.shape, lip, magnitude=value.magnitude * _WIDER, rows=rows)
+
+    def slack(self, node: Node) -> float:
+        """How far a value may be from its range in ℓ2."""
+        value = self.values[node]
+        sizes = [value.magnitude] if value.rows is None else [value.magnitude, value.rows[1]]
+        return float(min(sizes)) * (_WIDER - 1) / INFLATE
+
+    def of(self, node: Node) -> dict[Node, float]:
+        """‖f(…, u', …) − f(…, u, …)‖ ≤ gain · ‖u' − u‖, for every operand u."""
+        if node not in self._gains:
+            self._gains[node] = {u: self._gain(node, u) for u in dict.fromkeys(node.operands)}
+        return self._gains[node]
+
+    def _gain(self, node: Node, operand: Node) -> float:
+        if passes(node):
+            return 1.0
+        value = self.values[node]
+        if value.base is self.values[operand] and value.map is not None and len(set(node.operands)) == 1:
+            return float(value.map.norm)
+
+        def known(u: Node) -> Value:
+            return self.widened(u, 1 if u is operand else 0)
+
+        args, kwargs = map_nodes(known, (node.args, dict(node.kwargs)))
+        if isinstance(node.op, type):
+            args = (node.function, *args)
+        try:
+            return float(_answer(node, args, kwargs).lip)
+        except NoAnswer:
+            return math.inf
+
+
+def _check(node: Node, known: set[int]) -> None:
+    """Refuses operations whose deployed form is not what was captured in float64.
+
+    Raises:
+        NoAnswer: the result has a format of its own, or a constant is not a part of one whose storage is ``known``, so
+            that the network computes it, with rounding errors that nothing bounds.
+    """
+    if node.dtype is not None and node.dtype != torch.float64:
+        raise NoAnswer(f"a result in {node.dtype}")
+    constants: list[Tensor] = []
+    _tensors((node.args, dict(node.kwargs)), constants)
+    if any(c.untyped_storage().data_ptr() not in known for c in constants):
+        raise NoAnswer("a constant that the network computes")
+
+
+def passes(node: Node) -> bool:
+    """Whether a node only takes a value apart: splitting, and picking one of the parts."""
+    return node.op == "part" or node.op in _PIECES
+
+
+def _tensors(tree: object, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _tensors(item, found)
+    elif isinstance(tree, dict):
+        _tensors(list(tree.values()), found)
+
+
+def length(error: Tensor) -> Tensor:
+    """ℓ2 norms of (N, ...) from above, shape (N,)."""
+    flat = error.reshape(len(error), -1)
+    scale = flat.amax(1, keepdim=True)
+    unit = torch.where(scale > 0, flat / scale, 0.0).norm(dim=1) * scale[:, 0]
+    return at_most(unit * INFLATE)
+
+
+class Roundoff:
+    """Bounds on the rounding errors of one model in one format.
+
+    The deployed network is ``model.to(dtype)(images.to(dtype))``; what is assumed of it is at the head of
+    :mod:`lipcert.roundoff`.
+
+    Args:
+        model: the model in float64, with the weights of the artifact; casting them is part of the error.
+        dtype: "float32", "float16", "bfloat16", the dtype, or a :class:`Format`.
+
+    Raises:
+        InputError: no such format.
+        UnsupportedOperation: operations without a rule. There are certificates in real arithmetic only.
+    """
+
+    def __init__(self, model: Model, dtype: str | torch.dtype | Format):
+        self.format = Format.of(dtype)
+        self.model = model
+        graph = capture(model, _example(model), whole=_whole)
+        self.graph = needed(explicit_attention(graph))
+        self.gains = Gains(self.graph, model, self.format)
+
+    def deployed(self, stage: Stage) -> Stage:
+        """A method for the network in real arithmetic, turned into one for the deployed network.
+
+        Args:
+            stage: (images, predicted, gaps) ↦ radii, shape (N,), that do not fall as the gaps f_y − f_j rise.
+
+        Returns:
+            The same with the gaps reduced by :meth:`margins` at the radius in real arithmetic, which bounds the result,
+            and with :meth:`entry` taken off.
+        """
+
+        def radii(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
+            real = stage(images, predicted, gaps)
+            lost = self.margins(images, predicted, real).to(gaps.device)
+            found = torch.minimum(stage(images, predicted, (gaps - lost).clamp_min(0)), real)
+            entry = self.entry(images, found).to(found.device)
+            return torch.where(found > entry, (found - entry) * (1 - SAFETY), 0.0)
+
+        return radii
+
+    @torch.no_grad()
+    def margins(self, images: Tensor, predicted: Tensor, radius: Tensor) -> Tensor:
+        """How much f̂_y − f̂_j can be below f_y − f_j, at any image of [0, 1] within ``radius`` that the format holds.
+
+        f_y − f_j = ⟨w_y − w_j, h⟩ + const for a linear head, so ‖w_y − w_j‖ times the error of the features h and the
+        rounding of the head itself; or √2 times the error of the logits.
+
+        Args:
+            images: pixels in [0, 1], shape (N, C, H, W).
+            predicted: classes y, shape (N,).
+            radius: shape (N,); ∞ for all images of the box.
+
+        Returns:
+            float64, shape (N, classes); ∞ where nothing is known, 0 at j = y.
+        """
+        errors, local = self._errors(images, radius.to(images.device, torch.float64))
+        output = self.graph.output
+        found = math.sqrt(2) * errors[output][:, None].expand(-1, output.shape[-1])
+        if output.op == "linear" and len(output.shape) == 2:
+            weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
+            apart = torch.stack([row_distances(weight.detach().double(), y) for y in predicted.tolist()])
+            head = local[output].reshape(len(images), -1)
+            through = apart * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
+            found = torch.minimum(found, through)
+        found = at_most(found * INFLATE)
+        return found.scatter(1, predicted[:, None], 0.0)
+
+    def entry(self, images: Tensor, radius: Tensor) -> Tensor:
+        """How far rounding the pixels of an image within ``radius`` can move it, shape (N,).
+
+        To be taken off a radius: the deployed network sees an image of [0, 1] that is so much further away.
+        """
+        return self.format.entry(images.to(radius.device, torch.float64), radius)
+
+    def _errors(self, images: Tensor, radius: Tensor) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
+        """Bounds on ‖ĥ − h‖ of every value, shape (N,), and on |e| of every operation."""
+        nominal = evaluate(self.graph, images.to(self.model.device, torch.float64)[:, None])
+        zero = torch.zeros_like(radius)
+        errors = {self.graph.input: zero}
+        local: dict[Node, Tensor] = {}
+        for node in self.graph.nodes[1:]:
+            gains = self.gains.of(node)
+            error = sum((_times(gain, errors[u]) for u, gain in gains.items()), zero)
+            if not passes(node):
+                operands = [self._operand(u, nominal[u], radius, errors[u]) for u in node.operands]
+                local[node] = local_error(node, operands, self.format)
+                error = error + length(local[node])
+            if node.shape:
+                error = torch.where(error <= self.gains.slack(node), error, math.inf)
+            errors[node] = error * INFLATE
+        return errors, local
+
+    def _operand(self, node: Node, nominal: Tensor, radius: Tensor, error: Tensor) -> Operand:
+        value = self.gains.values[node]
+        moved = _times(float(value.lip), radius) + error
+        return Operand(nominal, moved, torch.full_like(radius, float(value.magnitude)) + error)
+
+
+def _times(gain: float, error: Tensor) -> Tensor:
+    """0 · ∞ = 0: what is constant stays so."""
+    return torch.where(error > 0, gain * error, 0.0) if gain > 0 else torch.zeros_like(error)
+
+
+def _whole(module: nn.Module) -> bool:
+    return kept_whole(module, ROUNDINGS.keys()) and rule_for(type(module)) is not None
+
+
+def _example(model: Model) -> Tensor:
+    pixels = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return pixels.to(model.device)
+
+
+def evaluate(graph: Graph, images: Tensor) -> dict[Node, Tensor]:
+    """Values of all nodes with one result, each of shape (N, *node.shape), for images of shape (N, 1, C, H, W)."""
+    single = [node for node in graph.nodes if node.shape and node is not graph.input]
+
+    def one(image: Tensor) -> tuple[Tensor, ...]:
+        known = run(graph.nodes, {graph.input: image})
+        return tuple(known[node] for node in single)
+
+    return {graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}

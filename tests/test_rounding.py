@@ -1,0 +1,501 @@
+"""Rounding bounds against what float32, float16 and bfloat16 really do: by operation, and for whole networks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lipcert
+from lipcert.bounds import analyze
+from lipcert.certifier._margins import MarginBounds, margins, radii
+from lipcert.data import open_images
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import Node, capture
+from lipcert.graph._graph import map_nodes
+from lipcert.loading import BUNDLED
+from lipcert.model import Model
+from lipcert.roundoff import DTYPES, DeployedAnchored, Format, Roundoff
+from lipcert.roundoff._roundoff import _whole
+from lipcert.roundoff._rules import Operand, local_error
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
+
+FORMATS = [Format.of(name) for name in DTYPES]
+
+
+def both(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An operation on two values, as a function of one."""
+    return lambda x: operation(*x.chunk(2, 1))
+
+
+class Constant(nn.Module):
+    """An operation on the image and a weight of its own."""
+
+    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor):
+        super().__init__()
+        self.operation = operation
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(x, self.weight)
+
+
+class Function(nn.Module):
+    def __init__(self, operation: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(x)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+
+
+def norm_layer(module: nn.Module) -> nn.Module:
+    """With weights and statistics that are not those of the start, and that no format holds."""
+    module = module.double().eval()
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point() and tensor.dim():
+                tensor.copy_(0.5 + random(*tensor.shape).abs())
+    return module
+
+
+def clipping(module: nn.Module) -> nn.Module:
+    """With thresholds that no format holds."""
+    with torch.no_grad():
+        for tensor in module.double().parameters():
+            tensor.copy_(torch.tensor(0.3 if tensor > 0 else -0.1, dtype=torch.float64))
+    return module
+
+
+# One operation each, for images of shape (4, 6, 6).
+OPERATIONS: dict[str, nn.Module] = {
+    "linear": nn.Linear(6, 5).double(),
+    "linear, long": nn.Sequential(nn.Flatten(), nn.Linear(144, 7).double()),
+    "conv2d": nn.Conv2d(4, 6, 3, padding=1).double(),
+    "conv2d, groups and stride": nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False).double(),
+    "conv1d": nn.Sequential(nn.Flatten(2), nn.Conv1d(4, 3, 5).double()),
+    "conv_transpose2d": nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2).double(),
+    "matmul": Function(both(lambda x, y: x @ y.mT)),
+    "matmul, constant on the right": Constant(torch.matmul, random(6, 3)),
+    "matmul, constant on the left": Constant(lambda x, w: w @ x, random(3, 6)),
+    "mul": Function(both(torch.mul)),
+    "mul, constant": Constant(torch.mul, random(4, 1, 1)),
+    "mul, number": Function(lambda x: x * 0.3),
+    "div": Constant(torch.div, random(4, 1, 1)),
+    "div, number": Function(lambda x: x / 0.7),
+    "add": Function(both(torch.add)),
+    "add, constant": Constant(torch.add, random(4, 6, 6)),
+    "add, alpha": Function(both(lambda x, y: torch.add(x, y, alpha=0.3))),
+    "sub": Constant(torch.sub, random(4, 1, 1)),
+    "rsub": Function(lambda x: 1.1 - x),
+    "square": Function(torch.square),
+    "pow": Function(lambda x: x**3),
+    "sum": Function(lambda x: x.sum((2, 3))),
+    "mean": Function(lambda x: x.mean(1)),
+    "avg_pool2d": nn.AvgPool2d(3, 2, padding=1),
+    "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d(4),
+    "relu": nn.ReLU(),
+    "max_pool2d": nn.MaxPool2d(2),
+    "clamp": Function(lambda x: x.clamp(-0.3, 0.7)),
+    "hardtanh": nn.Hardtanh(-0.3, 0.7),
+    "cat": Constant(lambda x, w: torch.cat((x, w.expand(len(x), -1, -1, -1)), 1), random(1, 2, 6, 6)),
+    "pad": Function(lambda x: F.pad(x, (1, 1), value=0.3)),
+    "leaky_relu": nn.LeakyReLU(0.3),
+    "gelu": nn.GELU(),
+    "gelu, tanh": nn.GELU("tanh"),
+    "silu": nn.SiLU(),
+    "mish": nn.Mish(),
+    "sigmoid": nn.Sigmoid(),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "hardswish": nn.Hardswish(),
+    "tanh": nn.Tanh(),
+    "softsign": nn.Softsign(),
+    "logsigmoid": nn.LogSigmoid(),
+    "elu": nn.ELU(),
+    "softplus": nn.Softplus(),
+    "softmax": nn.Softmax(-1),
+    "softmax, long": nn.Sequential(nn.Flatten(), nn.Softmax(-1)),
+    "layer_norm": norm_layer(nn.LayerNorm(6)),
+    "layer_norm, three axes": norm_layer(nn.LayerNorm((4, 6, 6))),
+    "group_norm": norm_layer(nn.GroupNorm(2, 4)),
+    "batch_norm": norm_layer(nn.BatchNorm2d(4)),
+    "LayerProject": norm_layer(LayerProject(6, 1.1)),
+    "SmoothProject": norm_layer(SmoothProject(6, 1.1)),
+    "SmoothProject, channels first": norm_layer(SmoothProject(4, 0.7, channels_first=True)),
+    "ClippedReLU": clipping(ClippedReLU(0.3)),
+    "MaxMin": MaxMin(),
+    "ClippedMaxMin": clipping(ClippedMaxMin(0.3, -0.1)),
+}
+EXACT = {"relu", "max_pool2d", "MaxMin"}
+
+
+def node_of(name: str) -> Node:
+    return capture(OPERATIONS[name].eval(), random(1, 4, 6, 6), whole=_whole).output
+
+
+def apply(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The operation in a format, operands given as images of shape (1, ...)."""
+    left = iter(operands)
+    args, kwargs = map_nodes(lambda _: next(left).to(dtype), (node.args, dict(node.kwargs)))
+
+    def cast(tree: object) -> object:
+        if isinstance(tree, Tensor) and tree.is_floating_point():
+            return tree.to(dtype)
+        return type(tree)(cast(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
+
+    function = node.function
+    if isinstance(function, nn.Module):
+        function = copy.deepcopy(function).to(dtype)
+    with torch.no_grad():
+        return function(*(cast(a) for a in args), **{k: cast(v) for k, v in kwargs.items()}).double()
+
+
+def operand(nominal: Tensor, rho: float) -> Operand:
+    return Operand(nominal[None], torch.tensor([rho]).double(), torch.full((1,), math.inf).double())
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("fmt", FORMATS, ids=list(DTYPES))
+@settings(deadline=None, max_examples=6)
+@given(seed=st.integers(0, 2**20), scale=st.sampled_from([1e-30, 1e-6, 1e-2, 1.0, 30.0]), away=st.booleans())
+def test_no_operation_rounds_more_than_its_bound(name: str, fmt: Format, seed: int, scale: float, away: bool) -> None:
+    node = node_of(name)
+    generator = torch.Generator().manual_seed(seed)
+    exact, nominal, rho = [], [], []
+    for u in node.operands:
+        value = (torch.randn(u.shape, generator=generator, dtype=torch.float64) * scale).to(fmt.dtype).double()
+        shift = torch.randn(u.shape, generator=generator, dtype=torch.float64) * (0.3 * scale if away else 0.0)
+        exact.append(value)
+        nominal.append(value + shift)
+        rho.append(shift.norm().item() * (1 + 1e-12))
+    bound = local_error(node, [operand(h, r) for h, r in zip(nominal, rho, strict=True)], fmt)[0]
+    gap = (apply(node, exact, fmt.dtype) - apply(node, exact, torch.float64)).abs()
+    assert bound.shape == gap.shape
+    assert (gap <= bound).all()
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in EXACT])
+@pytest.mark.parametrize("fmt", FORMATS, ids=list(DTYPES))
+def test_bounds_are_of_the_size_of_what_is_seen(name: str, fmt: Format) -> None:
+    """A bound of any size would pass the test above; 1e4 times the worst of 20 trials is too much."""
+    node = node_of(name)
+    worst, bound = 0.0, 0.0
+    for _ in range(20):
+        exact = [torch.randn(u.shape).to(fmt.dtype).double() for u in node.operands]
+        worst = max(worst, (apply(node, exact, fmt.dtype) - apply(node, exact, torch.float64)).abs().max().item())
+        bound = max(bound, local_error(node, [operand(h, 0.0) for h in exact], fmt).max().item())
+    assert 0 < worst <= bound <= 1e4 * worst
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_comparisons_do_not_round(name: str) -> None:
+    node = node_of(name)
+    assert not local_error(node, [operand(random(*u.shape), 1.0) for u in node.operands], FORMATS[0]).any()
+
+
+def test_any_order_of_summation_stays_within_the_bound() -> None:
+    """One term after the other, terms sorted to lose as much as possible, in float32 without extra precision."""
+    layer = nn.Linear(2000, 1, bias=False).double().eval()
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.float())
+    node = capture(layer, random(1, 2000)).output
+    x = torch.randn(1, 2000).double()
+    terms = (x * layer.weight).flatten().detach()
+    bound = local_error(node, [operand(x, 0.0)], FORMATS[0]).item()
+    gaps = []
+    for order in (terms.argsort(), terms.abs().argsort(), terms.abs().argsort(descending=True), torch.arange(2000)):
+        total = torch.zeros(())
+        for i in order.tolist():
+            total = total + (x[0, i].float() * layer.weight[0, i].float())
+        gaps.append(abs(total.item() - terms.sum().item()))
+    assert 1e-7 < max(gaps) <= bound
+
+
+def test_masked_scores_stay_exact() -> None:
+    mask = torch.zeros(6, 6).double().masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+    masked = capture(Constant(torch.add, mask).eval(), random(1, 4, 6, 6)).output
+    scores = random(1, 4, 6, 6)
+    added = local_error(masked, [operand(scores, 0.1)], FORMATS[0])[0]
+    assert not added[:, :, mask < 0].any()
+    assert (added[:, :, mask == 0] > 0).all()
+    weights = local_error(node_of("softmax"), [operand(scores + mask, 0.1)], FORMATS[0])[0]
+    assert not weights[:, :, mask < 0].any()
+    assert torch.isfinite(weights).all()
+    gap = (torch.softmax((scores + mask).float(), -1).double() - torch.softmax(scores + mask, -1)).abs()
+    assert (gap <= weights).all()
+
+
+def test_fused_attention_is_its_written_out_form() -> None:
+    """Kernels for scaled_dot_product_attention against the bounds of the two products, the scale and the softmax."""
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = x.chunk(3, 1)
+        return F.scaled_dot_product_attention(q, k, v).flatten(1)
+
+    model = wrapped(Function(attend), (6, 8, 8))
+    for name in DTYPES:
+        bound = Roundoff(model, name)
+        images = torch.rand(4, 6, 8, 8, generator=torch.Generator().manual_seed(3)).to(DTYPES[name]).double()
+        errors = bound._errors(images, torch.zeros(4).double())[0][bound.graph.output]
+        exact = model(images)
+        for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend), torch.no_grad():
+                gap = (cast(model, name)(images.to(DTYPES[name])).double() - exact).norm(dim=1)
+            assert (gap <= errors).all()
+            assert name != "float32" or (errors <= 1e4 * gap.max()).all()
+
+
+def wrapped(net: nn.Module, size: tuple[int, int, int]) -> Model:
+    zero, one = [0.3] * size[0], [0.4] * size[0]
+    return lipcert.load(net.eval(), mean=zero, std=one, input_size=size).double()
+
+
+def cast(model: Model, name: str) -> Model:
+    return copy.deepcopy(model).to(DTYPES[name])
+
+
+def mlp() -> Model:
+    torch.manual_seed(1)
+    return wrapped(
+        nn.Sequential(nn.Flatten(), nn.Linear(48, 20), nn.ReLU(), nn.Linear(20, 20), nn.GELU(), nn.Linear(20, 5)),
+        (3, 4, 4),
+    )
+
+
+def conv_net() -> Model:
+    torch.manual_seed(2)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    ]  # fmt: skip
+    return wrapped(nn.Sequential(*layers), (3, 8, 8))
+
+
+def vit() -> Model:
+    torch.manual_seed(3)
+    model = lipcert.load(
+        "vit_tiny_patch16_224", pretrained=False, mean=(0.3,) * 3, std=(0.4,) * 3, input_size=(3, 8, 8), img_size=8,
+        patch_size=4, embed_dim=16, depth=1, num_heads=2, class_token=False, global_pool="avg", fc_norm=False,
+        num_classes=4,
+    )  # fmt: skip
+    lipcert.convert(model, attention="keep", norm="smooth", images=torch.rand(16, 3, 8, 8))
+    return model.double()
+
+
+def deployed(model: Model, name: str, images: Tensor) -> list[Tensor]:
+    """Logits in a format, computed in several ways, as float64."""
+    network, pixels = cast(model, name), images.to(DTYPES[name])
+    with torch.no_grad():
+        ways = [network(pixels), torch.cat([network(image[None]) for image in pixels])]
+        ways.append(network.to(memory_format=torch.channels_last)(pixels.to(memory_format=torch.channels_last)))
+        with sdpa_kernel(SDPBackend.MATH):
+            ways.append(network(pixels))
+        torch.set_num_threads(2)
+        ways.append(network(pixels))
+        torch.set_num_threads(1)
+    return [way.double() for way in ways]
+
+
+def around(model: Model, images: Tensor, radius: Tensor) -> list[Tensor]:
+    """Images of the box within a radius: the given ones, random ones, and steps along the gradient of the margin."""
+    far = radius[:, None, None, None]
+    found = [images]
+    for seed in range(2):
+        noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        found.append((images + far * noise / noise.flatten(1).norm(dim=1)[:, None, None, None]).clamp(0, 1))
+    point = images.clone().requires_grad_()
+    top = model(point).topk(2, 1).values
+    (slope,) = torch.autograd.grad((top[:, 0] - top[:, 1]).sum(), point)
+    found.append((images - far * slope / slope.flatten(1).norm(dim=1)[:, None, None, None]).clamp(0, 1))
+    return found
+
+
+@pytest.mark.parametrize("build", [mlp, conv_net], ids=["mlp", "conv"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_margins_of_the_deployed_network_stay_within_the_bound(build: Callable[[], Model], name: str) -> None:
+    model = build()
+    images = torch.rand(4, *model.input_size, generator=torch.Generator().manual_seed(0)).double()
+    radius = torch.full((4,), 0.2).double()
+    predicted, _ = margins(model(images).detach())
+    bound = Roundoff(model, name)
+    tau = bound.margins(images, predicted, radius)
+    worst = torch.zeros_like(tau)
+    for perturbed in around(model, images, radius):
+        held = perturbed.to(DTYPES[name]).double()
+        assert ((held - perturbed).flatten(1).norm(dim=1) <= bound.entry(images, radius)).all()
+        with torch.no_grad():
+            exact = model(held)
+        gaps = exact.gather(1, predicted[:, None]) - exact
+        for logits in deployed(model, name, held):
+            worst = torch.maximum(worst, gaps - (logits.gather(1, predicted[:, None]) - logits))
+    assert (worst <= tau).all()
+    assert (tau <= bound.margins(images, predicted, torch.full((4,), math.inf).double()) * (1 + 1e-9)).all()
+    if name == "float32":
+        assert tau.max() <= 1e4 * worst.max()
+        assert tau.max() < 1e-3
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_linearised_deployed_network_moves_no_more_than_its_bounds(name: str) -> None:
+    model = vit()
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+    far = torch.full((2,), 0.005).double()
+    eps = far + Format.of(name).entry(images, far)
+    anchor = DeployedAnchored(model, name)(images)
+    anchor.measure(eps)
+    reach = anchor.deviations(eps).logits
+    with torch.no_grad():
+        exact = model(images)
+    for perturbed in around(model, images, far):
+        for logits in deployed(model, name, perturbed):
+            assert ((logits - exact).norm(dim=1) <= reach).all()
+    assert torch.isfinite(reach).all() or name == "bfloat16"
+
+
+def test_what_rounding_takes_from_a_margin_to_first_order() -> None:
+    """At the image itself, where nothing else moves; the bound is not far above what is seen."""
+    model = vit()
+    images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)).float().double()
+    with torch.no_grad():
+        exact = model(images)
+    predicted, _ = margins(exact)
+    anchor = DeployedAnchored(model, "float32")(images)
+    anchor.measure(torch.full((3,), 1e-9).double())
+    for j in range(4):
+        rivals = torch.where(predicted == j, (predicted + 1) % 4, j)
+        lost = anchor.lost(rivals, predicted) * (1 + 1e-3)  # the rest is of second order in the unit roundoff
+        gap = exact.gather(1, predicted[:, None]) - exact.gather(1, rivals[:, None])
+        worst = torch.zeros(3).double()
+        for logits in deployed(model, "float32", images):
+            seen = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
+            worst = torch.maximum(worst, (seen - gap).abs()[:, 0])
+        assert (worst <= lost).all()
+        assert lost.max() <= 1e3 * worst.max()
+
+
+def test_the_float32_term_of_the_bundled_model(attack: Callable[..., bool]) -> None:
+    """Below 1 % of the radius, and no attack on the float32 network succeeds inside."""
+    model = lipcert.load(BUNDLED)
+    exact = copy.deepcopy(model).double()
+    images = next(iter(open_images(None, model, limit=1).batches(1))).images.double()
+    predicted, gaps = margins(exact(images).detach())
+    anchor = DeployedAnchored(exact, "float32")(images)
+    deployed_radius = anchor.radius(predicted, gaps)
+    anchor.roundings = None
+    real = super(type(anchor), anchor).radius(predicted, gaps)
+    assert (deployed_radius < real).all()
+    assert (deployed_radius > 0.99 * real).all()
+    for image, radius in zip(images, deployed_radius.tolist(), strict=True):
+        assert not attack(model, image[None].float(), radius, steps=20)
+
+
+def test_any_method_becomes_one_for_the_deployed_network() -> None:
+    model = mlp()
+    images = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double()
+    predicted, gaps = margins(model(images).detach())
+    bounds = MarginBounds(analyze(model))
+
+    def stage(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
+        return radii(gaps, bounds.of(predicted))
+
+    real = stage(images, predicted, gaps)
+    for name, share in (("float32", 0.99), ("float16", 0.0)):
+        found = Roundoff(model, name).deployed(stage)(images, predicted, gaps)
+        assert (found < real).all()
+        assert (found >= share * real).all()
+    strict = Roundoff(model, Format(torch.bfloat16, torch.bfloat16))
+    assert not strict.deployed(stage)(images, predicted, gaps).any()
+    left = gaps - Roundoff(model, "float32").margins(images, predicted, real)
+    assert (found <= stage(images, predicted, left)).all()
+
+
+def test_a_margin_that_float32_does_not_see_is_not_left() -> None:
+    """(x + 1e8) − 1e8 in real arithmetic is x, in float32 a multiple of 8: the real margin is certain, and wrong."""
+    large = 1e8
+
+    def logits(x: Tensor) -> Tensor:
+        wide = (x.flatten(1) + large) - large
+        return torch.cat((wide, 0.5 + 0 * wide), 1)
+
+    model = wrapped(Function(logits), (1, 1, 1))
+    image = torch.full((1, 1, 1, 1), 0.9).double()
+    predicted, gaps = margins(model(image))
+    assert predicted.item() == 0
+    assert gaps[0, 1] > 0.4
+    assert cast(model, "float32")(image.float()).argmax() == 1
+    assert Roundoff(model, "float32").margins(image, predicted, torch.zeros(1).double())[0, 1] > gaps[0, 1]
+
+
+def test_overflow_is_never_bounded() -> None:
+    model = wrapped(nn.Sequential(nn.Flatten(), nn.Linear(3, 2, bias=False)), (3, 1, 1))
+    image, radius = torch.rand(1, 3, 1, 1).double(), torch.zeros(1).double()
+    weight = next(p for p in model.parameters())
+    for size, finite in ((1.0, True), (3e4, False), (1e6, False)):
+        with torch.no_grad():
+            weight.fill_(size)
+        tau = Roundoff(model, "float16").margins(image, torch.zeros(1).long(), radius)
+        assert bool(torch.isfinite(tau).all()) is finite
+        assert torch.isfinite(Roundoff(model, "float32").margins(image, torch.zeros(1).long(), radius)).all()
+
+
+def test_intermediate_overflow_is_never_bounded() -> None:
+    """Terms that cancel in the end, but whose partial sums leave float16."""
+    model = wrapped(nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False)), (2, 1, 1))
+    with torch.no_grad():
+        next(p for p in model.parameters()).copy_(torch.tensor([[4e4, -4e4], [4e4, -4e4]]))
+    image = torch.full((1, 2, 1, 1), 0.9).double()
+    tau = Roundoff(model, "float16").margins(image, torch.zeros(1).long(), torch.zeros(1).double())
+    assert torch.isinf(tau[0, 1])
+
+
+def test_casting_the_weights_is_part_of_the_error() -> None:
+    model = wrapped(nn.Sequential(nn.Flatten(), nn.Linear(3, 2, bias=False)), (3, 1, 1))
+    image = torch.rand(1, 3, 1, 1).double()
+    arguments = (image, torch.zeros(1).long(), torch.zeros(1).double())
+    before = Roundoff(model, "float16").margins(*arguments)
+    after = Roundoff(copy.deepcopy(model).half().double(), "float16").margins(*arguments)
+    assert (after[0, 1] < 0.9 * before[0, 1]).all()
+
+
+def test_sums_in_the_format_itself_cost_more() -> None:
+    images, predicted, radius = torch.rand(2, 3, 4, 4).double(), torch.zeros(2).long(), torch.zeros(2).double()
+    strict, usual = (Roundoff(mlp(), f).margins(images, predicted, radius) for f in
+                     (Format(torch.float16, torch.float16), "float16"))  # fmt: skip
+    assert (strict[:, 1:] > 3 * usual[:, 1:]).all()
+
+
+def test_bounds_do_not_depend_on_the_batch() -> None:
+    model = conv_net()
+    images = torch.rand(3, 3, 8, 8).double()
+    bound, predicted, radius = Roundoff(model, "float32"), torch.tensor([0, 1, 2]), torch.full((3,), 0.1).double()
+    together = bound.margins(images, predicted, radius)
+    alone = [bound.margins(images[i : i + 1], predicted[i : i + 1], radius[i : i + 1]) for i in range(3)]
+    assert torch.allclose(together, torch.cat(alone), rtol=1e-9, atol=0)
+
+
+def test_what_has_no_bound_is_refused() -> None:
+    squared = wrapped(Constant(lambda x, w: F.linear(x.flatten(1), w @ w), random(3, 3)), (3, 1, 1))
+    with pytest.raises(UnsupportedOperation, match="a constant that the network computes"):
+        Roundoff(squared, "float32")
+    mixed = wrapped(Constant(lambda x, w: F.linear(x.flatten(1).float(), w.float()), random(3, 3)), (3, 1, 1))
+    with pytest.raises(UnsupportedOperation, match=r"torch\.float32"):
+        Roundoff(mixed, "float16")
+    without = wrapped(Function(lambda x: torch.atan(x.flatten(1))), (3, 1, 1))
+    with pytest.raises(UnsupportedOperation):
+        Roundoff(without, "float32")
+    with pytest.raises(InputError, match="float32, float16, bfloat16"):
+        Roundoff(mlp(), "float64")
+    with pytest.raises(InputError):
+        Format.of(torch.float64)
