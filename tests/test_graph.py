@@ -415,3 +415,23 @@ def test_detaching_does_not_hide_a_derivative() -> None:
     graph = capture(Detached().eval(), images.detach())
     (gradient,) = torch.autograd.grad(graph.replay(images)[0, 1], images)
     assert torch.allclose(gradient.flatten(), 6 * weight[1])
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_recurrent_layer_is_replayed_step_by_step(both: bool, first: bool) -> None:
+    layer = nn.LSTM(4, 3, 2, batch_first=first, bidirectional=both).eval()
+    model = Module(lambda x: torch.cat([part.flatten() for part in (lambda h, s: (h, *s))(*layer(x[0]))]))
+    same_on_other_images(model, capture(model, image()), SIZE)
+
+
+def test_functions_that_are_replayed_by_others_are_the_same_functions() -> None:
+    points = image() * 9 - 4
+    for inplace in (False, True):
+        graph = capture(Module(lambda x, inplace=inplace: F.hardsigmoid(x, inplace)), points)
+        torch.testing.assert_close(graph.replay(points), F.hardsigmoid(points))
+
+
+def test_named_results_keep_their_names() -> None:
+    model = Module(lambda x: x.max(dim=1).values)
+    same_on_other_images(model, capture(model, image()), SIZE)

@@ -203,7 +203,9 @@ class Boxes:
             node: value.lip for node, value in analysis.values.items() if isinstance(value, Value)
         }
         self.folded = {
-            node for node, value in analysis.values.items() if isinstance(value, Value) and value.base is not None
+            node
+            for node, value in analysis.values.items()
+            if isinstance(value, Value) and (value.base is not None or value.origin is not None)
         }
         self.cores: dict[Node, Core] = {}
         for node in self.graph.nodes:
@@ -478,7 +480,7 @@ def _sum(walk: Walk, node: Node, *operands: State) -> State:
 
 
 @_box("identity", "dropout")
-def _same(walk: Walk, node: Node, x: State) -> State:
+def _same(walk: Walk, node: Node, x: State, *templates: State) -> State:
     return walk.result(node, x.up, x.down, (x,), way=x.way, constant=lambda: x.constant)
 
 

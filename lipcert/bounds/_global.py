@@ -15,7 +15,7 @@ from lipcert.bounds._bound import Bound, LayerBound
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, capture
+from lipcert.graph import Graph, Node, capture, needed
 from lipcert.graph._graph import map_nodes
 from lipcert.model import Model
 
@@ -36,6 +36,20 @@ class Analysis:
     def bound(self) -> Bound:
         """The Lipschitz constant from pixels to logits, with its budget."""
         return Bound.deterministic(self.output.lip, "composition", _REFERENCE, layers=tuple(self._budget()))
+
+    def obstacles(self) -> list[tuple[str, str, str]]:
+        """(operation, module path, reason) for every operation that makes the bound infinite; [] if it is finite."""
+        if self.output.lip.finite:
+            return []
+        found = []
+        for node in self.graph.nodes:
+            value = self.values[node]
+            operands = [self.values[operand] for operand in node.operands]
+            if not isinstance(value, Value) or value.lip.finite:
+                continue
+            if all(operand.lip.finite for operand in operands if isinstance(operand, Value)):
+                found.append((node.name, node.path, value.unbounded or "nothing bounds the values it multiplies"))
+        return found
 
     def _budget(self) -> list[LayerBound]:
         """One line an operation that can stretch, in the order of the network.
@@ -93,7 +107,7 @@ def analyze(
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
     if isinstance(model, Model):
         _check_independence(model, images)
-    graph = capture(model, images, whole=kept_whole)
+    graph = needed(capture(model, images, whole=kept_whole))
     return Analysis(graph, _walk(graph, progress))
 
 
@@ -122,7 +136,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
 
 def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Node, Any]:
     # The box [0, 1]^(C×H×W): pixels have magnitude at most 1, and the constant from the pixels to themselves is 1.
-    values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1)}
+    values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
     missing: list[tuple[str, str]] = []
     for done, node in enumerate(graph.nodes):
         if node is graph.input:

@@ -5,9 +5,11 @@ hold for every image of the box:
 
 * ``lip``: the Lipschitz constant of x ↦ h(x), Frobenius norm over the whole tensor of one image;
 * ``magnitude``: the largest absolute entry;
-* ``row_norm(axis)``: the largest ℓ2 norm of a vector along an axis, such as one token.
+* ``row_norm(axis)``: the largest ℓ2 norm of a vector along an axis, such as one token;
+* ``floor``: the smallest entry.
 
-The last two are what make gates and dot-product attention, which are not Lipschitz on all of space, finite.
+Magnitudes and row norms are what make gates and dot-product attention, which are not Lipschitz on all of space, finite,
+and floors what makes quotients and roots finite.
 
 Linear maps are not turned into a number at once. A value may be ``offset + map(base)``, with the map kept as a
 matrix, so that scale, convolution and batch norm, or x + Wx, are folded into one operator before its norm is taken:
@@ -17,6 +19,7 @@ matrix, so that scale, convolution and batch norm, or x + Wx, are folded into on
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -159,6 +162,29 @@ class Conv:
         return Conv(weight, self.input_size, self.geometry, composed=True)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How a value follows from an earlier one, for normalisations that a network writes out in several operations.
+
+    Attributes:
+        kind: ``square`` (source²), ``mean`` (mean over dims, plus eps), ``centred`` (source minus that mean),
+            ``energy`` q (‖source‖²/count over dims, of the centred source if ``centred``, plus eps), ``root`` (√q) or
+            ``inverse`` (1/√q). Reduced dimensions are kept with size 1, or expanded again.
+        source: the earlier value.
+        dims: the dimensions reduced.
+        count: the divisor of an energy, or the number of entries in a mean.
+        eps: what was added.
+        centred: whether the energy is a variance.
+    """
+
+    kind: str
+    source: Value
+    dims: tuple[int, ...] = ()
+    count: int = 1
+    eps: float = 0.0
+    centred: bool = False
+
+
 class Value:
     """Bounds on a tensor that depends on the image; see the module's docstring.
 
@@ -171,6 +197,13 @@ class Value:
         offset: that constant as a float64 vector along the last axis; None where it is unknown.
         offset_error: bound on the norm of what rounding left out of ``offset``.
         stochastic: the value is a softmax along its last axis whose ``lip`` is half that of its argument.
+        floor: lower bound on the entries, one number or one for each place on the last axis; -inf says nothing.
+        unbounded: where ``lip`` is infinite, why.
+
+    Attributes:
+        mass: lower bound on the sums along the last axis.
+        origin: see :class:`Origin`.
+        arranged: a value with the same entries in another shape.
     """
 
     def __init__(
@@ -185,6 +218,8 @@ class Value:
         offset: Tensor | None = None,
         offset_error: Number = 0,
         stochastic: bool = False,
+        floor: Tensor | float = -math.inf,
+        unbounded: str = "",
     ):
         self.shape = tuple(shape)
         self._lip = None if lip is None else Upper(lip)
@@ -195,6 +230,11 @@ class Value:
         self.offset = offset
         self.offset_error = Upper(offset_error)
         self.stochastic = stochastic
+        self.floor = torch.as_tensor(floor, dtype=torch.float64)
+        self.unbounded = unbounded
+        self.mass = -math.inf
+        self.origin: Origin | None = None
+        self.arranged: Value | None = None
 
     @classmethod
     def constant(cls, tensor: Tensor) -> Value:
@@ -225,6 +265,19 @@ class Value:
             best = min(best, self.map.norm * self.base.row_norm(-1) + vector_norm(self.offset) + self.offset_error)
         return best
 
+    @property
+    def lowest(self) -> float:
+        """Lower bound on all entries."""
+        return self.floor.min().item()
+
+    def total_norm(self) -> Upper:
+        """Upper bound on the ℓ2 norm of all entries together, for any image."""
+        entries = math.prod(self.shape)
+        best = Upper(entries).sqrt() * self.magnitude
+        for axis, size in enumerate(self.shape):
+            best = min(best, Upper(entries // max(1, size)).sqrt() * self.row_norm(axis))
+        return best if self.arranged is None else min(best, self.arranged.total_norm())
+
     def matrix_norm(self) -> Upper:
         """Upper bound on the spectral norm of the matrices in the last two axes, for any image."""
         n, m = self.shape[-2:]
@@ -237,11 +290,17 @@ class Value:
         ``rows_axis`` is where the axis of ``rows`` went; None forgets it.
         """
         rows = (rows_axis, self.rows[1]) if rows_axis is not None and self.rows is not None else None
-        return Value(shape, lip, magnitude=self.magnitude, rows=rows)
+        return Value(shape, lip, magnitude=self.magnitude, rows=rows, floor=self.lowest)
 
     def bounded(self, lip: Number, magnitude: Number = INFINITE) -> Value:
         """The value after φ entry by entry with |φ(x)| ≤ |x|: entries and rows do not grow; ``lip`` is the result's."""
         return Value(self.shape, lip, magnitude=min(self.magnitude, Upper(magnitude)), rows=self.rows)
+
+
+def rounded_down(number: Tensor | float) -> Tensor:
+    """A lower bound on a number that a few float64 operations have computed, none of them a cancellation."""
+    tensor = torch.as_tensor(number, dtype=torch.float64)
+    return torch.where(tensor.isfinite(), tensor - tensor.abs() * 2.0**-45, tensor)
 
 
 def _with_roundings(norm: Upper, weight: Tensor) -> Upper:

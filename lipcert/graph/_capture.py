@@ -234,6 +234,7 @@ class _Recorder:
             return outcome
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         op = canonical(function)
+        function = _REPLAYED_AS.get(op, function)
         if target is not None:
             function = _out_of_place(function)
             node_kwargs.pop("inplace", None)
@@ -273,7 +274,7 @@ class _Recorder:
                 pick = Node("part", operator.getitem, (node, index), {}, self.path, tuple(part.shape), dtype=part.dtype)
                 self.nodes.append(pick)
                 parts.append(Tracked(part, pick, self))
-            return tuple(parts)
+            return type(outcome)(parts)
         if isinstance(outcome, (str, torch.dtype, torch.device)):
             return outcome
         problem = f"{node.name} that makes a {type(outcome).__name__} of the image's values"
@@ -337,6 +338,53 @@ def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
         return returned if isinstance(returned, Tensor) else copy
 
     return replayed
+
+
+def _hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+    """``hardsigmoid``, whose derivative torch computes with a float32 ⅙ and cannot differentiate."""
+    return torch.nn.functional.hardtanh(x + 3, 0.0, 6.0) / 6
+
+
+def _lstm(
+    x: Tensor,
+    state: tuple[Tensor, Tensor],
+    weights: list[Tensor],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``lstm`` step by step, which unlike torch's own can be run on many images by ``vmap``."""
+    ways, each = 2 if bidirectional else 1, 4 if biased else 2
+    if len(weights) != ways * each * layers:
+        raise NotImplementedError("LSTM with projections")
+    steps = x.unbind(1 if batch_first else 0)
+    last_h, last_c = [], []
+    for layer in range(layers):
+        outputs = []
+        for way in range(ways):
+            index = layer * ways + way
+            parts = weights[index * each : (index + 1) * each]
+            h, c = state[0][index], state[1][index]
+            found = []
+            for step in steps[::-1] if way else steps:
+                gates = torch.nn.functional.linear(step, parts[0], *parts[2:3])
+                gates = gates + torch.nn.functional.linear(h, parts[1], *parts[3:4])
+                i, f, g, o = gates.chunk(4, -1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+                found.append(h)
+            outputs.append(found[::-1] if way else found)
+            last_h.append(h)
+            last_c.append(c)
+        steps = tuple(torch.cat(together, -1) for together in zip(*outputs, strict=True))
+    return torch.stack(steps, 1 if batch_first else 0), torch.stack(last_h), torch.stack(last_c)
+
+
+# What a replay runs in place of operations that torch cannot differentiate twice or run on many images.
+_REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid, "lstm": _lstm}
 
 
 @contextmanager

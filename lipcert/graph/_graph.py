@@ -79,6 +79,8 @@ def canonical(function: Callable[..., Any]) -> Any:
     if name is None or not ours:
         return function
     bare = name.strip("_")
+    if bare == "unfold" and module is None:  # windows of a tensor along one axis, unlike torch.nn.functional.unfold
+        return "unfold_axis"
     return _SYNONYMS.get(bare, bare)
 
 

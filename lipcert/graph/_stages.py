@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def explicit_attention(graph: Graph) -> Graph:
             stands_for[node] = _written_out(node, nodes, *args, **kwargs)
         elif any(operand in stands_for for operand in node.operands):
             stands_for[node] = Node(
-                node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result
+                node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
             )
             nodes.append(stands_for[node])
         else:
@@ -57,6 +57,8 @@ def _written_out(
         nodes.append(made)
         return made
 
+    if enable_gqa:  # a group of queries shares its keys and values
+        key, value = (_repeated(x, query.shape[-3] // x.shape[-3], emit) for x in (key, value))
     width = query.shape[-1]
     scores = (*node.shape[:-1], key.shape[-2])
     factor = 1 / math.sqrt(width) if scale is None else scale
@@ -71,6 +73,16 @@ def _written_out(
         logits = emit("add", operator.add, (logits, attn_mask), scores)
     weights = emit("softmax", torch.softmax, (logits, -1), scores)
     return emit("matmul", torch.matmul, (weights, value), node.shape)
+
+
+def _repeated(x: Any, times: int, emit: Callable[..., Node]) -> Any:
+    """Every head several times, as grouped queries read them."""
+    if times == 1:
+        return x
+    if isinstance(x, Tensor):
+        return x.repeat_interleave(times, -3)
+    shape = (*x.shape[:-3], x.shape[-3] * times, *x.shape[-2:])
+    return emit("repeat_interleave", torch.repeat_interleave, (x, times, -3), shape)
 
 
 def cuts(graph: Graph) -> list[Node]:

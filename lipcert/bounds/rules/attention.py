@@ -20,7 +20,9 @@ def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwarg
     if dim is None:
         raise NoAnswer("softmax without a dimension")
     last = dim % len(x.shape) == len(x.shape) - 1
-    return Value(x.shape, x.lip / 2, magnitude=1, rows=(dim, 1), stochastic=last)
+    result = Value(x.shape, x.lip / 2, magnitude=1, rows=(dim, 1), stochastic=last, floor=0.0)
+    result.mass = 1.0 if last else 0.0
+    return result
 
 
 @rule("scaled_dot_product_attention")
@@ -43,12 +45,10 @@ def attention(
 
         ‖δO‖ ≤ √n ‖δv‖ + s t_v (t_k ‖δq‖ + √(n/2) t_q ‖δk‖).
 
+    A bias that depends on the image adds Cov_{P_i}(δM_i, v), at most √½ t_v ‖δM_i‖. Where entries are broadcast, or a
+    group of queries shares its keys and values (``enable_gqa``), every one is used m times, which gives √m.
     The bounds t hold on the whole image box, which is convex, so the derivative bound holds along every segment.
     """
-    if isinstance(attn_mask, Value):
-        raise NoAnswer("the attention bias depends on the image")
-    if enable_gqa:
-        raise NoAnswer("grouped queries")
     if dropout_p:
         raise NoAnswer("dropout, which is random here in evaluation mode too")
     q, k, v = (x if isinstance(x, Value) else Value.constant(x) for x in (query, key, value))
@@ -59,4 +59,8 @@ def attention(
     t_q, t_k, t_v = q.row_norm(-1), k.row_norm(-1), v.row_norm(-1)
     through_scores = t_k * q.lip * spread[0] + (Upper(n) / 2).sqrt() * t_q * k.lip * spread[1]
     lip = Upper(n).sqrt() * v.lip * spread[2] + t_v * s * through_scores
-    return Value(call.shape, lip, magnitude=v.magnitude, rows=(-1, t_v))
+    if isinstance(attn_mask, Value):
+        scores = batch * n * k.shape[-2]
+        copies = Upper(scores // max(1, math.prod(attn_mask.shape))).sqrt()
+        lip = lip + t_v * (Upper(1) / 2).sqrt() * attn_mask.lip * copies
+    return Value(call.shape, lip, magnitude=v.magnitude, rows=(-1, t_v), floor=v.lowest)

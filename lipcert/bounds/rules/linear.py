@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -47,20 +48,20 @@ def _pairs(value: Any, dims: int) -> tuple[int, ...]:
 @rule("conv1d", "conv2d", "conv3d")
 def conv(
     call: Call,
-    x: Value,
+    x: Any,
     weight: Any,
-    bias: Tensor | None = None,
+    bias: Any = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
 ) -> Value:
     """x ↦ w ∗ x + b: constant by lipcert.norms.conv_norm; an entry is at most ‖w_o‖₁ max|x|."""
-    if isinstance(weight, Value):
-        raise NoAnswer("the weight depends on the image")
-    dims = weight.dim() - 2
+    dims = len(weight.shape) - 2
     if len(x.shape) != dims + 2:
         raise NoAnswer("an input without batch axis")
+    if isinstance(weight, Value) or isinstance(bias, Value) or not isinstance(x, Value):
+        return _conv_by_values(call, x, weight, bias)
     dilation = _pairs(dilation, dims)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -75,6 +76,23 @@ def conv(
     if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
         inner, operator = x.base, folded
     return Value(call.shape, magnitude=magnitude, base=inner, map=operator)
+
+
+def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
+    """w ∗ x with a weight that depends on the image: δ(w ∗ x) = w' ∗ δx + δw ∗ x, linear in each.
+
+    With T taps w ∗ x = Σ_t S_t w_t x, S_t of norm ≤ 1 (shift, stride, padding), w_t a matrix at every position, so
+    ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every position.
+    """
+    x, weight = (v if isinstance(v, Value) else Value.constant(v) for v in (x, weight))
+    taps = Upper(math.prod(weight.shape[2:])).sqrt()
+    lip = taps * (weight.total_norm() * x.lip + x.total_norm() * weight.lip)
+    magnitude = weight.magnitude * x.magnitude * math.prod(weight.shape[1:])
+    if bias is not None:
+        added = bias if isinstance(bias, Value) else Value.constant(bias)
+        lip = lip + added.lip * Upper(math.prod(call.shape[2:])).sqrt()
+        magnitude = magnitude + added.magnitude
+    return Value(call.shape, lip, magnitude=magnitude)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

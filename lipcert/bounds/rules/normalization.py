@@ -52,7 +52,8 @@ def _standardized(x: Value, shape: tuple[int, ...], size: int, eps: float | None
     """
     lip = x.lip * (Upper(1) / eps).sqrt() if eps else INFINITE if x.lip > 0 else Upper(0)
     root = Upper(size).sqrt()
-    return Value(shape, lip, magnitude=root, rows=(axis, root) if axis is not None else None)
+    unbounded = "" if eps else "eps is 0, so that its slope is unbounded where a group is constant"
+    return Value(shape, lip, magnitude=root, rows=(axis, root) if axis is not None else None, unbounded=unbounded)
 
 
 def _affine(base: Value, weight: Tensor | None, bias: Tensor | None, axis: int, dims: int = 1) -> Value:
@@ -115,4 +116,6 @@ def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1
         raise NoAnswer(f"p = {p:g}")
     if not isinstance(dim, int):
         raise NoAnswer("several dimensions")
-    return Value(call.shape, x.lip * (Upper(1) / eps) if eps > 0 else INFINITE, rows=(dim, 1))
+    if not eps > 0:
+        return Value(call.shape, INFINITE, rows=(dim, 1), unbounded="eps is 0, so that its slope is unbounded near 0")
+    return Value(call.shape, x.lip * (Upper(1) / eps), rows=(dim, 1))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._upper import Upper
+from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Value
 
@@ -41,7 +41,8 @@ def _averaging(operation: Callable[..., Tensor], dims: int) -> Callable[..., Val
         rows = None
         if x.rows is not None and x.rows[0] == len(x.shape) - dims - 1:
             rows = (x.rows[0], x.rows[1] * rows_norm)
-        return Value(call.shape, x.lip * norm, magnitude=x.magnitude * rows_norm, rows=rows)
+        floor = 0.0 if x.lowest >= 0 else -math.inf
+        return Value(call.shape, x.lip * norm, magnitude=x.magnitude * rows_norm, rows=rows, floor=floor)
 
     return answer
 
@@ -76,7 +77,7 @@ def _maximum(dims: int) -> Callable[..., Value]:
             raise NoAnswer("indices of the maxima")
         kernel, step, gap = (_each(v, dims) for v in (kernel_size, stride or kernel_size, dilation))
         windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
-        return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude)
+        return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
     return answer
 
@@ -88,7 +89,7 @@ def _adaptive_maximum(dims: int) -> Callable[..., Value]:
         if return_indices or any(n < m for n, m in sizes):
             raise NoAnswer("more results than entries, or their indices")
         shared = math.prod(1 if n % m == 0 else 2 for n, m in sizes)
-        return Value(call.shape, x.lip * Upper(shared).sqrt(), magnitude=x.magnitude)
+        return Value(call.shape, x.lip * Upper(shared).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
     return answer
 
@@ -101,7 +102,36 @@ for _dims in (1, 2, 3):
 @rule("amax", "amin")
 def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """|max a − max b| ≤ ‖a − b‖; different results share no entry."""
-    return Value(call.shape, x.lip, magnitude=x.magnitude)
+    return Value(call.shape, x.lip, magnitude=x.magnitude, floor=x.lowest)
+
+
+def _larger(pick: Callable[..., float]) -> Callable[..., Any]:
+    def answer(call: Call, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Of two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry; along a dimension as ``amax``."""
+        dim = kwargs.get("dim", y)
+        if isinstance(x, Value) and not kwargs.keys() & {"other"} and (dim is None or isinstance(dim, int)):
+            if dim is None:
+                return extreme(call, x)
+            shape = list(x.shape)
+            keepdim = bool(args[0] if args else kwargs.get("keepdim", False))
+            shape[dim % len(shape) : dim % len(shape) + 1] = [1] if keepdim else []
+            return extreme(Call(tuple(shape), call.path), x), None
+        pair = (x, kwargs.get("other", y))
+        values = [v if isinstance(v, Value) else Value.constant(torch.as_tensor(v, dtype=torch.float64)) for v in pair]
+        copies = [Upper(math.prod(call.shape) // max(1, math.prod(v.shape))).sqrt() for v in values]
+        lip = root_sum_squares(*(v.lip * m for v, m in zip(values, copies, strict=True)))
+        floor = pick(v.lowest if isinstance(v, Value) else _lowest(v) for v in pair)
+        return Value(call.shape, lip, magnitude=max(v.magnitude for v in values), floor=floor)
+
+    return answer
+
+
+rule("max", "maximum")(_larger(max))
+rule("min", "minimum")(_larger(min))
+
+
+def _lowest(constant: Any) -> float:
+    return torch.as_tensor(constant, dtype=torch.float64).min().item()
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:

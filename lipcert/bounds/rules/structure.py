@@ -44,7 +44,7 @@ def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
         if scale is not None:
             inner = reshape(call, x.base)
             keep_offset = x.offset if call.shape[-1] == x.shape[-1] else None
-            return Value(
+            moved = Value(
                 call.shape,
                 magnitude=x.magnitude,
                 base=inner,
@@ -52,14 +52,23 @@ def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
                 offset=keep_offset,
                 offset_error=x.offset_error,
             )
+            return _arranged(moved, x)
     rows = None
     if x.rows is not None:
         target = _follow_axis(x.shape, call.shape, x.rows[0])
         if target is not None:
             rows = (target[0], x.rows[1] * Upper(target[1]).sqrt())
-    return Value(
-        call.shape, x.lip, magnitude=x.magnitude, rows=rows, stochastic=x.stochastic and call.shape[-1] == x.shape[-1]
-    )
+    stochastic = x.stochastic and call.shape[-1:] == x.shape[-1:]
+    return _arranged(Value(call.shape, x.lip, magnitude=x.magnitude, rows=rows, stochastic=stochastic), x)
+
+
+def _arranged(result: Value, x: Value) -> Value:
+    """What is known of all entries together, or by place on the last axis, holds after a reshape too."""
+    same_last = result.shape[-1:] == x.shape[-1:]
+    result.floor = x.floor if same_last else torch.tensor(x.lowest, dtype=torch.float64)
+    result.mass = x.mass if same_last else -math.inf
+    result.arranged = x
+    return result
 
 
 def _reshape_scale(scale: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor | None:
@@ -134,7 +143,12 @@ def _selection(operation: Any) -> Any:
             picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
             uses = int(torch.bincount(picked).max()) if picked.numel() else 1
         last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
-        return x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
+        result = x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
+        if x.floor.numel() > 1:  # by place on the last axis
+            picked_floors = operation(x.floor.expand(x.shape), *_to_cpu(args), **_to_cpu(kwargs))
+            if picked_floors.numel():
+                result.floor = picked_floors.amin()
+        return result
 
     return answer
 
@@ -151,6 +165,15 @@ def _to_cpu(tree: Any) -> Any:
     if isinstance(tree, (tuple, list)):
         return type(tree)(_to_cpu(item) for item in tree)
     return {k: _to_cpu(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _to_meta(index: Any) -> Any:
+    """An index for a tensor on the meta device: its masks, whose count of places decides, as positions."""
+    if isinstance(index, tuple):
+        return tuple(_to_meta(item) for item in index)
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        raise NoAnswer("positions given by a mask")
+    return index.to("meta") if isinstance(index, Tensor) else index
 
 
 def _basic(args: Any) -> bool:
@@ -241,13 +264,36 @@ def cat(call: Call, tensors: Sequence[Any], dim: int = 0, *, axis: int | None = 
             rows = (-1, root_sum_squares(*(p.row_norm(-1) for p in parts)))
         else:
             rows = (-1, max(p.row_norm(-1) for p in parts))
-    return Value(call.shape, lip, magnitude=magnitude, rows=rows)
+    smallest = min((_smallest(t) for t in tensors if math.prod(t.shape)), default=0.0)
+    return Value(call.shape, lip, magnitude=magnitude, rows=rows, floor=smallest)
+
+
+def _smallest(tensor: Value | Tensor) -> float:
+    return tensor.lowest if isinstance(tensor, Value) else tensor.detach().double().min().item()
+
+
+@rule("setitem")
+def written(call: Call, x: Value, index: Any, value: Any) -> Value:
+    """Some entries of x are replaced by those of another value: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖², m copies of each entry."""
+    if any(isinstance(leaf, Value) for leaf in _leaves(index)):
+        raise NoAnswer("the positions depend on the image")
+    if not isinstance(value, Value):
+        value = Value.constant(torch.as_tensor(value, dtype=torch.float64))
+    places = torch.empty(x.shape, device="meta")[_to_meta(index)].numel()
+    copies = Upper(-(-places // max(1, math.prod(value.shape)))).sqrt()
+    floor = min(x.lowest, value.lowest)
+    magnitude = max(x.magnitude, value.magnitude)
+    return Value(call.shape, root_sum_squares(x.lip, value.lip * copies), magnitude=magnitude, floor=floor)
 
 
 @rule("expand", "repeat", "tile")
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Repeats every entry equally often, m times: norm √m."""
-    return _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
+    result = _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
+    aligned = len(call.shape) == len(x.shape)
+    if aligned and all(old in (1, new) for old, new in zip(x.shape, call.shape, strict=True)):
+        result.origin = x.origin if x.origin is not None and x.origin.kind in ("root", "inverse") else None
+    return result
 
 
 @rule("repeat_interleave")
@@ -273,8 +319,12 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
     if mode == "constant":
         same_last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and (pad[0] == pad[1] == 0) and not value
         result = x.like(call.shape, x.lip, len(call.shape) - 1 if same_last else None)
-        if value:
-            result.magnitude = max(result.magnitude, Upper(abs(value)))
+        filling = float(value or 0.0)
+        result.magnitude = max(result.magnitude, Upper(abs(filling)))
+        result.floor = torch.tensor(min(x.lowest, filling), dtype=torch.float64)
+        if len(pad) == 2:
+            along = x.floor.expand(x.shape[-1])[None, None]
+            result.floor = torch.nn.functional.pad(along, list(pad), value=filling)[0, 0]
         return result
     numbers = torch.arange(math.prod(x.shape), dtype=torch.float64).reshape(x.shape)
     uses = int(torch.bincount(torch.nn.functional.pad(numbers, list(pad), mode).long().reshape(-1)).max())

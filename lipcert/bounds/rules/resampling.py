@@ -1,0 +1,92 @@
+"""Interpolation and patches: linear maps along single axes, and selections of windows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert._upper import Upper
+from lipcert.bounds._registry import Call, rule
+from lipcert.bounds._value import Value, largest_row_sum
+from lipcert.bounds.rules.pooling import schur_norms
+from lipcert.norms import dense_norm
+
+
+@rule(F.interpolate)
+def interpolate(
+    call: Call,
+    x: Value,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Value:
+    """One matrix along each axis, so the norm is the product of theirs, ‖A ⊗ B‖ = ‖A‖‖B‖.
+
+    The matrix of an axis is what the operation makes of the unit vectors, with every other axis of size 1, where each
+    mode is the identity. Its weights are computed from positions up to n and m, to 2⁻⁵⁰(n + m).
+    """
+    dims = len(x.shape) - 2
+    norm, sums, positive = Upper(1), Upper(1), True
+    for axis in range(dims):
+        n, m = x.shape[2 + axis], call.shape[2 + axis]
+        ones = [1] * dims
+        target = None if size is None else [m if d == axis else 1 for d in range(dims)]
+        factors = None
+        if scale_factor is not None:
+            factor = scale_factor if isinstance(scale_factor, (int, float)) else scale_factor[axis]
+            factors = [float(factor) if d == axis else 1.0 for d in range(dims)]
+        ones[axis] = n
+        units = torch.eye(n, dtype=torch.float64).reshape(n, 1, *ones)
+        rows = F.interpolate(units, target, factors, mode, align_corners, recompute_scale_factor, antialias=antialias)
+        matrix = rows.reshape(n, m).mT
+        error = Upper(n * m).sqrt() * ((n + m) * 2.0**-50)
+        norm = norm * (dense_norm(matrix) + error)
+        sums = sums * (largest_row_sum(matrix) + Upper(n) * ((n + m) * 2.0**-50))
+        positive = positive and bool((matrix >= 0).all())
+    rows_bound = (1, x.rows[1] * sums) if x.rows is not None and x.rows[0] == 1 else None
+    floor = 0.0 if positive and x.lowest >= 0 else -math.inf
+    return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, rows=rows_bound, floor=floor)
+
+
+@rule(F.unfold)
+def patches(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
+    """Copies entries into overlapping windows, with zeros around: √m, m the number of windows that share an entry."""
+
+    def windows(channel: Tensor) -> Tensor:
+        return F.unfold(channel, *args, **kwargs)
+
+    _, norm = schur_norms(windows, (1, 1, *x.shape[-2:]))
+    return Value(call.shape, x.lip * norm, magnitude=x.magnitude, floor=min(0.0, x.lowest))
+
+
+@rule(F.fold)
+def overlapped(
+    call: Call,
+    x: Value,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any = 1,
+    padding: Any = 0,
+    stride: Any = 1,
+) -> Value:
+    """Adds up overlapping windows, the adjoint of ``unfold``: weights 0 and 1, by Schur's test on one channel."""
+    taps = kernel_size**2 if isinstance(kernel_size, int) else math.prod(kernel_size)
+
+    def added(windows: Tensor) -> Tensor:
+        return F.fold(windows, output_size, kernel_size, dilation, padding, stride)
+
+    sums, norm = schur_norms(added, (1, taps, x.shape[-1]))
+    return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, floor=0.0 if x.lowest >= 0 else -math.inf)
+
+
+@rule(torch.Tensor.unfold)
+def windows_along(call: Call, x: Value, dimension: int, size: int, step: int) -> Value:
+    """Windows along one axis: an entry lies in ⌈size/step⌉ of them at most."""
+    return x.like(call.shape, x.lip * Upper(-(-size // step)).sqrt())
