@@ -9,21 +9,22 @@ from lipcert._version import version
 from ._certify import certify
 from ._constrain import constrain
 from ._convert import convert
+from ._doctor import doctor
+from ._examples import examples
 from ._finetune import finetune
 from ._inspect import inspect
+from ._models import models
+from ._report import report
+from ._verify import verify
 
 app = typer.Typer(
     name="lipcert",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(convert)
-app.command()(inspect)
-app.command()(constrain)
-app.command()(finetune)
-app.command()(certify)
+for command in (convert, inspect, constrain, finetune, certify, report, verify, models, doctor):
+    app.command(epilog=examples(command.__name__))(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -43,4 +44,4 @@ def options(
 
 def main() -> None:
     """Entry point of the installed command."""
-    app()
+    app(prog_name="lipcert")

@@ -1,40 +1,87 @@
-"""``lipcert certify``: a certificate for every image of a data set."""
+"""``lipcert certify``: a certificate for every image of a data set, for one model or several."""
 
 import contextlib
-import time
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from lipcert._processes import Processes
+from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import METHODS, Certifier
 from lipcert.data import open_images
-from lipcert.errors import InputError, Interrupted
-from lipcert.results import ResultFile, Tally, describe, rows
+from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.results import Tally, describe, shard_path, summary, summary_path
+from lipcert.roundoff import DTYPES
+from lipcert.runs import certify_in_memory, certify_to_file
 
-from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
-from ._print import lower, print_facts, progress, say, share, upper
+from ._options import (
+    Checkpoint,
+    Data,
+    ModelArgs,
+    ModelNames,
+    NoPretrained,
+    load_model,
+    one_line_errors,
+    parse_eps,
+    parse_shard,
+    read_names,
+)
+from ._output import default_name
+from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
 
-# Images run together so long as that takes less than a minute: rows of slow certificates are written as they come.
-FIRST, BATCH = 8, 64
-SECONDS = 60.0
+FORMS = ("github",)
 
 
 @one_line_errors
 def certify(
     eps: Annotated[str, typer.Option(help="l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3.")],
-    model: ModelName = None,
+    models: ModelNames = None,
+    models_file: Annotated[
+        Path | None, typer.Option("--models", help="A text file with a model a line.", show_default=False)
+    ] = None,
     data: Data = None,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = METHODS[0],
+    dtype: Annotated[
+        str,
+        typer.Option(help=f"What certificates hold for: real arithmetic, or a forward pass in {', '.join(DTYPES)}."),
+    ] = "real",
+    rigor: Annotated[
+        str, typer.Option(help="probabilistic, or deterministic: no random start vectors, for small networks.")
+    ] = "probabilistic",
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Look for perturbations that do change predictions, by PGD.")
+    ] = False,
+    autoattack: Annotated[
+        bool, typer.Option("--autoattack", help="Look for them by AutoAttack: pip install 'lipcert[attack]'.")
+    ] = False,
     limit: Annotated[
         int | None, typer.Option(help="Certify so many images, from a fixed shuffle of all.", show_default=False)
     ] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="Only part 2 of 5, say, of the images: 2/5. Needs --out.", show_default=False)
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write a JSON line an image; a stopped run goes on there.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Write a JSON line an image; a stopped run goes on there. A folder for several models.",
+            show_default=False,
+        ),
     ] = None,
     fail_under: Annotated[
         float | None,
         typer.Option(help="Exit with 1 if the certified accuracy is below this share.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    annotations: Annotated[
+        str | None,
+        typer.Option(help=f"Mark the outcome for a CI service: {', '.join(FORMS)}.", show_default=False),
     ] = None,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
@@ -46,61 +93,226 @@ def certify(
         raise InputError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under is a share between 0 and 1, got {fail_under}")
-    loaded = load_model(model, checkpoint, no_pretrained, model_args)
-    images = open_images(data, loaded, limit=limit)
-    if images.note is not None:
-        say(f"note: {images.note}")
-    if fail_under is not None and not images.labelled:
-        raise InputError("--fail-under needs labels, and these images have none that belong to the model's classes")
-    with progress("bounding the network") as update:
-        certifier = Certifier(loaded, radius, method, progress=update)
-    for stage, reason in certifier.skipped.items():
-        say(f"note: {stage} is left out: {reason}")
-
+    if annotations is not None and annotations not in FORMS:
+        raise InputError(f"--annotations takes {', '.join(FORMS)}, got {annotations!r}")
+    processes = Processes.of_torchrun()
+    part, parts = parse_shard(shard) if shard else (processes.rank, processes.count)
+    if shard and processes.count > 1:
+        raise InputError("--shard and torchrun both divide the images; leave one of them out")
+    if parts > 1 and out is None:
+        raise InputError("parts of a run need --out, where their rows come together")
+    names = [*(models or ()), *(read_names(models_file) if models_file else ())]
+    several = models_file is not None or len(names) > 1
+    if several and checkpoint is not None:
+        raise InputError("--checkpoint holds weights of one model; certify several one by one")
+    chosen = AutoAttack() if autoattack else PGD() if attack else None
+    plan = _Plan(
+        eps,
+        radius,
+        method,
+        dtype,
+        rigor,
+        chosen,
+        data,
+        limit,
+        part,
+        parts,
+        fail_under,
+        checkpoint,
+        no_pretrained,
+        model_args,
+    )
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(ResultFile(out, describe(loaded, images, certifier, eps))) if out else None
-        tally = file.tally if file else Tally()
-        write = file.append if file else tally.add
-        earlier = tally.images
-        if file and earlier:
-            say(f"{file.path}: going on behind {earlier} images")
-        update = stack.enter_context(progress("certifying", images.length))
-        together = FIRST
-        try:
-            for rest in images.batches(BATCH, skip=file.done if file else ()):
-                while len(rest):
-                    batch, rest = rest.split(together)
-                    started = time.perf_counter()
-                    certificates = certifier.run(batch.images, batch.labels)
-                    seconds = time.perf_counter() - started
-                    for row in rows(batch, certificates, seconds):
-                        write(row)
-                    update(tally.images, images.length)
-                    together = min(2 * together, BATCH) if 2 * seconds < SECONDS else max(together // 2, 1)
-        except KeyboardInterrupt as error:
-            kept = f"; {file.path} keeps {tally.images} rows, and the same command goes on from there" if file else ""
-            raise Interrupted(f"interrupted after {tally.images - earlier} images{kept}") from error
+        if not processes.first:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        stack.callback(processes.close)
+        if several:
+            outcomes, failed = _certify_all(plan, names, out, processes)
+        else:
+            outcomes, failed = [_certify_one(plan, names[0] if names else None, out, processes)], []
 
-    _print_tally(tally, certifier, eps)
-    if file:
-        print_facts([("rows", str(file.path)), ("summary", str(file.summary_path))])
-    reached = tally.certified_accuracy
-    if fail_under is not None and reached is not None and reached < fail_under:
-        say(f"lipcert: the certified accuracy at {eps} is {reached:.4g}, below {fail_under:g}")
+        if as_json:
+            found = [outcome.summary for outcome in outcomes]
+            print(json.dumps({"models": found, "failed": failed} if several else found[0], indent=2, allow_nan=False))
+        elif several:
+            _print_comparison(outcomes, plan)
+        else:
+            _print_outcome(outcomes[0], plan)
+        below = _judge(outcomes, plan, annotations) if processes.first else False
+    if failed:
+        raise typer.Exit(2)
+    if below:
         raise typer.Exit(1)
 
 
-def _print_tally(tally: Tally, certifier: Certifier, eps: str) -> None:
+@dataclass(frozen=True)
+class _Plan:
+    """What is asked about every model."""
+
+    eps: str
+    radius: float
+    method: str
+    dtype: str
+    rigor: str
+    attack: Attack | None
+    data: str | None
+    limit: int | None
+    part: int
+    parts: int
+    fail_under: float | None
+    checkpoint: Path | None
+    no_pretrained: bool
+    model_args: str | None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What was found about one model."""
+
+    name: str
+    tally: Tally
+    summary: dict[str, Any]
+    log10_bound: float
+    path: Path | None
+
+    @property
+    def certified(self) -> float:
+        """Share of the images that are certified, and right where that is known."""
+        accuracy = self.tally.certified_accuracy
+        return self.tally.certified / max(self.tally.images, 1) if accuracy is None else accuracy
+
+
+def _certify_all(
+    plan: _Plan, names: list[str], out: Path | None, processes: Processes
+) -> tuple[list[_Outcome], list[dict[str, str]]]:
+    """One model after the other; those that cannot be certified are named and passed over."""
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out is a folder for several models, and {out} cannot be one") from error
+    outcomes: list[_Outcome] = []
+    failed: list[dict[str, str]] = []
+    for name in names:
+        path = None if out is None else out / default_name(name).with_suffix("").with_suffix(".jsonl").name
+        try:
+            outcomes.append(_certify_one(plan, name, path, processes))
+        except Interrupted:
+            raise
+        except LipcertError as error:
+            if processes.count > 1:  # the others would wait for this one
+                raise
+            say(f"lipcert: {name}: {error}")
+            failed.append({"model": name, "error": str(error)})
+    if not outcomes:
+        raise InputError(f"none of {len(names)} models could be certified")
+    return outcomes, failed
+
+
+def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> _Outcome:
+    loaded = load_model(name, plan.checkpoint, plan.no_pretrained, plan.model_args)
+    images = open_images(plan.data, loaded, limit=plan.limit)
+    if images.note is not None:
+        say(f"note: {images.note}")
+    if plan.fail_under is not None and not images.labelled:
+        raise InputError("--fail-under needs labels, and these images have none that belong to the model's classes")
+    with progress("bounding the network") as update:
+        certifier = Certifier(
+            loaded,
+            plan.radius,
+            plan.method,
+            dtype=plan.dtype,
+            rigor=plan.rigor,
+            attack=plan.attack,
+            progress=update,
+        )
+    for stage, reason in certifier.skipped.items():
+        say(f"note: {stage} is left out: {reason}")
+    description = describe(loaded, images, certifier, plan.eps, shlex.join(["lipcert", *sys.argv[1:]]))
+    with progress("certifying") as update:
+        if out is None:
+            tally = certify_in_memory(certifier, images, update)
+        else:
+            tally = certify_to_file(
+                certifier,
+                images,
+                description,
+                out,
+                part=plan.part,
+                parts=plan.parts,
+                processes=processes,
+                resumed=lambda rows: say(f"{out}: going on behind {rows} images"),
+                progress=update,
+            )
+    path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
+    label = name or str(loaded.source.get("name", "the model"))
+    return _Outcome(label, tally, summary(description, tally, complete=True), certifier.bound.log10, path)
+
+
+def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
+    tally = outcome.tally
     facts = [("images", str(tally.images))]
     if tally.labelled:
         facts.append(("clean accuracy", share(tally.correct, tally.images)))
-        facts.append((f"certified accuracy at {eps}", share(tally.certified_correct, tally.images)))
-    else:
-        facts.append((f"certified at {eps}", share(tally.certified, tally.images)))
+        if tally.accuracy_under_attack is not None and plan.attack is not None:
+            facts.append((f"accuracy under {plan.attack.name}", share(tally.withstood, tally.images)))
+        facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, tally.images)))
+    elif tally.images:
+        if tally.looked_for:
+            facts.append((f"attacked at {plan.eps}", share(tally.attacked, tally.images)))
+        facts.append((f"certified at {plan.eps}", share(tally.certified, tally.images)))
     if tally.median_radius is not None:
         facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(tally.median_radius)))
-    facts.append(("Lipschitz bound", upper(certifier.bound.log10)))
+    facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
     facts.append(("rigor", ", ".join(tally.rigors)))
+    facts.append(("holds for", "real arithmetic" if plan.dtype == "real" else plan.dtype))
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
-    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / tally.images:.3g} an image)"))
+    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(tally.images, 1):.3g} an image)"))
+    if outcome.path is not None:
+        facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     print_facts(facts)
+
+
+def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan) -> None:
+    """A line a model, the one with the largest certified share first."""
+    attacked = any(outcome.tally.looked_for for outcome in outcomes)
+    columns = ["model", "images", "clean", *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
+    columns += ["median radius", "Lipschitz bound", "seconds"]
+    rows = []
+    for outcome in sorted(outcomes, key=lambda outcome: -outcome.certified):
+        tally = outcome.tally
+        radius = tally.median_radius
+        rows.append(
+            [
+                outcome.name,
+                str(tally.images),
+                percent(tally.accuracy),
+                *([percent(tally.accuracy_under_attack)] if attacked else []),
+                percent(outcome.certified),
+                "-" if radius is None else lower(radius),
+                upper(outcome.log10_bound),
+                f"{tally.seconds:.1f}",
+            ]
+        )
+    print_table(columns, rows)
+
+
+def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -> bool:
+    """Says which models are below what was asked for; whether there are any."""
+    below = False
+    for outcome in outcomes:
+        reached = outcome.tally.certified_accuracy
+        what = "the certified accuracy" if len(outcomes) == 1 else f"{outcome.name}: the certified accuracy"
+        if reached is None:
+            continue
+        if plan.fail_under is not None and reached < plan.fail_under:
+            below = True
+            line = f"{what} at {plan.eps} is {reached:.4g}, below {plan.fail_under:g}"
+            say(f"lipcert: {line}")
+            if annotations is not None:
+                annotate("error", line)
+        elif annotations is not None:
+            annotate("notice", f"{what} at {plan.eps} is {reached:.4g}")
+    return below

@@ -61,7 +61,9 @@ def convert(
         save(loaded, path, facts=_facts(after, report))
 
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
-    kept = f"{len(report.kept_norms)} ({', '.join(report.kept_norms[:3])}{', …' if len(report.kept_norms) > 3 else ''})"
+    kept: dict[str, list[str]] = {}
+    for module in report.kept:
+        kept.setdefault(f"{module.was}: {module.reason}", []).append(module.path)
     moved = f"{100 * report.logits_moved:.1f} % (median), {100 * report.logits_moved_most:.1f} % at most,"
     seen = f"{report.images} {'random images' if report.random else f'images of {data}'}"
     print_facts(
@@ -69,7 +71,10 @@ def convert(
             ("model", model),
             ("parameters", f"{report.parameters_before:,} → {report.parameters_after:,}"),
             *(("swapped", f"{count} {what}") for what, count in swapped.most_common()),
-            *([("norms left", kept)] if report.kept_norms else []),
+            *(
+                ("left", f"{len(paths)} {what} ({paths[0]}{', …' if paths[1:] else ''})")
+                for what, paths in kept.items()
+            ),
             ("logits moved", f"{moved} on {seen}"),
             ("top class kept", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),

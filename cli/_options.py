@@ -8,10 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
+import timm
 import torch
 import typer
 
-from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.errors import BrokenCertificate, InputError, Interrupted, LipcertError
 from lipcert.loading import BUNDLED, load, resolve
 from lipcert.model import Model
 
@@ -22,7 +23,20 @@ MODEL_HELP = (
     "or, where there is none, the bundled checkpoint."
 )
 
-ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+
+def complete_model(incomplete: str) -> list[str]:
+    """What a shell offers for MODEL: names of timm's, and files."""
+    return [*timm.list_models(f"{incomplete}*"), *(str(path) for path in Path().glob(f"{incomplete}*.safetensors"))]
+
+
+ModelName = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model),
+]
+ModelNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model),
+]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Weights for the timm name: .safetensors, or a PyTorch file.", show_default=False)
 ]
@@ -44,7 +58,10 @@ R = TypeVar("R")
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Prints lipcert's errors as one line each and exits with 2; with 130 where the user stopped the run."""
+    """Prints lipcert's errors as one line each and exits with 2; with 130 where the user stopped the run.
+
+    A false certificate is a defect of lipcert: it is said loudly, and the exit code is 3.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,6 +70,10 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
         except Interrupted as error:
             say(f"lipcert: {error}")
             raise typer.Exit(130) from error
+        except BrokenCertificate as error:
+            say(f"lipcert: A CERTIFICATE IS FALSE: {error}")
+            say("lipcert: the run is stopped; please report it, with the model and this command")
+            raise typer.Exit(3) from error
         except LipcertError as error:
             say(f"lipcert: {error}")
             raise typer.Exit(2) from error
@@ -81,6 +102,34 @@ def parse_eps(text: str) -> float:
     except (ValueError, OverflowError):
         raise error from None
     return nearest if Fraction(nearest) >= exact else math.nextafter(nearest, math.inf)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Which part, from 0, of how many: ``2/5`` is (1, 5).
+
+    Raises:
+        InputError: if it is no such pair.
+    """
+    part, slash, parts = text.partition("/")
+    if slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
+        return int(part) - 1, int(parts)
+    raise InputError(f"--shard takes a part and the number of parts, such as 2/5, got {text!r}")
+
+
+def read_names(path: Path) -> list[str]:
+    """The models that a text file names, a line each; empty lines and those that start with # are passed over.
+
+    Raises:
+        InputError: if there is no such file, or it names none.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the models from {path}: {error}") from error
+    names = [line for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise InputError(f"{path} names no model; give one a line")
+    return names
 
 
 def parse_model_args(text: str | None) -> dict[str, Any]:

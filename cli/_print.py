@@ -4,12 +4,23 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 _DIGITS = 3
 
@@ -17,6 +28,13 @@ _DIGITS = 3
 def say(line: str) -> None:
     """One line on standard error, as it is."""
     print(line, file=sys.stderr, flush=True)
+
+
+def annotate(level: str, line: str) -> None:
+    """A workflow command of GitHub's on standard error: ``error``, ``warning`` or ``notice``, and a line."""
+    for sign, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
+        line = line.replace(sign, code)
+    say(f"::{level} title=lipcert::{line}")
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -38,6 +56,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
+class _Pace(ProgressColumn):
+    """How many a second, or how many seconds each, and how long the rest takes; from the start, as blocks come whole."""
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or not task.elapsed:
+            return Text()
+        speed = task.completed / task.elapsed
+        pace = f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each"
+        if task.remaining is None:
+            return Text(pace)
+        return Text(f"{pace}, {timedelta(seconds=math.ceil(task.remaining / speed))} left")
+
+
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int, int | None], None]]:
     """A bar on standard error while the block runs, if that is a terminal.
@@ -51,6 +82,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int, int
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        _Pace(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
         task = bars.add_task(what, total=total)
@@ -86,6 +118,11 @@ def lower(value: float) -> str:
 def share(part: int, whole: int) -> str:
     """A count as count and percentage."""
     return f"{part} of {whole} ({100 * part / whole:.1f} %)"
+
+
+def percent(part: float | None) -> str:
+    """A share as percentage; a dash where it is not known."""
+    return "-" if part is None else f"{100 * part:.1f} %"
 
 
 def _three_digits(value: float, rounding: str) -> str:

@@ -50,3 +50,26 @@ class UnsupportedOperation(LipcertError):
 
 class Interrupted(LipcertError):
     """A run that stopped before its end; what was written stays valid and the same command goes on from there."""
+
+
+class BrokenCertificate(LipcertError):
+    """An attack changes a prediction inside its certified radius: a defect of lipcert. The command exits with code 3.
+
+    Attributes:
+        position: of the image in its batch.
+        distance: ℓ2 distance of the perturbed image.
+        radius: the certified radius.
+        method: the certificate that is false.
+    """
+
+    def __init__(self, position: int, distance: float, radius: float, method: str):
+        self.position, self.distance, self.radius, self.method = position, distance, radius, method
+        super().__init__(f"image {position} of the batch: {self.contradiction}")
+
+    @property
+    def contradiction(self) -> str:
+        """What contradicts what."""
+        return (
+            f"an attack changes the prediction at distance {self.distance:.9g}, inside the radius {self.radius:.9g} "
+            f"that {self.method} certified; this is a defect of lipcert, no certificate of this run can be relied on"
+        )

@@ -1,7 +1,8 @@
 """Result files: one JSON row an image, written as soon as it is known, and beside them a summary.
 
 ``r.jsonl`` holds the rows and ``r.summary.json`` what they belong to. A run that was stopped goes on behind the last
-whole row; a file of another model, ε, method, data set or version is left alone.
+whole row; a file of another model, ε, method, attack, data set or version is left alone. Where several processes or
+machines share the work, each has a file of its own, ``r.shard-1-of-2.jsonl``, until the rows are put together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 from collections import Counter
@@ -22,6 +24,7 @@ import torch
 
 from lipcert._version import version
 from lipcert.artifact import weights_hash
+from lipcert.attacks import identity
 from lipcert.errors import InputError
 from lipcert.model import Model
 
@@ -30,10 +33,12 @@ if TYPE_CHECKING:
     from lipcert.data import Batch, Images
 
 # The parts of a summary that must agree before rows of two runs may stand in one file.
-_IDENTITY = ("model", "eps", "method", "dtype", "data", "lipcert")
+_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "data", "lipcert")
 
 
-def describe(model: Model, images: Images, certifier: Certifier, typed: str) -> dict[str, Any]:
+def describe(
+    model: Model, images: Images, certifier: Certifier, typed: str, command: str | None = None
+) -> dict[str, Any]:
     """What a run is about: the part of its summary that is known before the first image.
 
     Args:
@@ -41,6 +46,7 @@ def describe(model: Model, images: Images, certifier: Certifier, typed: str) -> 
         images: the images it is certified on.
         certifier: made for the model.
         typed: ε as the user wrote it, such as ``36/255``.
+        command: what was typed to start the run.
 
     Returns:
         Values that JSON can hold.
@@ -50,7 +56,9 @@ def describe(model: Model, images: Images, certifier: Certifier, typed: str) -> 
         "model": {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)},
         "eps": certifier.eps,
         "method": certifier.method,
-        "dtype": "float64",
+        "attack": identity(certifier.attack),
+        "dtype": certifier.dtype,
+        "rigor": certifier.rigor,
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,
@@ -58,12 +66,17 @@ def describe(model: Model, images: Images, certifier: Certifier, typed: str) -> 
         },
         "lipcert": version(),
         "eps_typed": typed,
+        "command": command,
         "bound": {
             "value": bound.value if math.isfinite(bound.value) else None,
             "log10": bound.log10 if math.isfinite(bound.log10) else None,
             "rigor": bound.rigor,
             "delta": bound.delta,
             "method": bound.method,
+            "layers": [
+                {"path": x.path, "operation": x.operation, "gain": x.gain if math.isfinite(x.gain) else None}
+                for x in bound.layers
+            ],
         },
         "environment": {
             "torch": torch.__version__,
@@ -84,8 +97,10 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         seconds: time that the batch took; every row gets an equal part.
 
     Returns:
-        One dict an image: ``index, label, predicted, correct, margin, radius, certified, method, rigor, seconds``,
-        without ``label`` and ``correct`` where labels are not known. An infinite radius becomes the largest float64.
+        One dict an image: ``index, label, predicted, correct, margin, radius, certified, method, rigor, attacked,
+        attack_distance, seconds``, without ``label`` and ``correct`` where labels are not known. ``attacked`` says
+        whether an attack changed the prediction within ε, ``attack_distance`` how near it did at all; both are None
+        without an attack, the second also where none was found. An infinite radius becomes the largest float64.
     """
     count = len(batch.indices)
     found = []
@@ -102,6 +117,9 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         row["certified"] = bool(certificates.certified[i])
         row["method"] = _at(certificates.method, i)
         row["rigor"] = _at(certificates.rigor, i)
+        row["attacked"] = None if certificates.attacked is None else bool(certificates.attacked[i])
+        distance = math.inf if certificates.attack_distance is None else float(certificates.attack_distance[i])
+        row["attack_distance"] = distance if math.isfinite(distance) else None
         row["seconds"] = seconds / count
         found.append(row)
     return found
@@ -116,6 +134,9 @@ class Tally:
         self.correct = 0
         self.certified = 0
         self.certified_correct = 0
+        self.looked_for = 0
+        self.attacked = 0
+        self.withstood = 0
         self.seconds = 0.0
         self.methods: Counter[str] = Counter()
         self.rigors: Counter[str] = Counter()
@@ -130,6 +151,10 @@ class Tally:
         self.correct += row.get("correct", False)
         self.certified += row["certified"]
         self.certified_correct += row["certified"] and row.get("correct", False)
+        attacked = row.get("attacked")
+        self.looked_for += attacked is not None
+        self.attacked += attacked is True
+        self.withstood += attacked is False and row.get("correct", False)
         self.seconds += row["seconds"]
         self.methods[row["method"]] += 1
         self.rigors[row["rigor"]] += 1
@@ -147,6 +172,14 @@ class Tally:
         return self.certified_correct / self.images if self.labelled else None
 
     @property
+    def accuracy_under_attack(self) -> float | None:
+        """Share of images that are predicted right and that no attack broke within ε; None without labels or attack.
+
+        The share that nothing can break lies between the certified accuracy and this.
+        """
+        return self.withstood / self.images if self.labelled and self.looked_for == self.images else None
+
+    @property
     def median_radius(self) -> float | None:
         """Median radius of the images predicted right, or of all where labels are not known; None without images."""
         return statistics.median_low(self._radii) if self._radii else None
@@ -161,7 +194,51 @@ class Tally:
                 "accuracy": self.accuracy,
                 "certified_accuracy": self.certified_accuracy,
             }
+        if self.looked_for:
+            counts["attacked"] = self.attacked
+        if self.accuracy_under_attack is not None:
+            counts["accuracy_under_attack"] = self.accuracy_under_attack
         return counts | {"median_radius": self.median_radius, "methods": dict(self.methods), "seconds": self.seconds}
+
+
+def summary(description: Mapping[str, Any], tally: Tally, *, complete: bool) -> dict[str, Any]:
+    """What stands beside the rows: what the run is about, its counts, and whether it came to its end."""
+    return {**description, "counts": tally.counts(), "complete": complete}
+
+
+def summary_path(path: Path) -> Path:
+    """Where the summary of a result file is."""
+    return path.with_suffix(".summary.json")
+
+
+def shard_path(path: Path, part: int, parts: int) -> Path:
+    """Where one of several processes or machines writes its rows: ``r.shard-1-of-2.jsonl`` for ``r.jsonl``.
+
+    Args:
+        path: where all rows go in the end.
+        part: from 0 to ``parts`` − 1.
+        parts: how many there are; for 1 it is ``path`` itself.
+    """
+    return path if parts == 1 else path.with_name(f"{path.stem}.shard-{part + 1}-of-{parts}{path.suffix}")
+
+
+def shards_of(path: Path) -> list[Path]:
+    """The files that shards of a run have left beside its result file."""
+    form = re.compile(re.escape(path.stem) + r"\.shard-\d+-of-\d+" + re.escape(path.suffix))
+    return sorted(other for other in path.parent.glob("*") if form.fullmatch(other.name))
+
+
+def read_rows(path: Path, description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The whole rows of a file; none where there is no file.
+
+    Args:
+        path: where the rows are.
+        description: of the run that they must belong to.
+
+    Raises:
+        InputError: if they belong to another run, or are damaged.
+    """
+    return _rows_of(path, description)[0]
 
 
 class ResultFile:
@@ -185,12 +262,14 @@ class ResultFile:
             InputError: if the file holds something else, or cannot be written.
         """
         self.path = Path(path)
-        self.summary_path = self.path.with_suffix(".summary.json")
+        self.summary_path = summary_path(self.path)
         self.description = dict(description)
         if self.path == self.summary_path or self.path.is_dir():
             raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
         try:
-            found = self._continue() if self.path.exists() and self.path.stat().st_size else []
+            found, whole = _rows_of(self.path, self.description)
+            if self.path.exists() and whole < self.path.stat().st_size:
+                os.truncate(self.path, whole)
             self.tally = Tally(found)
             self.done = {row["index"] for row in found}
             self._file: IO[str] = self.path.open("a", encoding="utf-8")
@@ -220,36 +299,19 @@ class ResultFile:
         self.tally.add(row)
         self.done.add(row["index"])
 
-    def _continue(self) -> list[dict[str, Any]]:
-        try:
-            earlier = json.loads(self.summary_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            earlier = {}
-        # Through JSON and back, as the earlier description went: tuples are lists there.
-        own = json.loads(json.dumps(self.description))
-        different = [key for key in _IDENTITY if not isinstance(earlier, dict) or earlier.get(key) != own[key]]
-        if different:
-            raise InputError(
-                f"{self.path} holds results of another run (other {', '.join(different)}); "
-                "give another --out, or delete the file"
-            )
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        try:
-            found = [json.loads(line) for line in whole.splitlines()]
-            Tally(found)
-            distinct = len({row["index"] for row in found}) == len(found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{self.path} is damaged; give another --out, or delete the file") from error
-        if not distinct:
-            raise InputError(f"{self.path} has two rows for one image; give another --out, or delete the file")
-        if len(whole) < len(content):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        return found
+    def absorb(self, rows: Sequence[Mapping[str, Any]], order: Sequence[int] | None) -> None:
+        """Appends rows that shards of the run have written, in the order of the data set.
+
+        Args:
+            rows: the rows; those of images that have one are left out.
+            order: positions in the whole data set, in the order of the run; None for those of a stream.
+        """
+        new = {row["index"]: row for row in rows if row["index"] not in self.done}
+        for index in sorted(new) if order is None else [index for index in order if index in new]:
+            self.append(new[index])
 
     def _write_summary(self, *, complete: bool) -> None:
-        content = {**self.description, "counts": self.tally.counts(), "complete": complete}
+        content = summary(self.description, self.tally, complete=complete)
         partial = self.summary_path.with_name(f".{self.summary_path.name}.{os.getpid()}.partial")
         try:
             partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -260,3 +322,32 @@ class ResultFile:
 
 def _at(value: str | Sequence[str], i: int) -> str:
     return value if isinstance(value, str) else value[i]
+
+
+def _rows_of(path: Path, description: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """The whole rows of a file, and how many bytes they take; a row half written at the end is left out."""
+    content = path.read_bytes() if path.exists() else b""
+    if not content:
+        return [], 0
+    try:
+        earlier = json.loads(summary_path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        earlier = {}
+    # Through JSON and back, as the earlier description went: tuples are lists there.
+    own = json.loads(json.dumps(dict(description)))
+    different = [key for key in _IDENTITY if not isinstance(earlier, dict) or earlier.get(key) != own.get(key)]
+    if different:
+        raise InputError(
+            f"{path} holds results of another run (other {', '.join(different)}); "
+            "give another --out, or delete the file"
+        )
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        found = [json.loads(line) for line in whole.splitlines()]
+        Tally(found)
+        distinct = len({row["index"] for row in found}) == len(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is damaged; give another --out, or delete the file") from error
+    if not distinct:
+        raise InputError(f"{path} has two rows for one image; give another --out, or delete the file")
+    return found, len(whole)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.graph._graph import run
+
+
+def load_cli() -> None:
+    """The installed package maps the folder cli/ to lipcert.cli; a checkout that is not installed needs the same."""
+    if importlib.util.find_spec("lipcert.cli") is not None:
+        return
+    folder = Path(__file__).parent.parent / "cli"
+    spec = importlib.util.spec_from_file_location(
+        "lipcert.cli", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["lipcert.cli"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["lipcert.cli"])
+
+
+load_cli()
 
 # Tests run side by side; a thread each leaves the cores to them.
 torch.set_num_threads(1)

@@ -1,40 +1,33 @@
 """The commands as a user runs them: output, files, exit codes, and one line for everything that goes wrong."""
 
-import importlib.util
+import contextlib
 import io
 import json
 import math
 import re
 import sys
+import threading
 from fractions import Fraction
 from pathlib import Path
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from rich.progress import Task, TaskID
 from typer.testing import CliRunner
 
 import lipcert
 from lipcert.artifact import load_artifact, read_metadata, save
+from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
-from lipcert.certifier import METHODS, Certifier
+from lipcert.certifier import METHODS, Certifier, _certifier
+from lipcert.cli import _doctor, _inspect, _options, _print, app
 from lipcert.errors import InputError
 from lipcert.loading import load
-
-# The installed package maps the folder cli/ to lipcert.cli; a checkout that is not installed needs the same.
-_ROOT = Path(__file__).parent.parent
-_SPEC = importlib.util.spec_from_file_location(
-    "lipcert.cli", _ROOT / "cli" / "__init__.py", submodule_search_locations=[str(_ROOT / "cli")]
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-cli = importlib.util.module_from_spec(_SPEC)
-sys.modules["lipcert.cli"] = lipcert.cli = cli
-_SPEC.loader.exec_module(cli)
-from lipcert.cli import _inspect, _options, _print  # noqa: E402
 
 TINY = {"img_size": 32, "patch_size": 16, "num_classes": 3, "depth": 1, "embed_dim": 24}
 ARGUMENTS = " ".join(f"{key}={value}" for key, value in TINY.items())
@@ -43,7 +36,7 @@ BY_NAME = ["vit_tiny_patch16_224", "--no-pretrained", "--model-args", ARGUMENTS]
 
 
 def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
@@ -86,11 +79,18 @@ def read_rows(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
 def test_help_and_version():
     text = run("--help").stdout
-    for command in ("convert", "inspect", "certify"):
+    assert "--install-completion" in text
+    for command in ("convert", "inspect", "constrain", "finetune", "certify", "report", "verify", "doctor"):
         assert command in text
-        assert "--checkpoint" in run(command, "--help").stdout
+        shown = run(command, "--help").stdout
+        assert re.search(rf"\n  Examples:\n(    .*\n)*    lipcert {command}", shown), shown
+        assert "\b" not in shown
     assert re.fullmatch(r"lipcert \S+\n", run("--version").stdout)
 
 
@@ -179,7 +179,7 @@ def test_labels_of_other_classes_are_noted(folder):
 def test_a_stopped_run_goes_on(artifact, monkeypatch):
     command = ["certify", "model.safetensors", "--data", "images", "--eps", "36/255", "--out", "r.jsonl"]
     command += GLORO
-    monkeypatch.setattr("lipcert.cli._certify.BATCH", 2)
+    monkeypatch.setitem(_certifier._TOGETHER, "cpu", 2)
     run(*command)
     whole = read_rows("r.jsonl")
     Path("r.jsonl").unlink()
@@ -205,16 +205,13 @@ def test_a_stopped_run_goes_on(artifact, monkeypatch):
 
     seen[:] = [None] * 7  # no more interruptions
     result = run(*command)
-    assert len(seen) == 7 + 4
+    assert len(seen) == 7 + 5  # the fourth image again with the third, as they were together before
     assert "going on behind 3 images" in result.stderr
     assert Path("r.jsonl").read_text().startswith("".join(kept[:3]))
-    known = ("index", "label", "predicted", "correct", "certified", "method", "rigor")
-    assert [[row[key] for key in known] for row in read_rows("r.jsonl")] == [
-        [row[key] for key in known] for row in whole
-    ]
+    assert timeless(read_rows("r.jsonl")) == timeless(whole)
     assert facts(result.stdout)["images"] == "7"
     assert run(*command).stdout == result.stdout
-    assert len(seen) == 7 + 4
+    assert len(seen) == 7 + 5
 
 
 def test_random_weights_are_the_same_in_every_run(folder):
@@ -457,3 +454,135 @@ def test_data_and_methods_that_cannot_be_used(artifact):
 def test_usage_errors_have_exit_code_2(folder):
     for arguments in (["certify"], ["banana"], ["certify", "--eps"], ["convert"], ["certify", "--limit", "x"]):
         assert "Error: " in run(*arguments, code=2).stderr
+
+
+def test_json_is_all_that_is_printed(folder):
+    command = ["certify", "--eps", "36/255", "--limit", "5", "--method", "gloro"]
+    result = run(*command, "--json", "--out", "r.jsonl")
+    printed = json.loads(result.stdout)
+    assert printed == json.loads(Path("r.summary.json").read_text())
+    assert printed["counts"]["images"] == 5
+    assert printed["command"].startswith("lipcert ")
+    assert len(printed["bound"]["layers"]) == len(lipcert.lipschitz(load(None)).layers)
+    assert json.loads(run(*command, "--json", "--fail-under", "0.5", code=1).stdout)["counts"]["images"] == 5
+
+
+def test_annotations_for_github(folder):
+    command = ["certify", "--eps", "36/255", "--limit", "5", "--method", "gloro", "--annotations", "github"]
+    assert "\n::notice title=lipcert::the certified accuracy at 36/255 is 0\n" in run(*command).stderr
+    lines = run(*command, "--fail-under", "0.5", code=1).stderr.splitlines()
+    assert "::error title=lipcert::the certified accuracy at 36/255 is 0, below 0.5" in lines
+    assert "github" in refused(*command[:-1], "banana")
+
+
+def test_annotations_are_one_line(capsys):
+    _print.annotate("error", "50 % of\r\nall")
+    assert capsys.readouterr() == ("", "::error title=lipcert::50 %25 of%0D%0Aall\n")
+
+
+def test_certify_with_an_attack(folder):
+    result = run("certify", "--eps", "0.8", "--limit", "6", "--method", "gloro", "--attack", "--out", "r.jsonl")
+    found = read_rows("r.jsonl")
+    withstood = sum(row["correct"] and not row["attacked"] for row in found)
+    assert withstood < sum(row["correct"] for row in found)
+    assert facts(result.stdout)["accuracy under pgd-l2"].startswith(f"{withstood} of 6 ")
+    assert all(row["radius"] <= row["attack_distance"] for row in found)
+    summary = json.loads(Path("r.summary.json").read_text())
+    assert summary["attack"] == {"name": "pgd-l2", "version": "1", "settings": PGD().settings}
+    assert summary["counts"]["accuracy_under_attack"] == withstood / 6
+    assert summary["counts"]["attacked"] == sum(row["attacked"] for row in found)
+
+
+def test_many_models(artifact):
+    torch.manual_seed(1)
+    save(load("vit_tiny_patch16_224", pretrained=False, **TINY), "second.lipcert.safetensors")
+    names = ["model.safetensors", "second.lipcert.safetensors"]
+    result = run("certify", *names, "--data", "images", "--eps", "0.1", "--out", "results", *GLORO)
+    table = [line.split("\t") for line in result.stdout.splitlines()]
+    assert table[0][:4] == ["model", "images", "clean", "certified at 0.1"]
+    assert sorted(row[0] for row in table[1:]) == names
+    assert sorted(path.name for path in Path("results").iterdir()) == [
+        "model.jsonl", "model.summary.json", "second.jsonl", "second.summary.json",
+    ]  # fmt: skip
+    run("certify", "second.lipcert.safetensors", "--data", "images", "--eps", "0.1", "--out", "one.jsonl", *GLORO)
+    assert timeless(read_rows("results/second.jsonl")) == timeless(read_rows("one.jsonl"))
+
+    Path("zoo.txt").write_text("# mine\nmodel.safetensors\n\nnone.safetensors\n")
+    command = ["certify", "--models", "zoo.txt", "--data", "images", "--eps", "0.1", "--out", "results", *GLORO]
+    result = run(*command, "--json", code=2)
+    printed = json.loads(result.stdout)
+    assert [summary["counts"]["images"] for summary in printed["models"]] == [7]
+    assert printed["failed"][0]["model"] == "none.safetensors"
+    assert "lipcert: none.safetensors: there is no file" in result.stderr
+    assert "going on behind 7 images" in result.stderr
+
+
+def test_many_models_with_the_same_file_name(artifact):
+    Path("other").mkdir()
+    save(load("vit_tiny_patch16_224", pretrained=False, **TINY), "other/model.safetensors")
+    names = ["model.safetensors", "other/model.safetensors"]
+    message = run("certify", *names, "--data", "images", "--eps", "0.1", "--out", "results", *GLORO, code=2).stderr
+    assert "results/model.jsonl" in message
+
+
+def test_many_models_that_cannot_be_certified(artifact):
+    command = ["certify", "--data", "images", "--eps", "0.1", *GLORO]
+    Path("zoo.txt").write_text("# none\n")
+    assert "names no model" in refused(*command, "--models", "zoo.txt")
+    assert "cannot read" in refused(*command, "--models", "none.txt")
+    assert "one by one" in refused(*command, "a", "b", "--checkpoint", "w.pth")
+    assert "is a folder" in refused(*command, "a", "b", "--out", "zoo.txt")
+    assert "none of 2 models" in run(*command, "a.pth", "b.pth", code=2).stderr
+
+
+def test_doctor(folder, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    printed = facts(run("doctor").stdout)
+    assert torch.__version__.startswith(printed["torch"])
+    assert printed["bundled model"].endswith(".safetensors")
+    assert "threads" in printed["cpu"]
+    assert "HF_HUB_OFFLINE" in printed["hub"]
+    assert printed["extra attack"].startswith(("adversarial", "not installed; for AutoAttack: pip install"))
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(_doctor, "PATIENCE", 0.05)
+    connection = contextlib.nullcontext()
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: threading.Event().wait(2) or connection)
+    assert "does not answer" in _doctor._hub("https://hub")
+    monkeypatch.setattr(_doctor, "PATIENCE", 30.0)
+
+    def refuse(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    assert "cannot be reached (no route)" in _doctor._hub("https://hub")
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: contextlib.nullcontext())
+    assert "reached in" in _doctor._hub("https://hub")
+
+
+def test_models_are_completed(artifact):
+    assert "vit_tiny_patch16_224" in _options.complete_model("vit_tiny_patch16_2")
+    assert _options.complete_model("mod") == ["model.safetensors"]
+
+
+def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with _print.progress("working") as update:
+        update(1, 3)
+    assert "working" in terminal.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", terminal.getvalue())
+
+
+def test_bars_say_how_fast_it_goes():
+    for done, total, text in [
+        (0, 10, ""), (4, 10, "2.0 s each, 0:00:12 left"), (80, 100, "10.0/s, 0:00:02 left"), (4, None, "2.0 s each"),
+    ]:  # fmt: skip
+        task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0, start_time=0.0)
+        assert _print._Pace().render(task).plain == text

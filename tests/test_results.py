@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from lipcert.certifier import Certificates
 from lipcert.data import Batch
 from lipcert.errors import InputError
-from lipcert.results import ResultFile, Tally, rows
+from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of
 
 RUN = {
     "model": {"source": {"name": "x", "arguments": {"sizes": (1, 2)}}, "recipe": [], "weights_hash": "0" * 64},
     "eps": 0.1,
     "method": "gloro",
+    "attack": {"name": "pgd-l2", "version": "1", "settings": {"steps": 40}},
     "dtype": "float64",
     "data": {"spec": "x", "images": 6, "labelled": True},
     "lipcert": "1",
@@ -45,12 +46,19 @@ def certificates(labels=None, **changes):
 def test_rows_with_labels():
     labels = torch.tensor([1, 0])
     found = rows(Batch((7, 9), torch.zeros(2, 1, 1, 1), labels), certificates(labels), seconds=3.0)
-    keys = ["index", "label", "predicted", "correct", "margin", "radius", "certified", "method", "rigor", "seconds"]
-    assert list(found[0]) == keys
-    first = [7, 1, 1, True, 0.5, 0.1, False, "global", "deterministic", 1.5]
+    keys = ["index", "label", "predicted", "correct", "margin", "radius", "certified", "method", "rigor"]
+    assert list(found[0]) == [*keys, "attacked", "attack_distance", "seconds"]
+    first = [7, 1, 1, True, 0.5, 0.1, False, "global", "deterministic", None, None, 1.5]
     assert list(found[0].values()) == first
-    assert list(found[1].values()) == [9, 0, 2, False, 0.25, 1 / 3, True, "gloro", "deterministic", 1.5]
+    assert list(found[1].values()) == [9, 0, 2, False, 0.25, 1 / 3, True, "gloro", "deterministic", None, None, 1.5]
     assert all(type(a) is type(b) for a, b in zip(found[0].values(), first, strict=True))
+
+
+def test_rows_with_an_attack():
+    distance = torch.tensor([0.25, math.inf], dtype=torch.float64)
+    seen = certificates(attacked=torch.tensor([True, False]), attack_distance=distance)
+    found = rows(Batch((0, 1), torch.zeros(2, 1, 1, 1), None), seen, seconds=1.0)
+    assert [(r["attacked"], r["attack_distance"]) for r in found] == [(True, 0.25), (False, None)]
 
 
 def test_rows_without_labels():
@@ -83,6 +91,16 @@ def test_tally():
     assert tally.median_radius == 0.2
     assert tally.methods == {"gloro": 4, "global": 1}
     assert tally.counts()["certified_accuracy"] == 0.4
+
+
+def test_tally_of_attacks():
+    tally = Tally([row(0, attacked=True), row(1, attacked=False), row(2, attacked=False, correct=False)])
+    assert (tally.attacked, tally.withstood, tally.accuracy_under_attack) == (1, 1, 1 / 3)
+    assert tally.counts()["attacked"] == 1
+    assert tally.counts()["accuracy_under_attack"] == 1 / 3
+    tally.add(row(3))
+    assert tally.accuracy_under_attack is None
+    assert "attacked" not in Tally([row(0)]).counts()
 
 
 def test_tally_without_labels():
@@ -143,7 +161,7 @@ def test_a_half_written_row_is_cut_off(tmp_path_factory, data):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("key", ["model", "eps", "method", "dtype", "data", "lipcert"])
+@pytest.mark.parametrize("key", ["model", "eps", "method", "attack", "dtype", "data", "lipcert"])
 def test_rows_of_another_run_are_left_alone(tmp_path, key):
     path = written(tmp_path / "r.jsonl", range(2))
     before = path.read_bytes()
@@ -180,3 +198,32 @@ def test_places_that_cannot_be_written(tmp_path):
         ResultFile(tmp_path / "none" / "r.jsonl", RUN)
     with pytest.raises(InputError, match="cannot hold"):
         ResultFile(tmp_path, RUN)
+
+
+def test_shards_have_files_of_their_own(tmp_path):
+    path = tmp_path / "a.b.jsonl"
+    shards = [shard_path(path, part, 2) for part in range(2)]
+    assert [shard.name for shard in shards] == ["a.b.shard-1-of-2.jsonl", "a.b.shard-2-of-2.jsonl"]
+    assert shard_path(path, 0, 1) == path
+    written(shards[0], [5, 1])
+    written(shards[1], [0, 4])
+    (tmp_path / "axb.shard-1-of-2.jsonl").write_text("not of this run")
+    assert shards_of(path) == shards
+    found = [row for shard in shards for row in read_rows(shard, RUN)]
+    with pytest.raises(InputError, match="another run"):
+        read_rows(shards[0], {**RUN, "eps": 0.2})
+    written(path, [4])
+    with ResultFile(path, RUN) as file:
+        file.absorb(found, [5, 4, 3, 2, 1, 0])
+    assert [r["index"] for r in read_rows(path, RUN)] == [4, 5, 1, 0]
+    assert file.tally.images == 4
+
+
+def test_reading_rows_changes_no_file(tmp_path):
+    path = written(tmp_path / "r.jsonl", range(2))
+    with path.open("a") as file:
+        file.write('{"half')
+    before = path.read_bytes()
+    assert [r["index"] for r in read_rows(path, RUN)] == [0, 1]
+    assert path.read_bytes() == before
+    assert read_rows(tmp_path / "none.jsonl", RUN) == []

@@ -1,0 +1,105 @@
+"""``lipcert doctor``: what lipcert finds on this machine."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import huggingface_hub.constants
+import torch
+
+from lipcert._memory import memory_left
+from lipcert._version import version
+from lipcert.loading import BUNDLED
+
+from ._options import one_line_errors
+from ._print import busy, print_facts
+
+PACKAGES = ("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "rich", "typer")
+EXTRAS = {
+    "attack": ("adversarial-robustness-toolbox", "AutoAttack"),
+    "plot": ("matplotlib", "figures in reports"),
+    "docs": ("mkdocs", "the documentation"),
+    "test": ("pytest", "the tests"),
+}
+DATASETS = {"datasets": "hfds/ data sets", "webdataset": "wds/ data sets", "tensorflow_datasets": "tfds/ data sets"}
+PATIENCE = 3.0
+
+
+@one_line_errors
+def doctor() -> None:
+    """Show versions, devices, memory, caches, optional packages, and whether the model hub can be reached."""
+    with busy("looking"):
+        facts = [
+            ("lipcert", version()),
+            ("python", f"{platform.python_version()} on {platform.platform()}"),
+            *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
+            *_devices(),
+            ("bundled model", str(BUNDLED) if BUNDLED.is_file() else "missing: pip install lipcert again"),
+            ("cache of the hub", _folder(Path(huggingface_hub.constants.HF_HUB_CACHE))),
+            ("cache of torch", _folder(Path(torch.hub.get_dir()))),
+            ("hub", _hub(huggingface_hub.constants.ENDPOINT)),
+            *((f"extra {extra}", _optional(name, what, f"lipcert[{extra}]")) for extra, (name, what) in EXTRAS.items()),
+            *((name, _optional(name, what, name.replace("_", "-"))) for name, what in DATASETS.items()),
+        ]
+    print_facts(facts)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _optional(name: str, what: str, requirement: str) -> str:
+    found = _installed(name)
+    return f"{name} {found}" if found else f"not installed; for {what}: pip install '{requirement}'"
+
+
+def _devices() -> list[tuple[str, str]]:
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    found = [("cpu", f"{threads}, {_gigabytes(memory_left(torch.device('cpu')))} free")]
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        found.append((f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {_gigabytes(free)} of {_gigabytes(total)} free"))
+    return found
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _folder(path: Path) -> str:
+    """Whether a cache can be used."""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    state = "" if path.exists() else ", not there yet"
+    return f"{path}{state}" if os.access(existing, os.W_OK) else f"{path}, which cannot be written"
+
+
+def _hub(endpoint: str) -> str:
+    """Whether the hub answers, within seconds; through a proxy this does not say more than that one is set."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return f"{endpoint}, switched off by HF_HUB_OFFLINE"
+    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        return f"{endpoint}, behind a proxy"
+    outcome = [f"{endpoint} does not answer within {PATIENCE:g} s; the bundled model and files work without it"]
+
+    def call() -> None:
+        address = urlsplit(endpoint)
+        started = time.perf_counter()
+        try:
+            with socket.create_connection((address.hostname or "", address.port or 443), timeout=PATIENCE):
+                outcome.append(f"{endpoint}, reached in {time.perf_counter() - started:.1f} s")
+        except OSError as error:
+            outcome.append(f"{endpoint} cannot be reached ({error}); the bundled model and files work without it")
+
+    # A thread of its own, because looking up a name cannot be given a time limit.
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(PATIENCE)
+    return outcome[-1]

@@ -1,0 +1,108 @@
+"""``lipcert models``: what of timm's zoo is covered, and how."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from typing import Annotated
+
+import timm
+import typer
+
+from lipcert.errors import InputError
+from lipcert.zoo import Architecture, architectures
+
+from ._options import one_line_errors
+from ._print import print_table, say
+
+_COLUMNS = ("architecture", "family", "parameters", "bound", "convert", "certificates")
+
+
+@one_line_errors
+def models(
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="PATTERN", help="Part of a name, or a pattern with *.", show_default=False)
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option(help="A file of timm, such as vision_transformer.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, as a JSON list.")] = False,
+) -> None:
+    """Show which of timm's architectures are covered, what convert does to them, and which certificates work."""
+    found = architectures(pattern, family)
+    if not found:
+        named = " and ".join(text for text in (pattern, family and f"family {family}") if text)
+        raise InputError(f"timm {timm.__version__} has no architecture that matches {named}; see lipcert models")
+    if as_json:
+        print(json.dumps([_record(one) for one in found], indent=1))
+        return
+    rows = [_row(one) for one in found]
+    if not sys.stdout.isatty():
+        print_table(_COLUMNS, rows)
+        say(summary(found))
+        return
+    family_at = _COLUMNS.index("family")  # which would not fit on 80 columns beside the names
+    narrow = [row[:family_at] + row[family_at + 1 :] for row in (_COLUMNS, *rows)]
+    print_table(narrow[0], narrow[1:])
+    for line in (*_reasons(found), summary(found)):
+        print(line)
+
+
+def summary(found: list[Architecture]) -> str:
+    """One line: how many of them are covered, and how far."""
+    unknown = sum(not one.checked for one in found)
+    linearised = sum("anchored" in one.certificates for one in found)
+    line = f"{sum(one.covered for one in found)} of {len(found)} covered, {linearised} by every certificate"
+    return f"{line}, {unknown} not checked yet" if unknown else line
+
+
+def _row(one: Architecture) -> tuple[str, ...]:
+    if not one.checked:
+        return (one.name, one.family, "", "not checked yet", "", "")
+    return (
+        one.name,
+        one.family,
+        _short(one.parameters or 0),
+        "none" if one.reason else "finite" if one.log10 is None else f"10^{one.log10:g}",
+        _surgery(one),
+        _certificates(one),
+    )
+
+
+def _surgery(one: Architecture) -> str:
+    """What ``convert`` replaces: attention, all or some of its classes, and norms."""
+    left = len({was for was, _ in one.kept if not was.lower().endswith(("norm", "norm1", "norm2d"))})
+    parts = [f"l2 ({left} left)" if left else "l2"] if one.attention else []
+    return ", ".join([*parts, *(["norm"] if one.norms else [])]) or "linear"
+
+
+def _certificates(one: Architecture) -> str:
+    if not one.certificates:
+        return "none"
+    return "all" if "anchored" in one.certificates else ", ".join(one.certificates)
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+
+
+def _reasons(found: list[Architecture]) -> list[str]:
+    """Each reason once, with how many of the architectures it holds for."""
+    return [
+        *_grouped("no finite bound", ((one.name, one.reason) for one in found)),
+        *_grouped("not linearised", ((one.name, one.linearised_reason) for one in found)),
+        *_grouped("left by convert", ((one.name, f"{was}: {why}") for one in found for was, why in one.kept)),
+    ]
+
+
+def _grouped(what: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        if reason:
+            names.setdefault(reason, []).append(name)
+    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+    return [f"{what}: {reason} ({len(of)}: {of[0]}{', …' if of[1:] else ''})" for reason, of in ordered]
+
+
+def _record(one: Architecture) -> dict[str, object]:
+    return {**dataclasses.asdict(one), "covered": one.covered, "certificates": one.certificates}

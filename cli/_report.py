@@ -1,0 +1,51 @@
+"""``lipcert report``: what result files say, as tables, a page and a model card."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lipcert.report import OVERVIEW, available, facts, overview, radii_of_interest, read_runs, remarks, text_plot, write
+
+from ._options import one_line_errors, parse_eps
+from ._print import busy, print_facts, print_table, say
+
+
+@one_line_errors
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="Files that certify --out wrote, or folders of them.")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.", show_default=False)] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the same as Markdown, with figures beside it.", show_default=False)
+    ] = None,
+    card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.", show_default=False)] = None,
+    eps: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Give figures at this radius; may be repeated. By default those that were certified for.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show what results say: certified share over ε, radii, methods; several results are compared."""
+    runs = read_runs(results)
+    named = [(parse_eps(text), text) for text in eps or ()]
+    at = radii_of_interest(runs, named)
+    for remark in remarks(runs):
+        say(f"note: {remark}")
+    if (html or markdown) and not available():
+        say("note: matplotlib is missing, so the figures are characters; pip install 'lipcert[plot]' draws them")
+    with busy("writing the report"):
+        written = write(runs, html=html, markdown=markdown, card=card, eps=named)
+    if len(runs) == 1:
+        print_facts(facts(runs[0], at))
+    else:
+        table = overview(runs, at)
+        print_table(table.columns, table.rows)
+        say(OVERVIEW)
+    if sys.stdout.isatty():
+        print(text_plot(runs))
+    print_facts([("written", str(path)) for path in written])

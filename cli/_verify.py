@@ -1,0 +1,67 @@
+"""``lipcert verify``: computes rows of a result file again and says whether they stand."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lipcert.data import open_images
+from lipcert.errors import InputError
+from lipcert.loading import BUNDLED
+from lipcert.verify import Claims
+from lipcert.verify import verify as verify_rows
+
+from ._options import Checkpoint, ModelArgs, NoPretrained, complete_model, load_model, one_line_errors
+from ._print import print_facts, progress, say
+
+SAMPLE = 16
+
+
+@one_line_errors
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="The model that was certified: a name, an id, a path, or bundled.",
+            autocompletion=complete_model,
+        ),
+    ],
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.")],
+    sample: Annotated[int, typer.Option(help="Compute so many rows, chosen at random.")] = SAMPLE,
+    everything: Annotated[bool, typer.Option("--all", help="Compute all rows.")] = False,
+    data: Annotated[
+        str | None, typer.Option(help="Where the images are now, if not where they were.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON and nothing else.")] = False,
+    checkpoint: Checkpoint = None,
+    no_pretrained: NoPretrained = False,
+    model_args: ModelArgs = None,
+) -> None:
+    """Compute certificates again from the model and the images; exit with 1 if a row does not stand."""
+    if sample < 1:
+        raise InputError(f"--sample takes at least 1 row, got {sample}")
+    claims = Claims.read(results)
+    loaded = load_model(str(BUNDLED) if model == "bundled" else model, checkpoint, no_pretrained, model_args)
+    claims.check_model(loaded)
+    spec = data or str(claims.summary["data"].get("spec"))
+    images = open_images(None if spec == "bundled" else spec, loaded)
+    if images.note is not None:
+        say(f"note: {images.note}")
+
+    objections = [] if (miscounted := claims.miscounted()) is None else [miscounted]
+    with progress("verifying") as update:
+        verdicts = list(verify_rows(claims, loaded, images, None if everything else sample, update))
+    objections += [f"image {verdict.index}: {verdict.objection}" for verdict in verdicts if verdict.objection]
+    fallen = sum(verdict.objection is not None for verdict in verdicts)
+    if as_json:
+        outcome = {"verified": len(verdicts), "rows": len(claims.rows), "fallen": fallen, "objections": objections}
+        print(json.dumps(outcome, indent=2))
+    else:
+        stand = f"{len(verdicts) - fallen} of {len(verdicts)} computed again"
+        print_facts([("rows", str(len(claims.rows))), ("stand", stand)])
+    for objection in objections:
+        say(f"lipcert: {objection}")
+    if objections:
+        raise typer.Exit(1)

@@ -1,0 +1,39 @@
+"""How much memory there is, and whether an error says that there was too little."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+
+# What torch's allocators write; the class of the error is RuntimeError on a CPU.
+_MESSAGES = re.compile(r"not enough memory|can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
+    )
+
+
+def memory_left(device: torch.device) -> float:
+    """Bytes that can be had on a device; inf where the system does not say."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        facts = Path("/proc/meminfo").read_text()
+    except OSError:
+        return math.inf
+    available = re.search(r"MemAvailable:\s+(\d+) kB", facts)
+    return min(1024.0 * int(available[1]) if available else math.inf, _left_in_container())
+
+
+def _left_in_container() -> float:
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return float(limit) - float(used)  # the limit is "max" where there is none
+    except (OSError, ValueError):
+        return math.inf

@@ -1,0 +1,24 @@
+"""Attacks: perturbations that change a prediction; they bound robust accuracy from above.
+
+>>> found = lipcert.attacks.pgd(model, images, labels, eps=36 / 255)
+>>> found.broken, found.distance, found.images
+"""
+
+from lipcert.attacks._autoattack import AutoAttack
+from lipcert.attacks._ball import project
+from lipcert.attacks._found import Adversarial
+from lipcert.attacks._pgd import PGD, pgd, smallest
+from lipcert.attacks._registry import ATTACKS, Attack, attack_named, identity
+
+__all__ = [
+    "ATTACKS",
+    "PGD",
+    "Adversarial",
+    "Attack",
+    "AutoAttack",
+    "attack_named",
+    "identity",
+    "pgd",
+    "project",
+    "smallest",
+]

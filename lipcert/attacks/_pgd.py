@@ -1,0 +1,162 @@
+"""Projected gradient ascent in l2, in pixel space, with the box built in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.attacks._ball import project
+from lipcert.attacks._found import Adversarial, distances, lead
+from lipcert.errors import InputError
+
+
+@dataclass(frozen=True)
+class PGD:
+    """Projected gradient ascent on the lead of another class (Madry et al. 2018, arXiv 1706.06083), with restarts.
+
+    The first run starts at the image and goes for the strongest other class; run r starts at a random perturbation
+    and goes for the r-th strongest at the image (Gowal et al. 2019, arXiv 1910.09338). Steps go along the normalised
+    gradient, from 2ε falling to 0. What is found for an image does not depend on the others in its batch.
+
+    Args:
+        steps: gradient steps a run.
+        restarts: runs.
+        seed: of the random starts.
+    """
+
+    name: ClassVar[str] = "pgd-l2"
+    version: ClassVar[str] = "1"
+
+    steps: int = 40
+    restarts: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.restarts < 1:
+            raise InputError(f"an attack needs at least 1 step and 1 restart, got {self.steps} and {self.restarts}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What identifies a run of the attack besides its name and version."""
+        return {"steps": self.steps, "restarts": self.restarts, "seed": self.seed}
+
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, eps: float | Tensor) -> Adversarial:
+        """Attacks images.
+
+        Args:
+            model: images in [0, 1] to logits.
+            images: shape (N, C, H, W), in [0, 1] and in the model's dtype.
+            labels: classes to move away from, shape (N,).
+            eps: ε, one for all or of shape (N,).
+        """
+        sizes = torch.as_tensor(eps, dtype=images.dtype, device=images.device).expand(len(images))
+        best = Adversarial.none(images)
+        for restart in range(self.restarts):
+            open_ = (~best.broken).nonzero()[:, 0]
+            if not len(open_):
+                break
+            best = best.with_closer(open_, *self._run(model, images[open_], labels[open_], sizes[open_], restart))
+        return best
+
+    def _run(
+        self, model: nn.Module, images: Tensor, labels: Tensor, eps: Tensor, restart: int
+    ) -> tuple[Tensor, Tensor]:
+        """The nearest perturbed images that change the class along one run, and their distances."""
+        every = torch.arange(len(images), device=images.device)
+        best = Adversarial.none(images)
+        size = eps.view(-1, 1, 1, 1)
+        delta, rivals = torch.zeros_like(images), None
+        if restart:
+            generator = torch.Generator().manual_seed(self.seed + restart)
+            start = torch.randn(1, *images.shape[1:], generator=generator, dtype=torch.float64).to(images)
+            delta = project(size * start / start.norm(), images, eps)
+            with torch.no_grad():
+                others = model(images).scatter(1, labels[:, None], -math.inf)
+            rivals = others.argsort(1, descending=True)[:, min(restart, others.shape[1] - 1) - 1, None]
+        for step in range(self.steps + 1):
+            point = (images + delta).clamp(0, 1).detach().requires_grad_()
+            with torch.enable_grad():
+                logits = model(point)
+                leads = lead(logits, labels)
+                goal = leads if rivals is None else (logits.gather(1, rivals) - logits.gather(1, labels[:, None]))[:, 0]
+                slope = None if step == self.steps else torch.autograd.grad(goal.sum(), point)[0]
+            best = best.with_closer(every, point.detach(), distances(images, point.detach(), leads.detach()))
+            if slope is None or bool(best.broken.all()):
+                break
+            length = slope.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+            direction = torch.where(length > 0, slope / length.clamp_min(torch.finfo(slope.dtype).tiny), 0.0)
+            delta = project(delta + 2 * (1 - step / self.steps) * size * direction, images, eps)
+        return best.images, best.distance
+
+
+def pgd(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor | None = None,
+    *,
+    eps: float,
+    steps: int = 40,
+    restarts: int = 3,
+    seed: int = 0,
+) -> Adversarial:
+    """Looks for perturbations of ℓ2 norm at most ε, inside [0, 1], that change the class.
+
+    Args:
+        model: images in [0, 1] to logits, such as a :class:`lipcert.Model`.
+        images: shape (N, C, H, W).
+        labels: classes to move away from, shape (N,); None for the model's own predictions.
+        eps: ε in ℓ2 on pixels in [0, 1].
+        steps: gradient steps a run.
+        restarts: runs, each from another point.
+        seed: of the random starts; the same seed gives the same result.
+
+    Returns:
+        The perturbed images and their distances.
+
+    Raises:
+        InputError: an ε that is not a positive number, fewer than 1 step or restart.
+    """
+    if not 0 < eps < math.inf:
+        raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
+    if labels is None:
+        with torch.no_grad():
+            labels = model(images).argmax(1)
+    return PGD(steps, restarts, seed)(model, images, labels, eps)
+
+
+def smallest(
+    attack: PGD,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    found: Adversarial,
+    eps: float,
+    rounds: int = 6,
+) -> Adversarial:
+    """Nearer perturbed images than an attack at one ε has found: single runs at radii that close in.
+
+    The radius doubles until a run succeeds and then goes between the largest that failed and the nearest found.
+
+    Args:
+        attack: its steps and seed are used.
+        model: images in [0, 1] to logits.
+        images: shape (N, C, H, W).
+        labels: classes to move away from, shape (N,).
+        found: what was found at ε.
+        eps: ε.
+        rounds: how many runs.
+    """
+    single = replace(attack, restarts=1)
+    every = torch.arange(len(images), device=images.device)
+    failed = torch.where(found.broken, 0.0, eps)
+    for _ in range(rounds):
+        trial = torch.where(failed > 0, (failed * found.distance).sqrt(), 0.7 * found.distance)
+        trial = torch.where(found.broken, trial, 2 * failed)
+        new = single(model, images, labels, trial)
+        failed = torch.where(new.broken, failed, trial)
+        found = found.with_closer(every, new.images, new.distance)
+    return found

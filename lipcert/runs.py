@@ -1,0 +1,183 @@
+"""Going through a data set with a certifier: in blocks, shared among processes, from where an earlier run stopped.
+
+The blocks of a data set are the same in every run: consecutive images of its order, so that an image is always computed
+together with the same others. Rounding differs with the images of a batch; this way neither an interruption nor the
+number of processes changes a radius.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lipcert._processes import Processes
+from lipcert.data import Batch, Images
+from lipcert.errors import BrokenCertificate, Interrupted
+from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, summary_path
+
+if TYPE_CHECKING:
+    from lipcert.certifier import Certifier
+
+Progress = Callable[[int, "int | None"], None]
+
+
+class Run:
+    """What is left of a data set for one of several processes.
+
+    Args:
+        certifier: certifies the blocks; its ``together`` is their size.
+        images: the data set.
+        done: indices of images that have a row already.
+        part: which process this is, from 0.
+        parts: how many there are; each takes every ``parts``-th block.
+
+    Attributes:
+        length: how many rows there are left to find; None for a stream that does not say.
+    """
+
+    def __init__(self, certifier: Certifier, images: Images, done: Collection[int] = (), part: int = 0, parts: int = 1):
+        self.certifier = certifier
+        self.images = images
+        self.done = frozenset(done)
+        self.part = part
+        self.parts = parts
+        self.size = certifier.together
+        self.length: int | None = None
+        if images.order is not None:
+            self.length = len(self._mine() - self.done)
+        elif images.length is not None:
+            self.length = max(0, images.length - len(self.done)) // parts
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Certifies block after block; gives the rows of the images that had none.
+
+        Raises:
+            BrokenCertificate: naming the image by its index in the data set.
+            InputError: naming an image that cannot be read.
+        """
+        for batch in self._blocks():
+            started = time.perf_counter()
+            try:
+                certificates = self.certifier.run(batch.images, batch.labels)
+            except BrokenCertificate as error:
+                error.args = (f"image {batch.indices[error.position]} of the data: {error.contradiction}",)
+                raise
+            for row in rows(batch, certificates, time.perf_counter() - started):
+                if row["index"] not in self.done:
+                    yield row
+
+    def _blocks(self) -> Iterator[Batch]:
+        if self.images.order is not None:
+            # What is left are whole blocks, so that these batches are those blocks.
+            yield from self.images.batches(self.size, skip=frozenset(self.images.order) - self._mine())
+            return
+        for number, batch in enumerate(self.images.batches(self.size)):
+            if number % self.parts == self.part and not self.done.issuperset(batch.indices):
+                yield batch
+
+    def _mine(self) -> frozenset[int]:
+        """Indices of the images in those blocks of this process that are not done."""
+        order = self.images.order
+        assert order is not None
+        starts = range(self.part * self.size, len(order), self.parts * self.size)
+        blocks = (order[start : start + self.size] for start in starts)
+        return frozenset(index for block in blocks if not self.done.issuperset(block) for index in block)
+
+
+def certify_in_memory(certifier: Certifier, images: Images, progress: Progress | None = None) -> Tally:
+    """Goes through all images and keeps the counts.
+
+    Raises:
+        Interrupted: the user stopped it.
+    """
+    tally = Tally()
+    try:
+        _collect(Run(certifier, images), tally.add, progress)
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"interrupted after {tally.images} images; nothing is kept without --out") from error
+    return tally
+
+
+def certify_to_file(
+    certifier: Certifier,
+    images: Images,
+    description: Mapping[str, Any],
+    out: Path,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    processes: Processes | None = None,
+    resumed: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> Tally:
+    """Goes through those images that have no row yet, here or in a shard's file, and writes theirs.
+
+    A part of a run writes to a file of its own. A run in one part first takes over what shards have left beside its
+    file; processes of torchrun put their rows together at the end, in the order of the data set.
+
+    Args:
+        certifier: certifies the images.
+        images: the data set.
+        description: from :func:`lipcert.results.describe`.
+        out: where all rows go in the end.
+        part: which part of the run this is, from 0.
+        parts: how many there are.
+        processes: those of torchrun, where they are the parts.
+        resumed: called with the number of rows that an earlier run left, if there are any.
+        progress: called with (rows found, rows to find).
+
+    Returns:
+        The counts over all rows of the file that was written last.
+
+    Raises:
+        InputError: a file holds rows of another run, or cannot be written.
+        Interrupted: the user stopped it; the rows found so far are kept.
+        BrokenCertificate: an attack contradicts a certificate.
+    """
+    processes = processes or Processes()
+    own = shard_path(out, part, parts)
+    elsewhere = [row for path in (out, *shards_of(out)) if path != own for row in read_rows(path, description)]
+    with ResultFile(own, description) as file:
+        if parts == 1:
+            file.absorb(elsewhere, images.order)
+        known = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
+        done = frozenset().union(*known)
+        if done and resumed is not None:
+            resumed(len(done))
+        before = file.tally.images
+        try:
+            _collect(Run(certifier, images, done, part, parts), file.append, progress)
+        except KeyboardInterrupt as error:
+            raise Interrupted(
+                f"interrupted after {file.tally.images - before} images; {own} keeps {file.tally.images} rows, "
+                "and the same command goes on from there"
+            ) from error
+    if processes.count == 1:
+        return file.tally
+    return _put_together(out, own, description, images, processes) or file.tally
+
+
+def _collect(run: Run, write: Callable[[dict[str, Any]], None], progress: Progress | None) -> None:
+    for count, row in enumerate(run, 1):
+        write(row)
+        if progress is not None:
+            progress(count, run.length)
+
+
+def _put_together(
+    out: Path, own: Path, description: Mapping[str, Any], images: Images, processes: Processes
+) -> Tally | None:
+    """Hands the rows of all processes to the first one, which writes them; then each removes its own file."""
+    local = [row for path in shards_of(out) for row in read_rows(path, description)]
+    everything = processes.gather(local)
+    tally = None
+    if processes.first:
+        with ResultFile(out, description) as file:
+            file.absorb([row for found in everything for row in found], images.order)
+        tally = file.tally
+    processes.gather(None)  # nobody removes a file before the rows are written
+    own.unlink()
+    summary_path(own).unlink()
+    return tally

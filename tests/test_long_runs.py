@@ -1,0 +1,327 @@
+"""Long runs: killed, divided, short of memory; the rows are always those of one run that nothing disturbed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert._memory import is_out_of_memory, memory_left
+from lipcert._processes import Processes
+from lipcert.artifact import save
+from lipcert.certifier import Certifier, _certifier
+from lipcert.cli import _options, app
+from lipcert.data import open_images
+from lipcert.errors import InputError
+from lipcert.loading import load
+from lipcert.runs import Run
+
+EPS = "36/255"
+GLORO = ["--eps", EPS, "--method", "gloro", "--limit", "60"]
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rows(path="r.jsonl"):
+    """Rows without the time they took, which is all that may differ."""
+    found = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_blocks_are_the_same_in_every_run(folder):
+    model = load(None)
+    images = open_images(None, model, limit=20)
+    certifier = Certifier(model, 0.1, "gloro")
+    certifier.together = 8
+    order = list(images.order)
+    seen = {}
+    for part in range(2):
+        for done in ((), order[:3], order[2:11], order):
+            left = Run(certifier, images, done, part, 2)
+            blocks = [batch.indices for batch in left._blocks()]
+            for block in blocks:
+                start = order.index(block[0])
+                assert start % 16 == 8 * part
+                assert block == tuple(order[start : start + 8])
+            new = [index for block in blocks for index in block if index not in done]
+            assert left.length == len(new)
+            seen[part, len(done)] = new
+    assert seen[0, 0] + seen[1, 0] == [order[i] for i in (*range(8), *range(16, 20), *range(8, 16))]
+    assert seen[0, 20] == seen[1, 20] == []
+
+
+class Stream:
+    """A data set that can only be gone through."""
+
+    def __init__(self, count):
+        self.order, self.length, self.count = None, count, count
+
+    def batches(self, size):
+        for start in range(0, self.count, size):
+            stop = min(start + size, self.count)
+            yield lipcert.data.Batch(tuple(range(start, stop)), torch.rand(stop - start, 3, 8, 8), None)
+
+
+def test_streams_have_blocks_too():
+    certifier = Certifier(load(None), 0.1, "gloro")
+    certifier.together = 4
+    found = [[row["index"] for row in Run(certifier, Stream(11), {0, 1, 5}, part, 2)] for part in range(2)]
+    assert found == [[2, 3, 8, 9, 10], [4, 6, 7]]
+
+
+def test_shards_are_put_together(folder):
+    run("certify", *GLORO, "--out", "whole.jsonl")
+    for part in (2, 1, 3):
+        shard = run("certify", *GLORO, "--out", "r.jsonl", "--shard", f"{part}/3")
+        assert f"r.shard-{part}-of-3.jsonl" in shard.stdout
+        assert not Path("r.jsonl").exists()
+    result = run("certify", *GLORO, "--out", "r.jsonl")
+    assert "going on behind 60 images" in result.stderr
+    assert rows() == rows("whole.jsonl")
+    assert json.loads(Path("r.summary.json").read_text())["counts"]["images"] == 60
+
+
+def test_what_shards_have_left_out_is_added(folder):
+    run("certify", *GLORO, "--out", "whole.jsonl")
+    run("certify", *GLORO, "--out", "r.jsonl", "--shard", "2/2")
+    run("certify", *GLORO, "--out", "r.jsonl")
+    assert sorted(rows(), key=lambda row: row["index"]) == sorted(rows("whole.jsonl"), key=lambda row: row["index"])
+
+
+def test_shards_of_another_run_are_refused(folder):
+    run("certify", *GLORO, "--out", "r.jsonl", "--shard", "1/2")
+    other = run("certify", "--eps", "0.5", *GLORO[2:], "--out", "r.jsonl", code=2)
+    assert other.stderr.endswith("delete the file\n")
+    assert "r.shard-1-of-2.jsonl holds results of another run (other eps)" in other.stderr
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
+def test_what_is_no_shard(folder, text):
+    with pytest.raises(InputError, match="2/5"):
+        _options.parse_shard(text)
+    assert "--out" in run("certify", *GLORO, "--shard", "1/2", code=2).stderr
+
+
+def test_attacks_are_part_of_what_a_file_holds(folder):
+    few = ["--eps", EPS, "--method", "gloro", "--limit", "2", "--out", "r.jsonl"]
+    run("certify", *few)
+    assert "other attack" in run("certify", *few, "--attack", code=2).stderr
+
+
+def killed_and_run_again(start, path, kills):
+    """Starts a run and kills it at random moments, and then lets one end; ``start`` gives the process id."""
+    for seed in range(kills):
+        before = path.read_bytes() if path.exists() else b""
+        wanted = before.count(b"\n") + random.Random(seed).randint(0, 3)
+        process = start()
+        ended = 0
+        while not ended and not (path.exists() and path.read_bytes().count(b"\n") > wanted):
+            time.sleep(0.002)
+            ended = os.waitpid(process, os.WNOHANG)[0]
+        assert not ended, "the run came to its end before it was killed"
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        after = path.read_bytes()
+        assert after.startswith(before[: before.rfind(b"\n") + 1])
+        assert after.count(b"\n") > wanted
+    assert os.waitpid(start(), 0)[1] == 0
+
+
+def test_a_killed_run_loses_nothing_that_was_written(folder, monkeypatch):
+    """Killed three times; the rows are those of a run that nothing disturbed."""
+    settings = ["certify", "--eps", EPS, "--method", "gloro", "--attack", "--limit", "16"]
+    monkeypatch.setitem(_certifier._TOGETHER, "cpu", 4)
+    run(*settings, "--out", "whole.jsonl")
+
+    def start():
+        process = os.fork()
+        if not process:
+            try:
+                CliRunner().invoke(app, [*settings, "--out", "r.jsonl"])
+            finally:
+                os._exit(0)
+        return process
+
+    killed_and_run_again(start, folder / "r.jsonl", kills=2)
+    assert rows() == rows("whole.jsonl")
+    assert json.loads(Path("r.summary.json").read_text())["complete"] is True
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on(folder):
+    """The same with processes of their own and the strongest certificate."""
+    settings = ["--eps", EPS, "--limit", "12"]
+    run("certify", *settings, "--out", "whole.jsonl")
+    command = [sys.executable, "-m", "lipcert", "certify", *settings, "--out", "r.jsonl"]
+
+    def start():
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return process.pid
+
+    killed_and_run_again(start, folder / "r.jsonl", kills=2)
+    assert rows() == rows("whole.jsonl")
+
+
+def torchrun(*arguments, **ways):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lipcert", "certify"]
+    return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True, **ways)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(folder):
+    settings = ["--eps", EPS, "--limit", "12"]
+    run("certify", *settings, "--out", "one.jsonl")
+    result = torchrun(*settings, "--out", "two.jsonl", "--json")
+    assert result.returncode == 0, result.stderr
+    assert rows("two.jsonl") == rows("one.jsonl")
+    assert json.loads(result.stdout)["counts"]["images"] == 12
+    assert sorted(path.name for path in folder.glob("two*")) == ["two.jsonl", "two.summary.json"]
+
+    # Again, from what a killed run has left: half of the rows, in files of three processes.
+    run("certify", *settings, "--out", "three.jsonl", "--shard", "2/3")
+    result = torchrun(*settings, "--out", "three.jsonl", "--fail-under", "1")
+    assert "going on behind 4 images" in result.stderr
+    assert result.returncode == 1
+    assert "the certified accuracy at 36/255 is" in result.stderr
+    assert rows("three.jsonl") == rows("one.jsonl")
+
+
+def test_processes_are_those_of_torchrun(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert Processes.of_torchrun() == Processes(0, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert Processes.of_torchrun() == Processes(1, 3)
+    assert not Processes(1, 3).first
+    assert Processes().gather("x") == ["x"]
+
+
+def small():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 3))
+    return lipcert.load(net, mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 2, 2))
+
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+    ),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8000000000 bytes."),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_batches_are_halved_where_memory_ends(error, monkeypatch):
+    images = torch.rand(11, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(11) % 3
+    expected = Certifier(small(), 0.01, "gloro").run(images, labels)
+    certifier = Certifier(small(), 0.01, "gloro")
+    honest, sizes = certifier.stages["gloro"], []
+
+    def short_of_memory(x, predicted, gaps):
+        sizes.append(len(x))
+        if len(x) > 3:
+            raise error
+        return honest(x, predicted, gaps)
+
+    certifier.stages["gloro"] = short_of_memory
+    found = certifier.run(images, labels)
+    assert torch.allclose(found.radius, expected.radius, rtol=1e-9)
+    assert torch.equal(found.predicted, expected.predicted)
+    assert torch.equal(found.labels, labels)
+    assert sizes == [11, 6, 3, 3, 5, 3, 2]
+    assert certifier.together <= 3
+
+
+def test_one_image_that_memory_does_not_hold():
+    certifier = Certifier(small(), 0.01, "gloro")
+
+    def never(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    certifier.stages["gloro"] = never
+    with pytest.raises(InputError, match="memory does not hold"):
+        certifier.run(torch.rand(4, 3, 2, 2))
+
+
+def test_other_errors_are_not_taken_for_memory():
+    certifier = Certifier(small(), 0.01, "gloro")
+    calls = []
+
+    def broken(*_):
+        calls.append(1)
+        raise RuntimeError("shapes cannot be multiplied")
+
+    certifier.stages["gloro"] = broken
+    with pytest.raises(RuntimeError, match="multiplied"):
+        certifier.run(torch.rand(4, 3, 2, 2))
+    assert calls == [1]
+
+
+def test_a_real_allocation_that_fails_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_how_many_images_go_together(monkeypatch):
+    assert memory_left(torch.device("cpu")) > 2**20
+    assert Certifier(small(), 0.1, "gloro").together == 8
+    monkeypatch.setattr(_certifier, "memory_left", lambda _: 1e5)
+    few = Certifier(small(), 0.1, "gloro").together
+    assert few in (1, 2, 4)
+    monkeypatch.setattr(_certifier, "memory_left", lambda _: 0.0)
+    assert Certifier(small(), 0.1, "gloro").together == 1
+    monkeypatch.setattr(_certifier, "memory_left", lambda _: float("inf"))
+    monkeypatch.setattr(_certifier, "_WORK_TOGETHER", 1.0)
+    assert Certifier(small(), 0.1, "anchored").together == 1
+    assert Certifier(small(), 0.1, "gloro").together == 8
+    assert Certifier(small(), 0.1, "gloro", attack="pgd").together == 1
+
+
+def test_a_false_certificate_stops_the_command(folder, monkeypatch):
+    honest = _certifier.radii
+    monkeypatch.setattr(_certifier, "radii", lambda gaps, constants: 1e6 * honest(gaps, constants))
+    result = run("certify", *GLORO, "--attack", "--out", "r.jsonl", code=3)
+    first = next(iter(open_images(None, load(None), limit=60).batches(8)))
+    named = [f"A CERTIFICATE IS FALSE: image {index} of the data: an attack changes" for index in first.indices]
+    assert any(text in result.stderr for text in named)
+    assert "report it" in result.stderr
+    assert json.loads(Path("r.summary.json").read_text())["complete"] is False
+
+
+def test_saved_models_have_rows_of_their_own(folder):
+    """The rows of one model are refused for another: the weights' hash is part of what a file holds."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = load("vit_tiny_patch16_224", pretrained=False, img_size=8, patch_size=4, embed_dim=24, depth=1,
+                     num_classes=10)  # fmt: skip
+        save(model, f"{seed}.safetensors")
+    run("certify", "0.safetensors", *GLORO, "--out", "r.jsonl")
+    assert "other model" in run("certify", "1.safetensors", *GLORO, "--out", "r.jsonl", code=2).stderr
