@@ -1,0 +1,29 @@
+"""Reports on result files: tables, figures, one HTML page, Markdown, and a model card.
+
+``read_runs`` checks what ``lipcert certify --out`` wrote; ``write`` turns it into files.
+"""
+
+from lipcert.report._build import OVERVIEW, facts, overview, radii_of_interest, remarks, report
+from lipcert.report._card import model_card
+from lipcert.report._document import to_html, to_markdown
+from lipcert.report._figures import available
+from lipcert.report._read import Run, read_runs
+from lipcert.report._text import text_plot
+from lipcert.report._write import write
+
+__all__ = [
+    "OVERVIEW",
+    "Run",
+    "available",
+    "facts",
+    "model_card",
+    "overview",
+    "radii_of_interest",
+    "read_runs",
+    "remarks",
+    "report",
+    "text_plot",
+    "to_html",
+    "to_markdown",
+    "write",
+]

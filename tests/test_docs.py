@@ -1,0 +1,125 @@
+"""The documentation: it builds without a warning, and every block of code in it runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import tomllib
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.cli import app
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```" in path.read_text())
+
+
+# The weights and the model arguments that the how-to pages speak of.
+ARGUMENTS = {"img_size": 32, "patch_size": 16, "embed_dim": 24, "depth": 1, "num_classes": 3}
+# Without labels of these languages a block is output, or nothing that a reader would run.
+RUNNABLE = {"python", "sh"}
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and content of the fenced blocks of a page, in order."""
+    return re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with what the pages take for granted: weights, artifacts, images to train on and to certify."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    save_file(timm.create_model("vit_tiny_patch16_224", **ARGUMENTS).state_dict(), "weights.safetensors")
+    random = np.random.default_rng(0)
+    for name in ("train", "val"):
+        for i in range(12):
+            path = tmp_path / name / "abc"[i % 3] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    return tmp_path
+
+
+def save_artifacts() -> None:
+    """Two models; not for every page, because a command without MODEL takes the newest one."""
+    for name in ("model", "other"):
+        model = lipcert.load("vit_tiny_patch16_224", checkpoint="weights.safetensors", **ARGUMENTS)
+        lipcert.save(model, f"{name}.safetensors")
+
+
+def reduced(words: list[str], images: int = 1) -> list[str]:
+    """The command on few images, so that a page takes seconds."""
+    return [*words, "--limit", str(images)] if "certify" in words and "--limit" not in words else words
+
+
+def run_shell(line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "lipcert":
+        result = CliRunner().invoke(app, reduced(words[1:]))
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+    elif words[:2] == ["pip", "install"]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        wanted = re.findall(r"\[([\w,]+)\]", line)
+        assert all(name in extras for group in wanted for name in group.split(",")), line
+    else:
+        assert words[0] == "torchrun", f"no test runs {line}"  # by a test of its own, below
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_runs(page, workplace):
+    if page.endswith("many-machines.md"):
+        save_artifacts()
+    space: dict[str, object] = {"__name__": "__main__"}
+    for language, content in blocks(page):
+        assert language in RUNNABLE | {"text"}, f"{page} has a block of the language {language!r}"
+        if language == "python":
+            exec(compile(content, page, "exec"), space)
+        elif language == "sh":
+            for line in content.replace("\\\n", " ").splitlines():
+                run_shell(line)
+
+
+@pytest.mark.slow
+def test_torchrun_lines_run(workplace):
+    lines = [line for page in PAGES for _, block in blocks(page) for line in block.splitlines() if "torchrun" in line]
+    assert lines
+    save_artifacts()
+    for line in lines:
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        done = subprocess.run(
+            reduced(shlex.split(line), 2), env={"PATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr.decode()
+    assert len(Path("job.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "reference" / "lipcert.html").read_text()
+    assert 'id="lipcert.certify"' in page
+    assert ":class:" not in page
+    assert ":func:" not in page
+    outside = re.findall(r'(?:src|href)="(https?:[^"]+)"', page)
+    assert [url for url in outside if "mkdocs.org" not in url] == []
+
+
+def test_everything_public_has_its_place():
+    """Every name that the package exports is in the reference, itself or through the module it belongs to."""
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    named = set(re.findall(r"^::: (\S+)$", text, re.M))
+    modules = {"attacks", "bounds", "errors", "surgery", "__version__"}
+    missing = {name for name in lipcert.__all__ if f"lipcert.{name}" not in named} - modules
+    assert not missing

@@ -1,0 +1,379 @@
+"""Reports: what they say is what the rows hold, nothing uncertified is called certified, and files stand alone."""
+
+import html
+import importlib.util
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import typer
+from huggingface_hub import ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from lipcert.cli._report import report as command
+from lipcert.errors import InputError
+from lipcert.report import _build, _figures, model_card, read_runs, remarks, text_plot, to_html, to_markdown, write
+from lipcert.report._curves import attack_curve, certified_curve, share_above, span
+from lipcert.report._words import radius
+
+EPS = 0.1
+ATTACK = {"name": "PGD-ℓ2", "version": "1.0", "settings": {"steps": 5, "restarts": 2}}
+SUMMARY = {
+    "model": {"source": {"name": "vit", "arguments": {"depth": 2}}, "recipe": [{"step": "convert", "norm": "smooth"}]},
+    "eps": EPS,
+    "eps_typed": "0.1",
+    "method": "anchored",
+    "dtype": "float64",
+    "data": {"spec": "/home/someone/val", "images": 6, "labelled": True},
+    "lipcert": "1",
+    "bound": {
+        "log10": 2.0,
+        "rigor": "deterministic",
+        "layers": [{"path": "net.head", "operation": "linear", "gain": 1}],
+    },
+    "environment": {"torch": "2"},
+    "command": ["lipcert", "certify", "--out", "a b.jsonl"],
+    "complete": True,
+}
+RADII = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
+
+
+def row(index: int, reach: float, **changes):
+    known = {"index": index, "label": 1, "predicted": 1, "correct": True, "margin": 0.5, "radius": reach}
+    known |= {"certified": reach > EPS, "method": "anchored", "rigor": "probabilistic(5e-10)", "seconds": 0.5}
+    return {**known, **changes}
+
+
+def unlabelled(index: int, reach: float, **changes):
+    return {key: value for key, value in row(index, reach, **changes).items() if key not in ("label", "correct")}
+
+
+ROWS = [row(i, radius, correct=i != 4) for i, radius in enumerate(RADII)]
+ATTACKED = [
+    {**r, "attacked": r["index"] in (0, 1), "attack_distance": {0: 0.02, 1: 0.06, 3: 0.18}.get(r["index"])}
+    for r in ROWS
+]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Writes result files into an empty working folder, and reads them."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(rows=ROWS, name="r", tail="", **changes):
+        path = tmp_path / f"{name}.jsonl"
+        summary = {
+            **SUMMARY,
+            "model": {**SUMMARY["model"], "weights_hash": changes.pop("weights", "0" * 64)},
+            **changes,
+        }
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
+        path.with_suffix(".summary.json").write_text(json.dumps(summary))
+        return path
+
+    return make
+
+
+def run(*arguments, code: int = 0):
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def refused(*arguments) -> str:
+    """Runs what must fail; returns the one line, which is all that is printed."""
+    result = run(*arguments, code=2)
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("lipcert: ")
+    return result.stderr
+
+
+def test_counts_are_strict(results):
+    (r,) = read_runs([results()])
+    assert [r.certified(eps) for eps in (0, 0.05, 0.1, 0.15, 0.3)] == [4, 3, 2, 1, 0]
+    assert r.correct == 5
+    assert r.surviving(1.0) == 5
+    assert r.median_radius == 0.1
+    assert not r.attacked
+
+
+def test_an_attack_bounds_from_above(results):
+    (r,) = read_runs([results(ATTACKED, attack=ATTACK)])
+    assert [r.surviving(eps) for eps in (0.01, 0.02, 0.1, 0.18, 1)] == [5, 4, 3, 2, 2]
+    assert r.attack == "PGD-ℓ2 1.0, steps=5, restarts=2"
+    rows = [{**a, "attack_distance": None} for a in ATTACKED]
+    (r,) = read_runs([results(rows)])
+    assert [r.surviving(eps) for eps in (0.099, 0.1)] == [5, 3]  # within ε is all that is known
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.booleans()), min_size=1, max_size=30),
+    st.lists(st.floats(0, 2), min_size=1, max_size=8),
+)
+def test_curves_are_the_counts(images, eps):
+    values, counted = np.array([v for v, _ in images]), np.array([c for _, c in images])
+    shares = share_above(values, counted, np.array(eps))
+    assert shares.tolist() == [sum(c and v > e for v, c in images) / len(images) for e in eps]
+
+
+def test_the_certified_curve_stays_below_the_attack_and_the_clean_accuracy(results):
+    (r,) = read_runs([results(ATTACKED, attack=ATTACK)])
+    start, end, logarithmic = span([r])
+    eps = np.linspace(start, end, 500)
+    assert not logarithmic
+    assert start == 0
+    assert end > max(RADII)
+    assert (certified_curve(r, eps) <= attack_curve(r, eps)).all()
+    assert (attack_curve(r, eps) <= r.correct / len(r)).all()
+
+
+def test_wide_ranges_are_logarithmic_and_unbounded_radii_left_aside(results):
+    (wide,) = read_runs([results([row(0, 1e-6), row(1, 1e-6), row(2, 1e-2), row(3, sys.float_info.max)])])
+    start, end, logarithmic = span([wide])
+    assert logarithmic
+    assert 0 < start <= 1e-6
+    assert EPS < end < 1
+    assert certified_curve(wide, np.array([end])) == [1 / 4]
+    (nothing,) = read_runs([results([row(0, 0.0)])])
+    assert span([nothing]) == (0.0, 1.08 * EPS, False)
+    for r in (wide, nothing):
+        assert "ε = 0.1" in text_plot([r])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.17999, "0.179"), (0.1999, "0.199"), (5.709e-6, "5.70e-6"), (sys.float_info.max, "unbounded")],
+)
+def test_radii_are_rounded_down(value, text):
+    assert radius(value) == text
+
+
+def test_rigor_and_delta(results):
+    rows = [row(0, 0.2, rigor="deterministic", method="gloro"), *ROWS[1:]]
+    (r,) = read_runs([results(rows)])
+    assert r.rigor == "probabilistic, δ ≤ 5e-10 an image"
+    assert "gloro 1" in run(r.path).stdout
+    (r,) = read_runs([results([row(0, 0.2, rigor="deterministic")])])
+    assert r.rigor == "deterministic"
+    assert r.delta == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rigor": "estimate"}, "no certificate"),
+        ({"rigor": "probabilistic(e)"}, "no certificate"),
+        ({"certified": False}, "contradict"),
+        ({"radius": -1.0, "certified": False}, "radius is -1"),
+        ({"radius": math.nan, "certified": False}, "radius is nan"),
+        ({"radius": None}, "is no result"),
+        ({"correct": "yes"}, "correct"),
+        ({"attacked": True, "attack_distance": 0.15}, "please report it"),
+        ({"attacked": True, "attack_distance": None}, "please report it"),
+    ],
+)
+def test_rows_that_claim_too_much_are_refused(results, changes, reason):
+    message = refused(results([row(0, 0.2), row(1, 0.2, **changes)]))
+    assert reason in message
+    assert "row 2 of" in message
+
+
+def test_damaged_and_missing_files(results, tmp_path):
+    assert "no rows" in refused(results([]))
+    assert "no rows" in refused(results([], tail='{"index": 0'))
+    assert "row 7" in refused(results(tail="{}\n"))
+    assert "has no" in refused(results(tail="{}\n"))
+    assert "row 7" in refused(results(tail="[1]\n"))
+    assert "do not belong together" in refused(results([row(0, 0.2), row(0, 0.2)]))
+    assert "do not belong together" in refused(results([row(0, 0.2), unlabelled(1, 0.2)]))
+    assert "no summary of results" in refused(results(eps=0))
+    path = results()
+    path.with_suffix(".summary.json").unlink()
+    assert "r.summary.json beside it" in refused(path)
+    assert "there is no file" in refused("missing.jsonl")
+    (tmp_path / "empty").mkdir()
+    assert "holds no results" in refused("empty")
+
+
+def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
+    result = run(results(tail='{"index": 9', complete=False))
+    assert "the last row is half-written" in result.stderr
+    assert "did not finish; these are its first 6 images" in result.stderr
+    assert "images\t6" in result.stdout
+
+
+def test_one_run_on_the_command_line(results):
+    out = run(results(ATTACKED, attack=ATTACK), "--eps", "0.05", "--eps", "1/10").stdout
+    assert "clean accuracy\t5 of 6 (83.3 %)" in out
+    assert "certified accuracy at 0.05\t3 of 6 (50.0 %)" in out
+    assert "certified accuracy at 1/10\t2 of 6 (33.3 %)" in out
+    assert "accuracy under PGD-ℓ2 at 1/10\t3 of 6 (50.0 %), an estimate" in out
+    assert "nan" in refused(results(), "--eps", "nan")
+
+
+def test_several_runs_are_compared(results, tmp_path):
+    (tmp_path / "two").mkdir()
+    results(name="two/a")
+    results([unlabelled(i, r) for i, r in enumerate(RADII)], name="two/b", eps_typed="1/10")
+    result = run("two")
+    header, first, second = (line.split("\t") for line in result.stdout.splitlines())
+    assert dict(zip(header, first, strict=True)) == {
+        "results": "a", "images": "6", "clean": "83.3 %", "ε": "1/10", "certified": "33.3 %", "radius": "0.100",
+        "δ": "5e-10",
+    }  # fmt: skip
+    assert second[2:5] == ["–", "1/10", "50.0 %"]
+    assert "have no labels" in result.stderr
+
+
+def test_runs_that_do_not_compare_are_noted(results):
+    paths = [results(), results(ROWS[:3], name="b", eps=0.1), results(name="c", eps=0.12, eps_typed="0.12")]
+    runs = read_runs([paths[0], paths[0]])
+    assert len(runs) == 1
+    assert remarks(runs) == []
+    assert "different images" in remarks(read_runs(paths[:2]))[0]
+    assert "different ε (r 0.1, c 0.12)" in remarks(read_runs([paths[0], paths[2]]))[0]
+
+
+def test_files_of_one_name_get_their_folder(results, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    results(name="a/r")
+    results(name="b/r")
+    assert [r.name for r in read_runs(["a/r.jsonl", "b/r.jsonl"])] == ["a/r", "b/r"]
+
+
+def test_unlabelled_results_speak_of_shares_only(results):
+    (r,) = read_runs([results([unlabelled(i, radius) for i, radius in enumerate(RADII)])])
+    text = to_markdown(_build.report([r], figures=False)) + str(model_card([r]))
+    assert "accuracy" not in text
+    assert "predicted right, and no" not in text
+    assert "r: 50.0 % of 6 images keep their prediction" in text
+    assert "certified\\_share" in text or "certified_share" in text
+
+
+def test_text_plots_fit_a_terminal(results):
+    one = read_runs([results(ATTACKED, attack=ATTACK)])
+    two = [*one, *read_runs([results(name="other", eps=0.12)])]
+    for runs in (one, two):
+        lines = text_plot(runs).splitlines()
+        assert max(map(len, lines)) <= 80
+    columns = [line[7:] for line in text_plot(one).splitlines()[:15]]
+    left = [line[:1] for line in columns]  # just above 0 every radius counts but the zero one and the wrong image
+    assert left.count("#") == round(15 * 4 / 6)
+    assert left.count(".") == round(15 * 5 / 6) - round(15 * 4 / 6)
+    assert "A" in text_plot(two)
+    assert "B other" in text_plot(two)
+
+
+def test_names_are_escaped(results, tmp_path):
+    name = "<b>&|_[x](y) $"
+    (r,) = read_runs([results(name=name, command=None)])
+    page = to_html("t", _build.report([r], figures=False))
+    assert "<b>" not in page
+    assert "&lt;b&gt;&amp;|" in page
+    markdown = to_markdown(_build.report([r], figures=False))
+    assert r"\<b\>&\|\_\[x\](y) $" in markdown
+
+
+def test_the_page_stands_alone(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = [results(ATTACKED, attack=ATTACK), results(name="$b_{", eps=0.1, weights="1")]
+    result = run(*paths, "--html", "r.html", "--markdown", "r.md")
+    page = (tmp_path / "r.html").read_text()
+    outside = [url for url in re.findall(r'https?://[^"<\s]+', page) if "www.w3.org" not in url]
+    assert outside == []
+    assert not re.search(r'<script|<link|<img|src=|url\((?!#)|href="(?!#)|@import', page)
+    for svg in re.findall(r"<svg.*?</svg>", page, re.S):
+        ElementTree.fromstring(svg)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:url\(|href=")#([^")]+)', page)) <= set(ids)
+    for part in ("δ ≤ 5e-10", "estimate from above", "lipcert certify --out 'a b.jsonl'", "real arithmetic", "torch"):
+        assert part in html.unescape(page)
+    markdown = (tmp_path / "r.md").read_text()
+    figures = re.findall(r"\]\(<([^>]+\.svg)>\)", markdown)
+    assert figures[:2] == ["r-curve.svg", "r-radii.svg"]
+    for name in figures:
+        ElementTree.parse(tmp_path / name)
+        assert f"written\t{name}" in result.stdout
+    run(*paths, "--html", "r.html", "--markdown", "r.md")  # its own files may be replaced
+
+
+def test_figures_are_the_same_every_time(results):
+    pytest.importorskip("matplotlib")
+    runs = read_runs([results()])
+    assert _figures.curve(runs) == _figures.curve(runs)
+    assert "<svg" in _figures.histogram(runs)
+    assert _build.modules(runs[0].summary) == [("head", 1.0)]
+
+
+def test_reports_without_matplotlib(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = run(results(), "--html", "r.html", "--markdown", "r.md")
+    assert "pip install 'lipcert[plot]'" in result.stderr
+    assert "####" in (tmp_path / "r.html").read_text()
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_no_foreign_file_is_written_over(results, tmp_path):
+    path = results()
+    (tmp_path / "README.md").write_text("# Mine, with lipcert report in it\n")
+    assert "was not written by lipcert report" in refused(path, "--card", "README.md")
+    assert (tmp_path / "README.md").read_text().startswith("# Mine")
+    assert ".html file" in refused(path, "--html", path)
+    assert "no folder" in refused(path, "--html", "away/r.html")
+    assert "own name" in refused(path, "--card", "x.md", "--markdown", "x.md")
+    (tmp_path / "x-curve.svg").write_text("<svg/>")
+    if _figures.available():
+        assert "x-curve.svg exists" in refused(path, "--markdown", "x.md")
+        assert not (tmp_path / "x.md").exists()
+
+
+def test_the_card_is_what_hubs_read(results, tmp_path):
+    run(results(ATTACKED, name="model", attack=ATTACK), "--card", "README.md", "--eps", "0.05", "--eps", "1/10")
+    card = ModelCard((tmp_path / "README.md").read_text())
+    found = {result.metric_name: result for result in card.data.eval_results}
+    assert card.data.model_name == "model"
+    assert found["Clean accuracy"].metric_value == pytest.approx(5 / 6, abs=1e-6)
+    certified = found["Certified accuracy at ε = 1/10"]
+    assert certified.metric_value == pytest.approx(2 / 6, abs=1e-6)
+    assert certified.metric_args["rigor"] == "probabilistic"
+    assert certified.metric_args["delta"] == 5e-10
+    assert certified.metric_args["dtype"] == "float64"
+    assert certified.metric_args["eps"] == EPS
+    attacked = found["PGD-ℓ2 accuracy at ε = 1/10"]
+    assert attacked.metric_value == pytest.approx(3 / 6, abs=1e-6)
+    assert attacked.metric_args["rigor"] == "estimate"
+    assert attacked.dataset_name == "val"
+    assert "/home/someone" not in str(card)  # a card is published
+    assert len(found) == 5
+
+
+def test_a_card_is_for_one_model(results):
+    paths = [results(), results(name="b", weights="1"), results(ROWS[:2], name="c")]
+    assert "different weights: r, b" in refused(*paths[:2], "--card", "c.md")
+    assert len(model_card(read_runs([paths[0], paths[2]])).data.eval_results) == 4
+    assert issubclass(InputError, ValueError)
+
+
+def test_data_sets_by_name(results):
+    card = model_card(read_runs([results(data={"spec": "hfds/owner/name:test", "images": 6})]))
+    result = card.data.eval_results[0]
+    assert (result.dataset_type, result.dataset_split) == ("owner/name", "test")
+
+
+def test_write_returns_what_it_wrote(results, tmp_path):
+    runs = read_runs([results()])
+    assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md"]
+    assert not list(tmp_path.glob(".*partial"))
