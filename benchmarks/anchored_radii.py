@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def main() -> None:
     data = open_images(args.data, model, limit=args.images)
     method = Anchored(model)
     found: dict[str, list[Tensor]] = {
-        name: [] for name in ("right", "anchored", "lofast", "limit", "margin", "attacked")
+        name: [] for name in ("right", "anchored", "lofast", "limit", "margin", "bound", "attacked")
     }
     started = time.process_time()
     seconds = 0.0
@@ -71,6 +72,7 @@ def main() -> None:
         found["right"].append(predicted == batch.labels)
         found["margin"].append(gaps.amin(1))
         found["attacked"].append(attacked(model, images, predicted, 0.05))
+        found["bound"].append(anchor.least_margin(torch.full((len(images),), 0.05).double(), predicted, gaps))
         print(f"{sum(map(len, found['right']))} images, {time.process_time() - started:.0f} s", flush=True)
     all_of = {name: torch.cat(parts) for name, parts in found.items()}
     right = all_of["right"]
@@ -82,7 +84,9 @@ def main() -> None:
             **{f"at_{key}": ((radius > eps) & right).double().mean().item() for key, eps in EPS.items()},
         }
     ratio = (all_of["anchored"] / all_of["limit"])[right].median().item()
+    lost = ((all_of["attacked"] - all_of["bound"]) / all_of["margin"])[right].median().item()
     summary = {
+        "model": Path(args.model).stem,
         "images": len(right),
         "clean": right.double().mean().item(),
         "certificates": rows,
@@ -90,8 +94,12 @@ def main() -> None:
         "anchored_over_lofast_median": (all_of["anchored"] / all_of["lofast"])[right].median().item(),
         "margin_median": all_of["margin"].median().item(),
         "attacked_margin_at_0.05_median": all_of["attacked"].median().item(),
+        "bound_on_margin_at_0.05_median": all_of["bound"].median().item(),
+        "lost_between_bound_and_attack_at_0.05_of_margin_median": lost,
         "broken_inside_radius": int(((all_of["attacked"] <= 0) & (all_of["anchored"] > 0.05)).sum()),
+        "norms": len(method.pairs) + len(method.peaks),
         "cpu_seconds_an_image": seconds / len(right),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "environment": environment(),
     }
     print(json.dumps(summary, indent=1))

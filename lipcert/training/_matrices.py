@@ -26,6 +26,7 @@ class Matrix:
         self.name = name
         self.part = part
         self.parts = parts
+        self.scores = parts == 3 and part < 2  # queries and keys
         self.groups = module.groups if isinstance(module, nn.Conv2d) else 1
 
     def value(self) -> Tensor:
@@ -53,17 +54,21 @@ def matrices(model: nn.Module) -> Iterator[Matrix]:
 class NormHold:
     """Holds the matrices of a network at spectral norm ≤ ``norm``; queries, keys and values each on their own.
 
+    Attention that is far from one-hot has a small second derivative, and that of the scores is the product of the norms
+    of queries and keys: ``scores`` holds these two lower.
+
     The norms are estimated by power iteration with a vector kept from call to call, one step a call, so they are held
     up to the error of that estimate.
 
     Args:
         model: the network.
         norm: the largest norm allowed.
+        scores: the same for queries and keys.
     """
 
-    def __init__(self, model: nn.Module, norm: float = 1.0):
-        self.norm = norm
+    def __init__(self, model: nn.Module, norm: float = 1.0, scores: float | None = None):
         self.matrices = list(matrices(model))
+        self.norms = [norm if scores is None or not m.scores else scores for m in self.matrices]
         generator = torch.Generator().manual_seed(0)
         self.vectors = []
         for matrix in self.matrices:
@@ -76,11 +81,11 @@ class NormHold:
     @torch.no_grad()
     def __call__(self) -> None:
         """One step of power iteration for each matrix; those found too large are divided by their excess."""
-        for matrix, vector in zip(self.matrices, self.vectors, strict=True):
+        for matrix, vector, norm in zip(self.matrices, self.vectors, self.norms, strict=True):
             value = matrix.value()
             vector.copy_(F.normalize(value.mT @ F.normalize(value @ vector, dim=1), dim=1))
             norms = (value @ vector).norm(dim=1, keepdim=True)
-            value.div_((norms / self.norm).clamp_min(1.0))
+            value.div_((norms / norm).clamp_min(1.0))
 
 
 def projections(model: nn.Module) -> Iterator[SmoothProject | LayerProject]:
