@@ -57,7 +57,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class _Pace(ProgressColumn):
-    """How many a second, or how many seconds each, and how long the rest takes; from the start, as blocks come whole."""
+    """How many a second, or seconds each, and how long the rest takes: since the start, for images come in blocks."""
 
     def render(self, task: Task) -> Text:
         if not task.completed or not task.elapsed:

@@ -211,7 +211,7 @@ def _made(run: Run) -> list[Block]:
         ("weights, SHA-256", run.weights_hash or "–"),
         ("images", f"{len(run)} of {data.get('images') or 'a stream'}, {_data_name(summary)}"),
         ("method", str(summary.get("method", "–"))),
-        ("dtype of the logits", str(summary.get("dtype", "–"))),
+        ("holds for dtype", str(summary.get("dtype", "–"))),
         ("global Lipschitz bound", "infinite" if log10 is None else f"10^{log10 + 0.005:.2f}, {bound.get('rigor')}"),
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{sum(row.get('seconds', 0.0) for row in run.rows):.1f}"),

@@ -11,8 +11,8 @@ from lipcert.report._read import Run
 PROMISES = (
     "A certified radius r says: every image in [0, 1] whose ℓ2 distance to the given one is smaller than r gets the "
     "same prediction. Distances are measured on pixels, before normalisation.",
-    "It holds for the network in real arithmetic, with logits evaluated in the dtype named here; rounding in another "
-    "deployment is not covered.",
+    "It holds for a forward pass in the dtype named here, rounding included; real means real arithmetic, and then "
+    "rounding in a deployment is not covered.",
     "deterministic: it holds with certainty. probabilistic, δ: lipcert's own random start vectors make it fail with "
     "probability at most δ an image.",
     "It does not say that the prediction is right, nor anything about changes that are not small in ℓ2.",
