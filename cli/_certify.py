@@ -55,6 +55,10 @@ def certify(
     rigor: Annotated[
         str, typer.Option(help="probabilistic, or deterministic: no random start vectors, for small networks.")
     ] = "probabilistic",
+    at: Annotated[
+        str | None,
+        typer.Option(help="Perturb a module's output, not the pixels: patch_embed, blocks.0.", show_default=False),
+    ] = None,
     attack: Annotated[
         bool, typer.Option("--attack", help="Look for perturbations that do change predictions, by PGD.")
     ] = False,
@@ -107,20 +111,21 @@ def certify(
         raise InputError("--checkpoint holds weights of one model; certify several one by one")
     chosen = AutoAttack() if autoattack else PGD() if attack else None
     plan = _Plan(
-        eps,
-        radius,
-        method,
-        dtype,
-        rigor,
-        chosen,
-        data,
-        limit,
-        part,
-        parts,
-        fail_under,
-        checkpoint,
-        no_pretrained,
-        model_args,
+        eps=eps,
+        radius=radius,
+        method=method,
+        dtype=dtype,
+        rigor=rigor,
+        at=at,
+        attack=chosen,
+        data=data,
+        limit=limit,
+        part=part,
+        parts=parts,
+        fail_under=fail_under,
+        checkpoint=checkpoint,
+        no_pretrained=no_pretrained,
+        model_args=model_args,
     )
     with contextlib.ExitStack() as stack:
         if not processes.first:
@@ -156,6 +161,7 @@ class _Plan:
     method: str
     dtype: str
     rigor: str
+    at: str | None
     attack: Attack | None
     data: str | None
     limit: int | None
@@ -225,6 +231,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
             plan.method,
             dtype=plan.dtype,
             rigor=plan.rigor,
+            at=plan.at,
             attack=plan.attack,
             progress=update,
         )

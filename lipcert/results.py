@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lipcert.data import Batch, Images
 
 # The parts of a summary that must agree before rows of two runs may stand in one file.
-_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "data", "lipcert")
+_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "at", "data", "lipcert")
 
 
 def describe(
@@ -59,6 +59,7 @@ def describe(
         "attack": identity(certifier.attack),
         "dtype": certifier.dtype,
         "rigor": certifier.rigor,
+        "at": certifier.at,
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,

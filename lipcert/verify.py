@@ -60,8 +60,8 @@ class Claims:
             summary = json.loads(summary_path(path).read_text(encoding="utf-8"))
             found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             Tally(found)
-            known = [summary[key] for key in ("eps", "method", "dtype", "rigor", "model", "data")]
-            if not found or not all(isinstance(part, dict) for part in known[4:]):
+            known = [summary[key] for key in ("eps", "method", "dtype", "rigor", "at", "model", "data")]
+            if not found or not all(isinstance(part, dict) for part in known[5:]):
                 raise ValueError("there are no rows" if not found else "the summary is damaged")
             if len({row["index"] for row in found}) < len(found):
                 raise ValueError("there are two rows for one image")
@@ -123,7 +123,7 @@ def verify(
     """
     claims.check_model(model)
     wanted = {row["index"]: row for row in claims.sample(count)}
-    kind = {key: claims.summary[key] for key in ("dtype", "rigor")}
+    kind = {key: claims.summary[key] for key in ("dtype", "rigor", "at")}
     certifier = Certifier(model, claims.summary["eps"], claims.summary["method"], **kind)
     order = range(images.total) if images.total is not None else None
     missing = [] if order is None else [index for index in wanted if index not in order]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import lipcert
 from lipcert.bounds import analyze
 from lipcert.certifier import Certifier, MarginBounds, bottom_logit, certify
 from lipcert.certifier._margins import margins, radii
@@ -233,9 +234,54 @@ def test_a_bound_that_is_infinite_certifies_nothing() -> None:
             return (1 / x).flatten(1)
 
     model = Model(Inverse(), mean=(0, 0, 0), std=(1, 1, 1), input_size=(3, 2, 2))
-    result = certify(model, 0.1 + 0.9 * torch.rand(4, 3, 2, 2), eps=1e-9)
+    images = 0.1 + 0.9 * torch.rand(4, 3, 2, 2)
+    result = certify(model, images, eps=1e-9, method="gloro")
     assert not result.certified.any()
     assert (result.radius == 0).all()
+    nearest = images.flatten(1).amin(1)  # 1/x is unbounded there, and smooth before
+    assert bool((certify(model, images, eps=1e-9).radius < nearest).all())
+
+
+def vit() -> Model:
+    return lipcert.load(
+        "vit_tiny_patch16_224", pretrained=False, img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=2,
+        num_classes=3, mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8),
+    )  # fmt: skip
+
+
+def test_the_deployed_network_is_certified_for_less() -> None:
+    model = vit()
+    images = torch.rand(2, 3, 8, 8)
+    real, deployed = (certify(model, images, eps=1e-3, dtype=dtype) for dtype in ("real", "float32"))
+    assert (real.dtype, deployed.dtype) == ("real", "float32")
+    assert bool((deployed.radius < real.radius).all())
+    assert bool((deployed.radius > 0).all())
+    with pytest.raises(InputError, match="real, float32, float16, bfloat16"):
+        certify(model, images, eps=1e-3, dtype="int8")
+
+
+def test_deterministic_on_request() -> None:
+    model = vit()
+    images = torch.rand(2, 3, 8, 8)
+    sampled, certain = (certify(model, images, eps=1e-3, rigor=rigor) for rigor in ("probabilistic", "deterministic"))
+    assert certain.rigor == ("deterministic",) * 2
+    assert all(word.startswith("probabilistic") for word in sampled.rigor)
+    assert bool((certain.radius >= sampled.radius * 0.99).all())
+    with pytest.raises(InputError, match="probabilistic, deterministic"):
+        certify(model, images, eps=1e-3, rigor="sure")
+
+
+def test_perturbed_inside() -> None:
+    model = vit()
+    images = torch.rand(2, 3, 8, 8)
+    result = certify(model, images, eps=1e-3, at="patch_embed")
+    assert result.method == ("anchored",) * 2
+    assert bool((result.radius > 0).all())
+    for other in ({"method": "gloro"}, {"dtype": "float32"}, {"attack": "pgd"}):
+        with pytest.raises(InputError, match="at asks for"):
+            certify(model, images, eps=1e-3, at="patch_embed", **other)
+    with pytest.raises(InputError, match="belongs to at='head.7'"):
+        certify(model, images, eps=1e-3, at="head.7")
 
 
 def test_bottom_agrees_with_the_radius() -> None:

@@ -584,5 +584,6 @@ def test_bars_say_how_fast_it_goes():
     for done, total, text in [
         (0, 10, ""), (4, 10, "2.0 s each, 0:00:12 left"), (80, 100, "10.0/s, 0:00:02 left"), (4, None, "2.0 s each"),
     ]:  # fmt: skip
-        task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0, start_time=0.0)
+        task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0)
+        task.start_time = 0.0
         assert _print._Pace().render(task).plain == text

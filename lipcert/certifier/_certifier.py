@@ -71,6 +71,9 @@ class Certifier:
             or ``"bfloat16"``.
         rigor: ``"deterministic"`` for certificates without random start vectors, which needs Jacobians written out and
             is for small networks; else ``"probabilistic"``.
+        at: what is perturbed: None for the pixels; the path of a module, such as ``"patch_embed"``, for its output, or
+            the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
+            Methods lofast and anchored only, and staged then is anchored.
         delta: probability, for each image, that a certificate is wrong where it is probabilistic.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
             the global constants on images that it breaks within ε, and each certificate is put to the test.
@@ -90,6 +93,7 @@ class Certifier:
         *,
         dtype: str = "real",
         rigor: str = "probabilistic",
+        at: str | int | None = None,
         delta: float = 1e-9,
         attack: str | Attack | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -100,6 +104,9 @@ class Certifier:
             raise InputError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         if rigor not in RIGORS:
             raise InputError(f"unknown rigor {rigor!r}; choose one of {', '.join(RIGORS)}")
+        if at is not None and (method in ("global", "gloro", "local") or dtype != "real" or attack is not None):
+            raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
+        self.at = at
         self.eps = float(eps)
         self.method = method
         self.attack = attack_named(attack)
@@ -118,8 +125,11 @@ class Certifier:
         self.stages: dict[str, Stage] = {}
         self._flops, self._results = self._forward_pass()
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
-        for name in _STAGES if method == "staged" else (method,):
+        chosen = _STAGES if method == "staged" else (method,)
+        for name in chosen if at is None else chosen[-1:]:
             self._prepare(name)
+        if not self.stages:
+            raise InputError(f"no method is left for this model: {'; '.join(self.skipped.values())}")
         self.together = self._images_together()
 
     def _prepare(self, name: str) -> None:
@@ -139,7 +149,7 @@ class Certifier:
             try:
                 method = self._linearized(name)
             except (UnsupportedOperation, InputError) as error:
-                if not staged:
+                if not staged or self.at is not None:
                     raise
                 self.skipped[name] = str(error)
                 return
@@ -150,9 +160,9 @@ class Certifier:
 
     def _linearized(self, name: str) -> LoFAST | Anchored:
         if name == "lofast":
-            return LoFAST(self.model, delta=self.share, rigor=self.rigor)
+            return LoFAST(self.model, at=self.at, delta=self.share, rigor=self.rigor)
         if self.roundoff is None:
-            return Anchored(self.model, delta=self.share, rigor=self.rigor)
+            return Anchored(self.model, at=self.at, delta=self.share, rigor=self.rigor)
         return DeployedAnchored(self.model, self.dtype, delta=self.share, rigor=self.rigor)
 
     def _deployed(self, stage: Stage) -> Stage:
@@ -317,6 +327,7 @@ def certify(
     method: str = "staged",
     dtype: str = "real",
     rigor: str = "probabilistic",
+    at: str | int | None = None,
     attack: str | Attack | None = None,
     batch_size: int | None = None,
 ) -> Certificates:
@@ -331,6 +342,8 @@ def certify(
         dtype: what the certificates hold for: ``"real"`` arithmetic, or a forward pass in ``"float32"``, ``"float16"``
             or ``"bfloat16"``.
         rigor: ``"deterministic"`` to do without random start vectors; for small networks.
+        at: what is perturbed: None for the pixels, or the path of a module for its output, such as ``"patch_embed"``;
+            then ε and radii are measured there.
         attack: look for perturbations too that do change it: ``"pgd"``, ``"autoattack"`` or an attack of
             :mod:`lipcert.attacks`. It bounds the radii from above.
         batch_size: how many images run at once; None for what time and memory suggest.
@@ -348,7 +361,7 @@ def certify(
         raise InputError(
             "model is a plain module; wrap it first: lipcert.load(module, mean=..., std=..., input_size=...)"
         )
-    certifier = Certifier(model, eps, method, dtype=dtype, rigor=rigor, attack=attack)
+    certifier = Certifier(model, eps, method, dtype=dtype, rigor=rigor, at=at, attack=attack)
     size = batch_size or certifier.together
     starts = range(0, max(1, len(images)), size)
     parts = [certifier.run(images[i : i + size], None if labels is None else labels[i : i + size]) for i in starts]
