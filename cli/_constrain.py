@@ -11,7 +11,7 @@ import typer
 from torch import Tensor
 
 from lipcert.artifact import save
-from lipcert.certvit import METHODS, ConstraintReport, LayerConstraint, NetworkFigures
+from lipcert.certvit import ENGINES, METHODS, ConstraintReport, LayerConstraint, NetworkFigures
 from lipcert.certvit import constrain as constrain_model
 from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
@@ -30,6 +30,9 @@ def constrain(
     data: Data = None,
     error: Annotated[float, typer.Option(help="Relative output error of each layer, above 0 and below 1.")] = 1e-2,
     measure: Annotated[str, typer.Option(help=f"What to lower: {', '.join(METHODS)}.")] = METHODS[0],
+    engine: Annotated[
+        str, typer.Option(help="exact; or faithful: the paper's block-iterative algorithm for l1, to compare with.")
+    ] = ENGINES[0],
     layers: Annotated[
         str | None, typer.Option(help="Only these layers, by their paths with commas between.", show_default=False)
     ] = None,
@@ -69,6 +72,7 @@ def constrain(
                 _Batches(images),
                 error,
                 measure=measure,
+                engine=engine,
                 layers=None if layers is None else [name.strip() for name in layers.split(",")],
                 workers=workers,
                 devices=(str(loaded.device),),
@@ -90,7 +94,7 @@ def constrain(
         [
             _network_row("before", report.before),
             *(_network_row(f"baseline {name}", figures) for name, figures in report.baselines.items()),
-            _network_row(f"after, {report.measure}", report.after),
+            _network_row(f"after, {report.method}", report.after),
         ],
     )
     solved = len(report.layers) - len(report.failed)
@@ -178,6 +182,7 @@ def _facts(report: ConstraintReport) -> dict[str, object]:
     facts: dict[str, object] = {
         "constraint": {
             "measure": report.measure,
+            "engine": report.engine,
             "error": report.error,
             "layers": len(report.layers) - len(report.failed),
             "images": report.images,

@@ -1,6 +1,8 @@
 """``lipcert convert``: surgery on a model, written to an artifact."""
 
+import statistics
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -11,14 +13,14 @@ from lipcert.bounds import Bound, lipschitz
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.model import Model
-from lipcert.surgery import ConversionReport
+from lipcert.surgery import Adaptation, ConversionReport
 from lipcert.surgery import convert as convert_model
 
 from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model, one_line_errors
 from ._output import check_out, default_name
 from ._print import busy, print_facts, progress, say, upper
 
-IMAGES = 32
+IMAGES = 64
 _CHOICES = {"attention": ("l2", "keep"), "norm": ("keep", "project", "smooth")}
 
 
@@ -40,7 +42,7 @@ def convert(
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
-    """Swap modules for Lipschitz ones, in closed form from the weights, and write the model to one file."""
+    """Swap modules for Lipschitz ones and write the model to one file; with --data the new attention is trained."""
     ways: dict[str, Any] = {"attention": attention, "norm": norm}
     for name, value in ways.items():
         if value not in _CHOICES[name]:
@@ -53,8 +55,12 @@ def convert(
         images = next(open_images(data, loaded, limit=IMAGES).batches(IMAGES)).images
 
     before = _bound(loaded, "bounding the network before")
-    with busy("swapping modules"):
-        convert_model(loaded, **ways, images=images)
+    if attention == "l2" and images is not None and len(images) > 1:
+        with progress("adapting attention") as update:
+            convert_model(loaded, **ways, images=images, adaptation=True, progress=update)
+    else:
+        with busy("swapping modules"):
+            convert_model(loaded, **ways, images=images)
     after = _bound(loaded, "bounding the network after")
     report = cast(ConversionReport, loaded.conversion)
     with busy(f"writing {path}"):
@@ -75,12 +81,31 @@ def convert(
                 ("left", f"{len(paths)} {what} ({paths[0]}{', …' if paths[1:] else ''})")
                 for what, paths in kept.items()
             ),
+            *_adaptation_facts(report.adaptation),
             ("logits moved", f"{moved} on {seen}"),
             ("top class kept", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
         ]
     )
+
+
+def _adaptation_facts(adaptation: Adaptation | None) -> list[tuple[str, str]]:
+    """Errors and logits on the held-out images, before and after the fit; nothing where no attention was swapped."""
+    if adaptation is None or not adaptation.layers:
+        return []
+    layers = adaptation.layers
+    before, after = ([getattr(layer, name) for layer in layers] for name in ("error_before", "error_after"))
+    errors = f"{100 * statistics.median(before):.1f} % → {100 * statistics.median(after):.1f} % (median),"
+    logits = f"{100 * adaptation.logits_before:.1f} % → {100 * adaptation.logits_after:.1f} % (median)"
+    return [
+        (
+            "attention adapted",
+            f"{sum(layer.adapted for layer in layers)} of {len(layers)} on {adaptation.images} images",
+        ),
+        ("error of attention", f"{errors} {100 * max(before):.1f} % → {100 * max(after):.1f} % at most"),
+        ("logits moved, held out", f"{logits} on {adaptation.held_out} images held out from the fit"),
+    ]
 
 
 def _bound(model: Model, what: str) -> Bound | None:
@@ -103,6 +128,8 @@ def _facts(bound: Bound | None, report: ConversionReport) -> dict[str, object]:
         "images": report.images,
         "random_images": report.random,
     }
+    if report.adaptation is not None:
+        facts["adaptation"] = asdict(report.adaptation)
     if bound is not None and bound.finite:
         facts |= {"log10_bound": bound.log10, "rigor": bound.rigor}
     return facts

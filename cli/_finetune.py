@@ -45,6 +45,10 @@ def finetune(
     ema: Annotated[
         float | None, typer.Option(help="Average the weights with this decay, such as 0.999.", show_default=False)
     ] = None,
+    amp: Annotated[
+        str | None,
+        typer.Option(help="bfloat16: run the network's products in it; not with anchored.", show_default=False),
+    ] = None,
     augment: Annotated[bool, typer.Option(help="Crop the images at random and flip them from left to right.")] = True,
     limit: Annotated[
         int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
@@ -85,7 +89,9 @@ def finetune(
         before = _accuracy(loaded, images)
         try:
             settings: dict[str, Any] = {"loss": loss, "temperature": temperature, "max_norm": max_norm, "ema": ema}
-            train(loaded, batches, radius, epochs=epochs, lr=lr, checkpoint=unfinished, progress=_say_epoch, **settings)
+            settings |= {"epochs": epochs, "lr": lr, "amp": amp, "checkpoint": unfinished, "progress": _say_epoch}
+            origin = {"--data": data, "--limit": limit, "--batch-size": batch_size, "--augment": augment}
+            train(loaded, batches, radius, origin=origin, **settings)
         except KeyboardInterrupt as error:
             kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
             raise Interrupted(f"interrupted; {kept}") from error

@@ -27,7 +27,7 @@ def inspect(
     model_args: ModelArgs = None,
 ) -> None:
     """Show the Lipschitz budget: how much each operation can stretch a perturbation, worst first."""
-    loaded = load_model(model, checkpoint, no_pretrained, model_args)
+    loaded = load_model(model, checkpoint, no_pretrained, model_args, features=True)
     with progress("bounding the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.gain, reverse=True)
@@ -45,6 +45,8 @@ def inspect(
         ("parameters", f"{sum(p.numel() for p in loaded.parameters()):,}"),
         ("Lipschitz bound", f"{upper(bound.log10)}, {bound.rigor}"),
     ]
+    if getattr(loaded.net, "num_classes", None) == 0:
+        facts.append(("output", "features: this network has no classifier"))
     print_facts(facts)
     print(verdict(bound))
 

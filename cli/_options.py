@@ -150,7 +150,13 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
     return arguments
 
 
-def load_model(model: str | None, checkpoint: Path | None, no_pretrained: bool, model_args: str | None) -> Model:
+def load_model(
+    model: str | None,
+    checkpoint: Path | None,
+    no_pretrained: bool,
+    model_args: str | None,
+    features: bool = False,
+) -> Model:
     """The model that a command works on; says which one it is where the user named none."""
     arguments = parse_model_args(model_args)
     source = resolve(model)
@@ -159,4 +165,4 @@ def load_model(model: str | None, checkpoint: Path | None, no_pretrained: bool, 
         say(f"model: {which}")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
-        return load(source, pretrained=not no_pretrained, checkpoint=checkpoint, **arguments)
+        return load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)

@@ -6,7 +6,7 @@
 >>> result = lipcert.certify(model, images, labels, eps=36 / 255)
 """
 
-from lipcert import bounds, errors, surgery
+from lipcert import attacks, bounds, errors, surgery
 from lipcert._version import version
 from lipcert.artifact import save
 from lipcert.bounds import lipschitz
@@ -21,6 +21,7 @@ __version__ = version()
 __all__ = [
     "Model",
     "__version__",
+    "attacks",
     "bounds",
     "certify",
     "constrain",

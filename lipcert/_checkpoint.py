@@ -7,12 +7,12 @@ import contextlib
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import timm
 import torch
 from timm.models import clean_state_dict
@@ -26,9 +26,11 @@ SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 # Where training scripts put the weights inside a checkpoint, averaged weights first, as timm's own loader does.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
 
+_LONGEST_NAME = 100
 
-def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors of a checkpoint file, on the CPU.
+
+def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Mapping[str, Tensor], str | None]:
+    """The tensors of a checkpoint file, on the CPU, read when they are asked for where the format allows it.
 
     Args:
         path: a ``.safetensors`` file, or whatever ``torch.load(weights_only=True)`` reads.
@@ -80,7 +82,9 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.
         raise LoadError(
             f"{file} does not fit {name}: {'; '.join(found)}; give the timm name and arguments it was made with"
         )
-    net.load_state_dict(dict(state))
+    with torch.no_grad():
+        for key, value in own.items():  # one by one, so that the file's tensors are never in memory all at once
+            value.copy_(state[key])
 
 
 def check_finite(net: nn.Module, origin: str) -> None:
@@ -95,16 +99,41 @@ def check_finite(net: nn.Module, origin: str) -> None:
             raise LoadError(f"{origin} holds {kind} in {name}; a model with such weights cannot be certified")
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
+def _read_safetensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        state = safetensors.torch.load_file(path)
+            metadata, keys = file.metadata() or {}, list(file.keys())
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         reason = first_line(error)
         raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; download it again") from error
+    if not keys:
+        raise LoadError(f"{path} holds no state dict; expected names and tensors")
     name = metadata.get("architecture")
-    return _tensors(state, path), name if name and timm.is_model(name) else None
+    return _Lazy(path, keys), name if name and timm.is_model(name) else None
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read, and its memory mapped, only while it is in use."""
+
+    def __init__(self, path: Path, keys: list[str]):
+        self.path = path
+        stored = clean_state_dict({key: key for key in keys})
+        self.stored = dict(stored)
+
+    def __getitem__(self, key: str) -> Tensor:
+        stored = self.stored[key]
+        try:
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(stored)
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            reason = f"{shortened(key)} cannot be read ({first_line(error)})"
+            raise LoadError(f"{self.path} is damaged, or changed while it was read: {reason}; get it again") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
 
 
 def _torch_load(path: Path) -> Any:
@@ -114,9 +143,13 @@ def _torch_load(path: Path) -> Any:
     else:
         allowed = contextlib.nullcontext()
     try:
+        archive = zipfile.is_zipfile(path)
+        if archive:
+            _check_archive(path)
         with allowed, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols; what cannot be read raises
-            return torch.load(path, map_location="cpu", weights_only=True)
+            # Mapped files are read when a tensor is used; only torch's newer format, a zip archive, can be mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         raise LoadError(
             f"{path} is not a PyTorch checkpoint, or holds Python objects besides tensors, which are never run; "
@@ -127,17 +160,43 @@ def _torch_load(path: Path) -> Any:
         raise LoadError(f"{path} is not a PyTorch checkpoint, or is damaged: {reason}; download it again") from error
 
 
+def _check_archive(path: Path) -> None:
+    """What torch does not check of a file that it maps.
+
+    Raises:
+        ValueError: the archive is compressed, so that reading it could fill the memory, or a checksum is wrong.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
+            raise ValueError("it is an archive that is larger inside than outside, which torch does not write")
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {shortened(damaged)} is wrong")
+
+
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(content, Mapping):
         wrapper = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
-        state = clean_state_dict(dict(content if wrapper is None else content[wrapper]))
-        if state and all(isinstance(value, Tensor) for value in state.values()):
-            return dict(state)
+        state = dict(content if wrapper is None else content[wrapper])
+        if state and all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
+            return clean_state_dict(state)
     raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under {', '.join(_WRAPPERS)}")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that holds its numbers one by one."""
+    if not isinstance(value, Tensor) or value.is_nested or value.is_quantized or value.is_complex():
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu"
+
+
+def shortened(name: str) -> str:
+    """A name from a file, cut to what fits into a message."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def _listed(one: str, many: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)} {one if len(names) == 1 else many} ({', '.join(names[:3])}{more})"
+    return f"{len(names)} {one if len(names) == 1 else many} ({', '.join(map(shortened, names[:3]))}{more})"

@@ -29,6 +29,7 @@ def load(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     input_size: Sequence[int] | None = None,
+    features: bool = False,
     **timm_arguments: Any,
 ) -> Model:
     """A model ready to be converted and certified, in evaluation mode.
@@ -42,6 +43,8 @@ def load(
         mean: per-channel mean of the normalisation; by default that of the checkpoint's configuration.
         std: per-channel standard deviation, likewise.
         input_size: (C, H, W) of one image, likewise.
+        features: whether a network without a classifier is taken too; then its features stand for the logits. It can be
+            inspected and not certified.
         **timm_arguments: passed to ``timm.create_model``, such as ``num_classes``, ``img_size``, ``patch_size``.
 
     Returns:
@@ -59,7 +62,7 @@ def load(
         raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
     if isinstance(source, nn.Module):
         _refuse(given - {*_PIXELS}, "a module that is already built")
-        return _wrap(source, "the module", "the module", pixels, {}, {})
+        return _wrap(source, "the module", "the module", pixels, {}, {}, features)
     name = os.fspath(resolve(source))
     if is_file(name):
         if is_artifact(name):
@@ -72,7 +75,7 @@ def load(
         checkpoint, name = name, _architecture(name)
     if checkpoint is not None and is_artifact(checkpoint):
         raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
-    return _from_name(name, pretrained, checkpoint, pixels, timm_arguments)
+    return _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features)
 
 
 def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
@@ -115,22 +118,29 @@ def _from_name(
     checkpoint: str | os.PathLike[str] | None,
     pixels: dict[str, Any],
     arguments: dict[str, Any],
+    features: bool,
 ) -> Model:
-    if arguments.get("num_classes") == 0:
+    if arguments.get("num_classes") == 0 and not features:
         raise InputError(f"{name} with num_classes=0 has no logits to certify; give the number of classes")
     net = create_net(name, pretrained=pretrained and checkpoint is None, arguments=arguments)
     if checkpoint is not None:
         state, _ = read_checkpoint(checkpoint)
         load_weights(net, state, file=checkpoint, name=name)
-    return _wrap(net, name, str(checkpoint or name), pixels, arguments, rebuild_recipe(name, arguments))
+    return _wrap(net, name, str(checkpoint or name), pixels, arguments, rebuild_recipe(name, arguments), features)
 
 
 def _wrap(
-    net: nn.Module, label: str, origin: str, pixels: dict[str, Any], arguments: dict[str, Any], source: dict[str, Any]
+    net: nn.Module,
+    label: str,
+    origin: str,
+    pixels: dict[str, Any],
+    arguments: dict[str, Any],
+    source: dict[str, Any],
+    features: bool,
 ) -> Model:
     """Normalisation and input size from the caller, else from the network's own configuration; then a trial run."""
     check_finite(net, origin)
-    if getattr(net, "num_classes", None) == 0:
+    if getattr(net, "num_classes", None) == 0 and not features:
         raise InputError(f"{label} has no classifier (num_classes is 0), hence no logits to certify; give num_classes=")
     config = {**_data_config(net, arguments), **{key: tuple(value) for key, value in pixels.items()}}
     missing = [key for key in _PIXELS if key not in config]
@@ -143,7 +153,8 @@ def _wrap(
             config[key] = (config[key][0],) * channels
     mean, std, input_size = (config.pop(key) for key in _PIXELS)
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
-    _logits(model, label)
+    if not features:
+        _logits(model, label)
     return model
 
 

@@ -22,6 +22,9 @@ from lipcert.surgery import (
     convert,
     swap,
 )
+from lipcert.surgery._heads import heads_of
+from lipcert.surgery._initial import initialise_attention
+from lipcert.surgery._swap import plan
 
 SMALL_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 SMALL_SWIN = {
@@ -230,8 +233,6 @@ def test_attention_that_is_already_by_distance_is_reproduced() -> None:
 
 def test_calibration_helps() -> None:
     """On data with few strong directions, weights fitted to them move the output less than weights that ignore them."""
-    from lipcert.surgery._initial import initialise_attention
-
     torch.manual_seed(0)
     old = timm.layers.Attention(16, num_heads=4, qkv_bias=True)
     x = torch.randn(50, 9, 16) * torch.logspace(0.5, -2, 16) + torch.randn(16)
@@ -239,7 +240,7 @@ def test_calibration_helps() -> None:
     new.proj.load_state_dict(old.proj.state_dict())
 
     def error(tokens: Tensor | None) -> float:
-        initialise_attention(new, old.qkv, tokens)
+        initialise_attention(new, heads_of(old, "kinds first", tokens), tokens)
         return float((new(x) - old(x)).norm() / old(x).norm())
 
     assert error(x) < 0.5 * error(None)
@@ -266,9 +267,9 @@ def test_layer_norm_2d_and_other_norms() -> None:
     modules = dict(model.net.named_modules())
     assert isinstance(modules["stem.1"], SmoothProject)
     assert modules["stem.1"].channels_first
-    assert model.conversion.kept_norms == ()
+    assert model.conversion.kept == ()
     resnet: Any = convert(small("resnet18"), norm="project")
-    assert "bn1" in resnet.conversion.kept_norms
+    assert resnet.conversion.kept == ()  # batch norm is linear and folded into the convolution before it
     assert not any(isinstance(module, LayerProject) for module in resnet.modules())
 
 
@@ -317,30 +318,55 @@ def test_bare_linear_map() -> None:
     assert isinstance(conv, LipConv2d)
 
 
+def test_attention_without_an_l2_form_is_named_and_the_rest_is_converted() -> None:
+    model = small("coat_lite_tiny", img_size=64)
+    convert(model, norm="smooth")
+    kept = {k.path: (k.was, k.reason) for k in model.conversion.kept}
+    was, reason = kept["serial_blocks1.0.factoratt_crpe"]
+    assert was == "FactorAttnConvRelPosEnc"
+    assert "linear attention" in reason
+    assert any(s.now == "SmoothProject" for s in model.conversion.swapped)
+    assert isinstance(model.net.serial_blocks1[0].factoratt_crpe.qkv, LipLinear)
+
+
 @pytest.mark.parametrize(
-    ("name", "arguments", "reason"),
-    [
-        ("vit_tiny_patch16_224", {"qk_norm": True}, "query norm"),
-        ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "output norm"),
-        ("coat_lite_tiny", {}, "FactorAttnConvRelPosEnc at serial_blocks1.0.factoratt_crpe"),
-        ("swinv2_tiny_window8_256", {}, "WindowAttention at layers.0.blocks.0.attn"),
-    ],
+    ("arguments", "reason"), [({"scale_attn_norm": True}, "normalised"), ({"attn_layer": "diff"}, "two softmaxes")]
 )
-def test_attention_without_an_l2_form(name: str, arguments: dict[str, Any], reason: str) -> None:
-    model = small(name, **arguments)
-    before = state(model)
-    with pytest.raises(ConvertError, match=reason) as caught:
-        convert(model)
-    assert "\n" not in str(caught.value)
-    assert "keep" in str(caught.value)
-    assert_unchanged(model, before)
-    swap(model.net, attention="keep", norm="keep")
+def test_variants_of_plain_attention_that_stay(arguments: dict[str, Any], reason: str) -> None:
+    model = small(**arguments)
+    convert(model)
+    assert len(model.conversion.kept) == 2
+    assert all(reason in kept.reason for kept in model.conversion.kept)
+    assert not any(isinstance(module, L2Attention) for module in model.modules())
 
 
-def test_multihead_attention_of_torch_is_refused() -> None:
-    net = nn.TransformerEncoderLayer(8, 2, 16)
-    with pytest.raises(ConvertError, match="MultiheadAttention at self_attn"):
-        swap(net, attention="l2", norm="keep")
+def test_attention_of_an_unknown_class_is_named() -> None:
+    class OddAttention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.softmax(-1)
+
+    net = nn.ModuleDict({"odd": OddAttention(), "torch": nn.MultiheadAttention(8, 2), "outer": nn.Module()})
+    net["outer"].attention_block = OddAttention()
+    _, kept = plan(net, attention="l2", norm="keep")
+    reasons = {k.path: k.reason for k in kept}
+    assert reasons.keys() == {"odd", "torch", "outer.attention_block"}
+    assert "no L2 form is known" in reasons["odd"]
+    assert "different tokens" in reasons["torch"]
+
+
+def test_query_norms_become_part_of_the_weights() -> None:
+    """Normalised queries and keys of dot products are scaled ones where their lengths are all the same."""
+    torch.manual_seed(0)
+    plain = timm.layers.Attention(8, num_heads=2, qkv_bias=False)
+    normed = timm.layers.Attention(8, num_heads=2, qkv_bias=False, qk_norm=True, norm_layer=timm.layers.RmsNorm)
+    normed.qkv.load_state_dict(plain.qkv.state_dict())
+    tokens = torch.randn(4, 100, 8)
+    new = heads_of(normed, "kinds first", tokens)
+    old = heads_of(plain, "kinds first", tokens)
+    factor = new.queries.norm(dim=1) / old.queries.norm(dim=1)
+    lengths = (tokens @ old.queries.float().permute(1, 0, 2).flatten(1)).unflatten(-1, (2, 4)).square().mean(-1).sqrt()
+    assert float((factor.mean() * lengths.mean() - 1).abs()) < 0.3
+    assert torch.equal(new.values, old.values)
 
 
 def test_twice() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
 from lipcert._upper import Upper
@@ -18,15 +21,26 @@ from lipcert.errors import InputError
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,
+    GroupLayerProject,
+    GroupSmoothProject,
     L2Attention,
+    L2RotaryAttention,
+    L2SetAttention,
     L2WindowAttention,
     LayerProject,
     LipConv2d,
     LipLinear,
     MaxMin,
+    RmsLayerProject,
+    RmsSmoothProject,
     SmoothProject,
+    swap,
 )
 from lipcert.surgery._distance import _Average, attention_gain
+from lipcert.surgery._heads import heads_of
+from lipcert.surgery._initial import calibrate_projection
+from lipcert.surgery._swap import plan
+from lipcert.surgery._table import ATTENTIONS, class_name
 
 
 @pytest.fixture(autouse=True)
@@ -539,3 +553,308 @@ def test_weights_that_are_no_numbers(value: float) -> None:
     radius.radius.fill_(value)
     with pytest.raises(InputError, match="radius"):
         radius.token_norm()
+
+
+# Attention of timm in other arrangements ------------------------------------------------------------------------------
+
+
+def timm_attention() -> dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]]:
+    """One small module of every class with an L2 form: the module, the shape of a sample, what its block passes on."""
+    from timm import layers
+    from timm.models import (
+        beit,
+        cait,
+        crossvit,
+        davit,
+        efficientformer,
+        eva,
+        fastvit,
+        gcvit,
+        hiera,
+        hieradet_sam2,
+        maxxvit,
+        metaformer,
+        nest,
+        swin_transformer_v2,
+        swin_transformer_v2_cr,
+        tnt,
+        twins,
+        visformer,
+        vision_transformer_relpos,
+        vision_transformer_sam,
+        volo,
+    )
+
+    torch.manual_seed(0)
+    table: Any = partial(layers.RelPosBias, window_size=(2, 2))
+    mlp: Any = partial(layers.RelPosMlp, window_size=(2, 2), hidden_dim=8)
+    mask = torch.zeros(2, 4, 4, dtype=torch.float64)
+    mask[1, :2, 2:] = mask[1, 2:, :2] = -100
+    shared = torch.randn(1, 2, 5, 5, dtype=torch.float64)
+    angles = torch.randn(4, 2, dtype=torch.float64)
+    pairs = torch.cat((angles.sin().repeat_interleave(2, -1), angles.cos().repeat_interleave(2, -1)), -1)
+    halves = torch.cat((angles.sin().repeat(1, 2), angles.cos().repeat(1, 2)), -1)
+    swin2 = swin_transformer_v2.WindowAttention
+    return {
+        "beit": (beit.Attention(8, 2, qkv_bias=True, window_size=(2, 2)), (5, 8), {"shared_rel_pos_bias": shared}),
+        "beit without bias": (beit.Attention(8, 2), (5, 8), {}),
+        "cait": (cait.ClassAttn(8, 2, qkv_bias=True), (5, 8), {}),
+        "crossvit": (crossvit.CrossAttention(8, 2), (5, 8), {}),
+        "volo class": (volo.ClassAttention(8, 2), (5, 8), {}),
+        "volo": (volo.Attention(8, 2), (2, 3, 8), {}),
+        "davit": (davit.WindowAttention(8, (2, 2), 2), (4, 8), {}),
+        "maxvit": (maxxvit.AttentionCl(8, dim_head=4, rel_pos_cls=table), (2, 2, 8), {}),
+        "maxvit kinds first": (maxxvit.AttentionCl(8, dim_head=4, head_first=False), (2, 2, 8), {}),
+        "maxvit 2d": (maxxvit.Attention2d(8, 12, dim_head=4, rel_pos_cls=mlp), (8, 2, 2), {}),
+        "2d": (layers.Attention2d(8, num_heads=2), (8, 2, 2), {}),
+        "swin v2": (swin2(8, (2, 2), 2), (4, 8), {"mask": mask}),
+        "swin v2 cr": (swin_transformer_v2_cr.WindowMultiHeadAttention(8, 2, (2, 2)), (4, 8), {"mask": mask}),
+        "relpos": (vision_transformer_relpos.RelPosAttention(8, 2, rel_pos_cls=mlp), (4, 8), {}),
+        "gcvit": (gcvit.WindowAttentionGlobal(8, 2, (2, 2), use_global=False), (4, 8), {}),
+        "hiera": (hiera.MaskUnitAttention(8, 8, 2, window_size=2, use_mask_unit_attn=True), (6, 8), {}),
+        "hiera global": (hiera.MaskUnitAttention(8, 12, 2), (6, 8), {}),
+        "hieradet": (hieradet_sam2.MultiScaleAttention(8, 12, 2), (2, 3, 8), {}),
+        "sam": (vision_transformer_sam.Attention(8, 2), (2, 3, 8), {}),
+        "metaformer": (metaformer.Attention(8, head_dim=4), (5, 8), {}),
+        "nest": (nest.Attention(8, 2), (2, 3, 8), {}),
+        "tnt": (tnt.Attention(8, 4, 2), (5, 8), {}),
+        "twins": (twins.LocallyGroupedAttn(8, 2, ws=2), (6, 8), {"size": (2, 3)}),
+        "visformer": (visformer.Attention(8, 2), (8, 2, 2), {}),
+        "fastvit": (fastvit.Attention(8, head_dim=4), (8, 2, 2), {}),
+        "efficientformer": (efficientformer.Attention(8, 2, 2, 3, resolution=2), (4, 8), {}),
+        "eva": (eva.EvaAttention(8, 2, scale_norm=False), (5, 8), {"rope": pairs}),
+        "eva halves": (
+            eva.EvaAttention(8, 2, qkv_fused=False, scale_norm=False, rotate_half=True),
+            (5, 8),
+            {"rope": halves},
+        ),
+        "rope": (layers.AttentionRope(8, 2, num_prefix_tokens=0), (4, 8), {"rope": pairs}),
+    }
+
+
+TIMM_ATTENTION = timm_attention()
+
+
+def replaced(name: str) -> tuple[Any, Any, tuple[int, ...], dict[str, Any]]:
+    """The module of timm in float64, with random parameters and no biases of queries and keys; and what replaces it."""
+    old, shape, given = TIMM_ATTENTION[name]
+    old.double().eval()  # which returns nothing for EfficientFormer's
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in old.named_parameters():
+            parameter.copy_(0.5 * torch.randn_like(parameter))
+            maps = ("q", "k", "qk", "kv", "wq", "wk", "qkv", "q_proj", "q_bias")
+            if key.endswith("bias") and key.split(".")[0] in maps:
+                parameter.zero_()
+        if hasattr(old, "logit_scale"):
+            old.logit_scale.fill_(-100)  # cosine attention by its bias alone, which the factors on channels cannot miss
+    holder = nn.ModuleDict({"attn": old})
+    swapped = swap(holder, attention="l2", norm="keep")
+    assert [s.path for s in swapped][0] == "attn"
+    return old, holder["attn"], shape, given
+
+
+def test_every_class_in_the_table_is_tried() -> None:
+    tried = {class_name(old) for old, _, _ in TIMM_ATTENTION.values()}
+    elsewhere = {key for key, form in ATTENTIONS.items() if form.now in ("L2Attention", "L2WindowAttention")}
+    assert tried | elsewhere == set(ATTENTIONS)
+
+
+@pytest.mark.parametrize("name", TIMM_ATTENTION)
+def test_packing_arrangement_and_bias_are_those_of_timm(name: str) -> None:
+    """Dot-product attention put together from what the replacement has read is what timm's module computes."""
+    old, new, shape, given = replaced(name)
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    given = {} if "rope" in given else given
+    with torch.no_grad():
+        expected = old(x, **given)
+        assert new(x, **given).shape == expected.shape
+        heads = heads_of(old, ATTENTIONS[class_name(old)].packing, None)
+        sets = new._sets(x, given.get("size")) if isinstance(new, L2SetAttention) else x
+        q, k, v = (torch.einsum("ntc,hcd->nhtd", sets, part) for part in (heads.queries, heads.keys, heads.values))
+        if heads.value_bias is not None:
+            v = v + heads.value_bias.unflatten(0, (new.num_heads, 1, -1))
+        logits = q @ k.mT / math.sqrt(q.shape[-1])
+        bias = new.position_bias() if isinstance(new, L2SetAttention) else None
+        logits = logits if bias is None else logits + bias
+        if "mask" in given:
+            logits = logits + given["mask"].repeat(len(sets) // 2, 1, 1)[:, None]
+        if "shared_rel_pos_bias" in given:
+            logits = logits + given["shared_rel_pos_bias"]
+        out = new.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        if isinstance(new, L2SetAttention):
+            out = out[:, :1] if new.first else new._back(out, x, given.get("size"))
+    assert torch.allclose(out, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", TIMM_ATTENTION)
+def test_contract_of_replaced_attention(name: str) -> None:
+    """Bound ≥ Jacobian norms, also those that gradient ascent finds, for weights that tell tokens apart."""
+    _, new, shape, given = replaced(name)
+    new = copy.deepcopy(new).double()
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.copy_(0.7 * torch.randn_like(parameter))
+    facts = {"shared" if key.startswith("shared") else key: v for key, v in given.items() if key != "size"}
+    bound = new.lipschitz(shape, **facts)
+    assert bound.finite
+    windows = 2 if "mask" in given else 1
+    inputs = shape if windows == 1 else (windows, *shape)
+
+    def run(x: Tensor) -> Tensor:
+        flat = new(x.flatten(0, 1) if windows > 1 else x, **given)
+        return flat.flatten()[None]
+
+    found = 0.0
+    for scale in (0.1, 0.5, 1.0, 3.0):
+        x, y = scale * torch.randn(2, *inputs, dtype=torch.float64)
+        found = max(found, float(jacobian_norm(run, x)), ratio(run, x, y))
+        norm = Upper(float(_token_lengths(new, torch.stack((x, y))).max())) * (1 + 1e-12)
+        near = new.lipschitz(shape, token_norm=norm, **facts)
+        assert near.value <= bound.value * (1 + 1e-9)
+        assert ratio(run, x, y) <= near.value * (1 + 1e-12)
+        extra = {"rope": given["rope"]} if "rope" in given else {}
+        assert float(_token_lengths(new, run_shaped(new, x, given, windows), True).max()) <= float(
+            new.result_norm(norm, **extra)
+        ) * (1 + 1e-12)
+    found = max(found, attack(run, 0.5 * torch.randn(inputs, dtype=torch.float64), steps=6, rate=0.3))
+    assert found <= bound.value * (1 + 1e-12)
+    assert found >= 1e-3 * bound.value  # an attack that finds nothing, or a bound far above what there is, says little
+
+
+def run_shaped(new: Any, x: Tensor, given: dict[str, Any], windows: int) -> Tensor:
+    with torch.no_grad():
+        return new(x if windows > 1 else x[None], **given)
+
+
+def _token_lengths(module: Any, x: Tensor, result: bool = False) -> Tensor:
+    first = getattr(module, "arrangement", "") == "channels"
+    return torch.linalg.vector_norm(x, dim=-3 if first else -1)
+
+
+def test_turning_is_timms_and_turns_back() -> None:
+    for name in ("eva", "eva halves", "rope"):
+        _, new, shape, given = replaced(name)
+        y = torch.randn(2, 2, shape[0], 4, dtype=torch.float64)
+        turned = new._turned(y, given["rope"], 1)
+        front, rest = y[:, :, : new.prefix], y[:, :, new.prefix :]
+        expected = torch.cat((front, apply_rot_embed_cat(rest, given["rope"], half=new.by_halves)), 2)
+        assert torch.allclose(turned, expected, atol=1e-12)
+        assert torch.allclose(new._turned(turned, given["rope"], -1), y, atol=1e-12)
+        assert float(new._largest_turn(given["rope"])) == pytest.approx(1, abs=1e-4)
+        assert float(new._largest_turn(3 * given["rope"])) == pytest.approx(3, abs=1e-3)
+
+
+def test_rotary_values_that_are_not_turned_have_no_constant() -> None:
+    """Far apart tokens whose turned forms meet would be averaged: the reason for turning the values."""
+    _, new, _, given = replaced("rope")
+    rope = given["rope"]
+
+    def unturned(x: Tensor) -> Tensor:
+        y = new.q(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        z = new._turned(y, rope, 1)
+        logits = -(z[..., :, None, :] - z[..., None, :, :]).square().sum(-1) * new.scale
+        return logits.softmax(-1) @ y
+
+    near = 0.3 * torch.randn(1, 2, 4, 4, dtype=torch.float64)
+
+    def gap(far: float, function: Callable[[Tensor], Tensor]) -> float:
+        z = near + far
+        y = new._turned(z, rope, -1).transpose(1, 2).flatten(2)
+        x = torch.linalg.lstsq(new.q.weight, y[0].T).solution.T
+        return float(jacobian_norm(function, x))
+
+    with torch.no_grad():
+        new.q.weight.copy_(torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0])
+    assert gap(300.0, unturned) > 30 * gap(1.0, unturned)
+    assert gap(300.0, partial(new, rope=rope)) <= new.lipschitz((4, 8), rope=rope).value
+
+
+def test_masks_of_windows_are_not_taken_for_biases_of_heads() -> None:
+    """Two heads and two windows: a mask belongs to windows."""
+    _, new, _, given = replaced("swin v2")
+    x = torch.randn(4, 4, 8, dtype=torch.float64)
+    with torch.no_grad():
+        together = new(x, mask=given["mask"])
+        alone = torch.cat([new(x[i : i + 1], mask=given["mask"][i % 2 : i % 2 + 1]) for i in range(4)])
+    assert torch.allclose(together, alone, atol=1e-12)
+
+
+def test_arrangements_that_are_not_there() -> None:
+    with pytest.raises(InputError, match="arrangement"):
+        L2SetAttention(8, 2, arrangement="rows")
+    with pytest.raises(InputError, match="arrangement"):
+        L2SetAttention(8, 2, arrangement="windows")
+    module = L2SetAttention(8, 2, arrangement="windows", area=4)
+    with pytest.raises(InputError, match="height"):
+        module(torch.randn(1, 6, 8))
+    with pytest.raises(InputError, match="dim 8"):
+        L2SetAttention(8, 2, arrangement="channels").lipschitz((4, 8))
+    with pytest.raises(InputError, match="no mask"):
+        L2RotaryAttention(8, 2)(torch.randn(1, 3, 8), attn_mask=torch.zeros(3, 3))
+
+
+# Projections in place of RMSNorm and GroupNorm ------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(tokens, scales, st.sampled_from([0.5, 2.0, 1e4]), st.sampled_from([RmsLayerProject, RmsSmoothProject]))
+def test_projections_without_centring(x: Tensor, scale: float, radius: float, kind: Any) -> None:
+    module = kind(5, radius, bias=False).double()
+    a, b = scale * x
+    with torch.no_grad():
+        outputs = module(torch.stack((a, b)))
+    assert (outputs[0] - outputs[1]).norm() <= (a - b).norm() * (1 + 1e-12)
+    assert outputs.norm(dim=-1).max() <= float(module.token_norm()) * (1 + 1e-12)
+    ones = torch.full((1, 5), 0.1 * radius, dtype=torch.float64)
+    assert module(ones).norm() > 0.05 * radius  # the mean stays
+
+
+@settings(deadline=None, max_examples=40)
+@given(tokens, scales, st.sampled_from([1, 3]), st.sampled_from([GroupLayerProject, GroupSmoothProject]))
+def test_projections_of_groups(x: Tensor, scale: float, groups: int, kind: Any) -> None:
+    module = kind(6, 0.7, groups=groups).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(-2, 1, 6))
+        module.bias.copy_(torch.linspace(0, 1, 6))
+    a, b = scale * torch.cat((x, x.flip(1)), 1).reshape(2, 6, 5, 1)
+    with torch.no_grad():
+        outputs = module(torch.stack((a, b)))
+        apart = module(torch.stack((a, b))[:, :, :, :1])
+    constant = module.lipschitz((6, 5, 1)).value
+    assert constant == 2
+    assert (outputs[0] - outputs[1]).norm() <= constant * (a - b).norm() + 1e-12 * outputs.norm()
+    assert outputs.norm(dim=1).max() <= float(module.token_norm()) * (1 + 1e-12)
+    assert apart.shape == (2, 6, 5, 1)
+    plain = (outputs - module.bias.view(-1, 1, 1)) / module.weight.view(-1, 1, 1)
+    assert plain.reshape(2, groups, -1).norm(dim=-1).max() <= 0.7 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["project", "smooth"])
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.RMSNorm(6), (3, 6)),
+        (timm.layers.RmsNorm(6), (3, 6)),
+        (timm.layers.RmsNorm2d(6), (6, 2, 2)),
+        (nn.GroupNorm(1, 6), (6, 4, 4)),
+        (nn.GroupNorm(3, 6), (6, 4, 4)),
+        (timm.layers.GroupNorm1(6), (6, 4, 4)),
+        (timm.layers.LayerNorm2d(6), (6, 2, 2)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_projections_stand_for_their_normalisations(norm: Any, shape: tuple[int, ...], kind: Any) -> None:
+    """On inputs of the typical length the projection computes what the normalisation does."""
+    norm = copy.deepcopy(norm)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(6))
+    (edit,), kept = plan(nn.Sequential(norm), attention="keep", norm=kind)
+    assert kept == []
+    new: Any = edit.new
+    x = torch.randn(1, *shape)
+    rows = new.rows(x)
+    rows = rows / (rows - rows.mean(-1, keepdim=True) if new.centred else rows).norm(dim=-1, keepdim=True)
+    x = rows.movedim(-1, 1) if type(norm).__name__.endswith("2d") else rows.reshape(x.shape)
+    calibrate_projection(new, norm, x)
+    assert torch.allclose(new(x), norm(x), atol=1e-3)

@@ -4,24 +4,44 @@ Each module answers ``lipschitz(input_shape)`` with a :class:`lipcert.bounds.Bou
 """
 
 from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin
+from lipcert.surgery._adapt import Adaptation, AdaptedLayer, adapt
+from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
 from lipcert.surgery._attention import L2Attention, L2WindowAttention
 from lipcert.surgery._convert import ConversionReport, convert
 from lipcert.surgery._linear import LipConv2d, LipLinear
-from lipcert.surgery._projections import LayerProject, SmoothProject
-from lipcert.surgery._swap import Swapped, swap
+from lipcert.surgery._projections import (
+    GroupLayerProject,
+    GroupSmoothProject,
+    LayerProject,
+    RmsLayerProject,
+    RmsSmoothProject,
+    SmoothProject,
+)
+from lipcert.surgery._rules import set_attention as _rules  # noqa: F401  adds their rules to the table
+from lipcert.surgery._swap import Kept, Swapped, swap
 
 __all__ = [
+    "AdaptedLayer",
+    "Adaptation",
     "ClippedMaxMin",
     "ClippedReLU",
     "ConversionReport",
+    "GroupLayerProject",
+    "GroupSmoothProject",
+    "Kept",
     "L2Attention",
+    "L2RotaryAttention",
+    "L2SetAttention",
     "L2WindowAttention",
     "LayerProject",
     "LipConv2d",
     "LipLinear",
     "MaxMin",
+    "RmsLayerProject",
+    "RmsSmoothProject",
     "SmoothProject",
     "Swapped",
+    "adapt",
     "convert",
     "swap",
 ]

@@ -45,14 +45,15 @@ class L2Attention(nn.Module):
 
     Attributes:
         q: x ↦ y for all heads, weight of shape (heads·head_dim, dim), no bias.
-        v_weight: the V_h, shape (heads·head_dim, dim).
-        v_bias: bias of the values, shape (heads·head_dim,), or None.
+        v_weight: the V_h, shape (heads·value_dim, dim).
+        v_bias: bias of the values, shape (heads·value_dim,), or None.
         proj: W_O and its bias.
 
     Args:
         dim: D.
         num_heads: number of heads.
         head_dim: d; dim / num_heads by default.
+        value_dim: width of the values of a head; d by default.
         dim_out: width of the output; dim by default.
         value_bias: whether the values have a bias.
         proj_bias: whether the output has a bias.
@@ -64,6 +65,7 @@ class L2Attention(nn.Module):
         num_heads: int,
         *,
         head_dim: int | None = None,
+        value_dim: int | None = None,
         dim_out: int | None = None,
         value_bias: bool = True,
         proj_bias: bool = True,
@@ -74,10 +76,11 @@ class L2Attention(nn.Module):
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = head_dim or dim // num_heads
+        self.value_dim = value_dim or self.head_dim
         self.scale = self.head_dim**-0.5
-        width = self.num_heads * self.head_dim
-        self.q = LipLinear(dim, width, bias=False, device=device, dtype=dtype)
-        self.v_weight = nn.Parameter(torch.empty_like(self.q.weight))
+        width = self.num_heads * self.value_dim
+        self.q = LipLinear(dim, self.num_heads * self.head_dim, bias=False, device=device, dtype=dtype)
+        self.v_weight = nn.Parameter(torch.empty(width, dim, device=device, dtype=self.q.weight.dtype))
         self.v_bias = nn.Parameter(torch.zeros(width, device=device, dtype=dtype)) if value_bias else None
         self.attn_drop: nn.Module = nn.Identity()
         self.proj = LipLinear(width, dim_out or dim, bias=proj_bias, device=device, dtype=dtype)
@@ -86,7 +89,7 @@ class L2Attention(nn.Module):
         nn.init.xavier_uniform_(self.v_weight)
 
     def mixing(self) -> Tensor:
-        """M_h for all heads, shape (heads, d, d), in the weights' dtype."""
+        """M_h for all heads, shape (heads, d, value_dim), in the weights' dtype."""
         queries, values = self._by_head(self.q.weight), self._by_head(self.v_weight)
         return queries @ values.transpose(1, 2) * self.scale
 
@@ -98,7 +101,11 @@ class L2Attention(nn.Module):
         if bias is not None:
             logits = logits + bias
         mixed = self.attn_drop(logits.softmax(-1)) @ (y @ self.mixing())
-        out = mixed.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.num_heads * self.head_dim)
+        return self._out(mixed)
+
+    def _out(self, mixed: Tensor) -> Tensor:
+        """The heads' results, shape (N, heads, tokens, value_dim), as the module's output."""
+        out = mixed.transpose(1, 2).flatten(2)
         if self.v_bias is not None:
             out = out + self.v_bias
         return self.proj_drop(self.proj(out))
@@ -139,6 +146,20 @@ class L2Attention(nn.Module):
         reach = self._reach(token_norm)
         return self._bound([_uniform_gain(tokens, reach)] * self.num_heads)
 
+    def result_norm(self, token_norm: Upper) -> Upper:
+        """A bound on the norm of every token of the output, given one on the norm of every token of the input.
+
+        The weights P_ij of a row add up to 1, so ‖z_h‖ ≤ token_norm·‖W_h‖·‖M_h‖ for head h, with ‖M_h‖ ≤
+        ‖W_h‖‖V_h‖/√d. The heads side by side have the root of the sum of squares; then W_O and the biases.
+        """
+        pairs = zip(self._by_head(self.q.weight), self._by_head(self.v_weight), strict=True)
+        heads = [dense_norm(w) ** 2 * dense_norm(v) * self.scale for w, v in pairs]
+        size = sum((head * head for head in heads), Upper(0)).sqrt() * token_norm * (1 + 4 * _UNIT)
+        if self.v_bias is not None:
+            size = size + _frobenius(self.v_bias.detach().double())
+        size = size * dense_norm(self.proj.weight)
+        return size if self.proj.bias is None else size + _frobenius(self.proj.bias.detach().double())
+
     def _tokens(self, input_shape: tuple[int, ...]) -> int:
         if len(input_shape) != 2 or input_shape[1] != self.dim or input_shape[0] < 1:
             raise InputError(f"{type(self).__name__} takes (tokens, {self.dim}), got {tuple(input_shape)}")
@@ -152,7 +173,7 @@ class L2Attention(nn.Module):
         return float(apart * apart * self.scale * (1 + 1e-9))
 
     def _by_head(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (self.num_heads, self.head_dim))
+        return weight.unflatten(0, (self.num_heads, -1))
 
     @torch.no_grad()
     def _bound(self, gains: list[Upper]) -> Bound:
@@ -164,11 +185,11 @@ class L2Attention(nn.Module):
             return Bound.deterministic(math.inf, method, _REFERENCE)
         queries, values, output = (weight.detach().double().cpu() for weight in weights)
         queries, values = self._by_head(queries), self._by_head(values)
-        outputs = output.unflatten(1, (self.num_heads, self.head_dim)).transpose(0, 1)
+        outputs = output.unflatten(1, (self.num_heads, self.value_dim)).transpose(0, 1)
         mixing = queries @ values.transpose(1, 2) * self.scale
         folded = outputs @ mixing.transpose(1, 2)
         error = _frobenius(queries) * _frobenius(values) * _frobenius(outputs) * self.scale
-        error = error * (16 * (self.dim + 2 * self.head_dim + 32) * _UNIT)
+        error = error * (16 * (self.dim + 2 * max(self.head_dim, self.value_dim) + 32) * _UNIT)
         rises = torch.tensor([float(gain) for gain in gains], dtype=torch.float64)
         heads = rises * torch.linalg.matrix_norm(queries, 2)
         balanced = (torch.linalg.matrix_norm(folded, 2) / heads).sqrt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor, nn
 
 from lipcert.errors import ConvertError, InputError
 from lipcert.model import Model
+from lipcert.surgery._adapt import Adaptation, adapt, parted
 from lipcert.surgery._attention import L2Attention
-from lipcert.surgery._initial import calibrate_projection, initialise_attention
-from lipcert.surgery._swap import Attention, Edit, Norm, Swapped, plan
+from lipcert.surgery._initial import calibrate_projection
+from lipcert.surgery._swap import Attention, Edit, Kept, Norm, Swapped, plan
 
 _RANDOM_IMAGES = 4
 _CALIBRATION_IMAGES = 16
@@ -25,26 +28,36 @@ class ConversionReport:
     Attributes:
         parameters_before, parameters_after: number of parameters.
         swapped: the modules that were replaced.
-        kept_norms: paths of normalisations that stayed although a projection was asked for, having no such form.
+        kept: the attention and the normalisations that stayed although they were to be replaced, each with the reason.
         images: number of images that the figures below are from.
         random: whether these were random, for lack of given ones.
         logits_moved: median over the images of ‖logits after − before‖ / ‖logits before‖.
         logits_moved_most: its maximum.
         agreement: fraction of the images whose top class stayed.
+        adaptation: what the adaptation of the attention did; None without one.
     """
 
     parameters_before: int
     parameters_after: int
     swapped: tuple[Swapped, ...]
-    kept_norms: tuple[str, ...]
+    kept: tuple[Kept, ...]
     images: int
     random: bool
     logits_moved: float
     logits_moved_most: float
     agreement: float
+    adaptation: Adaptation | None = None
 
 
-def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", images: Tensor | None = None) -> Model:
+def convert(
+    model: Model,
+    attention: Attention = "l2",
+    norm: Norm = "keep",
+    images: Tensor | None = None,
+    *,
+    adaptation: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
     """Puts modules with a Lipschitz constant into a model, in place.
 
     New weights come in closed form from the old ones and from what the modules see on the images, front to back in
@@ -53,19 +66,22 @@ def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", imag
 
     Args:
         model: the model.
-        attention: ``"l2"`` replaces dot-product attention (ViT, DeiT, Swin) by attention by distance; ``"keep"``
-            keeps it.
-        norm: ``"project"`` or ``"smooth"`` replace LayerNorm by a projection; ``"keep"`` keeps it.
+        attention: ``"l2"`` replaces dot-product attention by attention by distance, where the class has such a form
+            (:mod:`lipcert.surgery._table`); what has none stays and is named in the report. ``"keep"`` keeps it all.
+        norm: ``"project"`` or ``"smooth"`` replace LayerNorm, RMSNorm and GroupNorm by projections; ``"keep"`` keeps
+            them.
         images: unlabeled images in [0, 1], shape (N, C, H, W). The first 16 calibrate. Random ones by default, which
             say little about the model on real images.
+        adaptation: train the new attention on the images too, see :func:`lipcert.surgery.adapt`. The last quarter of
+            them is then held out from calibration and training.
+        progress: called as ``progress(done, total)`` after each attention that was trained.
 
     Returns:
         The model.
 
     Raises:
         InputError: on an unknown option or unusable images.
-        ConvertError: if the model was converted before, has attention without an L2 form, or gives logits that are
-            not finite.
+        ConvertError: if the model was converted before, or gives logits that are not finite.
     """
     if any(step.get("step") == "convert" for step in model.recipe):
         raise ConvertError("the model was converted before; load it afresh to convert it another way")
@@ -76,7 +92,11 @@ def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", imag
     model.check_images(images)
     if not len(images):
         raise InputError("no images to calibrate on; pass at least one, or none at all for random ones")
-    edits = plan(model.net, attention=attention, norm=norm)
+    if adaptation and (random or len(images) < 2):
+        raise InputError("adaptation needs 2 images of yours or more; pass images, or leave it out")
+    pretrained = _sharing_weights(model) if adaptation else None
+    fit = parted(images)[0] if adaptation else images
+    edits, kept = plan(model.net, attention=attention, norm=norm)
     before = _logits(model, images)
     parameters = _count(model)
     applied: list[Edit] = []
@@ -85,7 +105,8 @@ def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", imag
         for edit in edits:
             applied.append(edit)
             swapped.append(edit.apply())
-        _calibrate(model, edits, images[:_CALIBRATION_IMAGES])
+        _calibrate(model, edits, fit[:_CALIBRATION_IMAGES])
+        adapted = None if pretrained is None else adapt(model, pretrained, images, progress)
         after = _logits(model, images)
     except BaseException:
         for edit in reversed(applied):
@@ -96,12 +117,13 @@ def convert(model: Model, attention: Attention = "l2", norm: Norm = "keep", imag
         parameters_before=parameters,
         parameters_after=_count(model),
         swapped=tuple(swapped),
-        kept_norms=_kept_norms(model.net) if norm != "keep" else (),
+        kept=tuple(kept),
         images=len(images),
         random=random,
         logits_moved=float(moved.median()),
         logits_moved_most=float(moved.max()),
         agreement=float((after.argmax(1) == before.argmax(1)).double().mean()),
+        adaptation=adapted,
     )
     model.recipe.append({"step": "convert", "attention": attention, "norm": norm})
     return model
@@ -114,7 +136,7 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
     def set_from_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         edit = waiting.pop(module, None)
         if edit is not None and isinstance(module, L2Attention):
-            initialise_attention(module, edit.old.qkv, inputs[0])  # type: ignore[arg-type]
+            edit.initialise(inputs[0])
         elif edit is not None:
             calibrate_projection(module, edit.old, inputs[0])  # type: ignore[arg-type]
 
@@ -126,6 +148,12 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
             handle.remove()
     for edit in waiting.values():  # part of the network, but not of its forward pass
         edit.initialise()
+
+
+def _sharing_weights(model: Model) -> Model:
+    """The model once more, whose modules can be replaced apart from the first one's; it holds the same tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @torch.no_grad()
@@ -145,13 +173,3 @@ def _logits(model: Model, images: Tensor, batch: int = _BATCH) -> Tensor:
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _kept_norms(net: nn.Module) -> tuple[str, ...]:
-    """Paths of normalisations, told by their class name, that are no containers of other modules with weights."""
-    return tuple(
-        path
-        for path, module in net.named_modules()
-        if "norm" in type(module).__name__.lower()
-        and not any(isinstance(child, nn.Linear) for child in module.modules())
-    )

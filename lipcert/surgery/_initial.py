@@ -11,8 +11,9 @@ solved by the largest positive eigenvalues (Eckart–Young for the Frobenius nor
 a problem of size 2d after a QR factorisation of Cᵀ[Q, K]. The second term, the antisymmetric part and terms linear in
 the keys have no counterpart. Values: M is the ridge regression of ξ·V_old on ξ·W, and the bias makes the means agree.
 
-**Projections.** The radius is the median norm N of the centred tokens, and the weight is γ times the factor with
-which a token of that norm leaves the projection at the length that LayerNorm gives it.
+**Projections.** The radius is the median norm N of the tokens, centred where the normalisation centres, and the weight
+is γ times the factor with which a token of that norm leaves the projection at the length that the normalisation gives
+it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.surgery._attention import L2Attention
+from lipcert.surgery._heads import Heads
 from lipcert.surgery._projections import SmoothProject, _Projection
 
 _COVARIANCE_RIDGE = 1e-3
@@ -28,25 +30,24 @@ _VALUE_RIDGE = 1e-2
 
 
 @torch.no_grad()
-def initialise_attention(new: L2Attention, qkv: nn.Linear, tokens: Tensor | None = None) -> None:
+def initialise_attention(new: L2Attention, old: Heads, tokens: Tensor | None = None) -> None:
     """Sets ``q`` and the values of ``new``.
 
     Args:
         new: the module to fill.
-        qkv: queries, keys and values of the dot-product attention, weight of shape (3·heads·d, dim).
+        old: queries, keys and values of the dot-product attention.
         tokens: inputs of the attention, shape (..., dim); without them all directions count the same.
     """
     heads, width, dim = new.num_heads, new.head_dim, new.dim
-    weight = qkv.weight.double()
-    queries, keys, values = weight.unflatten(0, (3, heads, width)).transpose(-1, -2)
-    mean, root = _moments(tokens, weight)
+    queries, keys, values = old.queries, old.keys, old.values
+    mean, root = _moments(tokens, queries, dim)
     basis, triangle = torch.linalg.qr(root.T @ torch.cat((queries, keys), -1))
     left, right = triangle.split(width, -1)
     form = left @ right.transpose(-1, -2)
     eigenvalues, vectors = torch.linalg.eigh((form + form.transpose(-1, -2)) / 4)
     top = min(width, eigenvalues.shape[-1])
     strength = eigenvalues[:, -top:].clamp(min=0)
-    whitened = torch.zeros(heads, dim, width).to(weight)
+    whitened = torch.zeros(heads, dim, width).to(queries)
     whitened[..., :top] = basis @ vectors[..., -top:] * strength.sqrt().unsqueeze(1)
     projection = torch.linalg.solve_triangular(root.T, whitened, upper=True)
     gram = whitened.transpose(-1, -2) @ whitened
@@ -58,13 +59,12 @@ def initialise_attention(new: L2Attention, qkv: nn.Linear, tokens: Tensor | None
     new.q.weight.copy_(projection.transpose(-1, -2).flatten(0, 1))
     new.v_weight.copy_(solved.transpose(-1, -2).flatten(0, 1))
     if new.v_bias is not None:
-        old = qkv.bias.double()[2 * heads * width :] if qkv.bias is not None else 0.0
-        new.v_bias.copy_(old + (mean @ (values - projection @ mixing)).flatten())
+        bias = 0.0 if old.value_bias is None else old.value_bias
+        new.v_bias.copy_(bias + (mean @ (values - projection @ mixing)).flatten())
 
 
-def _moments(tokens: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(tokens: Tensor | None, like: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The mean of the tokens and the Cholesky factor of their covariance, which a small ridge keeps regular."""
-    dim = like.shape[1]
     identity = torch.eye(dim).to(like)
     if tokens is None:
         return like.new_zeros(dim), identity
@@ -76,19 +76,28 @@ def _moments(tokens: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def calibrate_projection(new: _Projection, norm: nn.LayerNorm, tokens: Tensor) -> None:
+def calibrate_projection(new: _Projection, norm: nn.Module, tokens: Tensor) -> None:
     """Sets ``radius``, ``weight`` and ``bias`` of ``new``.
 
     Args:
         new: the projection that replaces ``norm``.
-        norm: the LayerNorm.
-        tokens: inputs of the LayerNorm.
+        norm: the normalisation.
+        tokens: its input.
     """
-    tokens = (tokens.movedim(1, -1) if new.channels_first else tokens).double()
-    typical = torch.linalg.vector_norm(tokens - tokens.mean(-1, keepdim=True), dim=-1).median()
-    radius = typical.clamp(min=(new.dim * norm.eps) ** 0.5)
-    gain = (typical.square() / new.dim + norm.eps).rsqrt()
+    tokens = new.rows(tokens).double()
+    if new.centred:
+        tokens = tokens - tokens.mean(-1, keepdim=True)
+    size, eps = tokens.shape[-1], epsilon(norm)
+    typical = torch.linalg.vector_norm(tokens, dim=-1).median()
+    radius = typical.clamp(min=(size * eps) ** 0.5)
+    gain = (typical.square() / size + eps).rsqrt()
     if isinstance(new, SmoothProject):
         gain = gain * (1 + (typical / radius).square()).sqrt()
     new.radius.copy_(radius)
     new.weight.copy_(gain if norm.weight is None else gain * norm.weight)
+
+
+def epsilon(norm: nn.Module) -> float:
+    """What a normalisation adds to the variance; torch's RMSNorm takes float32's spacing where it is None."""
+    eps = norm.eps
+    return torch.finfo(torch.float32).eps if eps is None else float(eps)  # type: ignore[arg-type]

@@ -1,8 +1,13 @@
-"""Projections that replace LayerNorm: bounded outputs like it, and Lipschitz, which it is not on all of space."""
+"""Projections that replace normalisations: bounded outputs like theirs, and Lipschitz, which they are not everywhere.
+
+:class:`LayerProject` and :class:`SmoothProject` stand for LayerNorm, their ``Rms`` forms for RMSNorm, which does not
+centre, and their ``Group`` forms for GroupNorm, whose tokens are whole groups of channels at all positions.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +23,7 @@ class _Projection(nn.Module):
     Centring is the orthogonal projection I − 11ᵀ/d, of norm at most 1, and weight ∘ · has norm max|weight|; so if
     ``project`` is 1-Lipschitz, the whole is max|weight|-Lipschitz for each token, hence for all together. If
     ``project`` maps into the ball of radius R, then every token of the output has norm at most max|weight|·R +
-    ‖bias‖.
+    ‖bias‖. Without centring the same holds.
 
     Args:
         dim: number of channels d.
@@ -28,6 +33,7 @@ class _Projection(nn.Module):
     """
 
     radius: Tensor
+    centred = True
 
     def __init__(
         self,
@@ -53,12 +59,15 @@ class _Projection(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.channels_first:
-            x = x.movedim(1, -1)
-        x = self.project(x - x.mean(-1, keepdim=True)) * self.weight
+        x = self.rows(x)
+        x = self.project(x - x.mean(-1, keepdim=True) if self.centred else x) * self.weight
         if self.bias is not None:
             x = x + self.bias
         return x.movedim(-1, 1) if self.channels_first else x
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The vectors that are projected, along the last axis."""
+        return x.movedim(1, -1) if self.channels_first else x
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
         """max|weight|; proof above.
@@ -115,6 +124,61 @@ class SmoothProject(_Projection):
     def project(self, centred: Tensor) -> Tensor:
         square = (centred / self.radius).square().sum(-1, keepdim=True)
         return centred * (1 + square).rsqrt()
+
+
+class RmsLayerProject(LayerProject):
+    """:class:`LayerProject` without centring, in place of RMSNorm."""
+
+    centred = False
+
+
+class RmsSmoothProject(SmoothProject):
+    """:class:`SmoothProject` without centring, in place of RMSNorm."""
+
+    centred = False
+
+
+class _GroupProjection(_Projection):
+    """weight ∘ project(h − mean(h)) + bias with h all entries of a group of channels, and a weight for each channel.
+
+    The proof of :class:`_Projection` holds with groups for tokens: centring and projecting a group are 1-Lipschitz and
+    the groups share no entry, so the whole is max|weight|-Lipschitz. The ball of radius R holds every group, so a
+    vector of channels, which has entries in all g groups, has norm at most max|weight|·R·√g + ‖bias‖.
+
+    Args:
+        dim: number of channels, along dimension 1.
+        groups: g.
+        **kwargs: as in :class:`_Projection`.
+    """
+
+    def __init__(self, dim: int, radius: float = 1.0, *, groups: int = 1, **kwargs: Any):
+        super().__init__(dim, radius, **{**kwargs, "channels_first": True})
+        if groups < 1 or dim % groups:
+            raise InputError(f"{dim} channels do not make {groups} groups")
+        self.groups = groups
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], self.groups, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x)
+        out = self.project(rows - rows.mean(-1, keepdim=True)).reshape(x.shape)
+        channels = (-1, *[1] * (x.dim() - 2))
+        out = out * self.weight.view(channels)
+        return out if self.bias is None else out + self.bias.view(channels)
+
+    def token_norm(self) -> Upper:
+        """A bound on the norm of every vector of channels: max|weight|·R·√g + ‖bias‖."""
+        bound = _largest(self.weight) * self._checked_radius() * Upper(self.groups).sqrt()
+        return bound if self.bias is None else bound + _euclidean(self.bias)
+
+
+class GroupLayerProject(_GroupProjection, LayerProject):
+    """:class:`LayerProject` on groups of channels, in place of GroupNorm."""
+
+
+class GroupSmoothProject(_GroupProjection, SmoothProject):
+    """:class:`SmoothProject` on groups of channels, in place of GroupNorm."""
 
 
 def _largest(values: Tensor) -> Upper:

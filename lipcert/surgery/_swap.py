@@ -8,24 +8,34 @@ from typing import Any, Literal
 
 import timm.layers
 import torch
-from timm.models import swin_transformer, vision_transformer
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from lipcert.errors import ConvertError, InputError
+from lipcert.errors import InputError
+from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
 from lipcert.surgery._attention import L2Attention, L2WindowAttention
+from lipcert.surgery._heads import heads_of, sizes_of
 from lipcert.surgery._initial import initialise_attention
 from lipcert.surgery._linear import LipConv2d, LipLinear
-from lipcert.surgery._projections import LayerProject, SmoothProject
+from lipcert.surgery._projections import (
+    GroupLayerProject,
+    GroupSmoothProject,
+    LayerProject,
+    RmsLayerProject,
+    RmsSmoothProject,
+    SmoothProject,
+)
+from lipcert.surgery._table import ATTENTIONS, NORMS, attention_reason, class_name, norm_reason
 
 Attention = Literal["l2", "keep"]
 Norm = Literal["keep", "project", "smooth"]
 
 # Exact classes only: a subclass may have a forward of its own, such as timm's padded or standardised convolutions.
 _LINEAR = {nn.Linear: LipLinear, timm.layers.Linear: LipLinear, nn.Conv2d: LipConv2d}
-_ATTENTIONS = {vision_transformer.Attention, getattr(timm.layers, "Attention", vision_transformer.Attention)}
-_CHANNELS_LAST = {nn.LayerNorm, timm.layers.LayerNorm}
-_CHANNELS_FIRST = {timm.layers.LayerNorm2d}
-_PROJECTIONS = {"project": LayerProject, "smooth": SmoothProject}
+_PROJECTIONS: dict[str, dict[str, Any]] = {
+    "project": {"": LayerProject, "rms": RmsLayerProject, "group": GroupLayerProject},
+    "smooth": {"": SmoothProject, "rms": RmsSmoothProject, "group": GroupSmoothProject},
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,21 @@ class Swapped:
     path: str
     was: str
     now: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One module that stayed as it was, although its kind was to be replaced.
+
+    Attributes:
+        path: where it stands in the network.
+        was: its class.
+        reason: why there is nothing to put in its place.
+    """
+
+    path: str
+    was: str
+    reason: str
 
 
 @dataclass
@@ -69,10 +94,13 @@ class Edit:
             setattr(parent, name, self.new or self.old)
         return Swapped(self.path, self.was.__name__, type(self.new or self.old).__name__)
 
-    def initialise(self) -> None:
-        """First weights of new attention, without data."""
+    def initialise(self, tokens: Tensor | None = None) -> None:
+        """First weights of new attention, from the tokens that it sees where they are known."""
         if isinstance(self.new, L2Attention):
-            initialise_attention(self.new, self.old.qkv)  # type: ignore[arg-type]
+            if tokens is not None and isinstance(self.new, L2SetAttention) and self.new.arrangement == "channels":
+                tokens = tokens.movedim(1, -1)
+            heads = heads_of(self.old, ATTENTIONS[class_name(self.old)].packing, tokens)
+            initialise_attention(self.new, heads, tokens)
 
     def revert(self) -> None:
         self.old.__class__ = self.was
@@ -89,8 +117,9 @@ def swap(net: nn.Module, *, attention: Attention, norm: Norm, initialise: bool =
 
     Args:
         net: the network, for example a timm model.
-        attention: ``"l2"`` replaces the attention of ViT, DeiT and Swin; ``"keep"`` leaves attention alone.
-        norm: ``"project"`` or ``"smooth"`` replace LayerNorm and LayerNorm2d; ``"keep"`` leaves them.
+        attention: ``"l2"`` replaces the attention of the classes in :mod:`lipcert.surgery._table`; ``"keep"`` leaves
+            attention alone.
+        norm: ``"project"`` or ``"smooth"`` replace the normalisations of that table; ``"keep"`` leaves them.
         initialise: False saves the time for the weights of new attention, where a state dict follows.
 
     Returns:
@@ -98,17 +127,16 @@ def swap(net: nn.Module, *, attention: Attention, norm: Norm, initialise: bool =
 
     Raises:
         InputError: on an unknown ``attention`` or ``norm``.
-        ConvertError: with ``"l2"``, if some attention cannot be replaced; then nothing was.
     """
-    edits = plan(net, attention=attention, norm=norm)
+    edits, _ = plan(net, attention=attention, norm=norm)
     if initialise:
         for edit in edits:
             edit.initialise()
     return [edit.apply() for edit in edits]
 
 
-def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> list[Edit]:
-    """The replacements that :func:`swap` makes, before any is made."""
+def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit], list[Kept]]:
+    """The replacements that :func:`swap` makes, before any is made, and what was to be replaced and stays."""
     if attention not in ("l2", "keep"):
         raise InputError(f"attention must be 'l2' or 'keep', got {attention!r}")
     if norm not in ("keep", *_PROJECTIONS):
@@ -119,90 +147,83 @@ def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> list[Edit]:
             if child is not None:
                 places.setdefault(child, []).append((parent, name))
     edits: list[Edit] = []
-    refused: list[str] = []
+    kept: list[Kept] = []
     inside_new: set[nn.Module] = set()
     for path, module in net.named_modules():
         if module in inside_new:
             continue
         new: nn.Module | None = None
-        if attention == "l2" and _is_attention(module):
-            reason = _obstacle(module)
-            if reason:
-                refused.append(f"{type(module).__name__} at {path or 'the top'} ({reason})")
-                continue
-            new = _distance_attention(module)
+        reason = attention_reason(module) if attention == "l2" else None
+        if reason is None and norm != "keep":
+            reason = norm_reason(module)
+        if reason:
+            kept.append(Kept(path, type(module).__name__, reason))
+        if reason == "":
+            new = _distance_attention(module) if class_name(module) in ATTENTIONS else _projection(module, norm)
             inside_new.update(module.modules())
-        elif norm != "keep" and is_layer_norm(module):
-            new = _projection(module, norm)
         elif type(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
             continue
         if new is None or module in places:
             edits.append(Edit(path, module, new, places.get(module, ())))
-    if refused:
-        listed = "; ".join(refused[:3]) + (f"; and {len(refused) - 3} more" if len(refused) > 3 else "")
-        raise ConvertError(f"no L2 form for {listed}: convert with attention='keep'")
-    return edits
+    return edits, kept
 
 
-def is_layer_norm(module: nn.Module) -> bool:
-    """Whether the module is a LayerNorm over one channel dimension, which a projection can replace."""
-    return type(module) in _CHANNELS_LAST | _CHANNELS_FIRST and len(module.normalized_shape) == 1  # type: ignore[arg-type]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    ours = isinstance(module, L2Attention)
-    return ("attention" in name or "attn" in name) and not ours
-
-
-def _obstacle(module: nn.Module) -> str:
-    """Why an attention module cannot be replaced; empty if it can."""
-    if type(module) is swin_transformer.WindowAttention:
-        return ""
-    if type(module) not in _ATTENTIONS:
-        return "not the plain attention of ViT, DeiT or Swin"
-    for part, meaning in (("q_norm", "query norm"), ("k_norm", "key norm"), ("norm", "output norm")):
-        if not isinstance(getattr(module, part, nn.Identity()), nn.Identity):
-            return f"it has a {meaning}"
-    return "it has a gate" if getattr(module, "gate", None) is not None else ""
-
-
-def _distance_attention(old: nn.Module) -> L2Attention:
-    qkv, proj = old.qkv, old.proj
-    assert isinstance(qkv, nn.Linear)
-    assert isinstance(proj, nn.Linear)
-    heads = int(old.num_heads)  # type: ignore[arg-type]
+def _distance_attention(old: Any) -> L2Attention:
+    form = ATTENTIONS[class_name(old)]
+    proj = old.proj
+    heads, dim, width, value_width, value_bias = sizes_of(old, form.packing)
     arguments: dict[str, Any] = {
-        "head_dim": proj.in_features // heads,
-        "dim_out": proj.out_features,
-        "value_bias": qkv.bias is not None,
+        "head_dim": width,
+        "value_dim": value_width,
+        "dim_out": proj.weight.shape[0],
+        "value_bias": value_bias,
         "proj_bias": proj.bias is not None,
-        "device": qkv.weight.device,
-        "dtype": qkv.weight.dtype,
+        "device": proj.weight.device,
+        "dtype": proj.weight.dtype,
     }
     new: L2Attention
-    if isinstance(old, swin_transformer.WindowAttention):
-        new = L2WindowAttention(qkv.in_features, heads, window_size=old.window_size, **arguments)
+    if form.now == "L2WindowAttention":
+        new = L2WindowAttention(dim, heads, window_size=old.window_size, **arguments)
         new.relative_position_bias_table = old.relative_position_bias_table
+    elif form.now == "L2RotaryAttention":
+        new = L2RotaryAttention(
+            dim, heads, prefix=old.num_prefix_tokens, by_halves=getattr(old, "rotate_half", False), **arguments
+        )
+    elif form.now == "L2SetAttention":
+        area = form.area(old)
+        arrangement = "tokens" if form.arrangement == "units" and area is None else form.arrangement
+        new = L2SetAttention(
+            dim, heads, arrangement=arrangement, area=area, first=form.first, bias=form.bias(old), **arguments
+        )
     else:
-        new = L2Attention(qkv.in_features, heads, **arguments)
-    new.proj.weight, new.proj.bias = proj.weight, proj.bias
-    new.attn_drop, new.proj_drop = old.attn_drop, old.proj_drop  # type: ignore[assignment]
+        new = L2Attention(dim, heads, **arguments)
+    if form.channel_last_heads:
+        new.proj.weight = nn.Parameter(proj.weight.detach().unflatten(1, (-1, heads)).transpose(1, 2).flatten(1))
+    elif isinstance(proj, _ConvNd):
+        new.proj.weight = nn.Parameter(proj.weight.detach().flatten(1))
+    else:
+        new.proj.weight = proj.weight
+    new.proj.bias = proj.bias
+    new.attn_drop, new.proj_drop = getattr(old, "attn_drop", nn.Identity()), getattr(old, "proj_drop", nn.Identity())
     return new.train(old.training)
 
 
-def _projection(norm: nn.Module, kind: Norm) -> nn.Module:
-    assert isinstance(norm, nn.LayerNorm)
-    reference = norm.weight if norm.weight is not None else torch.empty(0)
-    new = _PROJECTIONS[kind](
-        norm.normalized_shape[0],
-        bias=norm.bias is not None,
-        channels_first=type(norm) in _CHANNELS_FIRST,
-        device=reference.device,
-        dtype=reference.dtype,
-    )
-    if norm.weight is not None:
-        new.weight.data.copy_(norm.weight)
+def _projection(norm: Any, kind: Norm) -> nn.Module:
+    how = NORMS[class_name(norm)]
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    reference = weight if weight is not None else torch.empty(0)
+    arguments: dict[str, Any] = {
+        "bias": bias is not None,
+        "device": reference.device,
+        "dtype": reference.dtype,
+    }
+    form = _PROJECTIONS[kind]["rms" if how.startswith("rms") else "group" if how == "group" else ""]
+    if how == "group":
+        new = form(norm.num_channels, groups=norm.num_groups, **arguments)
+    else:
+        new = form(norm.normalized_shape[0], channels_first=how.endswith("channels"), **arguments)
+    if weight is not None:
+        new.weight.data.copy_(weight)
     if new.bias is not None:
         new.bias.data.copy_(norm.bias)
     return new.train(norm.training)

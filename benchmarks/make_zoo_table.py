@@ -1,0 +1,418 @@
+"""What lipcert covers of timm's zoo: writes the table behind ``lipcert models``.
+
+    python -m benchmarks.make_zoo_table [--work build/zoo] [--resume] [--match 'vit_*']
+
+First every architecture is built and captured on the meta device, without weights: which operations it uses, with
+which operands, and of which classes its modules are. This does not depend on the rules, takes about a second each, and
+is kept in the work folder, so that an interrupted run goes on where it stopped.
+
+Then the rules are asked, once for each distinct structure, on its smallest architecture. Weights are stand-ins: one
+number, repeated without memory. A rule that knows no answer for an operation, or has no finite constant for it, shows
+this for any weights; how large a constant is depends on them, and is not looked at. Measured bounds, where
+``benchmarks/results/zoo.json`` has some, go before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import hashlib
+import json
+import math
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lipcert._upper import Upper
+from lipcert.bounds import Value, _global, _value, kept_whole
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds._remainder import remainder_of
+from lipcert.errors import UnsupportedOperation
+from lipcert.graph import Graph, Node, _capture, explicit_attention, needed
+from lipcert.surgery._swap import plan
+from lipcert.zoo import TABLE
+
+RESULTS = Path(__file__).parent / "results"
+STRUCTURES = "structures.jsonl"
+
+
+class _WithoutInitialisation(TorchFunctionMode):
+    """Leaves out what writes numbers into tensors that hold none."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+def build(name: str) -> nn.Module:
+    """The architecture on the meta device: shapes and no numbers."""
+    with torch.device("meta"), _WithoutInitialisation():
+        return timm.create_model(name).eval()
+
+
+def form(net: nn.Module) -> str:
+    """What decides which operations a network uses: its modules' classes, and their settings without sizes.
+
+    Two architectures of one family with the same form differ in width, depth and resolution alone.
+    """
+
+    def rough(value: Any) -> Any:
+        if isinstance(value, (bool, str, type(None))):
+            return value
+        if isinstance(value, (int, float)):
+            return min(float(value), 2.0) if value in (0, 1) else "n"
+        short = isinstance(value, (tuple, list)) and len(value) <= 4
+        return tuple(map(rough, value)) if short else type(value).__name__
+
+    def settings(module: nn.Module) -> list[Any]:
+        own = [(key, rough(value)) for key, value in sorted(vars(module).items()) if not key.startswith("_")]
+        parts = [(key, type(part).__name__) for key, part in sorted(module._modules.items()) if not key.isdigit()]
+        parameters = [(key, part is None) for key, part in sorted(module._parameters.items())]
+        return [_class(module), own, parts, parameters]
+
+    found = sorted({repr(settings(module)) for module in net.modules()})
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def _class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def structure(net: nn.Module) -> Graph:
+    """The captured network of a model without weights. Nothing is computed, so nothing can be compared."""
+    recorder = _capture._Recorder(kept_whole, {module: path for path, module in net.named_modules()})
+    images = torch.empty(1, *net.default_cfg["input_size"], device="meta")  # type: ignore[index]
+    start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
+    with torch.no_grad(), torch.device("meta"), _storages_without_memory(), _capture._module_calls_go_to(recorder):
+        output = net(_capture.Tracked(images, start, recorder))
+    return Graph(start, output.node, (start, *recorder.nodes))
+
+
+@contextlib.contextmanager
+def _storages_without_memory() -> Iterator[None]:
+    """On the meta device all memory is at address 0; storages are told apart by the object that holds them."""
+    original = _capture._storage
+    _capture._storage = lambda tensor: tensor.untyped_storage()._cdata
+    try:
+        yield
+    finally:
+        _capture._storage = original
+
+
+def describe(name: str, known: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    """One architecture: its size, its operations with their operands, and the classes of its modules.
+
+    Args:
+        name: of the architecture.
+        known: rows by family and form, of which those of the same form are not captured again.
+    """
+    net = build(name)
+    row: dict[str, Any] = {
+        "name": name,
+        "family": timm.models.model_entrypoint(name).__module__.rpartition(".")[2],
+        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "classes": sorted({_class(module) for module in net.modules()}),
+    }
+    row["form"] = form(net)
+    if (row["family"], row["form"]) in known:
+        same = known[row["family"], row["form"]]
+        return {**row, **{key: same[key] for key in ("logits", "operations", "error") if key in same}}
+    try:
+        graph = structure(net)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    else:
+        row["logits"] = len(graph.output.shape) == 2
+        row["operations"] = sorted({_signature(node) for node in graph.nodes})
+    return row
+
+
+def _signature(node: Node) -> str:
+    """An operation with what its operands are: x for values that depend on the image, p for tensors, else literals."""
+
+    def kind(item: Any) -> str:
+        if isinstance(item, Node):
+            return "x"
+        if isinstance(item, Tensor):
+            return "p" if item.dtype.is_floating_point else str(item.dtype).removeprefix("torch.")
+        if isinstance(item, (tuple, list)):
+            kinds = [kind(part) for part in item]
+            return f"({','.join(kinds if set(kinds) != {'n'} else ['n'])})"
+        if isinstance(item, bool) or item is None or isinstance(item, str):
+            return str(item)
+        return "n" if isinstance(item, (int, float)) else type(item).__name__
+
+    given = [kind(item) for item in node.args] + [f"{key}={kind(item)}" for key, item in sorted(node.kwargs.items())]
+    return f"{node.name}({','.join(given)})"
+
+
+def describe_all(names: list[str], work: Path) -> dict[str, dict[str, Any]]:
+    """Rows for all architectures, from the work folder where it has them."""
+    path = work / STRUCTURES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the last line of an interrupted run
+                row = json.loads(line)
+                rows[row["name"]] = row
+    with path.open("a") as file:
+        for done, name in enumerate(names):
+            if name in rows:
+                continue
+            started = time.perf_counter()
+            rows[name] = describe(name, {(row["family"], row["form"]): row for row in rows.values()})
+            file.write(json.dumps(rows[name]) + "\n")
+            file.flush()
+            print(f"{done + 1}/{len(names)} {name} {time.perf_counter() - started:.1f} s", flush=True)
+            if done % 20 == 0:
+                gc.collect()
+    return {name: rows[name] for name in names}
+
+
+class _StandIns:
+    """Replaces tensors without numbers by real ones that hold one number and take no memory."""
+
+    def __call__(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self.tensor(item)
+        if isinstance(item, nn.Module):
+            return self.module(item)
+        if isinstance(item, (tuple, list)):
+            mapped = [self(part) for part in item]
+            if isinstance(item, list):
+                return mapped
+            return type(item)(*mapped) if hasattr(item, "_fields") else tuple(mapped)
+        if isinstance(item, dict):
+            return {key: self(part) for key, part in item.items()}
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    def tensor(self, item: Tensor) -> Tensor:
+        if item.device.type != "meta":
+            return item
+        number: Any = 0.01 if item.dtype.is_floating_point else item.dtype == torch.bool
+        return torch.full((), number, dtype=item.dtype).expand(item.shape)
+
+    def module(self, item: nn.Module) -> nn.Module:
+        twin = copy.deepcopy(item)
+        for part in twin.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[key] = nn.Parameter(self.tensor(parameter), requires_grad=False)
+            for key, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[key] = self.tensor(buffer)
+        return twin
+
+
+def answers(name: str) -> dict[str, Any]:
+    """What the rules say to one architecture, and what surgery does to it.
+
+    Returns:
+        ``reason``: why there is no finite global bound, or ""; ``anchored_reason``: why the certificates that linearise
+        do not work, or ""; ``swapped``, ``kept``, ``norms``: what becomes of the classes of attention and norms.
+    """
+    net = build(name)
+    edits, kept = plan(net, attention="l2", norm="smooth")
+    pairs = {(edit.was.__name__, type(edit.new).__name__) for edit in edits if edit.new is not None}
+    attention = sorted(pair for pair in pairs if pair[1].startswith("L2"))
+    row: dict[str, Any] = {
+        "swapped": attention,
+        "norms": sorted(pair for pair in pairs if pair not in attention),
+        "kept": sorted({(module.was, module.reason) for module in kept}),
+    }
+    graph = structure(net)
+    row["anchored_reason"] = _remainder_reason(explicit_attention(graph.flat()))
+    row["reason"] = _global_reason(needed(graph))
+    return row
+
+
+def _global_reason(graph: Graph) -> str:
+    stand_ins = _StandIns()
+    for node in graph.nodes:
+        node.args, node.kwargs = stand_ins(node.args), stand_ins(node.kwargs)
+        if isinstance(node.function, nn.Module):
+            node.function = stand_ins(node.function)
+    with _norms_of_one():
+        try:
+            values = _global._walk(graph, None)
+        except UnsupportedOperation as error:
+            return _listed(error.operations)
+    if values[graph.output].lip.finite:
+        return ""
+    for node in graph.nodes:  # the first that makes something infinite of what is finite
+        value = values[node]
+        before = [values[operand] for operand in node.operands if isinstance(values[operand], Value)]
+        if isinstance(value, Value) and not value.lip.finite and all(operand.lip.finite for operand in before):
+            return f"{node.name} at {_place(node.path)} has no finite constant"
+    return "no finite constant"
+
+
+def _remainder_reason(graph: Graph) -> str:
+    missing = []
+    for node in needed(graph).nodes:
+        try:
+            if node is not graph.input:
+                remainder_of(node)
+        except NoAnswer as reason:
+            missing.append((f"{node.name} ({reason})" if str(reason) != "no remainder rule" else node.name, node.path))
+    return _listed(missing)
+
+
+def _listed(missing: Any) -> str:
+    """Operations, each with the first place where it is; empty if there are none."""
+    first: dict[str, str] = {}
+    for operation, path in missing:
+        first.setdefault(operation, _place(path))
+    return "; ".join(f"{operation} at {place}" for operation, place in sorted(first.items()))
+
+
+def _place(path: str) -> str:
+    """A module path without the numbers of blocks, which differ from architecture to architecture."""
+    return ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(model)"
+
+
+@contextlib.contextmanager
+def _norms_of_one() -> Iterator[None]:
+    """Lets every linear map have norm 1, so that no eigenvalues are computed of matrices that stand for others."""
+    kinds: list[Any] = [_value.Dense, _value.Conv]
+    originals = [kind.__dict__["norm"] for kind in kinds]
+    for kind in kinds:
+        kind.norm = property(lambda self: Upper(1))
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.norm = original
+
+
+def answer_all(rows: dict[str, dict[str, Any]], work: Path, resume: bool, limit: float) -> dict[str, dict[str, Any]]:
+    """Answers for the smallest architecture of every structure, under the key of :func:`structure_of`."""
+    path, begun = work / "answers.jsonl", time.perf_counter()
+    found: dict[str, dict[str, Any]] = {}
+    if resume and path.exists():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if row.get("reason") == row.get("anchored_reason") == "":
+                    found[row["structure"]] = row
+    smallest: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows.values(), key=lambda row: (row["parameters"], row["name"])):
+        smallest.setdefault(structure_of(row), row)
+    count = Counter(map(structure_of, rows.values()))
+    smallest = dict(sorted(smallest.items(), key=lambda item: -count[item[0]]))  # what most share comes first
+    with path.open("w") as file:
+        for row in found.values():
+            file.write(json.dumps(row) + "\n")
+        for done, (key, row) in enumerate(smallest.items()):
+            if key in found:
+                continue
+            started = time.perf_counter()
+            try:
+                answer = answers(row["name"])
+            except Exception as error:
+                first = str(error).splitlines()[0] if str(error) else ""
+                answer = {"error": f"{type(error).__name__}: {first}"}
+            found[key] = {"structure": key, "name": row["name"], **answer}
+            file.write(json.dumps(found[key]) + "\n")
+            file.flush()
+            print(f"{done + 1}/{len(smallest)} {row['name']} {time.perf_counter() - started:.1f} s", flush=True)
+            if time.perf_counter() - begun > limit:
+                break
+    return found
+
+
+def structure_of(row: dict[str, Any]) -> str:
+    """What two architectures share if the rules say the same to both: operations with operands, and classes."""
+    text = json.dumps([row["operations"], row["classes"]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """Rows of ``benchmarks/results/zoo.json`` by name, if there is such a file."""
+    path = RESULTS / "zoo.json"
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    return {row["name"]: row for row in (content["rows"] if isinstance(content, dict) else content)}
+
+
+def table(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The shipped table: texts once, rows that point to them."""
+    texts: dict[str, int] = {}
+
+    def text(item: Any) -> int:
+        return texts.setdefault(item, len(texts))
+
+    bounds = measured()
+    lines = []
+    for name in sorted(rows):
+        row, answer = rows[name], found.get(structure_of(rows[name]), {"error": "not asked"})
+        if "error" in answer:
+            print(f"no answer for {name}: {answer['error']}")
+            continue
+        own = bounds.get(name, {})
+        reason, anchored = answer["reason"], answer["anchored_reason"]
+        if "finite" in own and own["finite"] != (not reason):
+            seen = "finite" if own["finite"] else own.get("reason")
+            print(f"{name}: measured {seen}, by structure {reason or 'finite'}")
+            reason = "" if own["finite"] else own.get("reason") or "the measured bound is infinite"
+        if own.get("anchored") is not None and own["anchored"] != (not anchored):
+            print(f"{name}: anchored measured {own['anchored']}, by structure {anchored or 'covered'}")
+            anchored = "" if own["anchored"] else own.get("anchored_reason") or "it was tried and does not work"
+        log10 = own.get("log10")
+        lines.append(
+            [
+                name,
+                text(row["family"]),
+                row["parameters"],
+                int(row["logits"]),
+                None if log10 is None else math.ceil(log10 * 10) / 10,
+                text(reason),
+                text(anchored),
+                [[text(was), text(now)] for was, now in answer["swapped"]],
+                [[text(was), text(now)] for was, now in answer["norms"]],
+                [[text(was), text(why)] for was, why in answer["kept"]],
+            ]
+        )
+    return {"timm": timm.__version__, "texts": list(texts), "rows": lines}
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """JSON with a line for each architecture, so that a change shows as one."""
+    rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in content["rows"])
+    texts = ",\n".join(json.dumps(item, ensure_ascii=False) for item in content["texts"])
+    path.write_text(f'{{"timm": "{content["timm"]}",\n"texts": [\n{texts}\n],\n"rows": [\n{rows}\n]}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path("build/zoo"))
+    parser.add_argument("--match", default="*", help="architectures, such as 'vit_*'; the others are left out")
+    parser.add_argument("--resume", action="store_true", help="ask again only where an answer was missing")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds, after which the rest is left unasked")
+    parser.add_argument("--out", type=Path, default=TABLE)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = describe_all(timm.list_models(options.match), options.work)
+    write(table(rows, answer_all(rows, options.work, options.resume, options.limit)), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""Attention by distance for the other ways in which networks arrange tokens, bias their logits, and rotate them.
+
+**Sets.** A network may cut its tokens into sets that attend among themselves only: windows, blocks, mask units. The
+sets share no entry, so all together have the constant of one. Moving entries about and padding with zeros have norm 1,
+and so has leaving out some of the result: attention whose output is one class token, and windows that are cropped.
+
+**Bias.** :mod:`lipcert.surgery._distance` holds for any additive bias b that does not depend on the image, given or
+computed from parameters. What a bias module computes is evaluated in float64 for the bound, where its rounding is far
+below the margin of 1e-9 that the sums of exp(b_ij − b_ii) are given.
+
+**Rotation.** Rotary position embedding turns y_i into z_i = R_i y_i with a matrix R_i that depends on the position
+alone. Here the logits are −‖z_i − z_j‖²/√d and the values z_j, which are turned back where they arrive:
+
+    out_i = concat_h(R_iᵀ Σ_j P_ij R_j y_j · M_h) · W_O + biases.
+
+With ρ ≥ ‖R_i‖ for every i, which is 1 up to the rounding of sines and cosines, y ↦ z and the turning back have norm at
+most ρ, and attention z ↦ (Σ_j P_ij z_j)_i has the constant L_h: so L_h becomes ρ²·L_h. If the values were not turned,
+tokens far apart with z_i = z_j would mix with weights that do not fall with their distance, and there would be no
+constant.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipcert._upper import Upper
+from lipcert.bounds._bound import Bound
+from lipcert.errors import InputError
+from lipcert.norms import dense_norm
+from lipcert.surgery._attention import L2Attention, _biased_gain, _uniform_gain, _worst_masks
+
+ARRANGEMENTS = ("tokens", "grid", "channels", "units", "windows")
+
+
+class L2SetAttention(L2Attention):
+    """Attention by distance within sets of tokens, with any constant bias; proof at the head of this file.
+
+    The arrangement says where the tokens are:
+
+    * ``tokens``: (..., tokens, dim), one set for each of the leading indices;
+    * ``grid``: (N, height, width, dim), all positions of an image or window in one set;
+    * ``channels``: (N, dim, height, width), likewise;
+    * ``units``: (N, tokens·units, dim), the unit counting fastest, as in timm's Hiera;
+    * ``windows``: (N, height·width, dim) with the image's size as second argument, cut into windows of ``area`` tokens
+      and padded with zeros, as in timm's Twins.
+
+    Attributes:
+        bias: module whose ``forward()`` gives b, broadcasting to (heads, tokens, tokens); or None.
+
+    Args:
+        dim: D.
+        num_heads: number of heads.
+        arrangement: see above.
+        area: tokens of a set, for ``units`` and ``windows``.
+        first: whether the output is that of the first token alone, shape (N, 1, dim_out).
+        bias: see above.
+        **kwargs: as in :class:`L2Attention`.
+
+    Raises:
+        InputError: on an unknown arrangement.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        arrangement: str = "tokens",
+        area: int | None = None,
+        first: bool = False,
+        bias: nn.Module | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(dim, num_heads, **kwargs)
+        if arrangement not in ARRANGEMENTS or (arrangement in ("units", "windows")) != (area is not None):
+            raise InputError(f"no arrangement {arrangement!r} with area={area}; there are {', '.join(ARRANGEMENTS)}")
+        self.arrangement = arrangement
+        self.area = area
+        self.first = first
+        self.bias = bias
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        size: Any = None,
+        *,
+        mask: Tensor | None = None,
+        shared_rel_pos: Tensor | None = None,
+        shared_rel_pos_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention within each set.
+
+        Args:
+            x: tokens in the module's arrangement.
+            size: the image's (height, width), for ``windows``; other arrangements do not read it.
+            mask: added to the logits, shape (windows, tokens, tokens), as Swin gives it.
+            shared_rel_pos: a bias that layers share, broadcasting to (1, heads, tokens, tokens).
+            shared_rel_pos_bias: the same, under the name that BEiT gives it.
+
+        Returns:
+            The result in the same arrangement.
+        """
+        bias = self.position_bias()
+        for given in (_by_window(mask), shared_rel_pos, shared_rel_pos_bias):
+            if given is not None:
+                given = given.repeat(x.shape[0] // given.shape[0], 1, 1, 1) if given.shape[0] > 1 else given
+                bias = given if bias is None else bias + given
+        out = self.attend(self._sets(x, size), bias)
+        return out[:, :1] if self.first else self._back(out, x, size)
+
+    def position_bias(self) -> Tensor | None:
+        """b, broadcasting to (heads, tokens, tokens), or None."""
+        return None if self.bias is None else self.bias()
+
+    def _sets(self, x: Tensor, size: Any) -> Tensor:
+        """The sets of tokens, shape (sets, tokens, dim)."""
+        if self.arrangement == "tokens":
+            return x.flatten(0, -3)
+        if self.arrangement == "grid":
+            return x.flatten(1, -2)
+        if self.arrangement == "channels":
+            return x.flatten(2).transpose(1, 2)
+        if self.arrangement == "units":
+            return x.unflatten(1, (self.area, -1)).transpose(1, 2).flatten(0, 1)
+        (rows, columns), side = self._geometry(size)
+        image = F.pad(x.unflatten(1, (rows, columns)), (0, 0, 0, -columns % side, 0, -rows % side))
+        cut = image.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)
+        return cut.flatten(3, 4).flatten(0, 2)
+
+    def _geometry(self, size: Any) -> tuple[tuple[int, int], int]:
+        if not isinstance(size, (tuple, list)) or self.area is None:
+            raise InputError("windows are cut from an image whose (height, width) is given")
+        return (size[0], size[1]), math.isqrt(self.area)
+
+    def _back(self, out: Tensor, x: Tensor, size: Any) -> Tensor:
+        """The sets' results in the arrangement of x."""
+        if self.arrangement in ("tokens", "grid"):
+            return out.reshape(*x.shape[:-1], out.shape[-1])
+        if self.arrangement == "channels":
+            return out.transpose(1, 2).reshape(x.shape[0], out.shape[-1], *x.shape[2:])
+        if self.arrangement == "units":
+            return out.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(1, 2)
+        (rows, columns), side = self._geometry(size)
+        down, right = -(-rows // side), -(-columns // side)
+        image = out.reshape(x.shape[0], down, right, side, side, -1).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return image[:, :rows, :columns].flatten(1, 2)
+
+    def lipschitz(
+        self,
+        input_shape: tuple[int, ...],
+        token_norm: Upper | None = None,
+        *,
+        mask: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> Bound:
+        """The Lipschitz constant, from above; proof at the head of this file.
+
+        Args:
+            input_shape: shape of one sample in the module's arrangement, such as (dim, height, width).
+            token_norm: a bound on the norm of every input token, if there is one.
+            mask: as in ``forward``.
+            shared: the shared bias that ``forward`` is given.
+
+        Returns:
+            The bound.
+
+        Raises:
+            InputError: if a shape does not fit, or a weight is not finite.
+        """
+        tokens = self._set_size(tuple(input_shape))
+        reach = self._reach(token_norm)
+        biases = self._biases(tokens, mask, shared)
+        if biases is None:
+            return self._bound([_uniform_gain(tokens, reach)] * self.num_heads)
+        return self._bound([max((_biased_gain(b, reach) for b in head), key=Upper) for head in biases])
+
+    def _set_size(self, shape: tuple[int, ...]) -> int:
+        channel = 0 if self.arrangement == "channels" else -1
+        least = {"grid": 3, "channels": 3}.get(self.arrangement, 2)
+        if len(shape) < least or shape[channel] != self.dim or min(shape) < 1:
+            raise InputError(f"{type(self).__name__} ({self.arrangement}) has dim {self.dim}, got {shape}")
+        if self.area is not None:
+            return self.area
+        if self.arrangement == "tokens":
+            return shape[-2]
+        return math.prod(shape) // self.dim
+
+    def _biases(self, tokens: int, mask: Tensor | None, shared: Tensor | None) -> list[list[Tensor]] | None:
+        """For each head the distinct biases of its sets, float64, shape (tokens, tokens); None if there are none."""
+        parts = [part.detach().cpu().double() for part in (shared,) if part is not None]
+        if self.bias is not None:
+            parts.append(copy.deepcopy(self.bias).cpu().double().eval()().detach())
+        if mask is not None:
+            parts.append(_by_window(_worst_masks(mask.detach().cpu().double())))
+        if not parts:
+            return None
+        total = sum(parts, torch.zeros(1, 1, 1, 1, dtype=torch.float64))
+        return [list(head) for head in total.expand(-1, self.num_heads, tokens, tokens).transpose(0, 1)]
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {self.num_heads}, arrangement={self.arrangement!r}, first={self.first}"
+
+
+class L2RotaryAttention(L2Attention):
+    """Attention by distance with rotary position embedding, (N, tokens, dim); formula at the head of this file.
+
+    Args:
+        dim: D.
+        num_heads: number of heads.
+        prefix: number of tokens at the front that are not turned.
+        by_halves: whether channel c is paired with c + d/2, and not channels 2c and 2c + 1 with each other.
+        **kwargs: as in :class:`L2Attention`.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, prefix: int = 0, by_halves: bool = False, **kwargs: Any):
+        super().__init__(dim, num_heads, **kwargs)
+        self.prefix = prefix
+        self.by_halves = by_halves
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attention among all tokens.
+
+        Args:
+            x: shape (N, tokens, dim).
+            rope: sines and cosines side by side, broadcasting to (N, heads, tokens − prefix, 2d); or None.
+            attn_mask: must be None; it is there because timm's blocks pass it.
+            is_causal: must be False, likewise.
+
+        Returns:
+            Shape (N, tokens, dim_out).
+
+        Raises:
+            InputError: if a mask is given, which the Lipschitz constant would not cover.
+        """
+        if attn_mask is not None or is_causal:
+            raise InputError("L2RotaryAttention takes no mask; convert the model with attention='keep'")
+        z = self._turned(self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2), rope, 1)
+        keys = z.square().sum(-1).unsqueeze(-2)
+        logits = (z @ z.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
+        arrived = self._turned(self.attn_drop(logits.softmax(-1)) @ z, rope, -1)
+        return self._out(arrived @ self.mixing())
+
+    def _turned(self, y: Tensor, rope: Tensor | None, way: int) -> Tensor:
+        """R_i y_i for ``way`` 1, R_iᵀ y_i for −1; shape (N, heads, tokens, d)."""
+        if rope is None:
+            return y
+        sine, cosine = rope.to(y.dtype).chunk(2, -1)
+        front, rest = y[:, :, : self.prefix], y[:, :, self.prefix :]
+        if self.by_halves:
+            low, high = rest.chunk(2, -1)
+            (s1, s2), (c1, c2) = sine.chunk(2, -1), cosine.chunk(2, -1)
+            parts = _rotated(low, high, (c1, c2), (s1, s2), way)
+            return torch.cat((front, torch.cat(parts, -1)), 2)
+        parts = _rotated(
+            rest[..., ::2],
+            rest[..., 1::2],
+            (cosine[..., ::2], cosine[..., 1::2]),
+            (sine[..., ::2], sine[..., 1::2]),
+            way,
+        )
+        return torch.cat((front, torch.stack(parts, -1).flatten(-2)), 2)
+
+    def lipschitz(
+        self, input_shape: tuple[int, ...], token_norm: Upper | None = None, rope: Tensor | None = None
+    ) -> Bound:
+        """The Lipschitz constant, from above; proof at the head of this file.
+
+        Args:
+            input_shape: (tokens, dim).
+            token_norm: a bound on the norm of every input token, if there is one.
+            rope: what ``forward`` is given.
+
+        Returns:
+            The bound.
+
+        Raises:
+            InputError: if the shape does not fit, or a weight is not finite.
+        """
+        tokens = self._tokens(input_shape)
+        rho = self._largest_turn(rope)
+        reach = self._reach(None if token_norm is None else token_norm * rho)
+        return self._bound([_uniform_gain(tokens, reach) * rho * rho] * self.num_heads)
+
+    def result_norm(self, token_norm: Upper, rope: Tensor | None = None) -> Upper:
+        """As :meth:`L2Attention.result_norm`, with ρ for the turn of the tokens and ρ for the turn back."""
+        rho = self._largest_turn(rope)
+        return super().result_norm(token_norm * rho * rho)
+
+    def _largest_turn(self, rope: Tensor | None) -> Upper:
+        """ρ: the largest norm of the 2×2 blocks ((c₁, −s₁), (s₂, c₂)) that the R_i are made of, at least 1."""
+        if rope is None:
+            return Upper(1)
+        sine, cosine = rope.detach().cpu().to(self.q.weight.dtype).double().chunk(2, -1)
+        if self.by_halves:
+            (s1, s2), (c1, c2) = sine.chunk(2, -1), cosine.chunk(2, -1)
+        else:
+            s1, s2, c1, c2 = sine[..., ::2], sine[..., 1::2], cosine[..., ::2], cosine[..., 1::2]
+        blocks = torch.stack((torch.stack((c1, -s1), -1), torch.stack((s2, c2), -1)), -2).reshape(-1, 2, 2)
+        return max(Upper(1), dense_norm(blocks.unique(dim=0)))
+
+
+class TableBias(nn.Module):
+    """A bias looked up in a table: b_hij = table[index_ij, h].
+
+    Args:
+        table: shape (rows, heads); a parameter is shared, not copied.
+        index: int64, shape (tokens, tokens); fixed by the architecture, and so no part of the state dict.
+    """
+
+    index: Tensor
+
+    def __init__(self, table: nn.Parameter, index: Tensor):
+        super().__init__()
+        self.table = table
+        self.register_buffer("index", index.clone(), persistent=False)
+
+    def forward(self) -> Tensor:
+        return self.table[self.index].permute(2, 0, 1)
+
+
+class GivenBias(nn.Module):
+    """A bias that a module of timm computes, read through its ``get_bias``.
+
+    Args:
+        module: timm's ``RelPosBias``, ``RelPosMlp`` or ``RelPosBiasTf``.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self) -> Tensor:
+        bias: Tensor = self.module.get_bias()  # type: ignore[operator]
+        return bias.reshape(-1, *bias.shape[-2:])
+
+
+class ContinuousBias(nn.Module):
+    """The continuous position bias of Swin v2: 16·sigmoid(mlp(offset)) looked up for each pair of tokens.
+
+    Args:
+        mlp: offsets of shape (..., 2) to (..., heads).
+        coordinates: the offsets.
+        index: which offset belongs to each pair, int64, shape (tokens, tokens).
+    """
+
+    coordinates: Tensor
+    index: Tensor
+
+    def __init__(self, mlp: nn.Module, coordinates: Tensor, index: Tensor):
+        super().__init__()
+        self.mlp = mlp
+        self.register_buffer("coordinates", coordinates.clone(), persistent=False)
+        self.register_buffer("index", index.clone(), persistent=False)
+
+    def forward(self) -> Tensor:
+        table = self.mlp(self.coordinates).flatten(0, -2)
+        return 16 * torch.sigmoid(table[self.index].permute(2, 0, 1))
+
+
+class PairBias(nn.Module):
+    """The position bias of the first Swin v2 code: an mlp of the offset of each pair of tokens.
+
+    Args:
+        mlp: offsets of shape (tokens², 2) to (tokens², heads).
+        coordinates: the offsets, pair by pair.
+    """
+
+    coordinates: Tensor
+
+    def __init__(self, mlp: nn.Module, coordinates: Tensor):
+        super().__init__()
+        self.mlp = mlp
+        self.register_buffer("coordinates", coordinates.clone(), persistent=False)
+
+    def forward(self) -> Tensor:
+        tokens = math.isqrt(self.coordinates.shape[0])
+        return self.mlp(self.coordinates).T.reshape(-1, tokens, tokens)
+
+
+def _by_window(mask: Tensor | None) -> Any:
+    """(windows, tokens, tokens) as (windows, 1, tokens, tokens)."""
+    return None if mask is None else mask.unsqueeze(1)
+
+
+def _rotated(
+    a: Tensor, b: Tensor, cosine: tuple[Tensor, Tensor], sine: tuple[Tensor, Tensor], way: int
+) -> tuple[Tensor, Tensor]:
+    """(c₁a − s₁b, s₂a + c₂b), or with the transposed matrices for ``way`` −1."""
+    (c1, c2), (s1, s2) = cosine, sine
+    if way > 0:
+        return a * c1 - b * s1, b * c2 + a * s2
+    return a * c1 + b * s2, b * c2 - a * s1

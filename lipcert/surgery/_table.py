@@ -1,0 +1,279 @@
+"""Which class of timm, and of torch, becomes what: the tables that :func:`lipcert.convert` and ``lipcert models`` read.
+
+Classes are named and not imported, so that the tables hold for every version of timm. A class stands for itself alone:
+a subclass may have a forward of its own. What is not in a table stays as it is, and the report names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipcert.surgery._arranged import ContinuousBias, GivenBias, PairBias, TableBias
+
+Refusal = Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How softmax attention of a class becomes attention by distance.
+
+    Attributes:
+        now: class of :mod:`lipcert.surgery` that replaces it.
+        packing: where the module keeps its queries, keys and values: a key of ``_heads.PACKINGS``.
+        arrangement: where the tokens are; see :class:`L2SetAttention`.
+        first: whether only the first token is answered.
+        bias: the module that computes the additive bias, if the class has one.
+        area: tokens of a set, where the arrangement needs it.
+        channel_last_heads: whether the heads count fastest in the input of the output projection.
+        refuse: why an instance cannot be replaced; empty if it can.
+    """
+
+    now: str
+    packing: str = "kinds first"
+    arrangement: str = "tokens"
+    first: bool = False
+    bias: Callable[[Any], nn.Module | None] = lambda module: None
+    area: Callable[[Any], int | None] = lambda module: None
+    channel_last_heads: bool = False
+    refuse: Refusal = lambda module: ""
+
+
+def _plain(module: Any) -> str:
+    if not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity):
+        return "its result is normalised before the output projection"
+    if getattr(module, "gate", None) is not None:
+        return "a gate computed from the tokens multiplies its result"
+    if getattr(module, "num_kv_groups", 1) != 1:
+        return "several heads share one key"
+    return ""
+
+
+def _rel_pos(module: Any) -> nn.Module | None:
+    return None if module.rel_pos is None else GivenBias(module.rel_pos)
+
+
+def _beit_bias(module: Any) -> nn.Module | None:
+    if module.relative_position_bias_table is None:
+        return None
+    return TableBias(module.relative_position_bias_table, module.relative_position_index)
+
+
+def _head_table(module: Any) -> nn.Module:
+    return TableBias(nn.Parameter(module.attention_biases.detach().T.clone()), module.attention_bias_idxs)
+
+
+def _swin_v2_bias(module: Any) -> nn.Module:
+    area = module.window_size[0] * module.window_size[1]
+    index = module.relative_position_index.view(area, area)
+    return ContinuousBias(module.cpb_mlp, module.relative_coords_table.squeeze(0), index)
+
+
+def _sequential(module: Any) -> str:
+    return "its bias depends on the image" if getattr(module, "sequential_attn", False) else ""
+
+
+def _sam(module: Any) -> str:
+    if module.use_rel_pos:
+        return "its position bias is multiplied by the queries, so it depends on the image"
+    return "rotary embedding of its own" if module.rope is not None else ""
+
+
+def _pooled(module: Any) -> str:
+    strided = getattr(module, "q_stride", 1) not in (1, None) or getattr(module, "q_pool", None) is not None
+    return "queries are pooled, so they belong to other tokens than the keys" if strided else ""
+
+
+def _global_queries(module: Any) -> str:
+    return "queries come from a summary of the whole image" if module.use_global else ""
+
+
+_SET = "L2SetAttention"
+
+ATTENTIONS: dict[str, Form] = {
+    "timm.layers.attention.Attention": Form("L2Attention", refuse=_plain),
+    "timm.models.vision_transformer.Attention": Form("L2Attention", refuse=_plain),
+    "timm.models.swin_transformer.WindowAttention": Form("L2WindowAttention"),
+    "timm.layers.attention.AttentionRope": Form("L2RotaryAttention", "fused or not", refuse=_plain),
+    "timm.models.eva.EvaAttention": Form("L2RotaryAttention", "fused or not", refuse=_plain),
+    "timm.models.beit.Attention": Form(_SET, bias=_beit_bias),
+    "timm.models.cait.ClassAttn": Form(_SET, "q, k, v", first=True),
+    "timm.models.crossvit.CrossAttention": Form(_SET, "wq, wk, wv", first=True),
+    "timm.models.volo.ClassAttention": Form(_SET, "q, kv", first=True),
+    "timm.models.volo.Attention": Form(_SET, arrangement="grid"),
+    "timm.models.davit.WindowAttention": Form(_SET),
+    "timm.models.maxxvit.Attention2d": Form(_SET, "either first", "channels", bias=_rel_pos),
+    "timm.models.maxxvit.AttentionCl": Form(_SET, "either first", "grid", bias=_rel_pos),
+    "timm.layers.attention2d.Attention2d": Form(_SET, "either first", "channels"),
+    "timm.models.swin_transformer_v2.WindowAttention": Form(_SET, bias=_swin_v2_bias),
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": Form(
+        _SET, bias=lambda module: PairBias(module.meta_mlp, module.relative_coordinates_log), refuse=_sequential
+    ),
+    "timm.models.vision_transformer_relpos.RelPosAttention": Form(_SET, bias=_rel_pos),
+    "timm.models.gcvit.WindowAttentionGlobal": Form(_SET, bias=_rel_pos, refuse=_global_queries),
+    "timm.models.hiera.MaskUnitAttention": Form(
+        _SET,
+        arrangement="units",
+        area=lambda module: module.window_size if module.use_mask_unit_attn else None,
+        refuse=_pooled,
+    ),
+    "timm.models.hieradet_sam2.MultiScaleAttention": Form(_SET, arrangement="grid", refuse=_pooled),
+    "timm.models.vision_transformer_sam.Attention": Form(_SET, arrangement="grid", refuse=_sam),
+    "timm.models.metaformer.Attention": Form(_SET),
+    "timm.models.nest.Attention": Form(_SET, channel_last_heads=True),
+    "timm.models.tnt.Attention": Form(_SET, "qk, v"),
+    "timm.models.twins.LocallyGroupedAttn": Form(_SET, arrangement="windows", area=lambda module: module.ws**2),
+    "timm.models.visformer.Attention": Form(_SET, arrangement="channels"),
+    "timm.models.fastvit.Attention": Form(_SET, arrangement="channels"),
+    "timm.models.efficientformer.Attention": Form(_SET, "heads first", bias=_head_table),
+}
+
+_CHANNELS = "attends among channels: there is no pair of tokens with a distance"
+_OTHER_TOKENS = "keys come from pooled or convolved tokens, and a distance needs queries and keys from the same ones"
+_LEARNED = "queries are learned and not tokens, and distances to fixed points have no Lipschitz constant"
+_LINEAR = "linear attention: no softmax over pairs of tokens"
+_GATE = "a gate, not attention among tokens"
+_QUERY_BIAS = "its position bias is multiplied by the queries, so it depends on the image"
+_TALKING = "mixes the logits of different heads (talking heads)"
+
+KEPT: dict[str, str] = {
+    "timm.models.cait.TalkingHeadAttn": _TALKING,
+    "timm.models.efficientformer_v2.Attention2d": _TALKING,
+    "timm.models.efficientformer_v2.Attention2dDownsample": _TALKING,
+    "timm.models.xcit.XCA": _CHANNELS,
+    "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
+    "timm.models.davit.ChannelAttention": _CHANNELS,
+    "timm.models.davit.ChannelAttentionV2": _CHANNELS,
+    "timm.models.pvt_v2.Attention": _OTHER_TOKENS,
+    "timm.models.twins.GlobalSubSampleAttn": _OTHER_TOKENS,
+    "timm.models.mvitv2.MultiScaleAttention": _OTHER_TOKENS,
+    "timm.models.mvitv2.MultiScaleAttentionPoolFirst": _OTHER_TOKENS,
+    "timm.models.nextvit.EfficientAttention": _OTHER_TOKENS,
+    "timm.models.lowformer.ConvAttention": _OTHER_TOKENS,
+    "timm.models.cpubone.ConvAttention": _OTHER_TOKENS,
+    "timm.models.levit.AttentionDownsample": _OTHER_TOKENS,
+    "timm.layers.attention2d.MultiQueryAttentionV2": _OTHER_TOKENS,
+    "timm.layers.attention2d.MultiQueryAttention2d": _OTHER_TOKENS,
+    "timm.models.levit.Attention": "an activation stands before the output projection, and its maps end in batch norms",
+    "timm.models.tiny_vit.Attention": "normalises its own input",
+    "timm.models.efficientvit_msra.CascadedGroupAttention": "its heads run in turn, each on the last one's result",
+    "timm.models.gemma4_vit.Gemma4Attention": "normalises its values",
+    "timm.layers.diff_attention.DiffAttention": "the difference of two softmaxes",
+    "timm.layers.attention_pool.AttentionPoolLatent": _LEARNED,
+    "timm.layers.attention_pool.AttentionPoolPrr": _LEARNED,
+    "timm.layers.attention_pool2d.AttentionPool2d": "the query is the mean of the tokens",
+    "timm.layers.attention_pool2d.RotAttentionPool2d": "the query is the mean of the tokens",
+    "timm.models.volo.OutlookAttention": "weights come from one token, not from pairs",
+    "timm.models.nextvit.ConvAttention": "a convolution, not attention among tokens",
+    "timm.models.mobilevit.LinearSelfAttention": _LINEAR,
+    "timm.models.coat.FactorAttnConvRelPosEnc": _LINEAR,
+    "timm.models.swiftformer.EfficientAdditiveAttention": _LINEAR,
+    "timm.layers.bottleneck_attn.BottleneckAttn": _QUERY_BIAS,
+    "timm.layers.halo_attn.HaloAttn": _QUERY_BIAS,
+    "timm.layers.non_local_attn.NonLocalAttn": "without a softmax over pairs of tokens, or with maps that end in norms",
+    "timm.layers.non_local_attn.BatNonLocalAttn": "bilinear attention: products of two softmaxes",
+    "timm.layers.non_local_attn.BilinearAttnTransform": "bilinear attention: products of two softmaxes",
+    "timm.layers.lambda_layer.LambdaLayer": "keys are normalised over the tokens, and there is no pair of tokens",
+    "timm.layers.cbam.ChannelAttn": _GATE,
+    "timm.layers.cbam.LightChannelAttn": _GATE,
+    "timm.layers.cbam.SpatialAttn": _GATE,
+    "timm.layers.cbam.LightSpatialAttn": _GATE,
+    "timm.layers.coord_attn.CoordAttn": _GATE,
+    "timm.layers.coord_attn.SimpleCoordAttn": _GATE,
+    "timm.layers.coord_attn.EfficientLocalAttn": _GATE,
+    "timm.layers.coord_attn.StripAttn": _GATE,
+    "timm.layers.split_attn.SplitAttn": _GATE,
+    "timm.layers.selective_kernel.SelectiveKernelAttn": _GATE,
+    "timm.models.csatv2.SpatialAttention": _GATE,
+    "timm.models._efficientnet_blocks.MobileAttention": "a block around attention with pooled keys",
+    "torch.nn.modules.activation.MultiheadAttention": "queries, keys and values may be different tokens",
+}
+
+# Normalisations: what a projection in their place centres and over what it measures. "rms" does not centre, "group" has
+# groups of channels for tokens.
+NORMS: dict[str, str] = {
+    "torch.nn.modules.normalization.LayerNorm": "tokens",
+    "timm.layers.norm.LayerNorm": "tokens",
+    "timm.layers.norm.LayerNormFp32": "tokens",
+    "timm.layers.norm.LayerNorm2d": "channels",
+    "timm.layers.norm.LayerNorm2dFp32": "channels",
+    "timm.layers.norm.LayerNormExp2d": "channels",
+    "torch.nn.modules.normalization.RMSNorm": "rms tokens",
+    "timm.layers.norm.RmsNorm": "rms tokens",
+    "timm.layers.norm.RmsNormFp32": "rms tokens",
+    "timm.layers.norm.RmsNorm2d": "rms channels",
+    "timm.layers.norm.RmsNorm2dFp32": "rms channels",
+    "torch.nn.modules.normalization.GroupNorm": "group",
+    "timm.layers.norm.GroupNorm": "group",
+    "timm.layers.norm.GroupNorm1": "group",
+}
+
+# What needs no surgery, being linear in evaluation: bounds fold it into the operator before it.
+LINEAR_NORMS = {
+    "torch.nn.modules.batchnorm.BatchNorm1d",
+    "torch.nn.modules.batchnorm.BatchNorm2d",
+    "timm.layers.norm_act.BatchNormAct2d",
+    "timm.layers.norm_act.FrozenBatchNormAct2d",
+    "timm.layers.layer_scale.LayerScale",
+    "timm.layers.layer_scale.LayerScale2d",
+    "timm.models.vision_transformer.LayerScale",
+}
+
+
+def class_name(module: nn.Module) -> str:
+    """The key of a module's class in these tables."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def attention_reason(module: nn.Module) -> str | None:
+    """Why a module that computes attention stays, "" if it is replaced, None if it is no attention.
+
+    A class is attention if it is in a table, or if its name says so and no part of it is.
+    """
+    name = class_name(module)
+    if name in ATTENTIONS:
+        form = ATTENTIONS[name]
+        return form.refuse(module) or _unreadable(module)
+    if name in KEPT:
+        return KEPT[name]
+    parts = [part for part in module.modules() if part is not module]
+    if _called_attention(module) and not any(class_name(part) in {**ATTENTIONS, **KEPT} for part in parts):
+        return "no L2 form is known for this class"
+    return None
+
+
+def norm_reason(module: nn.Module) -> str | None:
+    """Why a normalisation stays, "" if a projection can replace it, None if it is linear, none, or a container."""
+    name = class_name(module)
+    if name in NORMS:
+        shape = getattr(module, "normalized_shape", (0,))
+        return "" if len(tuple(shape)) == 1 else "it normalises over several dimensions"
+    if name in LINEAR_NORMS or "norm" not in type(module).__name__.lower():
+        return None
+    weighty = any(isinstance(part, (nn.Linear, nn.modules.conv._ConvNd)) for part in module.modules())
+    return None if weighty else "no projection is known for this class"
+
+
+def _called_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return ("attention" in name or "attn" in name) and not type(module).__module__.startswith("lipcert.")
+
+
+def _unreadable(module: Any) -> str:
+    """Whether the projections are other layers than the plain ones that can be read."""
+    layers = [getattr(module, name, None) for name in ("qkv", "q", "k", "v", "kv", "qk", "proj")]
+    known = (nn.Linear, nn.Conv2d)
+    for layer in layers:
+        if isinstance(layer, nn.Module) and (not isinstance(layer, known) or not _pointwise(layer)):
+            return f"its maps are {type(layer).__name__}s, not plain linear maps"
+    return ""
+
+
+def _pointwise(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) or (
+        torch.Size(layer.kernel_size).numel() == 1 and layer.groups == 1 and set(layer.stride) == {1}
+    )

@@ -1,0 +1,117 @@
+"""What lipcert covers of timm's architectures, read from a table that is shipped with it.
+
+The table is made by ``benchmarks/make_zoo_table.py``: every architecture of timm is built and captured without weights,
+and the rules are asked about its operations.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import timm
+
+TABLE = Path(__file__).parent / "assets" / "zoo.json"
+_OF_THE_BOUND = ("global", "gloro", "local")
+_LINEARISED = ("lofast", "anchored")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of the installed timm.
+
+    Attributes:
+        name: as ``lipcert.load`` takes it.
+        family: the file of timm that registers it.
+        checked: whether the table knows it; if not, nothing below is known.
+        parameters: number of parameters.
+        reason: the operations that keep the global bound from being finite, and where they are; "" if it is finite.
+        log10: decimal logarithm of the global bound with random weights, where it was measured.
+        linearised_reason: the operations without a remainder rule, which LoFAST and the anchored method need; "" if
+            there are none.
+        logits: whether the network as timm builds it gives one vector an image.
+        attention: (class, what ``convert(attention="l2")`` puts in its place).
+        norms: (class, what ``convert(norm="smooth")`` puts in its place).
+        kept: (class, why ``convert`` leaves it as it is).
+    """
+
+    name: str
+    family: str
+    checked: bool = False
+    parameters: int | None = None
+    reason: str = ""
+    log10: float | None = None
+    linearised_reason: str = ""
+    logits: bool = True
+    attention: tuple[tuple[str, str], ...] = ()
+    norms: tuple[tuple[str, str], ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def covered(self) -> bool:
+        """Whether there is a finite global bound from pixels to logits."""
+        return self.checked and not self.reason
+
+    @property
+    def certificates(self) -> tuple[str, ...]:
+        """The methods of ``lipcert.certify`` that work on the architecture as it is."""
+        if not self.covered or not self.logits:
+            return ()
+        return _OF_THE_BOUND if self.linearised_reason else (*_OF_THE_BOUND, *_LINEARISED)
+
+
+def architectures(pattern: str | None = None, family: str | None = None) -> list[Architecture]:
+    """The architectures of the installed timm, by name.
+
+    Args:
+        pattern: a name, part of one, or a pattern with ``*``, ``?`` and ``[...]`` for a whole one.
+        family: a file of timm, such as ``vision_transformer``.
+
+    Returns:
+        What the table says of each; those it does not have are there with ``checked`` False.
+    """
+    known, names, found = _table(), timm.list_models(), []
+    for name in [pattern] if pattern in names else names:
+        if pattern is not None and not (fnmatch.fnmatchcase(name, pattern) or pattern in name):
+            continue
+        one = known.get(name) or Architecture(name, _family(name))
+        if family is None or one.family == family:
+            found.append(one)
+    return found
+
+
+def _family(name: str) -> str:
+    return timm.models.model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Architecture]:
+    if not TABLE.is_file():
+        return {}
+    content = json.loads(TABLE.read_text())
+    texts: list[str] = content["texts"]
+
+    def pairs(indices: list[list[int]]) -> tuple[tuple[str, str], ...]:
+        return tuple((texts[a], texts[b]) for a, b in indices)
+
+    def row(line: list[Any]) -> Architecture:
+        name, family, parameters, logits, log10, reason, linearised, attention, norms, kept = line
+        return Architecture(
+            name=name,
+            family=texts[family],
+            checked=True,
+            parameters=parameters,
+            reason=texts[reason],
+            log10=log10,
+            linearised_reason=texts[linearised],
+            logits=bool(logits),
+            attention=pairs(attention),
+            norms=pairs(norms),
+            kept=pairs(kept),
+        )
+
+    return {line[0]: row(line) for line in content["rows"]}

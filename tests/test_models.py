@@ -1,0 +1,154 @@
+"""``lipcert models``, its table, and the public check of rules."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import timm
+import torch
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert import zoo
+from lipcert.bounds import Value, rule
+from lipcert.bounds._registry import RULES, key_of
+from lipcert.cli import app
+from lipcert.errors import InputError
+from lipcert.surgery._swap import plan
+from lipcert.testing import check_rule
+
+CONTENT = {
+    "timm": "1.0.0",
+    "texts": [
+        "vision_transformer",
+        "",
+        "sort at head",
+        "LayerNorm",
+        "SmoothProject",
+        "Attention",
+        "L2Attention",
+        "why",
+    ],
+    "rows": [
+        ["vit_tiny_patch16_224", 0, 5717416, 1, 108.1, 1, 1, [[5, 6]], [[3, 4]], []],
+        ["vit_small_patch16_224", 0, 22050664, 1, None, 1, 2, [[5, 6]], [[3, 4]], [[5, 7]]],
+        ["vit_base_patch16_224", 0, 86567656, 1, None, 2, 1, [], [], []],
+    ],
+}
+
+
+@pytest.fixture
+def small_table(tmp_path, monkeypatch):
+    path = tmp_path / "zoo.json"
+    path.write_text(json.dumps(CONTENT))
+    monkeypatch.setattr(zoo, "TABLE", path)
+    zoo._table.cache_clear()
+    yield
+    zoo._table.cache_clear()
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["models", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_every_architecture_of_timm_is_listed(small_table) -> None:
+    found = zoo.architectures()
+    assert [one.name for one in found] == timm.list_models()
+    assert sum(one.checked for one in found) == 3
+    assert not next(one for one in found if one.name == "resnet18").covered
+
+
+def test_what_the_table_says_of_each(small_table) -> None:
+    tiny, small, base = (zoo.architectures(f"vit_{size}_patch16_224")[0] for size in ("tiny", "small", "base"))
+    assert tiny.covered
+    assert tiny.certificates == ("global", "gloro", "local", "lofast", "anchored")
+    assert small.certificates == ("global", "gloro", "local")
+    assert small.kept == (("Attention", "why"),)
+    assert not base.covered
+    assert base.certificates == ()
+    assert base.reason == "sort at head"
+
+
+def test_filters_and_what_matches_nothing(small_table) -> None:
+    lines = run("vit_*_patch16_224", "--family", "vision_transformer").splitlines()
+    assert lines[0].startswith("architecture\tfamily")
+    assert all(line.startswith("vit_") for line in lines[1:] if "\t" in line)
+    assert any("not checked yet" in line for line in lines)
+    tiny = next(line for line in lines if line.startswith("vit_tiny_patch16_224\t"))
+    assert tiny.split("\t")[2:] == ["5.7M", "10^108.1", "l2, norm", "all"]
+    result = CliRunner().invoke(app, ["models", "no_such_thing"])
+    assert result.exit_code == 2
+    assert "no_such_thing" in result.stderr
+
+
+def test_json(small_table) -> None:
+    (one,) = json.loads(run("vit_base_patch16_224", "--json"))[:1]
+    assert one["name"] == "vit_base_patch16_224"
+    assert one["reason"] == "sort at head"
+    assert one["covered"] is False
+
+
+def test_the_shipped_table_speaks_of_what_surgery_does() -> None:
+    known = {one.name: one for one in zoo.architectures() if one.checked}
+    if "vit_tiny_patch16_224" not in known:
+        pytest.skip("the table does not hold this architecture")
+    with torch.device("meta"):
+        edits, _ = plan(timm.create_model("vit_tiny_patch16_224"), attention="l2", norm="smooth")
+    swapped = {(edit.was.__name__, type(edit.new).__name__) for edit in edits if edit.new is not None}
+    assert swapped == {*known["vit_tiny_patch16_224"].attention, *known["vit_tiny_patch16_224"].norms}
+
+
+def test_networks_without_a_classifier_can_be_inspected() -> None:
+    arguments = {"img_size": 28, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    with pytest.raises(InputError, match="num_classes"):
+        lipcert.load("vit_small_patch14_dinov2", pretrained=False, **arguments)
+    model = lipcert.load("vit_small_patch14_dinov2", pretrained=False, features=True, **arguments)
+    assert lipcert.lipschitz(model).finite
+
+
+# The check of rules ---------------------------------------------------------------------------------------------------
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(doubled, (x,), x)
+    return torch.sin(2 * x)
+
+
+@pytest.fixture
+def constant(request):
+    @rule(doubled)
+    def answer(call, x: Value) -> Value:
+        """|d sin(2x)| ≤ 2."""
+        return Value(x.shape, x.lip * request.param)
+
+    yield request.param
+    del RULES[key_of(doubled)]
+
+
+@pytest.mark.parametrize("constant", [2.0], indirect=True)
+def test_a_true_rule_passes_and_is_seen_to_be_tight(constant) -> None:
+    found = check_rule(doubled, (2, 3))
+    assert found.bound == 2
+    assert 0.99 < found.tightness <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("constant", [1.9], indirect=True)
+def test_a_false_rule_is_caught(constant) -> None:
+    with pytest.raises(AssertionError, match="the bound is 1.9"):
+        check_rule(doubled, (2, 3))
+
+
+@pytest.mark.parametrize("constant", [float("inf")], indirect=True)
+def test_an_infinite_constant_leaves_nothing_to_check(constant) -> None:
+    with pytest.raises(InputError, match="no finite constant"):
+        check_rule(doubled, (2, 3))
+
+
+def test_ascent_finds_what_samples_miss() -> None:
+    found = check_rule(lambda x: torch.tanh(8 * (x - 0.31)), (1,), points=2, steps=30)
+    assert found.ascent > found.jacobian * 1.01
+    assert found.bound == pytest.approx(8, rel=1e-6)
