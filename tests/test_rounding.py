@@ -199,7 +199,7 @@ def test_bounds_are_of_the_size_of_what_is_seen(name: str, fmt: Format) -> None:
     assert 0 < worst <= bound <= 1e4 * worst
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", sorted(EXACT))
 def test_comparisons_do_not_round(name: str) -> None:
     node = node_of(name)
     assert not local_error(node, [operand(random(*u.shape), 1.0) for u in node.operands], FORMATS[0]).any()

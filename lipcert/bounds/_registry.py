@@ -67,7 +67,7 @@ def rule(*targets: Any) -> Callable[[Answer], Answer]:
         >>> @lipcert.bounds.rule(torch.nn.functional.logsigmoid)
         ... def logsigmoid(call, x):
         ...     "d/dx log σ(x) = 1 − σ(x) lies in (0, 1)."
-        ...     return x.mapped(1)
+        ...     return x.bounded(x.lip)
     """
 
     def register(answer: Answer) -> Answer:

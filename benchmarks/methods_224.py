@@ -1,0 +1,68 @@
+"""Seconds and memory of each method on an image of full size: vit_tiny_patch16_224, random weights, after ``convert``.
+
+    python -m benchmarks.methods_224 --methods global gloro lofast
+
+The anchored certificate takes hundreds of norms of end-to-end Jacobians here: hours on a core, so it is left to the
+user whether to ask for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+import lipcert
+from benchmarks._env import environment
+from lipcert.certifier import METHODS, Certifier
+
+NAME = "vit_tiny_patch16_224"
+
+
+def measure(method: str, attention: str, images: int) -> dict[str, object]:
+    """Runs in a process of its own, so that the peak memory is that of this method."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = lipcert.load(NAME, pretrained=False)
+    lipcert.convert(model, attention=attention, norm="smooth")
+    pixels = torch.rand(images, *model.input_size, generator=torch.Generator().manual_seed(1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    started = time.process_time()
+    certifier = Certifier(model, 36 / 255, method)
+    ready = time.process_time()
+    result = certifier.run(pixels)
+    return {
+        "method": method,
+        "attention": attention,
+        "cpu_seconds_once": ready - started,
+        "cpu_seconds_an_image": (time.process_time() - ready) / images,
+        "mib_before": before,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "largest_radius": result.radius.max().item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["global", "gloro", "lofast"])
+    parser.add_argument("--attention", choices=["l2", "keep"], nargs="+", default=["l2", "keep"])
+    parser.add_argument("--images", type=int, default=1)
+    args = parser.parse_args()
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for attention in args.attention:
+            for method in args.methods:
+                rows.append(pool.apply(measure, (method, attention, args.images)))
+                print(json.dumps(rows[-1]), flush=True)
+                summary = {"model": NAME, "images": args.images, "rows": rows, "environment": environment()}
+                path = Path(__file__).parent / "results" / "methods_224.json"
+                path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
