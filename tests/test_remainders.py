@@ -218,7 +218,7 @@ class Site:
             result.append(radius * delta / length.clamp_min(1e-300))
         return result
 
-    def worst(self, objective, radii, steps=8):
+    def worst(self, objective, radii, steps=5):
         """The largest objective(R) that ascent on the spheres of radius ρ finds, shape (POINTS,)."""
         best = torch.zeros(POINTS, dtype=torch.float64)
         for deltas in self.starts(radii):
@@ -260,7 +260,7 @@ def test_remainder_against_a_direction(key, index):
         against = site.rule.against(g)
         for rho in RADII[::2]:
             radii = radii_of(site, rho)
-            found = site.worst(lambda r, g=g: (r * g).flatten(1).sum(1).abs(), radii, steps=5)
+            found = site.worst(lambda r, g=g: (r * g).flatten(1).sum(1).abs(), radii, steps=4)
             bound = against([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
             assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)

@@ -690,6 +690,14 @@ CASES += [
     (surgery.ClippedReLU, image, _module(surgery.ClippedReLU(torch.zeros(3, 1, 1)))),
     (surgery.MaxMin, tokens, surgery.MaxMin(-1).eval()),
     (surgery.ClippedMaxMin, tokens, surgery.ClippedMaxMin(0.5, -0.5, dim=-1).double().eval()),
+    (surgery.L2SetAttention, tokens, _module(surgery.L2SetAttention(4, 2))),
+    (surgery.L2SetAttention, tokens, _module(surgery.L2SetAttention(4, 2, first=True))),
+    (surgery.L2SetAttention, image, _module(surgery.L2SetAttention(3, 1, arrangement="channels"))),
+    (surgery.L2RotaryAttention, tokens, _module(surgery.L2RotaryAttention(4, 2))),
+    (surgery.RmsLayerProject, tokens, _module(surgery.RmsLayerProject(4, radius=0.7))),
+    (surgery.RmsSmoothProject, image, _module(surgery.RmsSmoothProject(3, radius=2.0, channels_first=True))),
+    (surgery.GroupLayerProject, image, _module(surgery.GroupLayerProject(3, radius=0.7, groups=3))),
+    (surgery.GroupSmoothProject, image, _module(surgery.GroupSmoothProject(3, radius=2.0))),
 ]
 
 
