@@ -1,9 +1,7 @@
 """Constraining a whole network: the report against plain recomputation, atomicity, bad input, and the command."""
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,26 +15,11 @@ from typer.testing import CliRunner
 
 import lipcert
 from lipcert.artifact import load_artifact, read_metadata, save
-from lipcert.certvit import METHODS, network
+from lipcert.certvit import METHODS, constrain_blockwise, network
+from lipcert.cli import app
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
 
-_ROOT = Path(__file__).parent.parent
-
-
-def _command():
-    """The installed package maps the folder cli/ to lipcert.cli; a checkout that is not installed needs the same."""
-    if "lipcert.cli" not in sys.modules:
-        folder = _ROOT / "cli"
-        spec = importlib.util.spec_from_file_location(
-            "lipcert.cli", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        sys.modules["lipcert.cli"] = lipcert.cli = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(lipcert.cli)
-    return sys.modules["lipcert.cli"].app
-
-
-APP = _command()
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 ARGUMENTS = " ".join(f"{key}={value}" for key, value in TINY.items())
 BLOCK = ("blocks.0.attn.proj", "blocks.0.mlp.fc1")
@@ -478,7 +461,7 @@ def test_logits_that_are_not_finite_are_refused():
 
 
 def run(*arguments, code=0):
-    result = CliRunner().invoke(APP, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     return result
@@ -617,3 +600,43 @@ def test_a_stopped_command_says_where_it_goes_on(folder, monkeypatch):
     result = run("constrain", "model.lipcert.safetensors", "--data", "images", "--resume-dir", "kept", code=130)
     assert result.stderr == "lipcert: interrupted; the same command goes on from kept\n"
     assert not Path("model.constrained.lipcert.safetensors").exists()
+
+
+def test_faithful_engine_is_the_blockwise_algorithm():
+    model = vit()
+    before = model.net.get_submodule(BLOCK[0]).weight.detach().clone()
+    images = pictures(40)
+    calibration, _ = shares(images)
+    rows = []
+    handle = model.net.get_submodule(BLOCK[0]).register_forward_hook(lambda m, args, out: rows.append(args[0]))
+    with torch.no_grad():
+        for batch in (calibration[:26], calibration[26:]):  # 32 images a batch, every fifth of them held out
+            model(batch)
+    handle.remove()
+    blocks = [torch.cat([part[first::4] for part in rows]).flatten(0, 1).double() for first in range(4)]
+    expected = constrain_blockwise(before, blocks, 0.1)
+    lipcert.constrain(model, images, 0.1, measure="l1", engine="faithful", layers=BLOCK[:1])
+    assert torch.allclose(model.net.get_submodule(BLOCK[0]).weight, expected.weight, atol=1e-5)
+    report = model.constraint
+    (layer,) = report.layers
+    assert (report.measure, report.engine) == ("l1", "faithful")
+    assert report.method == "l1, faithful (block-iterative)"
+    assert layer.iterations == expected.iterations
+    assert layer.error_reached == pytest.approx(expected.error_reached, rel=1e-3)
+    assert layer.norm_after == pytest.approx(expected.norm_after, rel=1e-4)
+    assert layer.baselines["rescale"] < layer.norm_before
+
+
+def test_faithful_engine_refuses_other_measures():
+    model = vit()
+    for options, said in (({"engine": "faithful"}, "lowers l1"), ({"engine": "best"}, "exact, faithful")):
+        with pytest.raises(InputError, match=said):
+            lipcert.constrain(model, pictures(), **options)
+
+
+def test_command_marks_the_faithful_engine(folder):
+    options = ["--data", "images", "--measure", "l1", "--engine", "faithful", "--error", "0.1", "--layers", BLOCK[0]]
+    result = run("constrain", "model.lipcert.safetensors", *options, "--out", "f.safetensors")
+    assert "after, l1, faithful (block-iterative)\t" in result.stdout
+    assert read_metadata("f.safetensors")["facts"]["constraint"]["engine"] == "faithful"
+    assert "lowers l1 and not spectral" in refused("model.lipcert.safetensors", *options[:2], "--engine", "faithful")

@@ -1,11 +1,9 @@
 """Fine-tuning: the losses, the norms and bounds they use, the loop, and the command."""
 
 import copy
-import importlib.util
 import math
 import random
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ import lipcert
 from lipcert.artifact import load_artifact, read_metadata
 from lipcert.bounds import analyze
 from lipcert.certifier._margins import MarginBounds
+from lipcert.cli import app
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.training import (
@@ -37,17 +36,6 @@ from lipcert.training import (
     twice_differentiable,
 )
 from lipcert.training._matrices import matrices
-
-if importlib.util.find_spec("lipcert.cli") is None:  # a checkout that is not installed
-    _FOLDER = Path(__file__).parent.parent / "cli"
-    _SPEC = importlib.util.spec_from_file_location(
-        "lipcert.cli", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
-    )
-    assert _SPEC is not None
-    assert _SPEC.loader is not None
-    sys.modules["lipcert.cli"] = importlib.util.module_from_spec(_SPEC)
-    _SPEC.loader.exec_module(sys.modules["lipcert.cli"])
-from lipcert.cli import app
 
 ARGUMENTS = {
     "img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10,
@@ -344,7 +332,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(loss: str, loader, tmp_pa
     lipcert.finetune(again, Shuffled(loader[:3]), **arguments, checkpoint=tmp_path / "c", progress=seen.append)
     assert [epoch.number for epoch in seen] == [2]
     assert same(again, whole)
-    assert again.recipe[-1] == {"step": "finetune", "temperature": 1.0, **arguments}
+    assert again.recipe[-1] == {"step": "finetune", "temperature": 1.0, "amp": None, **arguments}
 
 
 def test_a_checkpoint_of_another_run_is_refused(loader, tmp_path) -> None:
@@ -359,6 +347,37 @@ def test_a_checkpoint_of_another_run_is_refused(loader, tmp_path) -> None:
     assert (tmp_path / "c").read_bytes() == b"something else"
     with pytest.raises(InputError, match="cannot write"):
         lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "none" / "c")
+
+
+def test_a_checkpoint_remembers_where_the_images_are_from(loader, tmp_path) -> None:
+    ways = {"epochs": 1, "loss": "ce", "checkpoint": tmp_path / "c"}
+    lipcert.finetune(vit(), loader[:1], **ways, origin={"--data": "a", "--limit": None})
+    with pytest.raises(InputError, match="another --limit;"):
+        lipcert.finetune(vit(), loader[:1], **ways, origin={"--data": "a", "--limit": 5})
+    lipcert.finetune(vit(), loader[:1], **ways, origin={"--data": "a", "--limit": None})
+
+
+@pytest.mark.parametrize("loss", ["ce", "trades", "emma"])
+def test_the_forward_pass_runs_in_bfloat16_and_nothing_else_does(loss: str, loader) -> None:
+    model, exact = vit(), vit()
+    seen = []
+    model.net.blocks[0].mlp.fc1.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    lipcert.finetune(model, loader[:2], loss=loss, epochs=1, amp="bfloat16")
+    lipcert.finetune(exact, loader[:2], loss=loss, epochs=1)
+    assert torch.bfloat16 in seen
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not same(model, exact)
+    for left, right in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(left, right, atol=3e-3, rtol=0)
+    assert model.recipe[-1]["amp"] == "bfloat16"
+    assert model(loader[0][0]).dtype == torch.float32
+
+
+def test_amp_is_refused_where_it_cannot_be(loader) -> None:
+    with pytest.raises(InputError, match="second derivatives"):
+        lipcert.finetune(vit(), loader, amp="bfloat16")
+    with pytest.raises(InputError, match="bfloat16 or left out"):
+        lipcert.finetune(vit(), loader, loss="ce", amp="float16")
 
 
 @pytest.mark.parametrize("loss", ["ce", "anchored"])
@@ -515,6 +534,7 @@ def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
     checkpoint = "small.finetuned.lipcert.safetensors.checkpoint"
     assert result.stderr.splitlines()[-1] == f"lipcert: interrupted; the same command goes on from {checkpoint}"
     assert (folder / checkpoint).exists()
+    assert "another --batch-size;" in refused("small.lipcert.safetensors", *SHORT, "--batch-size", 3)
     assert not (folder / "small.finetuned.lipcert.safetensors").exists()
     monkeypatch.setattr(module, "_say_epoch", say)
     result = run("small.lipcert.safetensors", *SHORT)
@@ -533,6 +553,7 @@ def test_what_the_command_refuses(folder) -> None:
     assert "--loss takes anchored" in refused(small, *SHORT, "--loss", "hinge")
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     assert "at least 1 image" in refused(small, *SHORT, "--batch-size", 0)
+    assert "second derivatives" in refused(small, *SHORT, "--amp", "bfloat16")
     assert "no device tpu9" in refused(small, *SHORT, "--device", "tpu9")
     assert "epochs must be at least 1" in refused(small, *SHORT, "--epochs", 0)
     assert "take a smaller learning rate" in refused(small, *SHORT, "--epochs", 1, "--lr", "1e29")

@@ -28,6 +28,8 @@ from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 
+FAITHFUL = "l1, block-iterative"
+
 
 @dataclass(frozen=True)
 class _Constraint:
@@ -129,7 +131,7 @@ def constrain_blockwise(
         gap=None,
         status=status,
         seconds=time.perf_counter() - started,
-        measure="l1, block-iterative",
+        measure=FAITHFUL,
     )
 
 

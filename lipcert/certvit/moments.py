@@ -8,7 +8,7 @@ pass with forward hooks is enough, and several processes add theirs up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -130,6 +130,14 @@ class Moments:
                 "free to change, so check the error on held-out images"
             )
         return said
+
+
+def pooled(parts: Sequence[Moments]) -> Moments:
+    """The moments of all rows of one layer, from those of disjoint parts of them."""
+    if len(parts) == 1:
+        return parts[0]
+    total = sum((part.second for part in parts[1:]), parts[0].second)
+    return Moments(parts[0].name, total, sum(part.rows for part in parts))
 
 
 @dataclass

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lipcert.bounds import lipschitz
+from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, Images, Loader, part
 from lipcert.certvit.layers import Layer, choose, evaluating
-from lipcert.certvit.moments import Moments, stream
+from lipcert.certvit.moments import Moments, pooled, stream
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import METHODS, Solution
@@ -25,9 +27,11 @@ from lipcert.model import Model
 from lipcert.surgery import L2Attention
 
 BASELINES = ("rescale", "clip")
+ENGINES = ("exact", "faithful")
 Progress = Callable[[str, int, int | None], None]
 Weights = dict[str, Tensor]
 
+_BLOCKS = 4  # mini-batches of the faithful engine, each a constraint
 _GENERALISES = 1.5  # a held-out error above so many times the one asked is remarked on
 
 
@@ -37,6 +41,7 @@ def constrain(
     error: float = 1e-2,
     *,
     measure: str = "spectral",
+    engine: str = "exact",
     layers: Iterable[str] | None = None,
     held_out: Loader | None = None,
     workers: int = 0,
@@ -62,6 +67,9 @@ def constrain(
         error: relative output error of each layer, above 0 and below 1.
         measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
             are reported beside the others in any case.
+        engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which knows the measure
+            ``"l1"`` only, may miss ``error``, and is there to be compared: see
+            :func:`lipcert.certvit.constrain_blockwise`. The images are dealt out to 4 mini-batches.
         layers: module paths in ``model.net``; None takes all that can be constrained.
         held_out: images to measure errors, accuracy and agreement on, as ``loader``; None holds out every fifth image.
         workers: processes that solve layers; 0 solves in this one. More need ``if __name__ == "__main__"``.
@@ -79,7 +87,7 @@ def constrain(
             one colour; no layer that could be solved.
     """
     started = time.perf_counter()
-    _check(error, measure, workers)
+    _check(error, measure, engine, workers)
     report = progress or (lambda what, done, total: None)
     calibration, held = part(model, loader, held_out)
     chosen, untouched = choose(model, layers)
@@ -89,11 +97,13 @@ def constrain(
     solve = {"workers": workers, "devices": devices, "resume_dir": resume_dir}
     entries: list[LayerConstraint] = []
     variants: dict[str, Weights] = {}
-    for moments, held_moments in _moments(model, chosen, calibration, held, max_bytes, report):
-        outcomes = _outcomes(chosen, moments, measure, error, solve, report)
-        for path in moments:
+    count = _BLOCKS if engine == "faithful" else 1
+    for blocks, held_moments in _moments(model, chosen, calibration, held, max_bytes, count, report):
+        outcomes = _outcomes(chosen, blocks, measure, engine, error, solve, report)
+        for path, parts in blocks.items():
             results = {method: outcomes[_task_name(path, method)] for method in (measure, *BASELINES)}
-            entry, weights = _entry(path, chosen[path], moments[path], held_moments.get(path), results, measure, error)
+            held_part = held_moments.get(path)
+            entry, weights = _entry(path, chosen[path], pooled(parts), held_part, results, measure, error)
             entries.append(entry)
             for method, weight in weights.items():
                 variants.setdefault(method, {})[path] = weight
@@ -114,6 +124,7 @@ def constrain(
     counts = _sums([calibration.count, held.count], model.device)
     model.constraint = ConstraintReport(
         measure=measure,
+        engine=engine,
         error=error,
         images=counts[0],
         held_out=counts[1],
@@ -128,9 +139,13 @@ def constrain(
     return model
 
 
-def _check(error: float, measure: str, workers: int) -> None:
+def _check(error: float, measure: str, engine: str, workers: int) -> None:
     if measure not in METHODS:
         raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(METHODS)}")
+    if engine not in ENGINES:
+        raise InputError(f"unknown engine {engine!r}; choose one of {', '.join(ENGINES)}")
+    if engine == "faithful" and measure != "l1":
+        raise InputError(f"the faithful engine lowers l1 and not {measure}; choose the measure l1 or the engine exact")
     if not 0 < error < 1:
         raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
     if workers < 0:
@@ -152,23 +167,42 @@ def _moments(
     calibration: Images,
     held: Images,
     max_bytes: int,
+    count: int,
     report: Progress,
-) -> Iterator[tuple[dict[str, Moments], dict[str, Moments]]]:
-    """Group by group of layers, their moments on the calibration images and on the held-out ones, if there are any."""
+) -> Iterator[tuple[dict[str, list[Moments]], dict[str, Moments]]]:
+    """Group by group of layers, their moments on calibration and on held-out images, if there are any of these.
+
+    The calibration images are dealt out to ``count`` parts, each with moments of its own.
+    """
     modules = {path: layer.module for path, layer in chosen.items()}
 
-    def collect(images: Images, what: str) -> Iterator[dict[str, Moments]]:
+    def collect(images: Iterable[Tensor], what: str) -> Iterator[dict[str, Moments]]:
         def seen(number: int, passes: int, count: int) -> None:
             report(f"{what}, pass {number} of {passes}" if passes > 1 else what, count, None)
 
-        return stream(model, images, modules, max_bytes=max_bytes, progress=seen)
+        return stream(model, images, modules, max_bytes=max_bytes // count, progress=seen)
 
     held_groups: Iterator[dict[str, Moments]] | None = None
-    for group in collect(calibration, "calibration images"):
+    dealt = [_Dealt(calibration, first, count) for first in range(count)]
+    for groups in zip(*(collect(images, "calibration images") for images in dealt), strict=True):
         if held_groups is None:
             empty = held.share == "held-out" and not _sums([calibration.left_out], model.device)[0]
             held_groups = itertools.repeat({}) if empty else collect(held, "held-out images")
-        yield group, next(held_groups)
+        yield {path: [group[path] for group in groups] for path in groups[0]}, next(held_groups)
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Every ``count``-th image of each batch, from the one in place ``first``."""
+
+    images: Images
+    first: int
+    count: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.images:
+            if len(batch) > self.first:
+                yield batch[self.first :: self.count]
 
 
 def _task_name(path: str, method: str) -> str:
@@ -177,26 +211,25 @@ def _task_name(path: str, method: str) -> str:
 
 def _outcomes(
     chosen: Mapping[str, Layer],
-    moments: Mapping[str, Moments],
+    blocks: Mapping[str, list[Moments]],
     measure: str,
+    engine: str,
     error: float,
     solve: Mapping[str, object],
     report: Progress,
 ) -> dict[str, Outcome]:
     methods = tuple(dict.fromkeys((measure, *BASELINES)))
     finished = itertools.count(1)
+
+    def task(path: str, parts: list[Moments], method: str) -> Task:
+        name, weight = _task_name(path, method), chosen[path].module.weight.detach().cpu()
+        if engine == "faithful" and method == measure:
+            return Task(name, weight, parts, {"error": error}, constrain_blockwise)
+        return Task(name, weight, pooled(parts), {"error": error, "measure": method})
+
     return solve_layers(
-        (
-            Task(
-                _task_name(path, method),
-                chosen[path].module.weight.detach().cpu(),
-                found,
-                {"error": error, "measure": method},
-            )
-            for path, found in moments.items()
-            for method in methods
-        ),
-        progress=lambda name, outcome: report("solving layers", next(finished), len(methods) * len(moments)),
+        (task(path, parts, method) for path, parts in blocks.items() for method in methods),
+        progress=lambda name, outcome: report("solving layers", next(finished), len(methods) * len(blocks)),
         **solve,  # type: ignore[arg-type]
     )
 
@@ -246,15 +279,19 @@ def _number(value: float | None) -> float | None:
 
 def _shortfalls(entry: LayerConstraint, results: Mapping[str, Outcome], dtype: torch.dtype) -> Iterator[str]:
     path, asked = entry.path, entry.error_asked
+    faithful = any(isinstance(result, Solution) and result.measure == FAITHFUL for result in results.values())
     for method, result in results.items():
         if isinstance(result, Failure):
             yield f"{path}: left as it was ({method}): {result.message}"
     if entry.status == "rounding":
         yield f"{path}: left as it was: an error of {asked:g} is less than its dtype {dtype} can express; ask for more"
+    elif entry.status == "iteration limit" and faithful:
+        yield f"{path}: ended at the number of iterations that the authors of the faithful engine take"
     elif entry.status == "iteration limit":
         yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the best norm possible"
     if entry.error_reached is not None and entry.error_reached > asked * (1 + 1e-9):
-        yield f"{path}: rounded to {dtype} its error is {entry.error_reached:.3g}, above {asked:g}"
+        why = "after an inexact projection" if faithful else f"rounded to {dtype}"
+        yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {asked:g}"
     if entry.error_held_out is not None and entry.error_held_out > _GENERALISES * asked:
         yield f"{path}: its error on held-out images is {entry.error_held_out:.3g}, above {asked:g}; use more images"
     if entry.norm_after > entry.norm_before * (1 + 1e-4):

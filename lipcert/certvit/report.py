@@ -66,6 +66,7 @@ class ConstraintReport:
 
     Attributes:
         measure: what was minimised in each layer.
+        engine: "exact", or "faithful" for the block-iterative algorithm of the paper.
         error: relative output error allowed in each layer.
         images: calibration images.
         held_out: images that took no part, on which errors, accuracy and agreement are measured.
@@ -79,6 +80,7 @@ class ConstraintReport:
     """
 
     measure: str
+    engine: str
     error: float
     images: int
     held_out: int
@@ -89,6 +91,11 @@ class ConstraintReport:
     untouched: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     seconds: float
+
+    @property
+    def method(self) -> str:
+        """The measure, and the engine where it is not the exact one."""
+        return self.measure if self.engine == "exact" else f"{self.measure}, {self.engine} (block-iterative)"
 
     @property
     def failed(self) -> tuple[LayerConstraint, ...]:

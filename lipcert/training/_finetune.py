@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twic
 from lipcert.training._matrices import NormHold, projections
 
 Loss = Literal["anchored", "ce", "trades", "emma"]
+Amp = Literal["bfloat16"]
 LOSSES: tuple[Loss, ...] = ("anchored", "ce", "trades", "emma")
 
 _WEIGHT_DECAY = 1e-4
@@ -67,7 +68,9 @@ def finetune(
     temperature: float = 1.0,
     max_norm: float | None = None,
     ema: float | None = None,
+    amp: Amp | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    origin: Mapping[str, str | float | None] | None = None,
     progress: Callable[[Epoch], None] | None = None,
 ) -> Model:
     """Trains a model, in place, for larger certified radii.
@@ -99,8 +102,12 @@ def finetune(
         max_norm: hold each weight matrix at this spectral norm, see :class:`lipcert.training.NormHold`. The scales of
             projections are then left as they are.
         ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
+        amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as they
+            are. Not with ``"anchored"``, whose second derivatives would be lost in it.
         checkpoint: a file that is written after each epoch, and from which the same call goes on where it was stopped;
             the state of torch's random generator is set to what it was then.
+        origin: what the loader was made from, by name, such as the data set and the size of its batches. A checkpoint
+            remembers it and is refused where it is another.
         progress: called after each epoch.
 
     Returns:
@@ -110,13 +117,13 @@ def finetune(
         InputError: arguments, images or labels that cannot be used, a foreign checkpoint, or a loss that is not finite.
         UnsupportedOperation: with ``"trades"`` and ``"emma"``, operations without a rule.
     """
-    _check(model, eps, loss, epochs, lr, temperature, max_norm, ema)
+    _check(model, eps, loss, epochs, lr, temperature, max_norm, ema, amp)
     path = None if checkpoint is None else Path(checkpoint)
     settings: dict[str, Any] = {
         "loss": loss, "eps": eps, "epochs": epochs, "lr": lr,
-        "temperature": temperature, "max_norm": max_norm, "ema": ema,
+        "temperature": temperature, "max_norm": max_norm, "ema": ema, "amp": amp,
     }  # fmt: skip
-    mark = {**settings, "model": weights_hash(model)}
+    mark = {**settings, "model": weights_hash(model), **(origin or {})}
     state = None if path is None else _checkpoint.read(path, mark)
     model.eval()
     good = _copy(model.state_dict())
@@ -156,6 +163,7 @@ class _Run:
         temperature: float,
         max_norm: float | None,
         ema: float | None,
+        amp: Amp | None,
     ):
         self.model = model
         self.loader = loader
@@ -163,6 +171,7 @@ class _Run:
         self.eps = eps
         self.epochs = epochs
         self.temperature = temperature
+        self.amp = amp
         self.classes = number_of_classes(model)
         self.hold = None if max_norm is None else NormHold(model, max_norm)
         fixed = {id(module.weight) for module in projections(model)} if self.hold else set()
@@ -229,7 +238,9 @@ class _Run:
     ) -> tuple[Tensor, Tensor]:
         if self.loss == "anchored":
             return anchored_loss(self.model, images, labels, eps, self.temperature)
-        logits = self.model(images)
+        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.amp is not None):
+            logits = self.model(images)
+        logits = logits.to(self.model.dtype)
         scaled = logits / self.temperature
         if bound is None:
             return F.cross_entropy(scaled, labels), logits
@@ -308,6 +319,7 @@ def _check(
     temperature: float,
     max_norm: float | None,
     ema: float | None,
+    amp: str | None,
 ) -> None:
     if not isinstance(model, Model):
         raise InputError("finetune takes a lipcert.Model; make one with lipcert.load")
@@ -323,6 +335,10 @@ def _check(
             raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
     if ema is not None and not 0 < ema < 1:
         raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {ema}")
+    if amp not in (None, "bfloat16"):
+        raise InputError(f"amp is bfloat16 or left out, got {amp!r}")
+    if amp is not None and loss == "anchored":
+        raise InputError("the loss anchored needs second derivatives, which bfloat16 loses; leave amp out")
     if model.dtype not in (torch.float32, torch.float64):
         raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
     check_weights(model)
