@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lipcert._checkpoint import check_finite
 from lipcert._timm import WEIGHT_ARGUMENTS, create_net, first_line
 from lipcert._version import version
-from lipcert.errors import ConvertError, InputError, LoadError
+from lipcert.errors import InputError, LipcertError, LoadError
 from lipcert.model import Model
 from lipcert.surgery import swap
 
@@ -108,11 +108,13 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
         raise LoadError(f"{path} names the architecture {name!r}, which timm {timm.__version__} does not have")
     if not isinstance(arguments, dict) or WEIGHT_ARGUMENTS & arguments.keys():
         raise LoadError(f"{path} is damaged: its model arguments are not those of a lipcert artifact; write it again")
-    net = create_net(name, pretrained=False, arguments=arguments)
     try:
+        net = create_net(name, pretrained=False, arguments=arguments)
         _repeat_surgery(net, content["recipe"])
         # Copied: tensors in the file's own memory are unaligned, which changes the last bit of results.
         state = {name: value.clone() for name, value in safetensors.torch.load_file(path).items()}
+        if any(own.is_floating_point() != state[name].is_floating_point() for name, own in net.state_dict().items()):
+            raise ValueError("a tensor is of another kind")
         net.load_state_dict(state, assign=True)
         model = Model(
             net,
@@ -123,7 +125,15 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
             data_config=content["data_config"],
             recipe=content["recipe"],
         )
-    except (safetensors.SafetensorError, ConvertError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        safetensors.SafetensorError,
+        LipcertError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise LoadError(f"{path} does not fit the network it describes: {first_line(error)}; write it again") from error
     model.mean, model.std = model.mean.to(model.dtype), model.std.to(model.dtype)
     if weights_hash(model) != content["weights_hash"]:
@@ -146,7 +156,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         ``format``, ``lipcert`` and ``timm`` (versions), ``source``, ``data_config``, ``mean``, ``std``, ``input_size``,
-        ``recipe``, ``facts``, ``weights_hash`` and ``checksum``.
+        ``recipe``, ``facts`` and ``weights_hash``.
 
     Raises:
         LoadError: missing, foreign, damaged or changed file, or one of a newer format.
@@ -167,7 +177,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     damaged = LoadError(f"{path} is damaged: its lipcert metadata cannot be read; copy it or write it again")
     try:
         content = json.loads(entry)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise damaged
@@ -177,7 +187,11 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if not all(isinstance(content.get(field), kind) for field, kind in _FIELDS.items()):
         raise damaged
-    if content.pop("checksum", None) != _checksum(content):
+    try:
+        changed = content.pop("checksum", None) != _checksum(content)
+    except ValueError as error:  # numbers that JSON does not know
+        raise damaged from error
+    if changed:
         raise LoadError(f"{path} is damaged: its lipcert metadata were changed after it was written; write it again")
     return content
 

@@ -10,12 +10,15 @@ import importlib.util
 import os
 import random
 import sys
+import tarfile
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import timm.data
@@ -35,6 +38,13 @@ BUNDLED = Path(__file__).parent / "assets" / "digits.safetensors"
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets", "wds": "webdataset"}
 _MODES = {1: "L", 3: "RGB"}
+
+# Formats that are decoded, whatever a file's name says. Pillow hands others, such as EPS, to programs of the system.
+_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+# Resizing the shorter side of a longer strip to the model's input would take gigabytes.
+_LONGEST = 1000
+# The share of the resized image that is cut out; a tiny one asks for a resized image of gigabytes.
+_LEAST_CROP = 0.1
 
 
 @dataclass(frozen=True)
@@ -177,12 +187,35 @@ class _Transform:
         keys = ("interpolation", "crop_pct", "crop_mode")
         options = {key: model.data_config[key] for key in keys if key in model.data_config}
         mean = tuple(model.mean.flatten().tolist())
-        steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
+        try:
+            if not (options.get("crop_pct") or 1.0) >= _LEAST_CROP:
+                raise ValueError(f"crop_pct is below {_LEAST_CROP}")
+            steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
+        except Exception as error:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            raise InputError(
+                f"timm cannot resize images as the model's configuration says ({given}): {first_line(error)}"
+            ) from error
         self.steps = Compose([step for step in steps.transforms if not isinstance(step, Normalize)])
 
     def __call__(self, image: Image.Image) -> Tensor:
-        pixels: Tensor = self.steps(image.convert(self.mode))
+        if max(image.size) > _LONGEST * min(image.size):
+            raise ValueError(f"it has {image.size[0]} × {image.size[1]} pixels, a strip that would not stay one")
+        pixels: Tensor = self.steps(_eight_bits(image).convert(self.mode))
         return pixels
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """The image with grey values of 16 bits scaled to 8, where Pillow would cut them off at 255.
+
+    Raises:
+        ValueError: grey values whose range is not known.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray(((np.asarray(image).astype(np.int64) * 255 + 32767) // 65535).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"grey values of mode {image.mode} have no known range; save it with 8 or 16 bits")
+    return image
 
 
 class _BundledImages(Images):
@@ -241,8 +274,12 @@ class _IndexedImages(Images):
                 image, label = self.source[index]
                 return self.transform(image), label
             file, label = reader[index][:2]
-            with file, Image.open(file) as image:
-                return self.transform(image), label
+            with file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about metadata, and palettes with transparency
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                Image.init()  # all formats, or those of this list that are not loaded yet would be an error
+                with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
+                    return self.transform(image), label
         except Exception as error:
             reason = first_line(error)
             raise InputError(f"cannot read the image {self._name(index)}: {reason}; mend it or take it out") from error
@@ -294,7 +331,11 @@ def _open_path(spec: str) -> Any:
     if path.is_file() and path.suffix != ".tar":
         raise InputError(f"{spec} is neither a folder nor a .tar of images")
     try:
-        return timm.data.create_dataset("", root=spec)
+        if path.is_file():
+            _check_tar(path)
+        # Beside a large tar, timm would keep what it holds as a pickle, and read one that somebody else left there.
+        options: dict[str, Any] = {"cache_tarinfo": False} if path.is_file() else {}
+        return timm.data.create_dataset("", root=spec, **options)
     except Exception as error:
         # timm says that it found nothing in several ways, one of them an unpacking error; a damaged tar has its own.
         extensions = ", ".join(timm.data.get_img_extensions())
@@ -302,6 +343,17 @@ def _open_path(spec: str) -> Any:
             reason = first_line(error)
             raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
         raise InputError(f"{spec} holds no images ({extensions})") from error
+
+
+def _check_tar(path: Path) -> None:
+    """timm reads archives as streams, and would look for ever for the end of a member that says it is longer.
+
+    Raises:
+        tarfile.TarError: a member is not whole, or the archive is compressed.
+    """
+    with tarfile.open(path, "r:") as archive:
+        for _ in archive:
+            pass
 
 
 def _open_named(kind: str, spec: str) -> Any:

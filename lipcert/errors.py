@@ -12,6 +12,10 @@ from collections.abc import Sequence
 class LipcertError(Exception):
     """Base class: catching it catches everything that lipcert raises on purpose."""
 
+    def __str__(self) -> str:
+        """The message; names that come from a file can neither break its line nor steer a terminal."""
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+
 
 class InputError(LipcertError, ValueError):
     """An argument, an image or a weight that cannot be used."""

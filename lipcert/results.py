@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 import timm
 import torch
 
+from lipcert._rows import DAMAGED, check
 from lipcert._version import version
 from lipcert.artifact import weights_hash
 from lipcert.attacks import identity
@@ -265,7 +266,7 @@ class ResultFile:
         self.path = Path(path)
         self.summary_path = summary_path(self.path)
         self.description = dict(description)
-        if self.path == self.summary_path or self.path.is_dir():
+        if self.path == self.summary_path or (self.path.exists() and not self.path.is_file()):
             raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
         try:
             found, whole = _rows_of(self.path, self.description)
@@ -332,7 +333,7 @@ def _rows_of(path: Path, description: Mapping[str, Any]) -> tuple[list[dict[str,
         return [], 0
     try:
         earlier = json.loads(summary_path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         earlier = {}
     # Through JSON and back, as the earlier description went: tuples are lists there.
     own = json.loads(json.dumps(dict(description)))
@@ -345,9 +346,11 @@ def _rows_of(path: Path, description: Mapping[str, Any]) -> tuple[list[dict[str,
     whole = content[: content.rfind(b"\n") + 1]
     try:
         found = [json.loads(line) for line in whole.splitlines()]
+        for row in found:
+            check(row, own["eps"])
         Tally(found)
         distinct = len({row["index"] for row in found}) == len(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         raise InputError(f"{path} is damaged; give another --out, or delete the file") from error
     if not distinct:
         raise InputError(f"{path} has two rows for one image; give another --out, or delete the file")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lipcert._rows import DAMAGED
 from lipcert.artifact import weights_hash
 from lipcert.certifier import METHODS, Certifier
 from lipcert.data import Images
@@ -65,7 +66,7 @@ class Claims:
                 raise ValueError("there are no rows" if not found else "the summary is damaged")
             if len({row["index"] for row in found}) < len(found):
                 raise ValueError("there are two rows for one image")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *DAMAGED) as error:
             raise InputError(f"{path} is no result file with its summary beside it: {error}") from error
         return Claims(path, summary, found)
 

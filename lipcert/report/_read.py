@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lipcert._rows import DAMAGED, RIGOR, broken_at, check
 from lipcert.errors import InputError
-
-_RIGOR = re.compile(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ class Run:
     @property
     def broken_at(self) -> NDArray[np.float64]:
         """Distance at which an attack changed the prediction, shape (N,); ∞ where none did or none was tried."""
-        return np.array([_broken_at(row, self.eps) for row in self.rows])
+        return np.array([broken_at(row, self.eps) for row in self.rows])
 
     @property
     def correct(self) -> int:
@@ -175,8 +173,8 @@ def _read(path: Path) -> Run:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             row = json.loads(line)
-            _check(row, summary)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            check(row, summary["eps"])
+        except DAMAGED as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             raise InputError(f"row {number} of {path} is no result ({reason}); certify the images again") from error
         rows.append(row)
@@ -199,42 +197,9 @@ def _read_summary(path: Path) -> Mapping[str, Any]:
             raise ValueError("no ε or no model")
     except OSError as error:
         raise InputError(f"{path} needs its summary {beside.name} beside it; copy both files") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except DAMAGED as error:
         raise InputError(f"{beside} is no summary of results; copy it again, or certify again") from error
     return dict(summary)
-
-
-def _check(row: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
-    """Refuses a row that is not what it says: above all nothing but a bound may be called certified.
-
-    Raises:
-        ValueError: with the reason; KeyError and TypeError where something is missing.
-    """
-    radius, eps = row["radius"], summary["eps"]
-    if not (isinstance(row["index"], int) and isinstance(row["method"], str)):
-        raise ValueError("index or method")
-    if not (math.isfinite(radius) and radius >= 0):
-        raise ValueError(f"the radius is {radius}")
-    if row["certified"] is not (radius > eps):
-        raise ValueError(f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}")
-    if not _RIGOR.fullmatch(row["rigor"]):
-        raise ValueError(f"its rigor is {row['rigor']!r}, which is no certificate")
-    if not isinstance(row.get("correct", True), bool):
-        raise ValueError("correct is neither true nor false")
-    distance = _broken_at(row, eps)
-    if distance < radius:
-        raise ValueError(
-            f"image {row['index']} is certified to {radius:g} and an attack broke it at {distance:g}: "
-            "one of them is wrong, please report it"
-        )
-
-
-def _broken_at(row: Mapping[str, Any], eps: float) -> float:
-    """Distance of the nearest image with another prediction that an attack found; ε where only that is known."""
-    distance = row.get("attack_distance")
-    if distance is not None:
-        return float(distance)
-    return eps if row.get("attacked") else math.inf
 
 
 def _pairs(known: Mapping[str, Any]) -> list[str]:
@@ -242,5 +207,5 @@ def _pairs(known: Mapping[str, Any]) -> list[str]:
 
 
 def _delta(rigor: str) -> float:
-    found = _RIGOR.fullmatch(rigor)
+    found = RIGOR.fullmatch(rigor)
     return float(found["delta"] or 0) if found else 0.0
