@@ -1,0 +1,104 @@
+"""The same command gives the same rows; threads and batches change radii by rounding alone, and no verdict."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.certifier import METHODS, Certifier
+from lipcert.cli import app
+from lipcert.data import open_images
+from lipcert.loading import load
+
+STRONG = ("staged", "local", "lofast", "anchored")
+
+
+def rows(path):
+    found = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+@pytest.mark.parametrize("method", ["gloro", "anchored"])
+def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method):
+    monkeypatch.chdir(tmp_path)
+    limit = "24" if method == "gloro" else "3"
+    for name in ("one", "two"):
+        torch.manual_seed(len(name) + ord(name[0]))  # the command sets its own
+        command = ["certify", "--eps", "36/255", "--limit", limit, "--method", method, "--attack"]
+        result = CliRunner().invoke(app, [*command, "--out", f"{name}.jsonl"])
+        assert result.exit_code == 0, result.output
+    assert rows("one.jsonl") == rows("two.jsonl")
+    assert len(rows("one.jsonl")) == int(limit)
+
+
+def small(activation: nn.Module) -> lipcert.Model:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), activation, nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Flatten(),
+        nn.Linear(128, 4),
+    ]  # fmt: skip
+    return lipcert.load(nn.Sequential(*layers), mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, 6, 6)).double()
+
+
+def images_of(model: lipcert.Model, count: int) -> torch.Tensor:
+    return torch.rand(count, *model.input_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.fixture
+def threads():
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_radii_on_another_number_of_threads(threads, method):
+    model = small(nn.ReLU())
+    images, found = images_of(model, 4), []
+    for count in (1, 2):
+        threads(count)
+        found.append(Certifier(model, 0.01, method).run(images))
+    assert (found[0].radius > 0).all()
+    torch.testing.assert_close(found[1].radius, found[0].radius, rtol=1e-6, atol=0)
+    assert torch.equal(found[1].predicted, found[0].predicted)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU()], ids=["relu", "gelu"])
+@pytest.mark.parametrize("method", METHODS)
+def test_flags_do_not_depend_on_the_batch(method, activation):
+    """At an ε between the radii, so that both verdicts occur; one by one, in threes, and with others beside them."""
+    model = small(activation)
+    images = images_of(model, 7)
+    radius = Certifier(model, 1e3, method).run(images).radius.sort().values  # the largest that any stage finds
+    eps = (radius[3] * radius[4]).sqrt().item()
+    certifier = Certifier(model, eps, method)
+    whole = certifier.run(images)
+    assert 0 < whole.certified.sum() < 7
+    order = [3, 0, 6, 1, 5, 2, 4]
+    for parts in ([[i] for i in range(7)], [[0, 1, 2], [3, 4, 5], [6]], [order]):
+        for part in parts:
+            found = certifier.run(images[part])
+            assert torch.equal(found.certified, whole.certified[part])
+            assert torch.equal(found.predicted, whole.predicted[part])
+            assert found.method == tuple(whole.method[i] for i in part)
+            torch.testing.assert_close(found.radius, whole.radius[part], rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", STRONG)
+def test_the_bundled_model(threads, method):
+    """Threads and batches on a real network."""
+    model = load(None)
+    batch = next(open_images(None, model, limit=4).batches(4))
+    images = batch.images.double()
+    certifier = Certifier(model, 36 / 255, method)
+    whole = certifier.run(images)
+    alone = [certifier.run(image[None]) for image in images]
+    threads(2)
+    again = Certifier(model, 36 / 255, method).run(images)
+    for other in (lipcert.certifier.Certificates.join(alone), again):
+        torch.testing.assert_close(other.radius, whole.radius, rtol=1e-6, atol=0)
+        assert torch.equal(other.certified, whole.certified)

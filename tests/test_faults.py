@@ -1,0 +1,282 @@
+"""Faults around a run: disk, memory, signals; what was written stays valid and the same command goes on from there."""
+
+import errno
+import io
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert import runs
+from lipcert.certifier import Certifier, _certifier
+from lipcert.cli import app
+from lipcert.errors import InputError
+from lipcert.loading import load
+from lipcert.report import read_runs
+from lipcert.results import ResultFile
+
+SETTINGS = ["certify", "--eps", "36/255", "--method", "gloro", "--limit", "24"]
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [*SETTINGS, *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rows(path="r.jsonl"):
+    """Rows without the time they took, which is all that may differ."""
+    found = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """Rows of a run that nothing disturbs; blocks are small, so that there are many moments to disturb one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(_certifier._TOGETHER, "cpu", 4)
+    run("--out", "whole.jsonl")
+    return rows("whole.jsonl")
+
+
+def goes_on(whole) -> None:
+    """What there is can be read, and the same command adds what is missing."""
+    before = rows()
+    assert before == whole[: len(before)]
+    if before:
+        assert len(read_runs(["r.jsonl"])[0]) == len(before)
+    run("--out", "r.jsonl")
+    assert rows() == whole
+    assert json.loads(Path("r.summary.json").read_text())["complete"] is True
+
+
+class Full(io.TextIOBase):
+    """A file on a disk that takes so many characters more."""
+
+    def __init__(self, file, space):
+        self.file, self.space = file, space
+
+    def write(self, text):
+        taken = text[: self.space]
+        self.file.write(taken)
+        self.file.flush()
+        self.space -= len(taken)
+        if len(taken) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(text)
+
+    def flush(self):
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+
+
+@pytest.mark.parametrize("space", [0, 1, 700, 2000])
+def test_a_disk_that_fills_up(whole, monkeypatch, space):
+    opened = Path.open
+
+    def limited(path, mode="r", *arguments, **named):
+        file = opened(path, mode, *arguments, **named)
+        return Full(file, space) if mode == "a" and path.name == "r.jsonl" else file
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", limited)
+        result = run("--out", "r.jsonl", code=2)
+    assert "No space left" in result.stderr
+    assert "r.jsonl" in result.stderr
+    assert "Traceback" not in result.output
+    summary = json.loads(Path("r.summary.json").read_text())
+    assert summary["complete"] is False
+    whole_rows = Path("r.jsonl").read_bytes().count(b"\n")
+    content = Path("r.jsonl").read_bytes()
+    Path("r.jsonl").write_bytes(content)  # the half-written row is still there for the next run to cut off
+    assert summary["counts"]["images"] == whole_rows
+    run("--out", "r.jsonl")
+    assert rows() == whole
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/zero", "/dev/null"])
+def test_devices_are_no_result_files(tmp_path, device):
+    """Reading what is there would not end."""
+    if not os.path.exists(device):
+        pytest.skip(f"there is no {device} here")
+    (tmp_path / "r.jsonl").symlink_to(device)
+    with pytest.raises(InputError, match="cannot hold the rows"):
+        ResultFile(tmp_path / "r.jsonl", {"eps": 0.1})
+
+
+def test_a_summary_that_the_disk_does_not_take(whole, monkeypatch):
+    """The rows stay, and so does the summary before."""
+    replaced = os.replace
+    calls = []
+
+    def full(source, target):
+        calls.append(target)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replaced(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        result = CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"])
+    assert result.exit_code == 2, result.output
+    assert "No space left" in result.stderr
+    assert "Traceback" not in result.output
+    assert json.loads(Path("r.summary.json").read_text())["complete"] is False
+    assert not list(Path().glob("*.partial"))
+    goes_on(whole)
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def refuse(path, *arguments, **named):
+        raise denied
+
+    with monkeypatch.context() as patched:  # the superuser may write anywhere, so modes would prove nothing
+        patched.setattr(Path, "open" if place == "file" else "write_text", refuse)
+        result = run("--out", "r.jsonl", code=2)
+    assert f"cannot write r.{'jsonl' if place == 'file' else 'summary.json'}" in result.stderr
+    assert "Permission denied" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_user_who_interrupts(whole, monkeypatch, after):
+    honest, calls = Certifier.run, []
+
+    def interrupted(self, *arguments):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return honest(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Certifier, "run", interrupted)
+        result = CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"])
+    assert result.exit_code != 0
+    assert f"keeps {4 * after} rows" in result.stderr
+    assert "Traceback" not in result.output
+    assert json.loads(Path("r.summary.json").read_text())["complete"] is False
+    goes_on(whole)
+
+
+def test_a_user_who_interrupts_while_a_row_is_written(whole, monkeypatch):
+    honest = runs.rows
+
+    def interrupted(*arguments):
+        found = honest(*arguments)
+        if len(calls := [*Path("r.jsonl").read_bytes().splitlines()]) >= 8:
+            raise KeyboardInterrupt(len(calls))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "rows", interrupted)
+        result = CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"])
+    assert "Traceback" not in result.output
+    assert len(rows()) == 8
+    goes_on(whole)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
+def test_memory_that_ends_within_a_run(whole, monkeypatch, error):
+    """Blocks are halved, and single images that do not fit end the run with what there is."""
+    honest = Certifier._run
+    for most in (1, 0):
+        sizes = []
+
+        def short(self, images, labels, most=most, sizes=sizes):
+            sizes.append(len(images))
+            if len(images) > most and len(sizes) > 2:
+                raise error
+            return honest(self, images, labels)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Certifier, "_run", short)
+            result = run("--out", "r.jsonl", code=0 if most else 2)
+        if most:
+            found = rows()
+            assert [row["index"] for row in found] == [row["index"] for row in whole]
+            assert [row["certified"] for row in found] == [row["certified"] for row in whole]
+            Path("r.jsonl").unlink()
+        else:
+            assert "memory does not hold" in result.stderr
+            goes_on(whole)
+
+
+def test_an_error_that_nobody_expected(whole, monkeypatch):
+    """Also a defect leaves valid rows behind."""
+    honest, calls = Certifier.run, []
+
+    def broken(self, *arguments):
+        calls.append(1)
+        if len(calls) > 2:
+            raise ZeroDivisionError("a defect")
+        return honest(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Certifier, "run", broken)
+        assert CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"]).exit_code != 0
+    assert len(rows()) == 8
+    goes_on(whole)
+
+
+def test_a_model_that_the_disk_does_not_take(tmp_path, monkeypatch):
+    """The artifact that was there stays."""
+    tiny = {"img_size": 8, "patch_size": 4, "num_classes": 3, "depth": 1, "embed_dim": 12}
+    model = load("vit_tiny_patch16_224", pretrained=False, **tiny)
+    path = tmp_path / "a.safetensors"
+    lipcert.save(model, path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with torch.no_grad():
+        model.net.head.bias.add_(1)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match="No space left"):
+        lipcert.save(model, path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_random_moments(whole):
+    """Runs killed wherever they are, each going on where the last one was; the rows are those of one run."""
+    kills = 0
+    random_ = random.Random(0)
+    while kills < 50:
+        Path("r.jsonl").unlink(missing_ok=True)
+        Path("r.summary.json").unlink(missing_ok=True)
+        for _ in range(60):
+            started = time.monotonic()
+            process = os.fork()
+            if not process:
+                try:
+                    CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"])
+                finally:
+                    os._exit(0)
+            moment = started + random_.uniform(0, 2.0 if kills % 5 == 0 else 0.6)
+            ended = 0
+            while not ended and time.monotonic() < moment:
+                time.sleep(0.002)
+                ended = os.waitpid(process, os.WNOHANG)[0]
+            if ended:
+                break
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            kills += 1
+        run("--out", "r.jsonl")
+        assert rows() == whole
+    assert not [path for path in Path().glob("r.*") if path.name not in ("r.jsonl", "r.summary.json")]
