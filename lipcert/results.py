@@ -318,6 +318,9 @@ class ResultFile:
         try:
             partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
             os.replace(partial, self.summary_path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(f"cannot write {self.summary_path}: {reason}; the rows before stay valid") from error
         finally:
             partial.unlink(missing_ok=True)
 

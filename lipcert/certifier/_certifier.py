@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert._memory import is_out_of_memory, memory_left
+from lipcert._timm import first_line
 from lipcert.attacks import PGD, Adversarial, Attack, attack_named, smallest
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
@@ -227,7 +228,7 @@ class Certifier:
                 raise
             if len(images) == 1:
                 raise InputError(
-                    f"memory does not hold the certificate of one image: {str(error).splitlines()[0]}; "
+                    f"memory does not hold the certificate of one image: {first_line(error)}; "
                     "try --method gloro, or a machine with more"
                 ) from error
         if self.model.device.type == "cuda":
