@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -208,13 +209,12 @@ def _channel_norm(channels: int, rng: random.Random) -> nn.Module:
     kind = rng.choice(("batch", "batch", "group", "none"))
     if kind == "none":
         return nn.Identity()
-    norm: nn.Module = nn.GroupNorm(2, channels)
+    norm = nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(2, channels)
+    state = norm.state_dict()
     if kind == "batch":
-        batch = nn.BatchNorm2d(channels)
-        nn.init.uniform_(batch.running_var, 0.05, 2)
-        nn.init.normal_(batch.running_mean, std=0.2)
-        norm = batch
-    nn.init.uniform_(norm.weight, -1.5, 1.5)
+        nn.init.uniform_(state["running_var"], 0.05, 2)
+        nn.init.normal_(state["running_mean"], std=0.2)
+    nn.init.uniform_(state["weight"], -1.5, 1.5)
     return norm
 
 
@@ -256,7 +256,7 @@ def _token_norm(width: int, rng: random.Random) -> nn.Module:
 
 
 def _timm(rng: random.Random, size: Size, classes: int) -> nn.Module:
-    common = {"pretrained": False, "num_classes": classes, "img_size": 8, "embed_dim": 8}
+    common: dict[str, Any] = {"pretrained": False, "num_classes": classes, "img_size": 8, "embed_dim": 8}
     if rng.random() < 0.6:
         model = lipcert.load(
             "vit_tiny_patch16_224",

@@ -25,7 +25,7 @@ def rows(path):
 @pytest.mark.parametrize("method", ["gloro", "anchored"])
 def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
-    limit = "24" if method == "gloro" else "3"
+    limit = "9" if method == "gloro" else "2"
     for name in ("one", "two"):
         torch.manual_seed(len(name) + ord(name[0]))  # the command sets its own
         command = ["certify", "--eps", "36/255", "--limit", limit, "--method", method, "--attack"]
@@ -54,10 +54,10 @@ def threads():
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["gloro", "local", "lofast", "anchored"])
 def test_radii_on_another_number_of_threads(threads, method):
     model = small(nn.ReLU())
-    images, found = images_of(model, 4), []
+    images, found = images_of(model, 2), []
     for count in (1, 2):
         threads(count)
         found.append(Certifier(model, 0.01, method).run(images))
