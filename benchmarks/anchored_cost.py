@@ -60,7 +60,7 @@ def measure(depth: int, tokens: int, images: int) -> dict[str, float]:
     return {
         "depth": depth,
         "tokens": tokens,
-        "norms": len(method.pairs) + len(method.peaks),
+        "norms": method.count,
         "cpu_seconds_an_image": (time.process_time() - before) / images,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "mib_before": memory / 1024,

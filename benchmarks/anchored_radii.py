@@ -97,7 +97,7 @@ def main() -> None:
         "bound_on_margin_at_0.05_median": all_of["bound"].median().item(),
         "lost_between_bound_and_attack_at_0.05_of_margin_median": lost,
         "broken_inside_radius": int(((all_of["attacked"] <= 0) & (all_of["anchored"] > 0.05)).sum()),
-        "norms": len(method.pairs) + len(method.peaks),
+        "norms": method.count,
         "cpu_seconds_an_image": seconds / len(right),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "environment": environment(),

@@ -20,6 +20,10 @@ for the first-order part: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j
 Stages keep the number of norms small. If c is a value through which everything later depends on the image (a cut), then
 G(v → u) = G(c → u) G(v → c) for v before and u behind it, and the remainders before c are added up at c.
 
+Nothing here needs the Jacobians: any linear map may stand for that of an operation, R_v being what it leaves out. At
+kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds.remainders.secants`). How far they should
+lie apart follows from the radius that the Jacobians give; the larger of the two radii counts, each with half of δ.
+
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability δ of an
 image. Sums and products here are of non-negative float64 numbers; gradients and margins are reduced by a relative 1e-6
 for the rounding of the nominal forward and backward pass in float64.
@@ -30,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +42,40 @@ from torch import Tensor
 from lipcert.bounds._remainder import Against, per_image
 from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
 from lipcert.certifier._lofast import Layers
+from lipcert.certifier._secants import with_secants
 from lipcert.graph import Node
 from lipcert.graph._graph import run
+from lipcert.model import Model
+
+# Radii come out larger with secants, whose widths are therefore so much more than values move within the one without.
+_WIDENED = 1.5
 
 
 class Anchored(Linearized):
-    """The anchored certificate of one model; arguments as for :class:`~lipcert.certifier._linearized.Linearized`."""
+    """The anchored certificate of one model; arguments as for :class:`~lipcert.certifier._linearized.Linearized`.
+
+    Attributes:
+        secant: the same with secants at kinks (lipcert.bounds.remainders.secants); None where the network has none.
+            Half of ``delta`` belongs to it.
+        kinks: the operations with another derivative in ``secant``, and the nodes for the widths there.
+    """
+
+    takes_secants = True
+
+    def __init__(self, model: Model, *, delta: float = 1e-9, **arguments: Any):
+        super().__init__(model, delta=delta, **arguments)
+        self.secant: Anchored | None = None
+        self.kinks: dict[Node, Node] = {}
+        if self.takes_secants and not self.widths:
+            graph, self.kinks = with_secants(self.graph)
+        if self.kinks:
+            self.delta /= 2
+            arguments |= {"graph": graph, "widths": tuple(self.kinks.values())}
+            self.secant = Anchored(model, delta=delta / 2, **arguments)
+
+    @property
+    def count(self) -> int:
+        return super().count + (self.secant.count if self.secant is not None else 0)
 
     def _wanted(self) -> Iterator[tuple[Node, Node]]:
         for index, stage in enumerate(self.stages):
@@ -70,6 +103,8 @@ class Anchored(Linearized):
 
 class Anchor(Linearization):
     """The network linearised at N images: bounds for any ε."""
+
+    method: Anchored
 
     def layers(self) -> Layers:
         """The layer-by-layer bounds from the same norms, never tighter than these."""
@@ -114,10 +149,11 @@ class Anchor(Linearization):
             predicted: the classes y, shape (N,).
         """
         graph, source, nodes = self.method.graph, self.method.source, list(self.remainders)
+        widths = self.method.widths
 
-        def one(image: Tensor, start: Tensor, *added: Tensor) -> Tensor:
-            known: dict[Node, Tensor] = {graph.input: image, source: start}
-            extra = dict(zip(nodes, added, strict=True))
+        def one(image: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
+            known: dict[Node, Tensor] = {graph.input: image, source: start, **dict(zip(widths, rest, strict=False))}
+            extra = dict(zip(nodes, rest[len(widths) :], strict=True))
             for node in graph.nodes:
                 run((node,), known)
                 if node in extra:
@@ -127,7 +163,8 @@ class Anchor(Linearization):
         start = self.values[source].detach().requires_grad_()
         added = [torch.zeros_like(self.values[node], requires_grad=True) for node in nodes]
         with torch.enable_grad():
-            logits = torch.vmap(one)(self.images, start, *added).reshape(len(start), -1)
+            given = [self.values[node] for node in widths]
+            logits = torch.vmap(one)(self.images, start, *given, *added).reshape(len(start), -1)
             margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
             found = torch.autograd.grad(margin.sum(), [start, *added])
         return per_image(found[0]), dict(zip(nodes, found[1:], strict=True))
@@ -143,6 +180,16 @@ class Anchor(Linearization):
             gaps: f_y − f_j, +inf at j = y, shape (N, classes).
             limit: how many rivals to look at in their own direction at most; the others are held to the cheap bound.
         """
+        best = self._radius(predicted, gaps, limit)
+        secant = self.method.secant
+        if secant is None:
+            return best
+        moved = self.deviations(best).operands
+        widths = {leaf: _WIDENED * moved[v][-1][:, None] for v, leaf in self.method.kinks.items()}
+        other = Anchor(secant, *secant.linearize(self.images[:, 0], widths=widths))
+        return torch.maximum(best, other._radius(predicted, gaps, limit))
+
+    def _radius(self, predicted: Tensor, gaps: Tensor, limit: int | None) -> Tensor:
         cheap = self._cheap(predicted, gaps)
         order = cheap.argsort(1)
         best = torch.full_like(cheap[:, 0], math.inf)

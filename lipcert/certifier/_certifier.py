@@ -154,7 +154,7 @@ class Certifier:
                     raise
                 self.skipped[name] = str(error)
                 return
-            if not self._affords(name, _PASSES_A_NORM * len(method.pairs)):
+            if not self._affords(name, _PASSES_A_NORM * method.count):
                 return
             stage: Stage = lambda images, predicted, gaps: method(images).radius(predicted, gaps)  # noqa: E731
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)

@@ -7,7 +7,7 @@ the remainders.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of
+from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node, Replay, capture, cuts, explicit_attention, needed
+from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
 from lipcert.graph._graph import run
 from lipcert.model import Model
 from lipcert.norms import explicit_norm, explicit_row_norm, lanczos_norm, row_norm
@@ -76,6 +77,8 @@ class Linearized:
         seed: of the start vectors.
         rigor: ``"probabilistic"``, or ``"deterministic"`` to write every Jacobian out, for networks that are small
             enough for that.
+        graph: the network, if it is not to be captured from the model.
+        widths: nodes that ``graph`` reads and that are not part of it: see :func:`.with_secants`.
 
     Raises:
         InputError: ``at`` names no value of the network; an unknown rigor, or one that needs Jacobians too large.
@@ -91,6 +94,8 @@ class Linearized:
         tolerance: float = 0.05,
         seed: int = 0,
         rigor: str = "probabilistic",
+        graph: Graph | None = None,
+        widths: tuple[Node, ...] = (),
     ):
         if rigor not in RIGORS:
             raise InputError(f"unknown rigor {rigor!r}; choose {' or '.join(RIGORS)}")
@@ -102,7 +107,9 @@ class Linearized:
         example = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(seed)).to(
             model.device, model.dtype
         )
-        graph = explicit_attention(capture(model, example, whole=lambda module: kept_whole(module, REMAINDERS)))
+        self.widths = widths
+        if graph is None:
+            graph = explicit_attention(capture(model, example, whole=lambda module: kept_whole(module, REMAINDERS)))
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = self.graph.input
@@ -121,6 +128,11 @@ class Linearized:
         self.peaks = [(a, b) for a, b in self.pairs if b in entries]
         if self.deterministic:
             self._check_sizes()
+
+    @property
+    def count(self) -> int:
+        """How many norms an image takes."""
+        return len(self.pairs) + len(self.peaks)
 
     def entrywise(self, v: Node) -> bool:
         """Whether the rule of a nonlinear operation asks how far a single entry of its operand can move."""
@@ -169,7 +181,7 @@ class Linearized:
         missing = []
         for node in self.replay.between(self.source, [self.graph.output]):
             try:
-                found = remainder_of(node)
+                found = SECANT_RULES[node.op] if node.op in SECANT_RULES else remainder_of(node)
                 if found is not None:
                     found(node, [values[operand] for operand in node.operands], values[node])
             except NoAnswer as reason:
@@ -222,7 +234,7 @@ class Linearized:
         return [self.graph.output, *([self.head[0]] if self.head is not None else [])]
 
     def operands(self, node: Node) -> list[Node]:
-        return [self.root(operand) for operand in node.operands]
+        return [self.root(operand) for operand in node.operands if operand not in self.widths]
 
     def root(self, node: Node) -> Node:
         """The value whose entries these are, in another arrangement."""
@@ -233,30 +245,33 @@ class Linearized:
     def _linear_way(self, a: Node, b: Node) -> bool:
         return not any(node in self.rules for node in self.replay.between(a, [b]))
 
-    def values(self, images: Tensor) -> dict[Node, Tensor]:
+    def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
         """Nominal values of all nodes with one result, each of shape (N, *node.shape).
 
         Args:
             images: shape (N, 1, C, H, W).
+            widths: of the secants, each of shape (N, 1); 0 by default.
         """
         single = [node for node in self.graph.nodes if node.shape and node is not self.graph.input]
+        given = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
 
-        def one(image: Tensor) -> tuple[Tensor, ...]:
-            known = run(self.graph.nodes, {self.graph.input: image})
+        def one(image: Tensor, *width: Tensor) -> tuple[Tensor, ...]:
+            known = run(self.graph.nodes, {self.graph.input: image, **dict(zip(given, width, strict=True))})
             return tuple(known[node] for node in single)
 
-        return {self.graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+        found = torch.vmap(one)(images, *given.values())
+        return {self.graph.input: images, **given, **dict(zip(single, found, strict=True))}
 
     def linearize(
-        self, images: Tensor, progress: Progress | None = None
+        self, images: Tensor, progress: Progress | None = None, widths: Mapping[Node, Tensor] | None = None
     ) -> tuple[Tensor, dict[Node, Tensor], Norms, dict[Node, Remainder]]:
-        """What :class:`Linearization` is made of, for images of shape (N, C, H, W).
+        """What :class:`Linearization` is made of, for images of shape (N, C, H, W); widths as for :meth:`values`.
 
         ``progress`` is called with (norms taken, norms in all).
         """
         images = images.to(self.model.device, self.model.dtype)[:, None]
         with torch.no_grad():
-            values = self.values(images)
+            values = self.values(images, widths)
         norms = self.norms(values, len(images), progress)
         remainders = {
             v: rule(v, [values[operand] for operand in v.operands], values[v]) for v, rule in self.rules.items()

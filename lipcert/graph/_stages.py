@@ -86,12 +86,16 @@ def _repeated(x: Any, times: int, emit: Callable[..., Node]) -> Any:
 
 
 def cuts(graph: Graph) -> list[Node]:
-    """The nodes through which everything later depends on the image, in order: the input, ..., the output."""
+    """The nodes through which everything later depends on the image, in order: the input, ..., the output.
+
+    Operands that are no nodes of the graph, and whose values are given with the image, do not count.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     reaches = dict(position)  # the last node that reads each node
     for node in graph.nodes:
         for operand in node.operands:
-            reaches[operand] = max(reaches[operand], position[node])
+            if operand in reaches:
+                reaches[operand] = max(reaches[operand], position[node])
     found, open_until = [], 0
     for index, node in enumerate(graph.nodes):
         if open_until <= index and node.shape:
@@ -110,10 +114,6 @@ class Replay:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.position = {node: index for index, node in enumerate(graph.nodes)}
-        self.readers: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
-        for node in graph.nodes:
-            for operand in dict.fromkeys(node.operands):
-                self.readers[operand].append(node)
 
     def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
         """The operations on the ways from ``source`` to ``targets``, in order, without ``source``."""

@@ -55,6 +55,8 @@ class DeployedAnchored(Anchored):
         UnsupportedOperation: operations without a remainder rule, or without a rounding rule.
     """
 
+    takes_secants = False
+
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **arguments: Any):
         self.format = Format.of(dtype)
         super().__init__(model, **arguments)
@@ -309,5 +311,5 @@ class _Measuring:
             return self.zero
         unlimited = torch.full_like(self.zero, math.inf)
         operands = [Operand(self.anchor.values[u], self.moved[u], unlimited) for u in node.operands]
-        self.found.local[node] = local_error(node, operands, self.anchor.method.format)
+        self.found.local[node] = local_error(node, operands, self.anchor.method.ranges.format)
         return length(self.found.local[node])

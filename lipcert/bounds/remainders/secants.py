@@ -1,0 +1,200 @@
+"""Kinks by secants: an operation with a kink, linearised with a slope between those on its two sides.
+
+The anchored certificate holds for any linear maps A_v in place of the Jacobians: f(h + Δ) = f(h) + A Δ + R defines R.
+Of a kink near h the Jacobian knows one side only. For max(z, 0) at z = 0 it leaves |R| ≤ |δ|; slope ½ leaves ½|δ|. For
+|δ| ≤ w the best slope at z is that of the secant from z − w to z + w, clipped where the kink is further away than w.
+Linear relaxations of ReLU that depend on the range of z (Zhang et al. 2018, CROWN) rest on the same observation. Any w
+≥ 0 gives a valid R, for any δ; w = 0 gives the Jacobian.
+
+**One entry.** Let k = |z| and η = (w − k)₊/(2w): the slope is 1 − η on the side where z lies and η on the other. So
+R(δ) = max(z + δ, 0) − max(z, 0) − slope · δ has slopes ±η until the kink and ∓(1 − η) behind it. For |δ| ≤ p
+
+    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds._remainder import Against, per_image
+from lipcert.graph import Node
+from lipcert.surgery import LayerProject, RmsLayerProject
+
+_TINY = 1e-300
+
+
+def secant_relu(z: Tensor, width: Tensor) -> Tensor:
+    """max(z, 0) with the slope (1 + z/w)/2 for |z| < w."""
+    far = _far(z.abs(), width)
+    slope = torch.where(z > 0, 1 - far, far).detach()
+    return torch.relu(z).detach() + slope * (z - z.detach())
+
+
+def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """negative_slope · z + (1 − negative_slope) max(z, 0), likewise."""
+    return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
+
+
+def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
+    """A projection onto a ball; along h with the slope of min(n, R) at n = ‖h‖, taken as above."""
+    rows = module.rows(x)
+    h = rows - rows.mean(-1, keepdim=True) if module.centred else rows
+    square = h.detach().square().sum(-1, keepdim=True)
+    length = square.clamp_min(_TINY).sqrt()
+    far = _far((module.radius - length).abs(), width)
+    across = module.radius / torch.maximum(length, module.radius)
+    along = torch.where(length < module.radius, 1 - far, far)
+    unit = h.detach() / length
+    turned = unit * (unit * (h - h.detach())).sum(-1, keepdim=True)
+    out = (across * h + (along - across) * turned) * module.weight
+    if module.bias is not None:
+        out = out + module.bias
+    return out.movedim(-1, 1) if module.channels_first else out
+
+
+def _far(distance: Tensor, width: Tensor) -> Tensor:
+    """η for entries at distances k from their kinks."""
+    return (width - distance).clamp_min(0) / (2 * width).clamp_min(_TINY)
+
+
+class _Bend:
+    """κ of the head of this file for entries at distances k, shape (N, entries), and widths (N, 1)."""
+
+    def __init__(self, distance: Tensor, width: Tensor):
+        self.k, self.far = distance, _far(distance, width)
+
+    def _slope(self, p: Tensor) -> Tensor:
+        return torch.maximum(self.far, 1 - self.far - self.k / p[:, None].clamp_min(_TINY))
+
+    def norm(self, rho: Tensor, p: Tensor) -> Tensor:
+        """Bound on ‖R‖ for ‖δ‖ ≤ ρ and |δ_i| ≤ p, each of shape (N,)."""
+        slope = self._slope(p)
+        return torch.minimum(slope.amax(1) * rho, slope.norm(dim=1) * p)
+
+    def against(self, weight: Tensor, rho: Tensor, p: Tensor) -> Tensor:
+        """Bound on Σ w_i |R_i| for weights w ≥ 0."""
+        steep = weight * self._slope(p)
+        return torch.minimum(steep.norm(dim=1) * rho, steep.sum(1) * p)
+
+
+class SecantRelu:
+    """Entry by entry; the slope changes by 1."""
+
+    entrywise = True
+    jump = 1.0
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        z, width = operands
+        self.bend = _Bend(per_image(z).abs(), per_image(width))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self.jump * self.bend.norm(rho[0], rho[-1])
+
+    def against(self, direction: Tensor) -> Against:
+        weight = self.jump * per_image(direction).abs()
+        return lambda rho: self.bend.against(weight, rho[0], rho[-1])
+
+
+class SecantLeakyRelu(SecantRelu):
+    """The slope changes by 1 − negative_slope."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        given = dict(zip(("negative_slope", "inplace"), node.args[2:], strict=False))
+        self.jump = abs(1 - float(given.get("negative_slope", 0.01)))
+
+
+class SecantProjection:
+    """weight ∘ u(h) with u(h) = min(‖h‖, R) ĥ: slope s of the secant along h, and min(n, R)/n across, n = ‖h‖.
+
+    For one token let a = ⟨ĥ, Δ⟩, b the length of the rest of Δ, n' = ‖h + Δ‖ = n + e, μ = min(n, R), μ' = min(n', R).
+    As ĥ' = ((n + a)ĥ + Δ_⊥)/n', R has the part μ'(n + a)/n' − μ − s a along ĥ and (μ'/n' − μ/n)Δ_⊥ across it. Let q =
+    n' − (n + a) = b²/(n' + n + a) ≥ 0, so e = a + q. The first part is g + q(s − μ'/n') with g = μ' − μ − s e, the
+    remainder of one entry at R − n that moves by |e| ≤ ρ_t; and s and μ'/n' lie in [0, 1]. min(1, R/n) has slopes of at
+    most 1/R, so the second is at most b|e|/R. With D = min(R, n − ρ) > 0: q ≤ b²/(2D), and ‖(b²/(2D), b|a|/D)‖ ≤
+    ρ_t²/(√3 D), largest at b² = ⅔ρ_t². Together, with g along ĥ,
+
+        ‖R_t‖ ≤ |g| + c_t ρ_t²,    c_t = 1/(√3 D) + ρ/(2D²).
+
+    A token with n + ρ ≤ R and n ≤ R − w has R = 0. One with n − ρ ≥ R and n ≥ R + w stays outside, where u = Rĥ has
+    second derivatives of at most (2/√3)R/(n − ρ)² (:class:`~lipcert.bounds._remainder.Radial`): g = 0, c_t = R/(√3 (n −
+    ρ)²). And always ‖R_t‖ ≤ 2ρ_t, for u and its linearisation have constant 1.
+
+    Tokens together: ‖(|g_t|)_t‖ as for entries, Σ ρ_t⁴ ≤ ρ⁴; and against a direction d with parts d_t, g counts with
+    |⟨d_t, ĥ_t⟩|, the rest with ‖d_t‖.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        self.module = module = node.args[2]
+        self.radius = float(module.radius)
+        self.h = self._rows(operands[0])
+        if module.centred:
+            self.h = self.h - self.h.mean(-1, keepdim=True)
+        self.length = self.h.norm(dim=-1)
+        self.width = per_image(operands[1])
+        self.weight = module.weight.detach().double()
+        self.bend = _Bend((self.length - self.radius).abs(), self.width)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """(N, tokens, channels)."""
+        moved = tensor.movedim(2, -1) if self.module.channels_first else tensor
+        return moved.reshape(len(tensor), -1, moved.shape[-1])
+
+    def _curvature(self, rho: Tensor) -> Tensor:
+        """c_t, shape (N, tokens)."""
+        rho = rho[:, None]
+        low = (self.length - rho).clamp_min(_TINY)
+        least = low.clamp_max(self.radius)
+        near = 1 / (math.sqrt(3) * least) + rho / (2 * least.square()).clamp_min(_TINY)
+        beyond = self.radius / (math.sqrt(3) * low.square()).clamp_min(_TINY)
+        inside = (self.length + rho <= self.radius) & (self.length + self.width <= self.radius)
+        outside = (low >= self.radius) & (self.length - self.width >= self.radius)
+        return torch.where(inside, 0.0, torch.where(outside, beyond, near))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        (moved,) = rho
+        bent = self.bend.norm(moved, moved) + self._curvature(moved).amax(1) * moved.square()
+        return self.weight.abs().max() * torch.minimum(bent, 2 * moved)
+
+    def against(self, direction: Tensor) -> Against:
+        d = self._rows(direction) * self.weight
+        along = (d * self.h).sum(-1).abs() / self.length.clamp_min(_TINY)
+        size = d.norm(dim=-1)
+
+        def bound(rho: Sequence[Tensor]) -> Tensor:
+            (moved,) = rho
+            curved = (size * self._curvature(moved)).amax(1) * moved.square()
+            return torch.minimum(self.bend.against(along, moved, moved) + curved, 2 * size.norm(dim=1) * moved)
+
+        return bound
+
+
+@dataclass(frozen=True)
+class Secant:
+    """How an operation is linearised with secants.
+
+    Attributes:
+        function: the operation with the slope of the secant for its derivative: takes its operand, the width, and the
+            rest of the arguments.
+        rule: its remainder rule; the second operand is the width, shape (N, 1).
+        rest: the arguments behind the operand and the width.
+    """
+
+    function: Callable[..., Tensor]
+    rule: type[Any]
+    rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()
+
+
+SECANTS: dict[Any, Secant] = {
+    "relu": Secant(secant_relu, SecantRelu),
+    "leaky_relu": Secant(secant_leaky_relu, SecantLeakyRelu, lambda node: (*node.args[1:], *node.kwargs.values())),
+    LayerProject: Secant(secant_project, SecantProjection, lambda node: (node.function,)),
+    RmsLayerProject: Secant(secant_project, SecantProjection, lambda node: (node.function,)),
+}
+SECANT_RULES = {secant.function: secant.rule for secant in SECANTS.values()}

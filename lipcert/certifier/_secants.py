@@ -1,0 +1,33 @@
+"""The graph of a network whose kinks are linearised with secants, each of a width that is given with the image."""
+
+from __future__ import annotations
+
+from lipcert.bounds.remainders.secants import SECANTS
+from lipcert.graph import Graph, Node
+from lipcert.graph._graph import map_nodes
+
+
+def with_secants(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """The same network, with the same values, but other derivatives at kinks.
+
+    Returns:
+        The network, and for each operation of ``graph`` that has another derivative there the node that stands for its
+        width. These nodes are not part of the network: their values, shape (N, 1), are given with the images.
+    """
+    stands_for: dict[Node, Node] = {}
+    widths: dict[Node, Node] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        args, kwargs = map_nodes(lambda n: stands_for.get(n, n), (node.args, dict(node.kwargs)))
+        new = node
+        if node.op in SECANTS and len(node.operands) == 1 and isinstance(node.args[0], Node):
+            secant = SECANTS[node.op]
+            widths[node] = Node("width", secant.function, (), {}, node.path, (1,))
+            arguments = (args[0], widths[node], *secant.rest(node))
+            new = Node(secant.function, secant.function, arguments, {}, node.path, node.shape, dtype=node.dtype)
+        elif any(operand in stands_for for operand in node.operands):
+            new = Node(node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype)
+        if new is not node:
+            stands_for[node] = new
+        nodes.append(new)
+    return Graph(graph.input, stands_for.get(graph.output, graph.output), tuple(nodes)), widths
