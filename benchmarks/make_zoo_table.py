@@ -25,9 +25,10 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import timm
 import torch
@@ -38,6 +39,7 @@ from lipcert._upper import Upper
 from lipcert.bounds import Value, _global, _value, kept_whole
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import remainder_of
+from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, _capture, explicit_attention, needed
 from lipcert.surgery._swap import plan
@@ -98,20 +100,9 @@ def structure(net: nn.Module) -> Graph:
     recorder = _capture._Recorder(kept_whole, {module: path for path, module in net.named_modules()})
     images = torch.empty(1, *net.default_cfg["input_size"], device="meta")  # type: ignore[index]
     start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
-    with torch.no_grad(), torch.device("meta"), _storages_without_memory(), _capture._module_calls_go_to(recorder):
+    with torch.no_grad(), torch.device("meta"), _capture._module_calls_go_to(recorder):
         output = net(_capture.Tracked(images, start, recorder))
     return Graph(start, output.node, (start, *recorder.nodes))
-
-
-@contextlib.contextmanager
-def _storages_without_memory() -> Iterator[None]:
-    """On the meta device all memory is at address 0; storages are told apart by the object that holds them."""
-    original = _capture._storage
-    _capture._storage = lambda tensor: tensor.untyped_storage()._cdata
-    try:
-        yield
-    finally:
-        _capture._storage = original
 
 
 def describe(name: str, known: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
@@ -248,7 +239,7 @@ def _global_reason(graph: Graph) -> str:
         node.args, node.kwargs = stand_ins(node.args), stand_ins(node.kwargs)
         if isinstance(node.function, nn.Module):
             node.function = stand_ins(node.function)
-    with _norms_of_one():
+    with _without_arithmetic():
         try:
             values = _global._walk(graph, None)
         except UnsupportedOperation as error:
@@ -287,18 +278,19 @@ def _place(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(model)"
 
 
-@contextlib.contextmanager
-def _norms_of_one() -> Iterator[None]:
-    """Lets every linear map have norm 1, so that no eigenvalues are computed of matrices that stand for others."""
-    kinds: list[Any] = [_value.Dense, _value.Conv]
-    originals = [kind.__dict__["norm"] for kind in kinds]
-    for kind in kinds:
-        kind.norm = property(lambda self: Upper(1))
-    try:
-        yield
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.norm = original
+def _without_arithmetic() -> contextlib.ExitStack:
+    """Gives every linear map norm 1, and leaves out what else would read all of a matrix that stands for another."""
+    one = property(lambda map: Upper(1))
+    stack = contextlib.ExitStack()
+    for target, name, cheap in (
+        (_value.Dense, "norm", one),
+        (_value.Conv, "norm", one),
+        (linear, "largest_row_sum", lambda weight: Upper(1)),
+        (linear, "largest_row_norm", lambda weight: Upper(1)),
+        (linear, "constant_part", lambda weight, offset, error: (torch.zeros(len(weight)).double(), error)),
+    ):
+        stack.enter_context(mock.patch.object(target, name, cheap))
+    return stack
 
 
 def answer_all(rows: dict[str, dict[str, Any]], work: Path, resume: bool, limit: float) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
+
+
+def unusable(net: nn.Module) -> str | None:
+    """What makes every bound on a network untrue, such as ``"head.weight holds NaN"``; None where there is nothing.
+
+    NaN anywhere, and infinity in a parameter or in the statistics of a batch norm. Other buffers, such as masks and
+    limits, may be infinite: that is how a network says that there is none.
+    """
+    parameters = {name for name, _ in net.named_parameters()}
+    for name, value in (*net.named_parameters(), *net.named_buffers()):
+        if not value.is_floating_point() or bool(value.sum().isfinite()):
+            continue  # a sum is NaN or infinite if an entry is; it may also overflow without one
+        if bool(value.isnan().any()):
+            return f"{name} holds NaN"
+        weighs = name in parameters or name.rpartition(".")[2].startswith("running_")
+        if weighs and bool(value.isinf().any()):
+            return f"{name} holds infinity"
+    return None
+
+
+_MOST_PIXELS = 2**26
 
 
 class Model(nn.Module):
@@ -49,6 +71,8 @@ class Model(nn.Module):
         channels = int(input_size[0])
         if len(input_size) != 3 or min(input_size) < 1:
             raise InputError(f"input_size must be (channels, height, width), got {tuple(input_size)}")
+        if math.prod(input_size) > _MOST_PIXELS:
+            raise InputError(f"input_size {tuple(input_size)} is more than any network takes")
         if len(mean) != channels or len(std) != channels:
             raise InputError(
                 f"mean and std need one number for each of the {channels} channels, got {len(mean)} and {len(std)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipcert.bounds import Value, analyze, check_weights, lipschitz
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph._graph import run
+from lipcert.loading import load
 from lipcert.model import Model
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -234,6 +236,64 @@ def test_buffers_may_hold_infinities_but_not_nan() -> None:
     assert lipschitz(Masked(-math.inf).eval(), (3, 2, 4)).finite
     with pytest.raises(InputError, match="mask holds NaN"):
         lipschitz(Masked(math.nan).eval(), (3, 2, 4))
+
+
+def test_limits_may_be_infinite() -> None:
+    class Limited(nn.Module):
+        low: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("low", torch.tensor(-math.inf))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.clamp(x, self.low, -self.low).flatten(1) * 2
+
+    model = load(Limited().eval(), mean=(0, 0, 0), std=(1, 1, 1), input_size=(3, 2, 4))
+    assert 2 <= lipschitz(model).value <= 2 * (1 + 1e-6)
+
+
+def float64_bytes() -> int:
+    """Memory of all float64 tensors that are alive."""
+    alive = [item for item in gc.get_objects() if type(item) is Tensor and item.dtype == torch.float64]
+    storages = [tensor.untyped_storage() for tensor in alive]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class Residual(nn.Module):
+    """x + γ ∘ (down(relu(up(norm(x))))) on tokens."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.scale = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(self.norm(x)).relu())
+
+
+class Stacked(nn.Module):
+    """Convolutions with batch norm, then residual blocks on tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.Conv2d(c, 48, 3), nn.BatchNorm2d(48), nn.ReLU()) for c in (3, 48, 48)]
+        self.convolutions, self.blocks = nn.Sequential(*parts), nn.Sequential(*[Residual(48) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.convolutions(x).flatten(2).mT).mean(1)
+
+
+def test_maps_are_multiplied_out_only_while_their_norm_is_computed() -> None:
+    """No float64 copy of a weight stays alive, folded with its neighbours or not."""
+    net = Stacked().eval()
+    weights = 8 * sum(parameter.numel() for parameter in net.parameters())
+    before = float64_bytes()
+    seen: list[int] = []
+    analysis = analyze(net, (3, 10, 10), lambda done, total: seen.append(float64_bytes() - before))
+    assert analysis.output.lip.finite
+    assert len(seen) > 20
+    assert max(*seen, float64_bytes() - before) < weights / 10
 
 
 def test_input_size_is_needed_without_a_model() -> None:

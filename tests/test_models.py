@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
@@ -99,6 +100,17 @@ def test_the_shipped_table_speaks_of_what_surgery_does() -> None:
         edits, _ = plan(timm.create_model("vit_tiny_patch16_224"), attention="l2", norm="smooth")
     swapped = {(edit.was.__name__, type(edit.new).__name__) for edit in edits if edit.new is not None}
     assert swapped == {*known["vit_tiny_patch16_224"].attention, *known["vit_tiny_patch16_224"].norms}
+
+
+def test_every_architecture_of_this_timm_is_answered_with_a_bound() -> None:
+    if json.loads(zoo.TABLE.read_text())["timm"] != timm.__version__:
+        pytest.skip("the table was made with another timm")
+    found = zoo.architectures()
+    assert [one.name for one in found if not one.checked] == []
+    assert [(one.name, one.reason) for one in found if not one.covered] == []
+    sets = json.loads((Path(__file__).parent.parent / "benchmarks" / "zoo_sets.json").read_text())
+    assert len(sets["signatures"]) == 338
+    assert {*sets["signatures"], *sets["smallest"]} <= {one.name for one in found if one.covered}
 
 
 def test_networks_without_a_classifier_can_be_inspected() -> None:

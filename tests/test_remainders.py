@@ -10,9 +10,19 @@ from torch import nn
 import lipcert.bounds  # noqa: F401  registers the rules
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, remainder_of
+from lipcert.bounds.remainders.secants import SECANT_RULES, secant_relu
+from lipcert.certifier._secants import with_secants
 from lipcert.graph import capture, needed
 from lipcert.graph._graph import run
-from lipcert.surgery import ClippedReLU, LayerProject, SmoothProject
+from lipcert.surgery import (
+    ClippedReLU,
+    GroupLayerProject,
+    GroupSmoothProject,
+    LayerProject,
+    RmsLayerProject,
+    RmsSmoothProject,
+    SmoothProject,
+)
 
 RADII = [1e-6, 1e-3, 0.1, 1.0, 10.0]
 POINTS = 6
@@ -44,6 +54,20 @@ def clipped():
     return module.double()
 
 
+def recurrent(result, *, biased=True, both=False, batch_first=True, gain=1.0):
+    """A layer of LSTM cells on 3 channels with 2 hidden units that starts away from 0, and one of its results."""
+    ways = 1 + both
+    shapes = [(8, 3), (8, 2), (8,), (8,)] if biased else [(8, 3), (8, 2)]
+    weights = [seeded(*shape, scale=gain, seed=11 + i) for i, shape in enumerate(shapes * ways)]
+
+    def layer(x):
+        count = len(x) if batch_first else x.shape[1]
+        state = (seeded(ways, count, 2, seed=2), seeded(ways, count, 2, seed=4))
+        return torch.lstm(x, state, weights, biased, 1, 0.0, False, both, batch_first)[result]
+
+    return layer
+
+
 def halves(x):
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
@@ -65,6 +89,21 @@ CASES = {
         (lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True), (1, 1, 4, 6)),
         (lambda x: F.max_pool2d(x, 2, 3, 1, ceil_mode=True), (1, 1, 4, 5)),
     ],
+    "max_pool1d": [
+        (lambda x: F.max_pool1d(x, 3, 2, 1), (1, 2, 6)),
+        (lambda x: F.max_pool1d(x, 2, 1, dilation=3), (1, 1, 7)),
+    ],
+    "max_pool3d": [
+        (lambda x: F.max_pool3d(x, 2, 1), (1, 1, 2, 3, 3)),
+        (lambda x: F.max_pool3d(x, (1, 2, 3), 2, (0, 1, 1)), (1, 2, 2, 3, 3)),
+    ],
+    "adaptive_max_pool1d": [(lambda x: F.adaptive_max_pool1d(x, 3), (1, 2, 7))],
+    "adaptive_max_pool2d": [
+        (lambda x: F.adaptive_max_pool2d(x, 1), (1, 2, 3, 3)),
+        (lambda x: F.adaptive_max_pool2d(x, (2, 3)), (1, 1, 5, 4)),
+        (lambda x: F.adaptive_max_pool2d(x, 3), (1, 1, 2, 2)),
+    ],
+    "adaptive_max_pool3d": [(lambda x: F.adaptive_max_pool3d(x, (1, 2, 2)), (1, 1, 2, 3, 2))],
     "softmax": [
         (lambda x: x.softmax(-1), (1, 2, 3, 4)),
         (lambda x: x.softmax(1), (1, 2, 3)),
@@ -90,6 +129,16 @@ CASES = {
         (projection(SmoothProject, 0.3, channels_first=True), (1, 6, 2)),
     ],
     LayerProject: [(projection(LayerProject, 1.0), (1, 3, 6)), (projection(LayerProject, 3.0), (1, 2, 6))],
+    RmsSmoothProject: [
+        (projection(RmsSmoothProject, 0.7, bias=False), (1, 3, 6)),
+        (projection(RmsSmoothProject, 2.0, channels_first=True), (1, 6, 2)),
+    ],
+    RmsLayerProject: [(projection(RmsLayerProject, 1.0), (1, 3, 6))],
+    GroupSmoothProject: [(projection(GroupSmoothProject, 1.0, groups=2), (1, 6, 1, 3))],
+    GroupLayerProject: [
+        (projection(GroupLayerProject, 2.0, groups=3), (1, 6, 2)),
+        (projection(GroupLayerProject, 3.0, groups=1), (1, 6, 2, 1)),
+    ],
     ClippedReLU: [(clipped(), (1, 9))],
     "hardtanh": [(F.hardtanh, (1, 9)), (lambda x: F.hardtanh(x, -0.2, 3.0), (1, 9))],
     "relu6": [(F.relu6, (1, 9))],
@@ -105,8 +154,11 @@ CASES = {
         (lambda x: F.hardswish(x + 3), (1, 3)),
         (lambda x: F.hardswish(x - 6), (1, 3)),
     ],
-    "amax": [(lambda x: x.amax((2, 3), keepdim=True), (1, 2, 2, 3)), (lambda x: x.amax(1), (1, 4, 3))],
-    "amin": [(lambda x: x.amin(-1), (1, 3, 4)), (lambda x: x.amin(1), (1, 1, 4))],
+    "amax": [
+        (lambda x: x.amax((2, 3), keepdim=True), (1, 2, 2, 3)),
+        (lambda x: x.max(1).values, (1, 4, 3)),
+    ],
+    "amin": [(lambda x: x.min(-1, keepdim=True)[0], (1, 3, 4)), (lambda x: x.amin(1), (1, 1, 4))],
     "max": [(lambda x: seeded(4, seed=6).expand(1, 4).max(x), (1, 4))],
     "min": [(lambda x: x.min(seeded(4, seed=6)), (1, 4))],
     "maximum": [(lambda x: torch.maximum(*halves(x)), (1, 8)), (lambda x: torch.maximum(x, seeded(3, 1)), (1, 3, 2))],
@@ -152,6 +204,15 @@ CASES = {
         (lambda x: F.normalize(x, dim=-1, eps=0.5), (1, 2, 3)),
         (lambda x: F.normalize(x, dim=1, eps=1e-6), (1, 3, 2)),
     ],
+}
+CASES |= {
+    "lstm": [
+        (recurrent(0), (1, 4, 3)),
+        (recurrent(0, biased=False, both=True, gain=3.0), (2, 3, 3)),
+        (recurrent(0, batch_first=False, gain=0.5), (5, 1, 3)),
+    ],
+    "lstm_hidden": [(recurrent(1, both=True), (1, 3, 3))],
+    "lstm_cell": [(recurrent(2), (1, 4, 3))],
 }
 # Rules that say nothing where a deviation may reach the place at which the function ends.
 LOCAL = {"div", "pow", "sqrt", "rsqrt"}
@@ -329,6 +390,121 @@ def test_products_with_the_jacobian_as_the_certificates_take_them(key, index):
     torch.testing.assert_close(product, expected)
 
 
+# Secants -------------------------------------------------------------------------------------------------------------
+
+WIDTHS = torch.tensor([[0.0], [1e-3], [0.2], [1.0], [3.0], [30.0]], dtype=torch.float64)
+KINKED = {
+    "relu": (F.relu, (1, 7)),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), (1, 7)),
+    "leaky_relu steep": (lambda x: F.leaky_relu(x, negative_slope=3.0), (1, 7)),
+    "project": (projection(LayerProject, 1.5), (1, 3, 6)),
+    "project, one token": (projection(LayerProject, 4.0), (1, 1, 6)),
+    "project, channels first": (projection(LayerProject, 2.0, channels_first=True), (1, 6, 2)),
+    "project, not centred": (projection(RmsLayerProject, 2.0), (1, 2, 6)),
+}
+
+
+class SecantSite(Site):
+    """A kink linearised with secants: POINTS nominal points, or the same six times for ``width``, see WIDTHS."""
+
+    def __init__(self, name):
+        function, shape = KINKED[name]
+        module = function if isinstance(function, nn.Module) else Function(function)
+        graph = needed(capture(module.eval(), seeded(*shape), whole=lambda part: type(part) in REMAINDERS))
+        graph, widths = with_secants(graph)
+        assert len(widths) == 1
+        self.node, self.plain = graph.output, next(iter(widths))
+        scales = torch.tensor([0.0, 1e-3, 0.3, 1.0, 1.6, 4.0], dtype=torch.float64)
+        self.positions, self.distinct = [0], [graph.input]
+        self.nominal = [scales.reshape(-1, *[1] * len(shape)) * seeded(POINTS, *shape, seed=7)]
+
+    def at(self, width):
+        """The rule for one width at all points."""
+        self.width = width.expand(POINTS, 1)
+        self.result = self.function()(self.nominal[0])
+        self.size = 1 + self.result.abs().amax()
+        self.rule = SECANT_RULES[self.node.op](self.node, [self.nominal[0], self.width], self.result)
+        return self.rule
+
+    def function(self):
+        rest = self.node.args[2:]
+        return lambda x: torch.vmap(lambda one, width: self.node.function(one, width, *rest))(x, self.width)
+
+    def remainder(self, deltas):
+        function = self.function()
+        base, linear = torch.func.jvp(function, tuple(self.nominal), tuple(deltas))
+        return function(self.nominal[0] + deltas[0]) - base - linear
+
+    def on_the_way(self, rho, peak):
+        """Deviations of norm at most ρ and entries at most ``peak``, found by ascent on ‖R‖."""
+        for start in self.starts([rho]):
+            deltas = [d.clamp(-peak, peak) for d in start]
+            for _ in range(4):
+                deltas = [d.detach().requires_grad_() for d in deltas]
+                found = self.remainder(deltas)
+                yield found.detach()
+                (ahead,) = torch.autograd.grad(found.flatten(1).norm(dim=1).sum(), deltas)
+                if not bool(torch.isfinite(ahead).all()):
+                    break
+                deltas = [d.clamp(-peak, peak) for d in self.scaled([ahead], [rho])]
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_secants_change_derivatives_alone(name):
+    site = SecantSite(name)
+    for width in WIDTHS:
+        site.at(width)
+        plain = torch.stack([run((site.plain,), {site.distinct[0]: x})[site.plain] for x in site.nominal[0]])
+        torch.testing.assert_close(site.result, plain, rtol=1e-12, atol=1e-12)
+    site.at(WIDTHS[0])
+    moved = (seeded(*site.nominal[0].shape, seed=9),)
+    _, exact = torch.func.jvp(torch.vmap(lambda x: run((site.plain,), {site.distinct[0]: x})[site.plain]),
+                              tuple(site.nominal), moved)  # fmt: skip
+    _, secant = torch.func.jvp(site.function(), tuple(site.nominal), moved)
+    torch.testing.assert_close(secant[1:], exact[1:], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KINKED)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_remainder_of_a_secant(name, share):
+    site = SecantSite(name)
+    for width in WIDTHS:
+        rule = site.at(width)
+        entrywise = getattr(rule, "entrywise", False)
+        g = seeded(*site.result.shape, seed=3)
+        against = rule.against(g)
+        for rho in RADII[::2]:
+            peak = share * rho if entrywise else rho
+            given = [torch.full((POINTS,), v, dtype=torch.float64) for v in ((rho, peak) if entrywise else (rho,))]
+            norm, inner = rule.norm(given), against(given)
+            slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
+            for found in site.on_the_way(rho, peak):
+                assert bool((found.flatten(1).norm(dim=1) <= norm * (1 + 1e-9) + slack).all()), (width, rho)
+                inside = (found * g).flatten(1).sum(1).abs()
+                assert bool((inside <= inner * (1 + 1e-9) + slack).all()), (width, rho)
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_secant_rules_increase_with_rho(name):
+    site = SecantSite(name)
+    grid = torch.logspace(-7, 2, 60, dtype=torch.float64)
+    for width in WIDTHS:
+        rule = site.at(width)
+        for answer in (rule.norm, rule.against(seeded(*site.result.shape, seed=3))):
+            values = torch.stack([answer([rho.expand(POINTS)]) for rho in grid])
+            assert bool(torch.isfinite(values).all())
+            assert bool((values[1:] >= values[:-1] * (1 - 1e-12)).all())
+
+
+def test_a_secant_halves_what_a_kink_leaves():
+    node = type("Node", (), {"args": (), "kwargs": {}})()
+    rho = [torch.ones(1, dtype=torch.float64)]
+    at_kink = torch.zeros(1, 1, dtype=torch.float64)
+    halved = SECANT_RULES[secant_relu](node, [at_kink, torch.ones(1, 1, dtype=torch.float64)], at_kink)
+    assert halved.norm(rho).item() == pytest.approx(0.5)
+    assert REMAINDERS["relu"](node, [at_kink], at_kink).norm(rho).item() == pytest.approx(1.0)
+
+
 # Constants -----------------------------------------------------------------------------------------------------------
 
 GRID = torch.linspace(-12, 12, 2_400_001, dtype=torch.float64)
@@ -403,7 +579,7 @@ def test_third_moment_behind_the_softmax_constant():
         (lambda x: F.batch_norm(x, None, None, None, None, True), "statistics"),
         (lambda x: x ** seeded(4), "one number"),
         (lambda x: 2**x, "one number"),
-        (lambda x: x.max(-1)[0], "along a dimension"),
+        (lambda x: x.max(), "of all entries"),
         (lambda x: F.conv2d(x[:, None], seeded(1, 1, 2, 2), x[0, 0, :1]), "a bias"),
         (lambda x: torch.einsum("abc,ab->a", x, x[:, :, 0]), "einsum"),
         (torch.exp, "no remainder rule"),

@@ -461,6 +461,11 @@ LSTM_W = [weights(12, 4), weights(12, 3), weights(12), weights(12)]
 LSTM_BACK = [weights(12, 4, seed=7), weights(12, 3, seed=8) * 0.2, weights(12, seed=9), weights(12, seed=10)]
 
 
+def shares(h: Tensor, dim: Any) -> Tensor:
+    gates = h.sigmoid()
+    return gates / gates.sum(dim, keepdim=True)
+
+
 def recurrent(h: Tensor, both: bool = False, biased: bool = True, start: float = 0.0) -> Any:
     ways = 2 if both else 1
     state = tuple(torch.full((ways, 1, 3), start, dtype=torch.float64) for _ in range(2))
@@ -492,6 +497,8 @@ CASES += [
     ("conv1d", tokens, lambda h: F.conv1d(h, weights(2, 6, 2), h[0, 0, :2])),
     # quotients, powers, roots
     ("div", positive, lambda h: 1 / h),
+    ("div", tokens, lambda h: shares(9 * h, 1)),
+    ("div", image, lambda h: shares(h, (2, 3))),
     ("div", positive, lambda h: h / (h + h.mT[:, :1, :1])),
     ("div", positive, lambda h: B4 / (h * h.flip(1) + 0.2)),
     ("div", tokens, lambda h: h[:, :2] / (h[:, 2:3].sigmoid() + 0.5)),
@@ -535,9 +542,9 @@ CASES += [
     ("maximum", tokens, lambda h: torch.maximum(h, h[:, :1])),
     ("minimum", tokens, lambda h: torch.minimum(h, B4)),
     ("max", tokens, lambda h: B4.expand_as(h).max(h)),
-    ("max", tokens, lambda h: h.max()),
-    ("max", tokens, lambda h: h.max(1).values),
-    ("max", tokens, lambda h: torch.max(h, dim=-1, keepdim=True)[0]),
+    ("amax", tokens, lambda h: h.max()),
+    ("amax", tokens, lambda h: h.max(1).values),
+    ("amin", tokens, lambda h: torch.min(h, dim=-1, keepdim=True)[0]),
     ("min", tokens, lambda h: h.min(other=h.flip(1))),
     # resampling
     *[
@@ -584,8 +591,8 @@ CASES += [
     ("lstm", tokens, lambda h: recurrent(h, both=True)[0]),
     ("lstm", tokens, lambda h: recurrent(h, biased=False, start=2.0)[0]),
     ("lstm", tokens, lambda h: nn_lstm(h.reshape(3, 2, 4))[0]),
-    ("lstm", tokens, lambda h: recurrent(h, both=True, start=-1.0)[2]),
-    ("lstm", tokens, lambda h: recurrent(h)[1]),
+    ("lstm_cell", tokens, lambda h: recurrent(h, both=True, start=-1.0)[2]),
+    ("lstm_hidden", tokens, lambda h: recurrent(h)[1]),
 ]
 
 # Operations for which a row must not be confused with a column.

@@ -564,6 +564,7 @@ def timm_attention() -> dict[str, tuple[nn.Module, tuple[int, ...], dict[str, An
     from timm.models import (
         beit,
         cait,
+        convit,
         crossvit,
         davit,
         efficientformer,
@@ -596,6 +597,7 @@ def timm_attention() -> dict[str, tuple[nn.Module, tuple[int, ...], dict[str, An
     halves = torch.cat((angles.sin().repeat(1, 2), angles.cos().repeat(1, 2)), -1)
     swin2 = swin_transformer_v2.WindowAttention
     return {
+        "convit": (convit.MHSA(8, 2), (5, 8), {}),
         "beit": (beit.Attention(8, 2, qkv_bias=True, window_size=(2, 2)), (5, 8), {"shared_rel_pos_bias": shared}),
         "beit without bias": (beit.Attention(8, 2), (5, 8), {}),
         "cait": (cait.ClassAttn(8, 2, qkv_bias=True), (5, 8), {}),

@@ -89,7 +89,7 @@ class Way:
     outer: Tensor
     local: bool = False
 
-    def norm(self, delta: float, generator: torch.Generator) -> Tensor:
+    def norm(self, delta: float, seed: int) -> Tensor:
         """The norm for each image, constant units of the base removed; inf where there are none, and nothing is
         gained."""
         inner = self.inner * self.base.moving
@@ -101,7 +101,7 @@ class Way:
         if self.local:
             pays |= _varies(inner) | _varies(outer)
         if bool(pays.any()):
-            found[pays] = self.core.norms(outer[pays], inner[pays], delta, generator)
+            found[pays] = self.core.norms(outer[pays], inner[pays], delta, seed)
         return found
 
 
@@ -129,7 +129,7 @@ class State:
         open: bool = True,
         constant: Callable[[], Tensor] | None = None,
     ):
-        self.walk, self.up, self.down = walk, up, down
+        self.walk, self.node, self.up, self.down = walk, node, up, down
         self.value = walk.nominal.values[node]
         self.lip = walk.boxes.lips[node]
         self.folded = node in walk.boxes.folded
@@ -149,7 +149,7 @@ class State:
         if self._constant is not None:
             found = torch.minimum(found, self._constant().nan_to_num(nan=math.inf))
         if self.whole_way is not None:
-            norm = self.whole_way.norm(self.walk.delta, self.walk.generator)
+            norm = self.whole_way.norm(self.walk.delta, self.walk.seed + self.walk.boxes.graph.nodes.index(self.node))
             found = torch.minimum(found, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
         return found
 
@@ -202,10 +202,13 @@ class Boxes:
         self.lips: dict[Node, Upper] = {
             node: value.lip for node, value in analysis.values.items() if isinstance(value, Value)
         }
+        values = {node: value for node, value in analysis.values.items() if isinstance(value, Value)}
+        divided = {value.origin.source for value in values.values() if value.origin and value.origin.kind == "total"}
         self.folded = {
             node
-            for node, value in analysis.values.items()
-            if isinstance(value, Value) and (value.base is not None or value.origin is not None)
+            for node, value in values.items()
+            if value.base is not None
+            or (value.origin is not None and (value.origin.kind != "sigmoid" or value in divided))
         }
         self.cores: dict[Node, Core] = {}
         for node in self.graph.nodes:
@@ -255,6 +258,7 @@ class Walk:
 
     Args:
         delta: failure probability of one norm of one image, where norms are not verified; 0 forbids those.
+        seed: of the start vector of the first operation's norm; the others take the numbers behind it.
     """
 
     def __init__(
@@ -263,10 +267,9 @@ class Walk:
         nominal: Nominal,
         eps: Tensor,
         delta: float = 0.0,
-        generator: torch.Generator | None = None,
+        seed: int = 0,
     ):
-        self.boxes, self.nominal, self.eps, self.delta = boxes, nominal, eps, delta
-        self.generator = generator if generator is not None else torch.Generator()
+        self.boxes, self.nominal, self.eps, self.delta, self.seed = boxes, nominal, eps, delta, seed
         self.still = not bool((eps > 0).any())
         self.states: dict[Node, State] = {}
         for node in boxes.graph.nodes:
@@ -328,7 +331,7 @@ class Walk:
             args, kwargs = map_nodes(known.__getitem__, (node.args, dict(node.kwargs)))
             return node.function(*args, **kwargs)
 
-        return torch.vmap(one)(*tensors)
+        return torch.vmap(one)(*(tensor.contiguous() for tensor in tensors))  # "view" takes no others
 
     def rounded(self, node: Node, factor: float = 2.0**-48) -> Tensor:
         """The rounding of a few operations on each entry."""

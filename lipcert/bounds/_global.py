@@ -17,7 +17,7 @@ from lipcert.bounds._value import Value
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, needed
 from lipcert.graph._graph import map_nodes
-from lipcert.model import Model
+from lipcert.model import Model, unusable
 
 _REFERENCE = "composition of the rules of lipcert.bounds, each with its source"
 
@@ -219,14 +219,8 @@ def check_weights(model: nn.Module) -> None:
     """Refuses weights of which no bound could be true.
 
     Raises:
-        InputError: naming the first parameter or buffer that holds NaN or infinity.
+        InputError: naming the first tensor that holds NaN, or the first weight that is infinite.
     """
-    for name, buffer in model.named_buffers():  # masks may hold infinities
-        if buffer.is_floating_point() and bool(buffer.isnan().any()):
-            raise InputError(f"{name} holds NaN; nothing can be certified with it")
-    statistics = [(n, b) for n, b in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]
-    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *statistics]
-    for name, tensor in named:
-        # A sum is NaN or infinite if an entry is; it may overflow without one, so only then the entries are looked at.
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
-            raise InputError(f"{name} holds NaN or infinite weights; nothing can be certified with them")
+    problem = unusable(model)
+    if problem is not None:
+        raise InputError(f"{problem}; nothing can be certified with it")

@@ -116,7 +116,7 @@ class Core:
         """Whether its norms are verified, and not Lanczos bounds."""
         return self.matrix is not None and min(self.matrix.shape) <= DENSE_SIDE
 
-    def norms(self, outer: Tensor, inner: Tensor, delta: float, generator: torch.Generator) -> Tensor:
+    def norms(self, outer: Tensor, inner: Tensor, delta: float, seed: int) -> Tensor:
         """Upper bounds on ‖diag(outer)·A·diag(inner)‖ for each image, for non-negative weights.
 
         Verified where the matrix is small. Else a probabilistic Lanczos bound, or with ``delta`` = 0 Schur's test on
@@ -127,7 +127,7 @@ class Core:
             outer: shape (N, *shape of the result).
             inner: shape (N, *shape of the operand).
             delta: failure probability of an image.
-            generator: of the start vectors.
+            seed: of the start vector, the same for all images, so that none depends on the others.
 
         Returns:
             float64, shape (N,).
@@ -150,7 +150,7 @@ class Core:
         size = min(math.prod(self.input_shape), math.prod(self.output_shape))
         chunk = max(1, _CHUNK // (size * _LANCZOS_STEPS))
         pairs = zip(outer.split(chunk), inner.split(chunk), strict=True)
-        return torch.cat([self._lanczos(a, b, delta, generator) for a, b in pairs])
+        return torch.cat([self._lanczos(a, b, delta, seed) for a, b in pairs])
 
     def _pull(self, template: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
         pull: Any = torch.func.vjp(lambda x: self.operation(x, weight), torch.zeros_like(template))[1]
@@ -163,8 +163,9 @@ class Core:
         product = rows.reshape(len(rows), -1).amax(1) * columns.reshape(len(columns), -1).amax(1)
         return product.sqrt() * INFLATE
 
-    def _lanczos(self, outer: Tensor, inner: Tensor, delta: float, generator: torch.Generator) -> Tensor:
+    def _lanczos(self, outer: Tensor, inner: Tensor, delta: float, seed: int) -> Tensor:
         pull = self._pull(inner, self.weight)
+        generator = torch.Generator().manual_seed(seed)
         device = inner.device
 
         def product(v: Tensor) -> Tensor:

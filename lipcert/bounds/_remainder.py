@@ -259,43 +259,6 @@ class LeakyRelu(Kinked):
         self.slope = abs(1 - float(given))
 
 
-@remainder("max_pool2d")
-class MaxPool(Kinked):
-    """max over windows: with gap k between the largest and the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
-
-    |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in m windows at most, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
-    """
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        x = operands[0]
-        x = x.reshape(-1, *x.shape[-3:])
-        names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        size, stride, padding, dilation = (
-            (v, v) if isinstance(v, int) else tuple(v)
-            for v in (
-                given["kernel_size"],
-                given.get("stride") or given["kernel_size"],
-                given.get("padding", 0),
-                given.get("dilation", 1),
-            )
-        )
-        # With ceil_mode the last windows may reach beyond the padding.
-        ends = [
-            max(p, (m - 1) * s + d * (k - 1) + 1 - n - p)
-            for n, m, k, s, p, d in zip(x.shape[-2:], result.shape[-2:], size, stride, padding, dilation, strict=True)
-        ]
-        padded = torch.nn.functional.pad(x, (padding[1], ends[1], padding[0], ends[0]), value=-math.inf)
-        windows = torch.nn.functional.unfold(
-            padded.reshape(-1, 1, *padded.shape[-2:]).nan_to_num(neginf=-1e300), size, dilation=dilation, stride=stride
-        )
-        top = windows.topk(min(2, windows.shape[1]), dim=1).values
-        gap = top[:, 0] - top[:, 1] if top.shape[1] > 1 else torch.full_like(top[:, 0], math.inf)
-        super().__init__(gap.reshape(result.shape))
-        shared = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(size, stride, dilation, strict=True))
-        self.spread = math.sqrt(2 * shared)
-
-
 _SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
 
 

@@ -32,7 +32,7 @@ class MarginBounds:
         self.classes = output.shape[-1]
         self.weight: Tensor | None = None
         if rows and isinstance(output.map, Dense) and output.base is not None and not output.map.identity:
-            self.weight = output.map.weight.double()
+            self.weight = output.map.folded().double()
             self.composed = output.map.composed
             self.features = float(output.base.lip * COMPOSED)
         else:
@@ -70,7 +70,7 @@ class MarginBounds:
 def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
     """‖w_y − w_j‖ for all rows j of a float64 matrix, from above, shape (rows,).
 
-    Rows that were folded with a scale hold one rounding an entry, so a difference may be off by 2⁻⁵² of what it is made
+    Rows that were folded with a scale hold roundings, so a difference may be off by ``COMPOSED`` − 1 of what it is made
     of; dividing by the largest entry keeps the squares from underflowing.
     """
     rounding = 1 + (weight.shape[1] + 8) * 2.0**-52
@@ -81,7 +81,7 @@ def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
         return norm
     scale = weight.abs().amax()
     unit = (weight / scale if scale > 0 else weight).norm(dim=1) * scale
-    return norm + (unit + unit[y]) * 2.0**-51
+    return norm + (unit + unit[y]) * (COMPOSED - 1)
 
 
 def margins(logits: Tensor) -> tuple[Tensor, Tensor]:

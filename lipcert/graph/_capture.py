@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import weakref
@@ -175,8 +176,10 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether a write into one tensor may show in the other; on the meta device addresses are all 0 and say nothing."""
+    one, other = first.untyped_storage(), second.untyped_storage()
+    return one._cdata == other._cdata or one.data_ptr() == other.data_ptr() != 0
 
 
 def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
@@ -218,7 +221,7 @@ class _Recorder:
                 raise UnsupportedOperation([(f"{name} into a tensor that does not depend on the image", self.path)])
             target = args[0]
             for other in self.live.values():
-                if other is not target and _storage(other.tensor) == _storage(target.tensor):
+                if other is not target and _share_memory(other.tensor, target.tensor):
                     other.overwritten_by = name
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
@@ -241,6 +244,12 @@ class _Recorder:
             outcome = target.tensor
         if name in ("detach", "detach_"):  # a replay is differentiated, and what is cut off there moves all the same
             function = torch.clone
+        apart = _APART.get(op, ())
+        if apart and isinstance(outcome, tuple):
+            made = [Node(*part, node_args, node_kwargs, self.path) for part in apart]
+            return type(outcome)([self.wrap(part, node) for part, node in zip(outcome, made, strict=True)])
+        if apart and len(node_args) + len(node_kwargs) == 1:  # the largest or smallest entry of all
+            op, function = apart[0]
         wrapped = self.wrap(outcome, Node(op, function, node_args, node_kwargs, self.path))
         if target is not None:
             target.node = wrapped.node
@@ -346,6 +355,7 @@ def _hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
 
 
 def _lstm(
+    result: int,
     x: Tensor,
     state: tuple[Tensor, Tensor],
     weights: list[Tensor],
@@ -355,8 +365,8 @@ def _lstm(
     training: bool,
     bidirectional: bool,
     batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``lstm`` step by step, which unlike torch's own can be run on many images by ``vmap``."""
+) -> Tensor:
+    """One result of ``lstm``, step by step, which unlike torch's own can be run on many images by ``vmap``."""
     ways, each = 2 if bidirectional else 1, 4 if biased else 2
     if len(weights) != ways * each * layers:
         raise NotImplementedError("LSTM with projections")
@@ -380,11 +390,17 @@ def _lstm(
             last_h.append(h)
             last_c.append(c)
         steps = tuple(torch.cat(together, -1) for together in zip(*outputs, strict=True))
-    return torch.stack(steps, 1 if batch_first else 0), torch.stack(last_h), torch.stack(last_c)
+    return torch.stack((steps, last_h, last_c)[result], 1 if batch_first and result == 0 else 0)
 
 
 # What a replay runs in place of operations that torch cannot differentiate twice or run on many images.
-_REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid, "lstm": _lstm}
+_REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid}
+# Operations with several results that are recorded as one operation for each of them.
+_APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
+    "max": (("amax", torch.amax), ("argmax", torch.argmax)),
+    "min": (("amin", torch.amin), ("argmin", torch.argmin)),
+    "lstm": tuple((name, functools.partial(_lstm, i)) for i, name in enumerate(("lstm", "lstm_hidden", "lstm_cell"))),
+}
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def normalise(weight: Tensor) -> tuple[Tensor, float]:
         InputError: if the weight holds NaN or an infinity.
     """
     parts = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
-    largest = float(parts.abs().max()) if parts.numel() else 0.0
+    largest = max(-float(parts.min()), float(parts.max())) if parts.numel() else 0.0
     if math.isnan(largest):
         raise InputError("the weight holds NaN; a norm needs finite numbers, check the file")
     if math.isinf(largest):
@@ -41,4 +41,4 @@ def normalise(weight: Tensor) -> tuple[Tensor, float]:
         return weight, 0.0
     exponent = math.frexp(largest)[1] - 1
     half = exponent // 2
-    return weight * 2.0**-half * 2.0 ** (half - exponent), math.ldexp(1.0, exponent)
+    return (weight * 2.0**-half).mul_(2.0 ** (half - exponent)), math.ldexp(1.0, exponent)

@@ -17,7 +17,6 @@ from lipcert.surgery._projections import (
     RmsSmoothProject,
     SmoothProject,
 )
-from lipcert.surgery._rules import set_attention as _rules  # noqa: F401  adds their rules to the table
 from lipcert.surgery._swap import Kept, Swapped, swap
 
 __all__ = [

@@ -226,22 +226,21 @@ class L2RotaryAttention(L2Attention):
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attention among all tokens.
+        """As :meth:`L2Attention.forward`, for tokens that are turned.
 
         Args:
             x: shape (N, tokens, dim).
             rope: sines and cosines side by side, broadcasting to (N, heads, tokens − prefix, 2d); or None.
-            attn_mask: must be None; it is there because timm's blocks pass it.
-            is_causal: must be False, likewise.
+            attn_mask: must be None.
+            is_causal: must be False.
 
         Returns:
             Shape (N, tokens, dim_out).
 
         Raises:
-            InputError: if a mask is given, which the Lipschitz constant would not cover.
+            InputError: if a mask is given.
         """
-        if attn_mask is not None or is_causal:
-            raise InputError("L2RotaryAttention takes no mask; convert the model with attention='keep'")
+        self.refuse_mask(attn_mask, is_causal)
         z = self._turned(self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2), rope, 1)
         keys = z.square().sum(-1).unsqueeze(-2)
         logits = (z @ z.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale

@@ -124,9 +124,13 @@ class L2Attention(nn.Module):
         Raises:
             InputError: if a mask is given, which the Lipschitz constant would not cover.
         """
-        if attn_mask is not None or is_causal:
-            raise InputError("L2Attention takes no mask; use L2WindowAttention, whose bound covers an additive bias")
+        self.refuse_mask(attn_mask, is_causal)
         return self.attend(x)
+
+    def refuse_mask(self, attn_mask: Tensor | None, is_causal: bool) -> None:
+        """Raises an InputError if there is a mask."""
+        if attn_mask is not None or is_causal:
+            raise InputError(f"{type(self).__name__} takes no mask; convert the model with attention='keep'")
 
     def lipschitz(self, input_shape: tuple[int, ...], token_norm: Upper | None = None) -> Bound:
         """The Lipschitz constant, from above; proof at the head of this file.

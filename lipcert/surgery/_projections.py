@@ -181,6 +181,13 @@ class GroupSmoothProject(_GroupProjection, SmoothProject):
     """:class:`SmoothProject` on groups of channels, in place of GroupNorm."""
 
 
+# By what ``convert(norm=...)`` is asked for, and by the normalisation that is replaced.
+PROJECTIONS: dict[str, dict[str, type[_Projection]]] = {
+    "project": {"": LayerProject, "rms": RmsLayerProject, "group": GroupLayerProject},
+    "smooth": {"": SmoothProject, "rms": RmsSmoothProject, "group": GroupSmoothProject},
+}
+
+
 def _largest(values: Tensor) -> Upper:
     if not bool(values.isfinite().all()):
         raise InputError("the weight of a projection holds NaN or an infinity; check the checkpoint")

@@ -17,14 +17,7 @@ from lipcert.surgery._attention import L2Attention, L2WindowAttention
 from lipcert.surgery._heads import heads_of, sizes_of
 from lipcert.surgery._initial import initialise_attention
 from lipcert.surgery._linear import LipConv2d, LipLinear
-from lipcert.surgery._projections import (
-    GroupLayerProject,
-    GroupSmoothProject,
-    LayerProject,
-    RmsLayerProject,
-    RmsSmoothProject,
-    SmoothProject,
-)
+from lipcert.surgery._projections import PROJECTIONS
 from lipcert.surgery._table import ATTENTIONS, NORMS, attention_reason, class_name, norm_reason
 
 Attention = Literal["l2", "keep"]
@@ -32,10 +25,6 @@ Norm = Literal["keep", "project", "smooth"]
 
 # Exact classes only: a subclass may have a forward of its own, such as timm's padded or standardised convolutions.
 _LINEAR = {nn.Linear: LipLinear, timm.layers.Linear: LipLinear, nn.Conv2d: LipConv2d}
-_PROJECTIONS: dict[str, dict[str, Any]] = {
-    "project": {"": LayerProject, "rms": RmsLayerProject, "group": GroupLayerProject},
-    "smooth": {"": SmoothProject, "rms": RmsSmoothProject, "group": GroupSmoothProject},
-}
 
 
 @dataclass(frozen=True)
@@ -139,7 +128,7 @@ def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit
     """The replacements that :func:`swap` makes, before any is made, and what was to be replaced and stays."""
     if attention not in ("l2", "keep"):
         raise InputError(f"attention must be 'l2' or 'keep', got {attention!r}")
-    if norm not in ("keep", *_PROJECTIONS):
+    if norm not in ("keep", *PROJECTIONS):
         raise InputError(f"norm must be 'keep', 'project' or 'smooth', got {norm!r}")
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in net.modules():
@@ -217,7 +206,7 @@ def _projection(norm: Any, kind: Norm) -> nn.Module:
         "device": reference.device,
         "dtype": reference.dtype,
     }
-    form = _PROJECTIONS[kind]["rms" if how.startswith("rms") else "group" if how == "group" else ""]
+    form: Any = PROJECTIONS[kind]["rms" if how.startswith("rms") else "group" if how == "group" else ""]
     if how == "group":
         new = form(norm.num_channels, groups=norm.num_groups, **arguments)
     else:

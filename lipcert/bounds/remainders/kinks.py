@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import Against, Kinked, Smooth, arguments, per_image, remainder
+from lipcert.bounds.rules.pooling import per_axis
 from lipcert.graph import Node
 
 
@@ -105,6 +106,8 @@ class Extreme(Kinked):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node, "input", "dim", "keepdim")
+        if not node.shape:
+            raise NoAnswer("the largest or smallest of all entries")
         dim = given.get("dim")
         shape = node.operands[0].shape
         dims = range(len(shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
@@ -114,11 +117,74 @@ class Extreme(Kinked):
         ordered = groups.sort(dim=-1).values
         if ordered.shape[-1] == 1:
             gap = torch.full_like(ordered[..., 0], math.inf)
-        elif node.op in ("amin", "min"):
+        elif node.op == "amin":
             gap = ordered[..., 1] - ordered[..., 0]
         else:
             gap = ordered[..., -1] - ordered[..., -2]
         super().__init__(gap)
+
+
+class _Windows(Kinked):
+    """max over windows: with gap k between the largest and the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
+
+    |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in m windows at most, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
+
+    Args:
+        x: shape (..., *sizes).
+        windows: for every axis the positions that each window covers on it, shape (windows, entries); those outside of
+            the axis are padding.
+    """
+
+    def __init__(self, x: Tensor, windows: Sequence[Tensor]):
+        images, dims = len(x), len(windows)
+        x = x.reshape(-1, *x.shape[-dims:])
+        shared = 1
+        for axis, places in reversed(list(enumerate(windows, 1))):
+            size = x.shape[axis]
+            places = torch.where((places >= 0) & (places < size), places, size)
+            shared *= int(places.flatten().bincount(minlength=size + 1)[:size].max())
+            padding = x.new_full((*x.shape[:axis], 1, *x.shape[axis + 1 :]), -math.inf)
+            x = torch.cat([x, padding], axis).index_select(axis, places.flatten().to(x.device))
+            x = x.unflatten(axis, places.shape)
+        entries = x.permute(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).flatten(dims + 1)
+        top = torch.nn.functional.pad(entries, (0, 1), value=-math.inf).topk(2).values
+        super().__init__((top[..., 0] - top[..., 1]).reshape(images, -1))
+        self.spread = math.sqrt(2 * shared)
+
+
+@remainder("max_pool1d", "max_pool2d", "max_pool3d")
+class MaxPool(_Windows):
+    """Window o of an axis covers so + dt − p for 0 ≤ t < k, with stride s, dilation d and padding p."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node, "input", "kernel_size", "stride", "padding", "dilation")
+        dims = int(str(node.op)[-2])
+        kernel, stride, padding, dilation = (
+            per_axis(value, dims)
+            for value in (
+                given["kernel_size"],
+                given.get("stride") or given["kernel_size"],
+                given.get("padding", 0),
+                given.get("dilation", 1),
+            )
+        )
+        axes = zip(result.shape[-dims:], kernel, stride, padding, dilation, strict=True)
+        windows = [torch.arange(m)[:, None] * s + torch.arange(k) * d - p for m, k, s, p, d in axes]
+        super().__init__(operands[0], windows)
+
+
+@remainder("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+class AdaptiveMaxPool(_Windows):
+    """Window i of an axis of n entries covers those from ⌊in/m⌋ on and before ⌈(i + 1)n/m⌉."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        dims = int(str(node.op)[-2])
+        windows = []
+        for n, m in zip(operands[0].shape[-dims:], result.shape[-dims:], strict=True):
+            first, behind = torch.arange(m) * n // m, -(-(torch.arange(m) + 1) * n // m)
+            places = first[:, None] + torch.arange(int((behind - first).max()))
+            windows.append(torch.where(places < behind[:, None], places, n))
+        super().__init__(operands[0], windows)
 
 
 @remainder("max", "min", "maximum", "minimum")
@@ -128,8 +194,6 @@ class Larger(Kinked):
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node, "input", "other")
         pair = [given.get("input"), given.get("other")]
-        if len(given) != 2 or not all(isinstance(item, (Node, Tensor)) for item in pair):
-            raise NoAnswer("along a dimension")
         values = iter(operands)
         sides = [next(values) if isinstance(item, Node) else torch.as_tensor(item).detach().double() for item in pair]
         if any(operand.shape != node.shape for operand in node.operands):

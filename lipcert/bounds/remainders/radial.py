@@ -13,9 +13,25 @@ from lipcert.bounds._remainder import Radial, RadialKink, arguments, per_image, 
 from lipcert.graph import Node
 
 
+class ByGroup:
+    """For :class:`Radial`: its tokens are groups of channels with all their positions, and the weight is by channel."""
+
+    groups: int
+    weight: Tensor | None
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """(N, batch, channels, ...) as (N, batch · groups, entries)."""
+        return tensor.reshape(len(tensor), tensor.shape[1] * self.groups, -1)
+
+    def _sizes(self, direction: Tensor) -> Tensor:
+        if self.weight is not None:
+            direction = direction * self.weight.double().reshape(-1, *[1] * (direction.dim() - 3))
+        return self.split(direction).norm(dim=-1)
+
+
 @remainder("group_norm")
-class GroupNorm(Radial):
-    """LayerNorm of every group of channels, with all positions; γ by channel. See :class:`Radial`."""
+class GroupNorm(ByGroup, Radial):
+    """LayerNorm of every group. See :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node, "input", "num_groups", "weight", "bias", "eps")
@@ -23,20 +39,11 @@ class GroupNorm(Radial):
         eps = given.get("eps", 1e-5)
         if not eps > 0:
             raise NoAnswer("eps = 0")
-        h = self._split(operands[0])
+        h = self.split(operands[0])
         size = h.shape[-1]
         radius = math.sqrt(size * eps)
-        length = per_image((h - h.mean(-1, keepdim=True)).norm(dim=-1))
+        length = (h - h.mean(-1, keepdim=True)).norm(dim=-1)
         super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), 2)
-
-    def _split(self, tensor: Tensor) -> Tensor:
-        """(N, batch, channels, ...) as (N, batch, groups, entries)."""
-        return tensor.reshape(*tensor.shape[:2], self.groups, -1)
-
-    def _sizes(self, direction: Tensor) -> Tensor:
-        if self.weight is not None:
-            direction = direction * self.weight.double().reshape(-1, *[1] * (direction.dim() - 3))
-        return per_image(self._split(direction).norm(dim=-1))
 
 
 @remainder("rms_norm")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
-from lipcert.bounds._value import Value, largest
+from lipcert.bounds._value import Origin, Value, largest
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,14 @@ for _function, _phi in ACTIVATIONS.items():
     def entrywise(call: Call, x: Value, *args: object, _phi: Activation = _phi, **kwargs: object) -> Value:
         """sup |φ'| of the table."""
         return _apply(x, _phi)
+
+
+@rule(F.sigmoid)
+def sigmoid(call: Call, x: Value) -> Value:
+    """sup |φ'| of the table; a quotient by its sum has a constant of its own."""
+    result = _apply(x, ACTIVATIONS[F.sigmoid])
+    result.origin = Origin("sigmoid", x)
+    return result
 
 
 @rule(F.gelu)

@@ -228,7 +228,7 @@ def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Valu
         return mul(call, x, inverse)
     if not isinstance(x, Value):
         x = Value.constant(torch.as_tensor(x, dtype=torch.float64))
-    for quotient in (standardised(call, x, y, "root"), _over_mean(call, x, y)):
+    for quotient in (standardised(call, x, y, "root"), _over_mean(call, x, y), _over_total(call, x, y)):
         if quotient is not None:
             return quotient
     least = y.lowest
@@ -256,6 +256,18 @@ def _over_mean(call: Call, x: Value, y: Value) -> Value | None:
     return Value(call.shape, lip, magnitude=mean.count, floor=0.0)
 
 
+def _over_total(call: Call, x: Value, y: Value) -> Value | None:
+    """σ(z)/Σσ(z) over groups, σ the sigmoid and y that sum; None for anything else.
+
+    As σ' = σ(1 − σ), with q the result its Jacobian is (diag(q) − qqᵀ)·diag(1 − σ(z)); the first factor is that of a
+    softmax with the result q, of norm at most ½, and the second has norm at most 1.
+    """
+    total, sigmoid = y.origin, x.origin
+    if total is None or sigmoid is None or total.kind != "total" or total.source is not x or call.shape != x.shape:
+        return None
+    return Value(call.shape, sigmoid.source.lip / 2, magnitude=1, floor=0.0)
+
+
 def _reduction(mean: bool) -> Any:
     def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
         """A sum of n entries has norm √n, a mean √n / n; different results share no entry."""
@@ -275,11 +287,13 @@ def _reduction(mean: bool) -> Any:
             least = max(least, x.mass)
         result.floor = rounded_down(least)
         if call.shape == kept(x, dims):
-            square = x.origin is not None and x.origin.kind == "square"
-            if square and x.origin is not None:
+            kind = x.origin.kind if x.origin is not None else ""
+            if kind == "square" and x.origin is not None:
                 result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
             elif mean:
                 result.origin = Origin("mean", x, dims, count)
+            elif kind == "sigmoid":
+                result.origin = Origin("total", x, dims)
         return result
 
     return answer

@@ -10,6 +10,7 @@ from torch import Tensor
 from lipcert._upper import Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Conv, Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
+from lipcert.bounds.rules.pooling import per_axis
 from lipcert.norms import conv_transpose_norm
 
 
@@ -24,11 +25,7 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
     if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map)) is not None:
         inner, matrix = x.base, folded
         if x.offset is not None:
-            products = weight.detach().double() * x.offset.to(weight.device)
-            offset = products.sum(-1)
-            error = vector_norm(products.abs().sum(-1)) * (
-                (weight.shape[1] + 4) * 2.0**-52
-            ) + x.offset_error * vector_norm(weight)
+            offset, error = constant_part(weight.detach(), x.offset.to(weight.device), x.offset_error)
     else:
         offset = weight.new_zeros(weight.shape[0]).double()
     if offset is not None and bias is not None:
@@ -37,12 +34,14 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
     return Value(call.shape, magnitude=magnitude, base=inner, map=matrix, offset=offset, offset_error=error)
 
 
-def _pairs(value: Any, dims: int) -> tuple[int, ...]:
-    return (
-        (int(value),) * dims
-        if isinstance(value, int)
-        else tuple(int(v) for v in (value * dims if len(value) == 1 else value))
-    )
+def constant_part(weight: Tensor, offset: Tensor, error: Upper) -> tuple[Tensor, Upper]:
+    """W·offset, and a bound on the norm of what rounding, and the offset's own error, left out of it.
+
+    Inner products of length n are off by at most (n + 1) 2⁻⁵³ |W||offset|, whatever the order of their sums.
+    """
+    exact = weight.double()
+    rounding = vector_norm(exact.abs() @ offset.abs()) * ((weight.shape[1] + 4) * 2.0**-52)
+    return exact @ offset, rounding + error * vector_norm(weight)
 
 
 @rule("conv1d", "conv2d", "conv3d")
@@ -62,15 +61,15 @@ def conv(
         raise NoAnswer("an input without batch axis")
     if isinstance(weight, Value) or isinstance(bias, Value) or not isinstance(x, Value):
         return _conv_by_values(call, x, weight, bias)
-    dilation = _pairs(dilation, dims)
+    dilation = per_axis(dilation, dims)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         sides = tuple((total // 2, total - total // 2) for total in totals)
     elif padding == "valid":
         sides = ((0, 0),) * dims
     else:
-        sides = tuple((p, p) for p in _pairs(padding, dims))
-    geometry = {"stride": _pairs(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
+        sides = tuple((p, p) for p in per_axis(padding, dims))
+    geometry = {"stride": per_axis(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
     magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
     inner, operator = x, Conv(weight, x.shape[2:], geometry)
     if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
@@ -116,10 +115,10 @@ def conv_transpose(
     norm = conv_transpose_norm(
         weight,
         x.shape[2:],
-        stride=_pairs(stride, dims),
-        padding=_pairs(padding, dims),
-        output_padding=_pairs(output_padding, dims),
-        dilation=_pairs(dilation, dims),
+        stride=per_axis(stride, dims),
+        padding=per_axis(padding, dims),
+        output_padding=per_axis(output_padding, dims),
+        dilation=per_axis(dilation, dims),
         groups=groups,
     )
     per_output = (

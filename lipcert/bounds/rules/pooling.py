@@ -75,7 +75,7 @@ def _maximum(dims: int) -> Callable[..., Value]:
         """
         if return_indices:
             raise NoAnswer("indices of the maxima")
-        kernel, step, gap = (_each(v, dims) for v in (kernel_size, stride or kernel_size, dilation))
+        kernel, step, gap = (per_axis(v, dims) for v in (kernel_size, stride or kernel_size, dilation))
         windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
         return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
@@ -105,18 +105,10 @@ def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     return Value(call.shape, x.lip, magnitude=x.magnitude, floor=x.lowest)
 
 
-def _larger(pick: Callable[..., float]) -> Callable[..., Any]:
-    def answer(call: Call, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Of two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry; along a dimension as ``amax``."""
-        dim = kwargs.get("dim", y)
-        if isinstance(x, Value) and not kwargs.keys() & {"other"} and (dim is None or isinstance(dim, int)):
-            if dim is None:
-                return extreme(call, x)
-            shape = list(x.shape)
-            keepdim = bool(args[0] if args else kwargs.get("keepdim", False))
-            shape[dim % len(shape) : dim % len(shape) + 1] = [1] if keepdim else []
-            return extreme(Call(tuple(shape), call.path), x), None
-        pair = (x, kwargs.get("other", y))
+def _larger(pick: Callable[..., float]) -> Callable[..., Value]:
+    def answer(call: Call, x: Any, other: Any) -> Value:
+        """Of two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry."""
+        pair = (x, other)
         values = [v if isinstance(v, Value) else Value.constant(torch.as_tensor(v, dtype=torch.float64)) for v in pair]
         copies = [Upper(math.prod(call.shape) // max(1, math.prod(v.shape))).sqrt() for v in values]
         lip = root_sum_squares(*(v.lip * m for v, m in zip(values, copies, strict=True)))
@@ -134,5 +126,6 @@ def _lowest(constant: Any) -> float:
     return torch.as_tensor(constant, dtype=torch.float64).min().item()
 
 
-def _each(value: Any, dims: int) -> tuple[int, ...]:
+def per_axis(value: Any, dims: int) -> tuple[int, ...]:
+    """An argument of a window as one number for each axis."""
     return (value,) * dims if isinstance(value, int) else tuple(value if len(value) == dims else value * dims)
