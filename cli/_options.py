@@ -12,6 +12,8 @@ import timm
 import torch
 import typer
 
+from lipcert._memory import is_out_of_memory
+from lipcert._timm import first_line
 from lipcert.errors import BrokenCertificate, InputError, Interrupted, LipcertError
 from lipcert.loading import BUNDLED, load, resolve
 from lipcert.model import Model
@@ -76,6 +78,11 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(3) from error
         except LipcertError as error:
             say(f"lipcert: {error}")
+            raise typer.Exit(2) from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            say(f"lipcert: the memory does not suffice ({first_line(error)}); take a smaller model or a larger machine")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             say("lipcert: interrupted")

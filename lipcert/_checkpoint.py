@@ -18,15 +18,14 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from lipcert._timm import first_line
+from lipcert._timm import first_line, shortened
 from lipcert.errors import LoadError
+from lipcert.model import unusable
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 
 # Where training scripts put the weights inside a checkpoint, averaged weights first, as timm's own loader does.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
-
-_LONGEST_NAME = 100
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Mapping[str, Tensor], str | None]:
@@ -43,10 +42,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Mapping[str, Tensor],
         LoadError: missing, damaged or foreign file, or one that holds Python objects besides tensors.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise LoadError(f"{path} is a folder; give a checkpoint file, or {path} as local-dir:{path} if timm saved it")
-    if not path.is_file():
-        raise LoadError(f"there is no file {path}")
+    if not os.path.isfile(path):
+        raise LoadError(f"there is no file {shortened(str(path))}")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = _torch_load(path)
@@ -93,10 +92,9 @@ def check_finite(net: nn.Module, origin: str) -> None:
     Raises:
         LoadError: naming the first such tensor.
     """
-    for name, value in net.state_dict().items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            kind = "NaN" if bool(value.isnan().any()) else "infinity"
-            raise LoadError(f"{origin} holds {kind} in {name}; a model with such weights cannot be certified")
+    problem = unusable(net)
+    if problem is not None:
+        raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
 
 
 def _read_safetensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
@@ -188,11 +186,6 @@ def _is_plain(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.is_nested or value.is_quantized or value.is_complex():
         return False
     return value.layout == torch.strided and value.device.type == "cpu"
-
-
-def shortened(name: str) -> str:
-    """A name from a file, cut to what fits into a message."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def _listed(one: str, many: str, names: list[str]) -> str:

@@ -13,6 +13,26 @@ RIGOR = re.compile(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
+def check_kinds(row: Mapping[str, Any]) -> None:
+    """Refuses a row whose entries are not of their kinds, whatever they say.
+
+    Raises:
+        ValueError: with the reason; others of ``DAMAGED`` where something is missing or of another kind.
+    """
+    whole = [row["index"], row["predicted"], *([row["label"]] if "label" in row else [])]
+    if not all(type(number) is int and 0 <= number < 2**63 for number in whole):
+        raise ValueError("index, prediction or label is no whole number")
+    if not (isinstance(row["method"], str) and row["method"].isprintable()):
+        raise ValueError("its method is no name")
+    radius = row["radius"]
+    if not (math.isfinite(radius) and radius >= 0):
+        raise ValueError(f"the radius is {radius}")
+    if not math.isfinite(row.get("seconds", 0)):
+        raise ValueError("its time is no number")
+    if not isinstance(row.get("correct", True), bool):
+        raise ValueError("correct is neither true nor false")
+
+
 def check(row: Mapping[str, Any], eps: float) -> None:
     """Refuses a row that is not what it says: above all nothing but a bound may be called certified.
 
@@ -23,19 +43,12 @@ def check(row: Mapping[str, Any], eps: float) -> None:
     Raises:
         ValueError: with the reason; others of ``DAMAGED`` where something is missing or of another kind.
     """
+    check_kinds(row)
     radius = row["radius"]
-    if not (isinstance(row["index"], int) and isinstance(row["method"], str)):
-        raise ValueError("index or method")
-    if not (math.isfinite(radius) and radius >= 0):
-        raise ValueError(f"the radius is {radius}")
-    if not math.isfinite(row.get("seconds", 0)):
-        raise ValueError("its time is no number")
     if row["certified"] is not (radius > eps):
         raise ValueError(f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}")
     if not RIGOR.fullmatch(row["rigor"]):
         raise ValueError(f"its rigor is {row['rigor']!r}, which is no certificate")
-    if not isinstance(row.get("correct", True), bool):
-        raise ValueError("correct is neither true nor false")
     distance = broken_at(row, eps)
     if distance < radius:
         raise ValueError(

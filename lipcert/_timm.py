@@ -50,7 +50,8 @@ def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> 
     """
     if not is_timm_name(name):
         raise LoadError(
-            f"timm has no model {name!r}{_similar(name)}; a file is given by its path, a hub model as hf-hub:OWNER/NAME"
+            f"timm has no model {shortened(name)!r}{_similar(name)}; a file is given by its path, "
+            "a hub model as hf-hub:OWNER/NAME"
         )
     try:
         with _hub() if pretrained or name.startswith(HUB) else contextlib.nullcontext():
@@ -88,6 +89,11 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's message, for messages that stay on one line."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """Text from a file, cut to what fits into a message."""
+    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 @contextlib.contextmanager
@@ -138,7 +144,7 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
         tagged = [n for n in timm.list_models(f"{architecture}.*", pretrained=True) if n.startswith(f"{architecture}.")]
         return f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this architecture'}"
     if arguments:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        given = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
         return f"timm cannot build {name} with {given}: {message}"
     return f"timm cannot load {name}: {message}"
 

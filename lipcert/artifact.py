@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._checkpoint import check_finite
+from lipcert._construction import check_described
 from lipcert._timm import WEIGHT_ARGUMENTS, create_net, first_line
 from lipcert._version import version
 from lipcert.errors import InputError, LipcertError, LoadError
@@ -108,14 +109,18 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
         raise LoadError(f"{path} names the architecture {name!r}, which timm {timm.__version__} does not have")
     if not isinstance(arguments, dict) or WEIGHT_ARGUMENTS & arguments.keys():
         raise LoadError(f"{path} is damaged: its model arguments are not those of a lipcert artifact; write it again")
-    try:
+
+    def build() -> nn.Module:
         net = create_net(name, pretrained=False, arguments=arguments)
         _repeat_surgery(net, content["recipe"])
-        # Copied: tensors in the file's own memory are unaligned, which changes the last bit of results.
-        state = {name: value.clone() for name, value in safetensors.torch.load_file(path).items()}
-        if any(own.is_floating_point() != state[name].is_floating_point() for name, own in net.state_dict().items()):
-            raise ValueError("a tensor is of another kind")
-        net.load_state_dict(state, assign=True)
+        return net
+
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        check_described(build, arguments, shapes)
+        net = build()
+        _fill(net, path, shapes)
         model = Model(
             net,
             mean=content["mean"],
@@ -142,8 +147,28 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     return model
 
 
+def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Puts the file's tensors in place of the network's, one by one, so that they are never all in memory twice.
+
+    Raises:
+        ValueError: the file has other tensors than the network, or of another shape or kind.
+    """
+    own = net.state_dict(keep_vars=True)
+    if own.keys() != shapes.keys():
+        raise ValueError("tensors are missing, or there are too many")
+    for name, tensor in own.items():
+        with safetensors.safe_open(path, framework="pt") as file:
+            # Copied: tensors in the file's own memory are unaligned, which changes the last bit of results.
+            value = file.get_tensor(name).clone()
+        if value.shape != tensor.shape or value.is_floating_point() != tensor.is_floating_point():
+            raise ValueError(f"{name} is of another shape or kind")
+        tensor.data = value
+
+
 def is_artifact(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a safetensors file with lipcert's metadata; the content is not checked further."""
+    if not os.path.isfile(path):  # a pipe would be waited for
+        return False
     try:
         with safetensors.safe_open(os.fspath(path), framework="pt") as file:
             return "lipcert" in (file.metadata() or {})
@@ -162,7 +187,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         LoadError: missing, foreign, damaged or changed file, or one of a newer format.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise LoadError(f"there is no file {path}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -325,11 +325,13 @@ class _StreamImages(Images):
 
 def _open_path(spec: str) -> Any:
     path = Path(spec)
-    if not path.exists():
+    if not os.path.exists(path):
         kinds = ", ".join(f"{kind}/" for kind in KINDS)
         raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
     if path.is_file() and path.suffix != ".tar":
         raise InputError(f"{spec} is neither a folder nor a .tar of images")
+    if path.is_dir():
+        _check_folder(path, ())
     try:
         if path.is_file():
             _check_tar(path)
@@ -343,6 +345,32 @@ def _open_path(spec: str) -> Any:
             reason = first_line(error)
             raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
         raise InputError(f"{spec} holds no images ({extensions})") from error
+
+
+def _check_folder(folder: Path, above: tuple[Path, ...]) -> None:
+    """timm follows links, so that one to a folder above it would give the same images over and over.
+
+    Args:
+        folder: where to look.
+        above: the folders that led here, without links in their paths.
+
+    Raises:
+        InputError: naming such a link, or what is neither a file nor a folder; reading a pipe would wait for ever.
+    """
+    here = (*above, folder.resolve())
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror or error}") from error
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.is_dir():
+            target = path.resolve() if entry.is_symlink() else None
+            if target is not None and any(known.is_relative_to(target) for known in here):
+                raise InputError(f"{path} is a link to a folder that it is in; take it out")
+            _check_folder(path, here)
+        elif os.path.exists(path) and not entry.is_file():
+            raise InputError(f"{path} is neither a file nor a folder; take it out")
 
 
 def _check_tar(path: Path) -> None:

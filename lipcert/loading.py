@@ -104,7 +104,7 @@ def is_file(source: str) -> bool:
     """Whether a model is meant as a file: by its ending, by a folder in its name, or because there is one."""
     if Path(source).suffix in SUFFIXES:
         return True
-    return not is_timm_name(source) and (os.sep in source or Path(source).exists())
+    return not is_timm_name(source) and (os.sep in source or os.path.exists(source))
 
 
 def number_of_classes(model: Model) -> int:

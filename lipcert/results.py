@@ -266,7 +266,7 @@ class ResultFile:
         self.path = Path(path)
         self.summary_path = summary_path(self.path)
         self.description = dict(description)
-        if self.path == self.summary_path or (self.path.exists() and not self.path.is_file()):
+        if self.path == self.summary_path or (os.path.exists(self.path) and not os.path.isfile(self.path)):
             raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
         try:
             found, whole = _rows_of(self.path, self.description)
@@ -331,7 +331,7 @@ def _at(value: str | Sequence[str], i: int) -> str:
 
 def _rows_of(path: Path, description: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """The whole rows of a file, and how many bytes they take; a row half written at the end is left out."""
-    content = path.read_bytes() if path.exists() else b""
+    content = path.read_bytes() if os.path.exists(path) else b""
     if not content:
         return [], 0
     try:

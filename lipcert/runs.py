@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipcert._processes import Processes
 from lipcert.data import Batch, Images
-from lipcert.errors import BrokenCertificate, Interrupted
+from lipcert.errors import BrokenCertificate, InputError, Interrupted
 from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, summary_path
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ def certify_to_file(
         Interrupted: the user stopped it; the rows found so far are kept.
         BrokenCertificate: an attack contradicts a certificate.
     """
+    if not out.name:
+        raise InputError(f"{out} cannot hold the rows; give a file such as results.jsonl")
     processes = processes or Processes()
     own = shard_path(out, part, parts)
     elsewhere = [row for path in (out, *shards_of(out)) if path != own for row in read_rows(path, description)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lipcert._rows import DAMAGED
+from lipcert._rows import DAMAGED, RIGOR, check_kinds
 from lipcert.artifact import weights_hash
 from lipcert.certifier import METHODS, Certifier
 from lipcert.data import Images
@@ -60,6 +59,8 @@ class Claims:
         try:
             summary = json.loads(summary_path(path).read_text(encoding="utf-8"))
             found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for row in found:
+                check_kinds(row)
             Tally(found)
             known = [summary[key] for key in ("eps", "method", "dtype", "rigor", "at", "model", "data")]
             if not found or not all(isinstance(part, dict) for part in known[5:]):
@@ -182,8 +183,5 @@ def _close(claimed: Any, found: float | None) -> bool:
 
 def _delta(rigor: Any) -> float:
     """The failure probability that a rigor allows; NaN for what is none."""
-    form = re.fullmatch(r"deterministic|probabilistic\((\d\S*)\)", str(rigor))
-    try:
-        return math.nan if form is None else float(form[1] or 0)
-    except ValueError:
-        return math.nan
+    form = RIGOR.fullmatch(str(rigor))
+    return math.nan if form is None else float(form["delta"] or 0)

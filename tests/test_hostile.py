@@ -29,7 +29,7 @@ from lipcert._checkpoint import check_finite, load_weights, read_checkpoint
 from lipcert.artifact import is_artifact, load_artifact, read_metadata, save
 from lipcert.data import open_images
 from lipcert.errors import InputError, LipcertError
-from lipcert.loading import load
+from lipcert.loading import BUNDLED, load, resolve
 from lipcert.report import read_runs
 from lipcert.results import ResultFile, read_rows
 
@@ -417,7 +417,19 @@ METADATA = {
     **{f"std {v!r}": put("std", v) for v in ([], [0.0] * 3, [-1.0] * 3, [INF] * 3, ["a"] * 3, {"a": 1})},
     **{
         f"input size {v!r}": put("input_size", v)
-        for v in ([], [3], [3, 16], [0, 0, 0], [-3, 16, 16], ["3", "x", "y"], [None] * 3, [[3], 16, 16], "3")
+        for v in (
+            [3, 10**9, 10**9],
+            [3, 2**40, 1],
+            [],
+            [3],
+            [3, 16],
+            [0, 0, 0],
+            [-3, 16, 16],
+            ["3", "x", "y"],
+            [None] * 3,
+            [[3], 16, 16],
+            "3",
+        )
     },
     **{
         f"recipe {v!r}": put("recipe", v)
@@ -448,6 +460,17 @@ METADATA = {
             {"img_size": [16, 16, 16]},
             {**TINY, "depth": 2},
             {**TINY, "num_classes": 4},
+            {**TINY, "depth": 10**9},
+            {**TINY, "depth": 10**6},
+            {**TINY, "depth": True},
+            {**TINY, "embed_dim": 10**7},
+            {**TINY, "embed_dim": 10**6, "depth": 1000},
+            {**TINY, "num_classes": 2**70},
+            {**TINY, "img_size": 10**6},
+            {**TINY, "mlp_ratio": 1e9},
+            {**TINY, "mlp_ratio": 999.0, "embed_dim": 10**5},
+            {**TINY, "drop_rate": 10**400},
+            {**TINY, "weight_init": [[[10**6]] * 100] * 100},
             {**TINY, "norm_layer": "os.system"},
             {**TINY, "checkpoint_path": "evil.pth"},
             {**TINY, "pretrained_cfg": {"file": "evil.pth"}},
@@ -499,6 +522,41 @@ def test_artifacts_whose_images_cannot_be_cut(saved, tmp_path, config):
 
 
 # Images and archives of images.
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "/"])
+def test_links_to_folders_above_them(tmp_path, target):
+    """The same images over and over, or the whole disk."""
+    images = tmp_path / "images"
+    for name in "ab":
+        (images / name).mkdir(parents=True)
+        noise().save(images / name / "0.png")
+    (images / "b" / "c").mkdir()
+    (images / "b" / "c" / "d").symlink_to("..", target_is_directory=True)
+    assert "/d is a link" in refused(open_images, images, classifier())
+    (images / "b" / "c" / "d").unlink()
+    link = images / "a" / "link"
+    link.symlink_to(target, target_is_directory=True)
+    assert "a/link is a link" in refused(open_images, images, classifier())
+    link.unlink()
+    (tmp_path / "other").mkdir()
+    noise().save(tmp_path / "other" / "0.png")
+    link.symlink_to(tmp_path / "other", target_is_directory=True)  # a link to elsewhere is as good as a folder
+    assert len(open_images(images, classifier())) == 3
+
+
+def test_a_pipe_among_images_and_as_a_model(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "0.png")
+    assert "0.png" in refused(open_images, tmp_path, classifier())
+    os.mkfifo(tmp_path / "w.safetensors")
+    refused(load, tmp_path / "w.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert resolve(None) == BUNDLED
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a" * 300 + "/b", "\0"])
+def test_names_that_no_file_has(name):
+    refused(load, name)
 
 
 def classifier(size=(3, 8, 8)):
@@ -747,6 +805,11 @@ ROWS = {
     "a method that is a list": json.dumps(row(5, method=[])),
     "correct that is text": json.dumps(row(5, correct="yes")),
     "an attack inside the radius": json.dumps(row(5, attacked=True, attack_distance=0.01)),
+    "an index below 0": json.dumps(row(5, index=-1)),
+    "an index that is true": json.dumps(row(5, index=True)),
+    "a prediction that is text": json.dumps(row(5, predicted="1")),
+    "a label of 400 digits": json.dumps(row(5, label=10**400)),
+    "a method that steers a terminal": json.dumps(row(5, method="a\x1b[31m\nb")),
     "a zero byte": "\0",
 }
 

@@ -1,0 +1,83 @@
+"""A network as a file describes it, without storage, so that it can be compared before anything is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+# The sum of all whole numbers among a network's arguments, and the largest of the others: widths, depths, ratios.
+# With larger ones timm would make lists of that length before the first weight.
+_WHOLE = 2**21
+_RATIO = 1000.0
+# Modules and parameters that a network may consist of, for each tensor of its file.
+_PARTS = 100
+_FEW_TENSORS = 100
+# Buffers that are in no file: tables of positions, masks of windows. Entries, and entries for each weight.
+_BUFFERS = 2**27
+_BUFFERS_A_WEIGHT = 64
+
+
+def check_described(
+    build: Callable[[], nn.Module], arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Builds a network without storage and compares it with the tensors of a file.
+
+    The work grows with the file: construction stops as soon as the network has many more parts than the file has
+    tensors.
+
+    Args:
+        build: makes the network.
+        arguments: what it is made with.
+        shapes: of the tensors in the file, by name.
+
+    Raises:
+        ValueError: the network is not what the file holds, or much larger.
+    """
+    numbers = list(_numbers(arguments))
+    whole = sum(abs(number) for number in numbers if isinstance(number, int))
+    if whole > _WHOLE or not all(abs(number) <= _RATIO for number in numbers if isinstance(number, float)):
+        raise ValueError("its arguments ask for a network of absurd size")
+    with _limited(_PARTS * (len(shapes) + _FEW_TENSORS)), torch.device("meta"):
+        net = build()
+    own = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    if own != shapes:
+        name = next(name for name in (*own, *shapes) if own.get(name) != shapes.get(name))
+        raise ValueError(f"{name} is {shapes.get(name, 'missing')} in the file and {own.get(name, 'missing')} in it")
+    weights = sum(value.numel() for value in net.parameters())
+    if sum(value.numel() for value in net.buffers()) > _BUFFERS + _BUFFERS_A_WEIGHT * weights:
+        raise ValueError("its tables are far larger than its weights")
+
+
+@contextlib.contextmanager
+def _limited(parts: int) -> Iterator[None]:
+    """Stops the construction of a network with more modules and parameters than ``parts``, with a ValueError."""
+    found = 0
+
+    def count(_module: nn.Module, _name: str, _value: object) -> None:
+        nonlocal found
+        found += 1
+        if found > parts:
+            raise ValueError("its arguments describe a larger network than its weights fill")
+
+    hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _numbers(tree: Any) -> Iterator[int | float]:
+    if isinstance(tree, (int, float)):
+        yield tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _numbers(item)
