@@ -87,6 +87,18 @@ def test_flags_do_not_depend_on_the_batch(method, activation):
             torch.testing.assert_close(found.radius, whole.radius[part], rtol=1e-6, atol=0)
 
 
+def test_start_vectors_do_not_depend_on_the_batch(monkeypatch):
+    """With norms of all operators from random start vectors, image by image."""
+    monkeypatch.setattr("lipcert.bounds._masked.DENSE_SIDE", 0)
+    monkeypatch.setattr("lipcert.bounds._masked._CHUNK", 1)
+    certifier = Certifier(small(nn.ReLU()), 0.01, "local")
+    images = images_of(certifier.model, 3)
+    whole = certifier.run(images)
+    assert whole.rigor[0].startswith("probabilistic")
+    for part in ([0], [2, 1]):
+        torch.testing.assert_close(certifier.run(images[part]).radius, whole.radius[part], rtol=1e-12, atol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", STRONG)
 def test_the_bundled_model(threads, method):

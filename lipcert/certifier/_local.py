@@ -68,7 +68,7 @@ class Local:
         Returns:
             float64, shape (N,); at most the global bound.
         """
-        return self._walk(self._nominal(images), eps, self._generator()).output.constant
+        return self._walk(self._nominal(images), eps).output.constant
 
     @torch.no_grad()
     def constants(self, images: Tensor, predicted: Tensor, eps: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Local:
         Returns:
             float64, shape (N, classes); 0 in the column of the predicted class.
         """
-        walk = self._walk(self._nominal(images), eps, self._generator())
+        walk = self._walk(self._nominal(images), eps)
         return self._margin_constants(walk, predicted.to(self.model.device)).cpu()
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class Local:
             float64, shape (N,); 0 where nothing is certified, inf where nothing can move.
         """
         low = radii(gaps.cpu(), self.everywhere.of(predicted.cpu()))
-        nominal, generator = self._nominal(images), self._generator()
+        nominal = self._nominal(images)
         gaps, predicted = gaps.to(self.model.device, torch.float64), predicted.to(self.model.device)
         start = torch.where(low > 0, low, 1e-12)
         high = torch.full_like(low, math.inf)
@@ -125,7 +125,7 @@ class Local:
                 if step > len(asked):
                     break
                 continue
-            passes = self._passes(nominal, index, trial[index], predicted, gaps, generator)
+            passes = self._passes(nominal, index, trial[index], predicted, gaps, step)
             low[index] = torch.where(passes, trial[index], low[index])
             high[index] = torch.where(passes, high[index], trial[index])
             open_ &= (high > _ACCURACY * torch.maximum(low, start)) & (low < 1e12)
@@ -138,11 +138,15 @@ class Local:
         eps: Tensor,
         predicted: Tensor,
         gaps: Tensor,
-        generator: torch.Generator,
+        number: int,
     ) -> Tensor:
-        """Whether the margins of the images at ``index`` hold in balls of radius ``eps``, both of shape (n,)."""
+        """Whether the margins of the images at ``index`` hold in balls of radius ``eps``, both of shape (n,).
+
+        ``number`` is that of the walk: each has start vectors of its own, as its radius depends on those before it. An
+        image that takes part meets the same numbers whatever others are beside it.
+        """
         where = index.to(self.model.device)
-        walk = self._walk(nominal.select(where), eps, generator)
+        walk = self._walk(nominal.select(where), eps, number)
         classes, gap = predicted[where], gaps[where]
         reach = self._margin_constants(walk, classes) * walk.eps[:, None]
         reach = torch.minimum(reach, self._margin_boxes(walk, classes))
@@ -154,14 +158,13 @@ class Local:
     def _nominal(self, images: Tensor) -> Nominal:
         return self.boxes.nominal(images.to(self.model.device, torch.float64))
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-    def _walk(self, nominal: Nominal, eps: Tensor, generator: torch.Generator) -> Walk:
+    def _walk(self, nominal: Nominal, eps: Tensor, number: int = 0) -> Walk:
         # A walk takes at most one norm for each operation, and a call at most _EVALUATIONS walks.
-        share = self.delta / (_EVALUATIONS * len(self.boxes.graph.nodes))
+        nodes = len(self.boxes.graph.nodes)
+        share = self.delta / (_EVALUATIONS * nodes)
+        seed = (self.seed * _EVALUATIONS + number) * nodes
         eps = eps.to(self.model.device, torch.float64).clamp_min(_SMALLEST)
-        return Walk(self.boxes, nominal, eps, share, generator)
+        return Walk(self.boxes, nominal, eps, share, seed)
 
     def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
         """The last matrix, the value in front of it, and the weights of its columns; None if the logits are not a

@@ -21,7 +21,8 @@ What is assumed of the machine, and nothing else:
 * Variances may be computed by two passes, by updates, or as E[x²] − E[x]².
 * The whole network runs in one format: no autocast.
 
-Overflow, NaN, operations without a rule, and constants that the network computes from its weights have no bound.
+Overflow, NaN, operations without a rule, and constants that the network computes from its weights in a way that is not
+known here have no bound.
 """
 
 from lipcert.roundoff._anchored import DeployedAnchored

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ class Format:
     Attributes:
         dtype: float32, float16 or bfloat16: what every operation returns.
         sums: in what the sums inside an operation are kept: float32, or ``dtype`` itself.
+        computed: constants that a network computes from its weights, by address and shape, with bounds on their errors.
     """
 
     dtype: torch.dtype
     sums: torch.dtype = torch.float32
+    computed: Mapping[tuple[int, torch.Size], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, dtype: str | torch.dtype | Format) -> Format:
@@ -116,9 +119,12 @@ class Format:
     def cast(self, constant: Tensor | float) -> Tensor:
         """|fl(c) − c| for constants, entry by entry; ∞ where c is too large for the format.
 
-        Entries that the format does not hold may have been rounded through float32, which adds 2⁻²³|c|.
+        What is ``computed`` by the network has bounds of its own. Entries that the format does not hold may have been
+        rounded through float32, which adds 2⁻²³|c|.
         """
         exact = torch.as_tensor(constant, dtype=torch.float64).detach()
+        if address(exact) in self.computed:
+            return self.computed[address(exact)][1]
         held = exact.to(self.dtype).double()
         error = torch.where(held == exact, 0.0, (held - exact).abs() + 2.0**-23 * exact.abs() + 2.0**-149)
         flushed = (exact != 0) & (exact.abs() < torch.finfo(self.dtype).smallest_normal)
@@ -130,6 +136,11 @@ class Format:
         root = math.sqrt(pixels.shape[1])
         norm = (pixels.norm(dim=1) + radius).clamp_max(root)
         return (norm * self.unit + root * self.smallest) * INFLATE
+
+
+def address(constant: Tensor) -> tuple[int, torch.Size]:
+    """What tells a tensor apart from all others that are in memory."""
+    return constant.data_ptr(), constant.shape
 
 
 def _gamma(n: int, unit: float) -> float:

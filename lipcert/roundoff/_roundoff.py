@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, explicit_attention, needed
 from lipcert.graph._graph import map_nodes, run
 from lipcert.model import Model
-from lipcert.roundoff._format import INFLATE, Format
+from lipcert.roundoff._constants import computed_error
+from lipcert.roundoff._format import INFLATE, Format, address
 from lipcert.roundoff._rules import ROUNDINGS, Operand, local_error
 
 Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,11 +45,13 @@ class Gains:
 
     Args:
         graph: the captured network.
-        model: the model; constants of the network must be parts of its parameters and buffers.
+        model: the model; constants of the network must be parts of its parameters and buffers, or be computed in a
+            known way.
         fmt: the deployed format.
 
     Attributes:
         values: what the global rules say of every node.
+        format: the deployed format, with the constants that the network computes.
 
     Raises:
         UnsupportedOperation: names the operations without a global or a rounding rule.
@@ -58,6 +62,8 @@ class Gains:
         self._gains: dict[Node, dict[Node, float]] = {}
         known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
+        computed: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
+        self.format = replace(fmt, computed=computed)
         with torch.no_grad():
             nominal = evaluate(graph, _example(model)[:, None])
             still = torch.zeros(1, dtype=torch.float64, device=model.device)
@@ -65,9 +71,13 @@ class Gains:
                 if node is graph.input or passes(node):
                     continue
                 try:
-                    _check(node, known)
+                    for constant in _constants(node, known):
+                        error = computed_error(constant, node.path, model, fmt)
+                        if error is None:
+                            raise NoAnswer("a constant that the network computes")
+                        computed[address(constant)] = constant, error
                     operands = [Operand(nominal[u], still, torch.full_like(still, math.inf)) for u in node.operands]
-                    local_error(node, operands, fmt)
+                    local_error(node, operands, self.format)
                 except NoAnswer as reason:
                     missing.append((f"{node.name} ({reason})", node.path))
         if missing:
@@ -110,19 +120,17 @@ class Gains:
             return math.inf
 
 
-def _check(node: Node, known: set[int]) -> None:
-    """Refuses operations whose deployed form is not what was captured in float64.
+def _constants(node: Node, known: set[int]) -> list[Tensor]:
+    """The constants of an operation that are not parts of those whose storage is ``known``: the network computes them.
 
     Raises:
-        NoAnswer: the result has a format of its own, or a constant is not a part of one whose storage is ``known``, so
-            that the network computes it, with rounding errors that nothing bounds.
+        NoAnswer: the result has a format of its own, and is not what was captured in float64.
     """
     if node.dtype is not None and node.dtype != torch.float64:
         raise NoAnswer(f"a result in {node.dtype}")
     constants: list[Tensor] = []
     _tensors((node.args, dict(node.kwargs)), constants)
-    if any(c.untyped_storage().data_ptr() not in known for c in constants):
-        raise NoAnswer("a constant that the network computes")
+    return [constant for constant in constants if constant.untyped_storage().data_ptr() not in known]
 
 
 def passes(node: Node) -> bool:
@@ -236,7 +244,7 @@ class Roundoff:
             error = sum((_times(gain, errors[u]) for u, gain in gains.items()), zero)
             if not passes(node):
                 operands = [self._operand(u, nominal[u], radius, errors[u]) for u in node.operands]
-                local[node] = local_error(node, operands, self.format)
+                local[node] = local_error(node, operands, self.gains.format)
                 error = error + length(local[node])
             if node.shape:
                 error = torch.where(error <= self.gains.slack(node), error, math.inf)

@@ -23,6 +23,12 @@ from lipcert.graph import Node
 from lipcert.graph._graph import map_nodes
 from lipcert.roundoff._format import EXTRA, INFLATE, Format
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
+from lipcert.surgery._projections import (
+    GroupLayerProject,
+    GroupSmoothProject,
+    RmsLayerProject,
+    RmsSmoothProject,
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,8 @@ def _two(node: Node, operands: Sequence[Operand], fmt: Format, first: Any, secon
 @rounding(
     "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "expand", "repeat",
     "tile", "repeat_interleave", "dropout", "neg", "abs", "relu", "relu6", "max_pool1d", "max_pool2d", "max_pool3d",
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin", MaxMin,
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin", "unfold", "unfold_axis",
+    MaxMin,
 )  # fmt: skip
 def exact(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """No rounding. Numbers below the normal range may be flushed to zero, which the operation that made them counts."""
@@ -217,19 +224,27 @@ def add(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
 @rounding("mul", "div")
 def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x·y, one of them constant or not; x/c as a quotient or a product with 1/c."""
+    """x·y and x/y, one of them constant or not, the second as a quotient or a product with 1/y.
+
+    |ŷ| ≥ |y| − ρ for a denominator that depends on the image.
+    """
     given = arguments(node, "input", "other")
     if node.op == "mul":
         (x, dx), (y, dy) = _two(node, operands, fmt, given["input"], given["other"])
         return fmt.rounded(x * y, 2) + (x * dy + dx * y + dx * dy) * (1 + 4 * fmt.unit) + _zeros(node, operands)
-    if isinstance(given["other"], Node) or given.get("rounding_mode"):
-        raise NoAnswer("division by a value that depends on the image")
-    (x, _), (c, dc) = _two(node, operands, fmt, given["input"], given["other"])
+    if given.get("rounding_mode"):
+        raise NoAnswer("a quotient that is rounded to a whole number")
+    (x, dx), (c, dc) = _two(node, operands, fmt, given["input"], given["other"])
+    x = x + dx
     low = c - dc
+    if isinstance(given["other"], Node):
+        denominator = operands[-1]
+        low = _aligned((denominator.size - denominator.over(denominator.rho)).clamp_min(0), node, images=True)
     quotient = torch.where(low > 0, x / low, math.inf)
     # 1/c may be rounded by itself, and fall below the normal range.
     inverse = x * (4 * fmt.smallest)
-    error = fmt.rounded(quotient, 4) + quotient * (dc / c) * (1 + 4 * fmt.unit) + inverse + _zeros(node, operands)
+    cast = (quotient * torch.where(c > 0, dc / c, 0.0) + torch.where(low > 0, dx / low, 0.0)) * (1 + 4 * fmt.unit)
+    error = fmt.rounded(quotient, 4) + cast + inverse + _zeros(node, operands)
     return fmt.safe(error, torch.where(low > 0, 1 / low, math.inf).expand(error.shape))
 
 
@@ -475,7 +490,7 @@ def softmax(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class _Centred:
-    """Tokens less their mean, in the deployed format.
+    """Tokens, as a rule less their mean, in the deployed format.
 
     Attributes:
         size: bounds on the exact |c_i|, shape (N, ..., d).
@@ -489,6 +504,13 @@ class _Centred:
     low: Tensor
     high: Tensor
     square: Tensor
+
+    @classmethod
+    def without(cls, tokens: Tensor, rho: Tensor, most: Tensor) -> _Centred:
+        """Tokens as they are, for projections that take no mean off; arguments as for :meth:`of`."""
+        length = tokens.norm(dim=-1, keepdim=True)
+        square = torch.minimum((length + rho).square(), most.square().sum(-1, keepdim=True))
+        return cls(most, torch.zeros_like(most), (length - rho).clamp_min(0), square.sqrt(), square)
 
     @classmethod
     def of(cls, tokens: Tensor, rho: Tensor, most: Tensor, terms: int, fmt: Format) -> _Centred:
@@ -614,9 +636,12 @@ def batch_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     return fmt.safe(error, torch.maximum(size, x.most))
 
 
-@rounding(SmoothProject, LayerProject)
+@rounding(SmoothProject, LayerProject, RmsSmoothProject, RmsLayerProject, GroupSmoothProject, GroupLayerProject)
 def projection(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """weight ∘ c·f + bias for centred tokens c, f = 1/√(1 + ‖c‖²/R²) or R/√max(‖c‖², R²) = 1/√max(‖c‖²/R², 1).
+
+    Tokens are the vectors of channels; in place of GroupNorm, all entries of a group of channels; in place of RMSNorm
+    they are not centred.
 
     Let ĉ be off by b in norm and Q = ‖c‖²/R². The error of Q̂ is at most (2‖c‖b + b²)/R² + γ‖ĉ‖²/R², with γ for a sum of
     d squares and 6 roundings to the format, so relative to max(Q, 1) at most 2b/R + b²/R² + γ(1 + b/R)², because
@@ -624,11 +649,16 @@ def projection(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     LayerProject, with another product. Then :func:`_inverse_root`.
     """
     module: Any = node.function
+    grouped = isinstance(module, (GroupSmoothProject, GroupLayerProject))
     axis = 2 if module.channels_first else -1
     x = operands[0]
-    tokens, most = x.nominal.movedim(axis, -1), x.most.movedim(axis, -1)
+    if grouped:
+        shape = (*x.nominal.shape[:2], module.groups, -1)
+        tokens, most, rho = x.nominal.reshape(shape), x.most.reshape(shape), x.rho.reshape(-1, 1, 1, 1)
+    else:
+        tokens, most, rho = x.nominal.movedim(axis, -1), x.most.movedim(axis, -1), x.over(x.rho)
     d, radius = tokens.shape[-1], float(module.radius)
-    centred = _Centred.of(tokens, x.over(x.rho), most, d, fmt)
+    centred = _Centred.of(tokens, rho, most, d, fmt) if module.centred else _Centred.without(tokens, rho, most)
     away = centred.error.norm(dim=-1, keepdim=True) / radius
     gamma = fmt.sum_gamma(d + EXTRA) + fmt.gamma(6)
     off = 2 * away + away.square() + gamma * (1 + away).square()
@@ -645,4 +675,8 @@ def projection(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     peak = (centred.high + centred.error.norm(dim=-1, keepdim=True)).square() * max(1.0, 1 / radius**2)
     peak = torch.maximum(peak, torch.full_like(peak, max(radius**2, radius**-2)))
     error = fmt.safe(error, peak.expand(error.shape))
+    if grouped:
+        form = (-1, *[1] * (x.nominal.dim() - 3))
+        weight, bias = (None if part is None else part.reshape(form) for part in (module.weight, module.bias))
+        return _affine(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
     return _affine(size, error, module.weight, module.bias, fmt).movedim(-1, axis)

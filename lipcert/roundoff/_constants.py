@@ -1,0 +1,66 @@
+"""Constants that a network computes from its weights: how far they are off in the deployed format.
+
+The capture holds such a constant as a tensor, computed in float64. What the deployed network computes in its place can
+be bounded only where it is known how: each case here compares the tensor with what the module computes, entry by entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.roundoff._format import INFLATE, Format
+from lipcert.surgery import L2Attention
+
+
+def computed_error(constant: Tensor, path: str, model: nn.Module, fmt: Format) -> Tensor | None:
+    """Upper bounds on the absolute error of a constant in the deployed network, entry by entry.
+
+    Args:
+        constant: as captured, in float64.
+        path: of the module in which it is used.
+        model: the network that the path belongs to, in float64.
+        fmt: the deployed format.
+
+    Returns:
+        The bounds, in the shape of the constant; None where it is not known how the constant is computed.
+    """
+    module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    for value, error in (*_mixing(module, fmt), *_positions(module, parent, fmt)):
+        if value.numel() == constant.numel() and torch.equal(value.reshape(constant.shape), constant):
+            return error.expand(value.shape).reshape(constant.shape) * INFLATE
+    return None
+
+
+def _mixing(module: nn.Module, fmt: Format) -> Iterator[tuple[Tensor, Tensor]]:
+    """M = s·Q·Vᵀ of attention by distance: sums of D products of cast weights, then a product with s.
+
+    With Q̂ = Q + ΔQ and V̂ = V + ΔV, |Q̂V̂ᵀ − QVᵀ| ≤ |ΔQ||V|ᵀ + |Q||ΔV|ᵀ + |ΔQ||ΔV|ᵀ, and the computed product adds what
+    :meth:`Format.sum` says. A product with ŝ = s + Δs is off by |e|ŝ + |M/s||Δs| and two roundings.
+    """
+    if not isinstance(module, L2Attention):
+        return
+    queries, values = (module._by_head(weight.detach()) for weight in (module.q.weight, module.v_weight))
+    cast_queries, cast_values = fmt.cast(queries), fmt.cast(values)
+    size = queries.abs() @ values.abs().mT
+    cast = cast_queries @ values.abs().mT + (queries.abs() + cast_queries) @ cast_values.mT
+    error = fmt.sum(size + cast, module.dim, size + cast) + cast
+    away = fmt.cast(module.scale).item()
+    scale = module.scale + away
+    yield module.mixing().detach(), error * scale + size * away + fmt.rounded((size + error) * scale, 2)
+
+
+def _positions(module: nn.Module, parent: nn.Module, fmt: Format) -> Iterator[tuple[Tensor, Tensor]]:
+    """A table of relative positions, whose entries are moved, alone and with the mask of shifted windows added."""
+    table, index = (getattr(module, f"relative_position_{name}", None) for name in ("bias_table", "index"))
+    if not isinstance(table, Tensor) or not isinstance(index, Tensor) or index.dim() != 2:
+        return
+    bias = table.detach()[index].permute(2, 0, 1)
+    yield bias, fmt.cast(bias)
+    mask = getattr(parent, "attn_mask", None)
+    if isinstance(mask, Tensor) and mask.dim() == 3 and mask.shape[1:] == bias.shape[1:]:
+        masks = mask.detach()[:, None]
+        cast = fmt.cast(bias) + fmt.cast(masks)
+        yield bias + masks, cast + fmt.rounded(bias.abs() + masks.abs() + cast)
