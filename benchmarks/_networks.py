@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
+from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
 import lipcert
+from lipcert.data import BUNDLED
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,
@@ -151,8 +154,10 @@ def draw(seed: int, count: int, family: str | None = None) -> Case:
     model = _wrap(net, size, rng)
     if rng.random() < 0.5:
         _train(model, classes, rng)
+    if rng.random() < 0.8:
+        _balance(model)
     spoilt = "nothing" if rng.random() < 0.4 else rng.choice(list(_SPOIL))
-    first = torch.rand(1, *size, dtype=torch.float64).mul(64).round() / 64
+    first = torch.rand(1, *model.input_size, dtype=torch.float64).mul(64).round() / 64
     if spoilt != "nothing":
         with torch.no_grad():
             _SPOIL[spoilt](model, first, rng)
@@ -256,23 +261,39 @@ def _token_norm(width: int, rng: random.Random) -> nn.Module:
 
 
 def _timm(rng: random.Random, size: Size, classes: int) -> nn.Module:
-    common: dict[str, Any] = {"pretrained": False, "num_classes": classes, "img_size": 8, "embed_dim": 8}
-    if rng.random() < 0.6:
-        model = lipcert.load(
-            "vit_tiny_patch16_224",
-            patch_size=4,
-            depth=1,
-            num_heads=2,
-            mlp_ratio=2,
-            global_pool=rng.choice(("avg", "token")),
-            **common,
-        )
+    """A small form of a network of timm, as timm builds it or converted."""
+    name = rng.choice(list(_TIMM))
+    arguments = {key: rng.choice(values) for key, values in _TIMM[name].items()}
+    if name == "mixer":  # none of timm's names leaves its size open
+        model = _wrap(MlpMixer(num_classes=classes, **arguments).eval(), (3, 8, 8), rng)
     else:
-        model = lipcert.load(
-            "swin_tiny_patch4_window7_224", patch_size=2, window_size=2, depths=(2,), num_heads=(2,), **common
-        )
-    lipcert.convert(model, attention=rng.choice(("l2", "keep")), norm=rng.choice(("keep", "project", "smooth")))
+        model = lipcert.load(name, pretrained=False, num_classes=classes, **arguments)
+    head = _layers(model)[-1]
+    if not head.weight.any():  # as timm leaves it
+        nn.init.normal_(head.weight, std=0.5)
+    if "resnet" not in name and rng.random() < 0.6:
+        lipcert.convert(model, attention=rng.choice(("l2", "keep")), norm=rng.choice(("keep", "project", "smooth")))
     return model
+
+
+# Arguments for timm: every value is one of a list.
+_TIMM: dict[str, dict[str, list[Any]]] = {
+    "vit_tiny_patch16_224": {
+        "img_size": [8], "patch_size": [4], "embed_dim": [8], "depth": [1, 2], "num_heads": [2], "mlp_ratio": [2],
+        "global_pool": ["avg", "token"],
+    },
+    "swin_tiny_patch4_window7_224": {
+        "img_size": [8], "patch_size": [2], "embed_dim": [8], "window_size": [2], "depths": [(2,)], "num_heads": [(2,)],
+    },
+    "mixer": {"img_size": [8], "patch_size": [4], "embed_dim": [8], "num_blocks": [1, 2]},
+    "convnext_atto": {
+        "input_size": [(3, 8, 8)], "patch_size": [1], "depths": [(1, 1, 1, 1)], "dims": [(4, 4, 8, 8)],
+    },
+    "resnet18": {
+        "input_size": [(3, 8, 8)], "layers": [(1, 1, 1, 1)], "channels": [(4, 4, 8, 8)], "stem_type": ["deep"],
+        "stem_width": [2],
+    },
+}  # fmt: skip
 
 
 def _with_head(layers: list[nn.Module], size: Size, classes: int) -> nn.Module:
@@ -291,25 +312,45 @@ FAMILIES: dict[str, Callable[[random.Random, Size, int], nn.Module]] = {
     "tokens": _tokens,
     "timm": _timm,
 }
-_SHARES = ["linear", "relu", *["mlp"] * 4, *["conv"] * 2, *["gates"] * 2, *["tokens"] * 4]
+_SHARES = ["linear", "relu", *["mlp"] * 4, *["conv"] * 2, *["gates"] * 2, *["tokens"] * 4, *["timm"] * 3]
 _SMALL: list[Size] = [(1, 4, 4), (2, 4, 4), (3, 4, 4)]
 _SIZES: dict[str, list[Size]] = dict.fromkeys(FAMILIES, _SMALL) | {
     "relu": [(1, 2, 2), (1, 2, 3), (2, 2, 2)],
     "conv": [(1, 4, 4), (3, 4, 4), (1, 6, 6)],
-    "timm": [(3, 8, 8)],
 }
 
 
 def _train(model: lipcert.Model, classes: int, rng: random.Random) -> None:
-    """A few steps towards random labels, so that margins grow for the Lipschitz constant."""
+    """A few steps towards random labels or those of the digits, so that margins grow for the Lipschitz constant."""
     images = torch.rand(24, *model.input_size, dtype=torch.float64)
     labels = torch.randint(classes, (24,))
+    if rng.random() < 0.5:
+        images, labels = _digits(model, classes)
     optimiser = torch.optim.Adam(model.parameters(), 0.02, weight_decay=1e-3)
     for _ in range(rng.choice((5, 20))):
         optimiser.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimiser.step()
     model.requires_grad_(False)
+
+
+def _digits(model: lipcert.Model, classes: int) -> tuple[Tensor, Tensor]:
+    """Bundled images of the first classes, in the model's size and number of channels."""
+    stored = safetensors.torch.load_file(BUNDLED)
+    wanted = stored["labels"] < classes
+    images = F.interpolate(stored["images"][wanted].double() / 255, model.input_size[1:])
+    channels = torch.arange(model.input_size[0]) % 3
+    return images[:, channels], stored["labels"][wanted]
+
+
+@torch.no_grad()
+def _balance(model: lipcert.Model) -> None:
+    """Makes all classes equally likely on random images, so that there is a change to be found near most of them."""
+    logits = model(torch.rand(64, *model.input_size, dtype=torch.float64))
+    head = _layers(model)[-1]
+    assert head.bias is not None
+    if bool((logits.std(0) > 0).all()):
+        head.bias -= logits.median(0).values
 
 
 def _layers(model: nn.Module) -> list[nn.Linear | nn.Conv2d]:
@@ -348,6 +389,14 @@ def _kink(model: lipcert.Model, first: Tensor, rng: random.Random) -> None:
     layer.bias += kink - result.reshape(-1, len(layer.bias))[0]
 
 
+def _flat_tokens(model: lipcert.Model, first: Tensor, rng: random.Random) -> None:
+    """Channels that hardly differ behind the first layer: tokens with almost no variance."""
+    layer = _layers(model)[0]
+    layer.weight.copy_(layer.weight[:1] * (1 + rng.choice((1e-2, 1e-6)) * torch.randn_like(layer.weight)))
+    if layer.bias is not None:
+        layer.bias.copy_(layer.bias[:1].expand_as(layer.bias))
+
+
 def _scales(model: lipcert.Model, first: Tensor, rng: random.Random) -> None:
     """One matrix large and another small."""
     layers = _layers(model)
@@ -364,22 +413,25 @@ _SPOIL: dict[str, Callable[[lipcert.Model, Tensor, random.Random], None]] = {
     "squares that underflow": _respectrum(lambda s: s * 1e-170),
     "ties": _tie,
     "kinks": _kink,
+    "tokens of little variance": _flat_tokens,
     "scales": _scales,
 }
 
 
 def _images(model: lipcert.Model, first: Tensor, count: int, rng: random.Random) -> Tensor:
-    """Inside the box, on its edge, without any contrast, close to 0, and close to where the prediction changes."""
+    """Inside the box, on its edge, without any contrast, close to 0, digits, and close to where predictions change."""
     size = model.input_size
 
     def uniform(number: int) -> Tensor:
         return torch.rand(number, *size, dtype=torch.float64)
 
-    part = max(1, count // 8)
+    part = max(1, count // 9)
     grey = uniform(part)[:, :1, :1, :1].expand(-1, *size)
     still = (grey + 1e-7 * torch.randn(part, *size, dtype=torch.float64)).clamp(0, 1)
     faces = (2 * uniform(part) - 0.5).clamp(0, 1)
-    found = [first, uniform(part).round(), faces, still, grey, uniform(part) * 2.0**-20]
+    digits = _digits(model, 10)[0]
+    digits = digits[torch.randperm(len(digits))[:part]]
+    found = [first, uniform(part).round(), faces, still, grey, uniform(part) * 2.0**-20, digits]
     plain = uniform(max(2, count - sum(map(len, found))))
     found.append(plain)
     images = torch.cat(found)[:count]
