@@ -1,8 +1,6 @@
 """``lipcert certify``: a certificate for every image of a data set, for one model or several."""
 
-import contextlib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -35,6 +33,7 @@ from ._options import (
 )
 from ._output import default_name
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
+from ._torchrun import torchrun
 
 FORMS = ("github",)
 
@@ -127,12 +126,7 @@ def certify(
         no_pretrained=no_pretrained,
         model_args=model_args,
     )
-    with contextlib.ExitStack() as stack:
-        if not processes.first:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        stack.callback(processes.close)
+    with torchrun():
         if several:
             outcomes, failed = _certify_all(plan, names, out, processes)
         else:

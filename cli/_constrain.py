@@ -4,15 +4,18 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 from torch import Tensor
 
+from lipcert._processes import Processes
 from lipcert.artifact import save
 from lipcert.certvit import ENGINES, METHODS, ConstraintReport, LayerConstraint, NetworkFigures
 from lipcert.certvit import constrain as constrain_model
+from lipcert.certvit.images import EVERY
 from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
 from lipcert.loading import resolve
@@ -20,8 +23,9 @@ from lipcert.loading import resolve
 from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, print_table, progress, say, upper
+from ._torchrun import torchrun
 
-_BATCH = 32
+_BATCH = 8 * EVERY  # so that the same images are held out whatever the number of processes
 
 
 @one_line_errors
@@ -56,68 +60,49 @@ def constrain(
     model_args: ModelArgs = None,
 ) -> None:
     """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
-    source = resolve(model)
-    loaded = load_model(model, checkpoint, no_pretrained, model_args)
-    path = out or default_name(str(source), "constrained")
-    check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
-    images = open_images(data, loaded, limit=limit)
-    if images.note is not None:
-        say(f"note: {images.note}")
-    move_to(loaded, device)
+    with torchrun() as processes:
+        source = resolve(model)
+        loaded = load_model(model, checkpoint, no_pretrained, model_args)
+        path = out or default_name(str(source), "constrained")
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+        images = open_images(data, loaded, limit=limit)
+        if images.note is not None:
+            say(f"note: {images.note}")
+        move_to(loaded, device)
 
-    try:
-        with _phases() as show:
-            constrain_model(
-                loaded,
-                _Batches(images),
-                error,
-                measure=measure,
-                engine=engine,
-                layers=None if layers is None else [name.strip() for name in layers.split(",")],
-                workers=workers,
-                devices=(str(loaded.device),),
-                resume_dir=resume_dir,
-                progress=show,
-            )
-    except KeyboardInterrupt as stop:
-        kept = f"the same command goes on from {resume_dir}" if resume_dir else "nothing was written"
-        raise Interrupted(f"interrupted; {kept}") from stop
-    report = cast(ConstraintReport, loaded.constraint)
-    with busy(f"writing {path}"):
-        save(loaded, path, facts=_facts(report))
-
-    for remark in report.remarks:
-        say(f"note: {remark}")
-    print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers])
-    print_table(
-        ("network", "sum of log10 norms", "Lipschitz bound", "accuracy", "top class kept"),
-        [
-            _network_row("before", report.before),
-            *(_network_row(f"baseline {name}", figures) for name, figures in report.baselines.items()),
-            _network_row(f"after, {report.method}", report.after),
-        ],
-    )
-    solved = len(report.layers) - len(report.failed)
-    print_facts(
-        [
-            ("model", str(source)),
-            ("layers", f"{solved} of {len(report.layers)} constrained to a relative error of {report.error:g}"),
-            *(("untouched", f"{name}: {reason}") for name, reason in report.untouched),
-            ("images", f"{report.images}, and {report.held_out} held out: on these accuracy and top class"),
-            ("seconds", f"{report.seconds:.1f}"),
-            ("written", str(path)),
-        ]
-    )
+        try:
+            with _phases() as show:
+                constrain_model(
+                    loaded,
+                    _Batches(images, processes),
+                    error,
+                    measure=measure,
+                    engine=engine,
+                    layers=None if layers is None else [name.strip() for name in layers.split(",")],
+                    workers=workers,
+                    devices=(str(loaded.device),),
+                    resume_dir=resume_dir,
+                    progress=show,
+                )
+        except KeyboardInterrupt as stop:
+            kept = f"the same command goes on from {resume_dir}" if resume_dir else "nothing was written"
+            raise Interrupted(f"interrupted; {kept}") from stop
+        report = cast(ConstraintReport, loaded.constraint)
+        if processes.first:
+            with busy(f"writing {path}"):
+                save(loaded, path, facts=_facts(report))
+        _print_report(report, str(source), path)
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """The images of a run in batches, to be gone through as often as needed."""
+    """The images of a run in batches, each process's own, to be gone through as often as needed."""
 
     images: Images
+    processes: Processes
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor] | Tensor]:
-        for batch in self.images.batches(_BATCH):
+        for batch in islice(self.images.batches(_BATCH), self.processes.rank, None, self.processes.count):
             yield batch.images if batch.labels is None else (batch.images, batch.labels)
 
 
@@ -134,6 +119,31 @@ def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
             current[0][1](done, total)
 
         yield show
+
+
+def _print_report(report: ConstraintReport, source: str, path: Path) -> None:
+    for remark in report.remarks:
+        say(f"note: {remark}")
+    print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers])
+    print_table(
+        ("network", "sum of log10 norms", "Lipschitz bound", "accuracy", "top class kept"),
+        [
+            _network_row("before", report.before),
+            *(_network_row(f"baseline {name}", figures) for name, figures in report.baselines.items()),
+            _network_row(f"after, {report.method}", report.after),
+        ],
+    )
+    solved = len(report.layers) - len(report.failed)
+    print_facts(
+        [
+            ("model", source),
+            ("layers", f"{solved} of {len(report.layers)} constrained to a relative error of {report.error:g}"),
+            *(("untouched", f"{name}: {reason}") for name, reason in report.untouched),
+            ("images", f"{report.images}, and {report.held_out} held out: on these accuracy and top class"),
+            ("seconds", f"{report.seconds:.1f}"),
+            ("written", str(path)),
+        ]
+    )
 
 
 _LAYER_COLUMNS = ("layer", "before", "rescale", "clip", "after", "error", "held out", "zeros", "steps", "s", "status")

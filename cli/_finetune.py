@@ -7,6 +7,7 @@ import torch
 import typer
 from torch import Tensor
 
+from lipcert._processes import Processes
 from lipcert.artifact import save
 from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted
@@ -14,10 +15,12 @@ from lipcert.loading import resolve
 from lipcert.model import Model
 from lipcert.training import LOSSES, Batches, Epoch
 from lipcert.training import finetune as train
+from lipcert.training._finetune import check_settings
 
 from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, progress, say, share
+from ._torchrun import torchrun
 
 _EVALUATED = 64
 
@@ -68,58 +71,62 @@ def finetune(
     radius = parse_eps(eps)
     if loss not in LOSSES:
         raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
-    source = resolve(model)
-    loaded = load_model(model, checkpoint, no_pretrained, model_args)
-    path = out or default_name(str(source), "finetuned")
-    check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
-    unfinished = path.with_name(f"{path.name}.checkpoint")
-    images = open_images(data, loaded, limit=limit)
-    move_to(loaded, device)
+    with torchrun() as processes:
+        source = resolve(model)
+        loaded = load_model(model, checkpoint, no_pretrained, model_args)
+        path = out or default_name(str(source), "finetuned")
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+        unfinished = path.with_name(f"{path.name}.checkpoint")
+        check_settings(loaded, radius, loss, epochs, lr, temperature, max_norm, ema, amp)
+        images = open_images(data, loaded, limit=limit)
+        move_to(loaded, device)
 
-    count = images.length
-    with progress("training", None if count is None else count * epochs) as update:
-        seen = 0
+        total = None if images.length is None else images.length * epochs
+        with progress("training", total) as update:
+            seen = 0
 
-        def count_up(more: int) -> None:
-            nonlocal seen
-            seen += more
-            update(seen, None if count is None else count * epochs)
+            def count_up(more: int) -> None:
+                nonlocal seen
+                seen += more
+                update(seen, total)
 
-        batches = Batches(images, loaded, batch_size, augment, count_up)
-        before = _accuracy(loaded, images)
-        try:
-            settings: dict[str, Any] = {"loss": loss, "temperature": temperature, "max_norm": max_norm, "ema": ema}
-            settings |= {"epochs": epochs, "lr": lr, "amp": amp, "checkpoint": unfinished, "progress": _say_epoch}
-            origin = {"--data": data, "--limit": limit, "--batch-size": batch_size, "--augment": augment}
-            train(loaded, batches, radius, origin=origin, **settings)
-        except KeyboardInterrupt as error:
-            kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
-            raise Interrupted(f"interrupted; {kept}") from error
-    after = _accuracy(loaded, images)
-    with busy(f"writing {path}"):
-        save(loaded, path, facts={"loss": loss, "eps": radius, "epochs": epochs, "images": after[1]})
-    unfinished.unlink(missing_ok=True)
-    print_facts(
-        [
-            ("model", str(source)),
-            ("images", f"{after[1]} of {data}"),
-            ("clean accuracy before", share(*before)),
-            ("clean accuracy after", f"{share(*after)}, on these images, which it was trained on"),
-            ("written", str(path)),
-            ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
-        ]
-    )
+            batches = Batches(images, loaded, batch_size, augment, count_up)
+            before = _accuracy(loaded, images, processes)
+            try:
+                settings: dict[str, Any] = {"loss": loss, "temperature": temperature, "max_norm": max_norm, "ema": ema}
+                settings |= {"epochs": epochs, "lr": lr, "amp": amp, "checkpoint": unfinished, "progress": _say_epoch}
+                origin = {"--data": data, "--limit": limit, "--batch-size": batch_size, "--augment": augment}
+                train(loaded, batches, radius, origin=origin, **settings)
+            except KeyboardInterrupt as error:
+                kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
+                raise Interrupted(f"interrupted; {kept}") from error
+        after = _accuracy(loaded, images, processes)
+        if processes.first:
+            with busy(f"writing {path}"):
+                save(loaded, path, facts={"loss": loss, "eps": radius, "epochs": epochs, "images": after[1]})
+            unfinished.unlink(missing_ok=True)
+        print_facts(
+            [
+                ("model", str(source)),
+                ("images", f"{after[1]} of {data}"),
+                ("clean accuracy before", share(*before)),
+                ("clean accuracy after", f"{share(*after)}, on these images, which it was trained on"),
+                ("written", str(path)),
+                ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
+            ]
+        )
 
 
-def _accuracy(model: Model, images: Images) -> tuple[int, int]:
+def _accuracy(model: Model, images: Images, processes: Processes) -> tuple[int, int]:
     """How many images the model gets right, and how many there are."""
+    part = slice(processes.rank, None, processes.count)
     right = seen = 0
-    with torch.no_grad():
-        for batch in images.batches(_EVALUATED):
-            predicted = model(batch.images.to(model.device, model.dtype)).argmax(1).cpu()
-            right += int((predicted == cast(Tensor, batch.labels)).sum())
+    with processes.together(), torch.no_grad():
+        for batch in images.batches(_EVALUATED * processes.count):
+            predicted = model(batch.images[part].to(model.device, model.dtype)).argmax(1).cpu()
+            right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
             seen += len(batch)
-    return right, seen
+    return sum(processes.gather(right)), seen
 
 
 def _say_epoch(epoch: Epoch) -> None:

@@ -1,5 +1,6 @@
 """Where a command writes its model, and on which device it works."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -33,13 +34,15 @@ def check_out(path: Path, inputs: list[Path]) -> None:
 
 
 def move_to(model: Model, device: str | None) -> None:
-    """Moves the model to the device named, or to a GPU if there is one.
+    """Moves the model to the device named, or to a GPU if there is one; each process of torchrun has its own.
 
     Raises:
         InputError: there is no such device.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if name == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         model.to(torch.device(name))
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise InputError(f"there is no device {name} here; give --device cpu, or leave it out") from error

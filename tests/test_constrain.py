@@ -229,8 +229,8 @@ def test_few_images_are_said():
     assert report.layers[0].error_held_out is None
     assert report.after.agreement is None
     assert any("no held-out images" in remark for remark in report.remarks)
-    assert any("too few rows, 4 for 32" in remark for remark in report.remarks)
-    assert any("span 4 of 32" in remark for remark in report.remarks)
+    assert any("1 of 1 layers saw too few inputs, head fewest with 4 of 32" in remark for remark in report.remarks)
+    assert any("1 of 1 layers do not span all dimensions, those of head 4 of 32" in line for line in report.remarks)
     lipcert.constrain(model, pictures(6), 0.01, layers=BLOCK)
     assert any("held-out images is" in remark and "above 0.01" in remark for remark in model.constraint.remarks)
 
@@ -424,7 +424,7 @@ def flat(count):
         (pictures(5), {"held_out": []}, "no images"),
         (pictures(5), {"layers": ["blocks.0.mlp.fc"]}, "did you mean blocks.0.mlp.fc"),
         (pictures(5), {"layers": ["banana"]}, "no layer 'banana'; its layers are named like patch_embed.proj"),
-        (pictures(5), {"layers": ["norm"]}, "norm is a LayerNorm"),
+        (pictures(5), {"layers": ["norm"]}, "norm is of class LayerNorm"),
         (pictures(5), {"layers": []}, "no Linear or Conv2d layer"),
         (pictures(5), {"measure": "banana"}, "choose one of spectral"),
         (pictures(5), {"workers": -1}, "workers must be 0"),

@@ -335,6 +335,27 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(loss: str, loader, tmp_pa
     assert again.recipe[-1] == {"step": "finetune", "temperature": 1.0, "amp": None, **arguments}
 
 
+@pytest.mark.parametrize("length", [True, False])
+def test_a_single_epoch_goes_through_the_whole_schedule(length: bool, loader) -> None:
+    """Also where the loader does not say how many batches it has: then in one step, at the middle."""
+
+    class Stream:
+        def __iter__(self):
+            return iter(loader)
+
+        def __len__(self):
+            raise TypeError("a stream")
+
+    epochs: list[Epoch] = []
+    model, before = vit(), vit()
+    lipcert.finetune(
+        model, loader if length else Stream(), 0.3, epochs=1, lr=1e-2, loss="trades", progress=epochs.append
+    )
+    assert epochs[0].eps == 0.3
+    moved = (model.net.head.weight - before.net.head.weight).abs().max().item()
+    assert moved > 1e-2  # of eight steps, the first ones alone are far smaller
+
+
 def test_a_checkpoint_of_another_run_is_refused(loader, tmp_path) -> None:
     lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "c")
     with pytest.raises(InputError, match="another lr"):
@@ -570,6 +591,7 @@ def test_batches_are_shuffled_augmented_and_in_range(folder) -> None:
     torch.manual_seed(0)
     first, second = list(loader), list(loader)
     assert counted == [5, 5, 2] * 2
+    assert len(loader) == 3
     assert {
         tuple(image.flatten().tolist()): int(label) for batch in first for image, label in zip(*batch, strict=True)
     } == plain

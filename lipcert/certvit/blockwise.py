@@ -65,8 +65,9 @@ def constrain_blockwise(
 
     The defaults are those of the authors' scripts (github.com/sagarverma/transformer-lipschitz,
     liptrf/lip_relax/vit/lip_relax_vit_cifar10.py: lr 1.2, lipr_epochs 2, proj_epochs 100, lipr_prec 1e-4,
-    proj_prec 1e-7, threshold at the quantile 0.1 of |W|). There the threshold is computed anew at each iteration; with
-    the fixed β of the paper the iteration is that of one convex problem. Each mini-batch's bound is
+    proj_prec 1e-7, threshold at the quantile 0.1 of |W|); their scripts for other models and data sets have the same.
+    There the threshold is computed anew at each iteration; with the fixed β of the paper the iteration is that of one
+    convex problem. Each mini-batch's bound is
     error² · Σ_t ‖W_pre x_t‖² over its own rows, so meeting all of them meets the pooled constraint.
 
     Args:

@@ -138,8 +138,8 @@ def _is_plain(module: nn.Linear | nn.Conv2d) -> bool:
 
 
 def _unknown(name: str, net: nn.Module, layers: Mapping[str, Layer]) -> str:
-    if name in dict(net.named_modules()):
-        return f"{name} is a {type(net.get_submodule(name)).__name__}; only Linear and Conv2d can be constrained"
+    if name and name in dict(net.named_modules()):
+        return f"{name} is of class {type(net.get_submodule(name)).__name__}; only Linear and Conv2d can be constrained"
     close = difflib.get_close_matches(name, layers, n=1)
     return f"the network has no layer {name!r}; " + (
         f"did you mean {close[0]}?" if close else f"its layers are named like {next(iter(layers), 'none')}"

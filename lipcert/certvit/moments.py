@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipcert._processes import Processes
 from lipcert.errors import InputError
 
 _CHUNK_BYTES = 64 << 20  # float64 copies of activations are made in pieces of at most this size
@@ -76,12 +76,9 @@ class Moments:
 
         Every process has to call it for the same layers in the same order.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        dist.all_reduce(self.second)
-        rows = torch.tensor([self.rows], dtype=torch.int64, device=self.second.device)
-        dist.all_reduce(rows)
-        self.rows = int(rows)
+        processes = Processes.connected()
+        processes.add_up(self.second)
+        self.rows = sum(processes.gather(self.rows))
 
     @property
     def groups(self) -> int:
@@ -117,19 +114,6 @@ class Moments:
         before = reference.flatten(1).to(self.second)
         energy = self.energy(before)
         return math.sqrt(self.energy(weight.flatten(1).to(self.second) - before) / energy) if energy else math.nan
-
-    def shortfalls(self) -> list[str]:
-        """What a report should say about these statistics; empty when there is nothing to say."""
-        said = []
-        if self.rows < self.width:
-            said.append(f"{self.name}: too few rows, {self.rows} for {self.width} inputs; use more images")
-        rank = self.rank
-        if rank < self.width:
-            said.append(
-                f"{self.name}: the inputs span {rank} of {self.width} dimensions; in the others the weights are "
-                "free to change, so check the error on held-out images"
-            )
-        return said
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
@@ -335,10 +319,10 @@ def _one_pass(
     hooks = {name: _Hook(name, module) for name, module in layers.items()}
     training = {module: module.training for module in model.modules()}
     model.eval()
-    failure: InputError | None = None
+    processes = Processes.connected()
     images = 0
     try:
-        with torch.no_grad():
+        with processes.together(), torch.no_grad():
             for batch in batches:
                 if not len(batch):
                     continue
@@ -346,28 +330,14 @@ def _one_pass(
                 images += len(batch)
                 if progress is not None:
                     progress(images)
-    except InputError as error:
-        failure = error
     finally:
         for hook in hooks.values():
             hook.handle.remove()
         for module, flag in training.items():
             module.training = flag
-    _share(failure, images, next(iter(hooks.values())).moments.second.device)
+    if not sum(processes.gather(images)):
+        raise InputError("no images to collect moments from; give at least one batch")
     for hook in hooks.values():
         hook.moments.all_reduce()
         hook.moments.second = hook.moments.second.cpu()
     return {name: hook.moments for name, hook in hooks.items()}
-
-
-def _share(failure: InputError | None, images: int, device: torch.device) -> None:
-    """Raises on every process when one failed, so that none waits for a sum that never comes."""
-    totals = torch.tensor([failure is not None, images], dtype=torch.int64, device=device)
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(totals)
-    if failure is not None:
-        raise failure
-    if totals[0]:
-        raise InputError("collecting the moments failed on another process; its message says why")
-    if not totals[1]:
-        raise InputError("no images to collect moments from; give at least one batch")

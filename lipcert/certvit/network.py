@@ -7,13 +7,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lipcert._processes import Processes
 from lipcert.bounds import lipschitz
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, Images, Loader, part
@@ -121,7 +121,7 @@ def constrain(
     def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
         return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
 
-    counts = _sums([calibration.count, held.count], model.device)
+    counts = _sums([calibration.count, held.count])
     model.constraint = ConstraintReport(
         measure=measure,
         engine=engine,
@@ -133,7 +133,7 @@ def constrain(
         after=figures(measure, {entry.path: entry.norm_after for entry in entries}, bound_after),
         baselines={name: figures(name, {entry.path: entry.baselines[name] for entry in entries}) for name in BASELINES},
         untouched=tuple(untouched),
-        notes=(*notes, *_notes(model, chosen, counts[1])),
+        notes=(*notes, *_notes(model, chosen, entries, counts[1])),
         seconds=time.perf_counter() - started,
     )
     return model
@@ -186,7 +186,7 @@ def _moments(
     dealt = [_Dealt(calibration, first, count) for first in range(count)]
     for groups in zip(*(collect(images, "calibration images") for images in dealt), strict=True):
         if held_groups is None:
-            empty = held.share == "held-out" and not _sums([calibration.left_out], model.device)[0]
+            empty = held.share == "held-out" and not _sums([calibration.left_out])[0]
             held_groups = itertools.repeat({}) if empty else collect(held, "held-out images")
         yield {path: [group[path] for group in groups] for path in groups[0]}, next(held_groups)
 
@@ -266,11 +266,13 @@ def _entry(
         iterations=chosen.iterations if isinstance(chosen, Solution) else 0,
         gap=chosen.gap if isinstance(chosen, Solution) else None,
         seconds=chosen.seconds if isinstance(chosen, Solution) else 0.0,
+        rows=moments.rows,
+        width=moments.width,
+        rank=moments.rank,
         status=chosen.status if isinstance(chosen, Solution) else "failed",
         shortfalls=(),
     )
-    said = [*_shortfalls(entry, results, before.dtype), *moments.shortfalls()]
-    return LayerConstraint(**{**vars(entry), "shortfalls": tuple(said)}), weights
+    return replace(entry, shortfalls=tuple(_shortfalls(entry, results, before.dtype))), weights
 
 
 def _number(value: float | None) -> float | None:
@@ -315,7 +317,7 @@ def _compare(
     """Accuracy and agreement with the first variant on the held-out images, by variant; the last stays in the model."""
     right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
     images = labelled = 0
-    with evaluating(model), torch.no_grad():
+    with Processes.connected().together(), evaluating(model), torch.no_grad():
         for batch, labels in held.pairs():
             top: dict[str, Tensor] = {}
             for name, weights in variants.items():
@@ -328,7 +330,7 @@ def _compare(
             images += len(batch)
             labelled += 0 if labels is None else len(batch)
             report("comparing on held-out images", images, None)
-    images, labelled, *counts = _sums([images, labelled, *right.values(), *kept.values()], model.device)
+    images, labelled, *counts = _sums([images, labelled, *right.values(), *kept.values()])
     if not images:
         return {}, {}
     shares = [count / images for count in counts]
@@ -345,20 +347,32 @@ def _top(logits: Tensor, name: str, labels: Tensor | None) -> Tensor:
     return logits.argmax(1).cpu()
 
 
-def _sums(numbers: list[int], device: torch.device) -> list[int]:
+def _sums(numbers: list[int]) -> list[int]:
     """Totals over all processes."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return numbers
-    totals = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.all_reduce(totals)
-    return [int(total) for total in totals]
+    return [sum(parts) for parts in zip(*Processes.connected().gather(numbers), strict=True)]
 
 
-def _notes(model: Model, chosen: Mapping[str, Layer], held_out: int) -> Iterator[str]:
+def _notes(
+    model: Model, chosen: Mapping[str, Layer], entries: Sequence[LayerConstraint], held_out: int
+) -> Iterator[str]:
     if not held_out:
         yield (
             f"no held-out images, so nothing says how the weights do on others; give {EVERY} images or more, "
             "or held_out="
+        )
+    few = [entry for entry in entries if entry.rows < entry.width]
+    if few:
+        least = min(few, key=lambda entry: entry.rows / entry.width)
+        yield (
+            f"{len(few)} of {len(entries)} layers saw too few inputs, {least.path} fewest with {least.rows} of "
+            f"{least.width} entries each; use more images"
+        )
+    flat = [entry for entry in entries if entry.rank < entry.width]
+    if flat:
+        least = min(flat, key=lambda entry: entry.rank / entry.width)
+        yield (
+            f"the inputs of {len(flat)} of {len(entries)} layers do not span all dimensions, those of {least.path} "
+            f"{least.rank} of {least.width}; in the others the weights are free to change: look at the held-out errors"
         )
     queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
     if any(path in chosen for path in queries):

@@ -22,11 +22,11 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lipcert._processes import Processes
 from lipcert.certvit.moments import Moments
 from lipcert.certvit.solve import Solution, constrain_matrix
 from lipcert.errors import InputError
@@ -91,15 +91,17 @@ def solve_layers(
     Raises:
         InputError: a device that is not there, a resume folder that cannot be used, or two tasks of one name.
     """
-    for device in devices:
-        _require(device)
-    folder = None if resume_dir is None else _folder(Path(resume_dir))
+    processes = Processes.connected()
+    with processes.together():
+        for device in devices:
+            _require(device)
+        folder = None if resume_dir is None else _folder(Path(resume_dir))
     report = progress or (lambda name, outcome: None)
     order: list[str] = []
     outcomes: dict[str, Outcome] = {}
 
     def open_tasks() -> Iterator[tuple[Task, Path | None]]:
-        for task in _own_share(tasks, order):
+        for task in _own_share(tasks, processes, order):
             path = None if folder is None else folder / f"{quote(task.name, safe='')}.safetensors"
             known = None if path is None else _load(path, task)
             if known is None:
@@ -114,8 +116,8 @@ def solve_layers(
             _save(path, task, outcome)
         outcomes[task.name] = outcome
         report(task.name, outcome)
-    outcomes = _gather(outcomes)
-    return {name: outcomes[name] for name in order}
+    everything = {name: outcome for share in processes.gather(outcomes) for name, outcome in share.items()}
+    return {name: everything[name] for name in order}
 
 
 Open = Iterator[tuple[Task, Path | None]]
@@ -137,26 +139,16 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _own_share(tasks: Iterable[Task], order: list[str]) -> Iterator[Task]:
+def _own_share(tasks: Iterable[Task], processes: Processes, order: list[str]) -> Iterator[Task]:
     """This process's tasks; the names of all of them go to ``order``."""
-    distributed = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     seen = set()
     for index, task in enumerate(tasks):
         if task.name in seen:
             raise InputError(f"two layers are called {task.name}; names must be unique")
         seen.add(task.name)
         order.append(task.name)
-        if index % world == rank:
+        if index % processes.count == processes.rank:
             yield task
-
-
-def _gather(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return outcomes
-    shares: list[dict[str, Outcome]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(shares, outcomes)
-    return {name: outcome for share in shares for name, outcome in share.items()}
 
 
 def _solve(task: Task, device: str) -> Outcome:

@@ -24,6 +24,9 @@ class LayerConstraint:
         iterations: of the solver; 0 for closed forms.
         gap: relative distance to the best norm possible at most; None where it is not known.
         seconds: of the solver.
+        rows: calibration inputs that the layer saw, such as tokens or patches.
+        width: entries of an input.
+        rank: dimensions that these inputs span, the fewest among the groups of a convolution.
         status: "converged", "iteration limit", "zero weight", "rounding", or "failed" for a layer left as it was.
         shortfalls: whatever else there is to say, one line each, with the layer's path.
     """
@@ -39,6 +42,9 @@ class LayerConstraint:
     iterations: int
     gap: float | None
     seconds: float
+    rows: int
+    width: int
+    rank: int
     status: str
     shortfalls: tuple[str, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import Compose, Normalize
 
+from lipcert._processes import Processes
 from lipcert.data import Images
 from lipcert.errors import InputError
 from lipcert.model import Model
@@ -20,12 +22,16 @@ _CROP = (0.75, 1.0)
 class Batches:
     """All images of a data set, once each time it is gone through.
 
-    A data set with random access is shuffled anew each time; a stream comes in its own order.
+    A data set with random access is shuffled anew each time; a stream comes in its own order. With torch.distributed
+    initialised, each process gets its share of every batch. One number from torch's random generator decides the order
+    and all crops, so the images are the same however many processes there are.
+
+    ``len()`` is the number of batches.
 
     Args:
         images: the data set.
         model: its ``input_size`` is the size of the crops.
-        size: images a batch; the last one may be smaller.
+        size: images a batch, over all processes; the last one may be smaller.
         augment: crop at random, to at least three quarters of the area, and flip from left to right.
         seen: called after each batch that has been used, with its number of images.
 
@@ -43,26 +49,53 @@ class Batches:
         self.images = images
         self.size = size
         self.seen = seen
+        self.none = torch.empty(0, *model.input_size)
         self.augmentation = _augmentation(model) if augment else None
 
+    def __len__(self) -> int:
+        return -(-len(self.images) // self.size)
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        random.seed(int(torch.randint(2**31, ()).item()))  # of timm's crops, so that one seed decides all
-        for images, labels in self._plain():
-            if self.augmentation is not None:
-                images = torch.stack([self.augmentation(image) for image in images]).clamp(0, 1)
+        processes = Processes.connected()
+        seed = processes.gather(int(torch.randint(2**31, ()).item()))[0]
+        for count, places, images, labels in self._plain(seed, slice(processes.rank, None, processes.count)):
+            if self.augmentation is not None and places:
+                with _own_randomness():
+                    images = torch.stack([self._augmented(*item, seed) for item in zip(images, places, strict=True)])
             yield images, labels
             if self.seen is not None:
-                self.seen(len(labels))
+                self.seen(count)
 
-    def _plain(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _plain(self, seed: int, part: slice) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
+        """How many images a batch has, and of a part of it where they are, the images and the labels."""
         if self.images.order is None:
             for batch in self.images.batches(self.size):
                 assert batch.labels is not None
-                yield batch.images, batch.labels
+                yield len(batch), list(batch.indices[part]), batch.images[part], batch.labels[part]
             return
-        for positions in torch.randperm(len(self.images)).split(self.size):
-            items = [self.images[int(i)] for i in positions]
-            yield torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
+        for positions in order.split(self.size):
+            places = positions[part].tolist()
+            items = [self.images[place] for place in places]
+            images = torch.stack([image for image, _ in items]) if items else self.none
+            yield len(positions), places, images, torch.tensor([label for _, label in items], dtype=torch.int64)
+
+    def _augmented(self, image: Tensor, place: int, seed: int) -> Tensor:
+        random.seed(seed << 32 | place)  # timm's crops take Python's generator, torchvision's flips torch's
+        torch.default_generator.manual_seed(random.getrandbits(63))
+        assert self.augmentation is not None
+        return torch.as_tensor(self.augmentation(image)).clamp(0, 1)
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Leaves the random generators as they are, whatever is drawn meanwhile."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def _augmentation(model: Model) -> Compose:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -15,6 +16,7 @@ from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from lipcert._processes import Processes
 from lipcert.artifact import weights_hash
 from lipcert.bounds import check_weights
 from lipcert.errors import InputError
@@ -89,6 +91,10 @@ def finetune(
     The last two use :class:`lipcert.training.TrainingBound`, made anew each epoch at the cost of one global analysis
     for each weight matrix.
 
+    With torch.distributed initialised, each process gives its own share of every batch, which may be empty, and all
+    train the same weights: the gradient is that of the mean over the images of all. The first process writes the
+    checkpoint.
+
     Args:
         model: its weights are float32 or float64. On any error it holds the weights of the last finished epoch.
         loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,); such as a DataLoader or
@@ -114,29 +120,38 @@ def finetune(
         The model, in evaluation mode, with one more step in its recipe.
 
     Raises:
-        InputError: arguments, images or labels that cannot be used, a foreign checkpoint, or a loss that is not finite.
+        InputError: arguments, images or labels that cannot be used, a foreign checkpoint, a loss that is not finite,
+            or another process that failed.
         UnsupportedOperation: with ``"trades"`` and ``"emma"``, operations without a rule.
     """
-    _check(model, eps, loss, epochs, lr, temperature, max_norm, ema, amp)
+    check_settings(model, eps, loss, epochs, lr, temperature, max_norm, ema, amp)
     path = None if checkpoint is None else Path(checkpoint)
     settings: dict[str, Any] = {
         "loss": loss, "eps": eps, "epochs": epochs, "lr": lr,
         "temperature": temperature, "max_norm": max_norm, "ema": ema, "amp": amp,
     }  # fmt: skip
     mark = {**settings, "model": weights_hash(model), **(origin or {})}
-    state = None if path is None else _checkpoint.read(path, mark)
+    processes = Processes.connected()
+    if any(other != mark for other in processes.gather(mark)):
+        raise InputError("the processes of this run were given different models or settings")
+    state = None
+    with processes.together():
+        if path is not None and processes.first:
+            state = _checkpoint.read(path, mark)
+    state = processes.gather(state)[0]
     model.eval()
     good = _copy(model.state_dict())
     try:
-        run = _Run(model, loader, **settings)
+        run = _Run(model, loader, processes, **settings)
         if state is not None:
             run.restore(state)
             good = _copy(model.state_dict())
         while run.finished < epochs:
             done = run.epoch()
             good = _copy(model.state_dict())
-            if path is not None:
-                _checkpoint.write(path, mark, run.state())
+            with processes.together():
+                if path is not None and processes.first:
+                    _checkpoint.write(path, mark, run.state())
             if progress is not None:
                 progress(done)
     except BaseException:
@@ -149,6 +164,15 @@ def finetune(
     return model
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """Of one batch: the sum of the losses, how many images were right, and how many there were."""
+
+    loss: float
+    right: int
+    images: int
+
+
 class _Run:
     """What changes while a model is trained."""
 
@@ -156,6 +180,7 @@ class _Run:
         self,
         model: Model,
         loader: Iterable[tuple[Tensor, Tensor]],
+        processes: Processes,
         loss: Loss,
         eps: float,
         epochs: int,
@@ -167,6 +192,7 @@ class _Run:
     ):
         self.model = model
         self.loader = loader
+        self.processes = processes
         self.loss = loss
         self.eps = eps
         self.epochs = epochs
@@ -181,7 +207,8 @@ class _Run:
             self.optimizer, _STEPS, warmup_t=int(_WARMUP * _STEPS), warmup_lr_init=lr / 25, lr_min=lr / 1e4
         )
         self.average = None if ema is None else ModelEmaV3(model, decay=ema, use_warmup=True)
-        self.batches = len(loader) if isinstance(loader, Sized) else None
+        lengths = processes.gather(_length(loader))
+        self.batches = None if None in lengths else max(lengths)
         self.finished = 0
         self.updates = 0
 
@@ -189,18 +216,22 @@ class _Run:
         """Goes through the loader once."""
         started = time.perf_counter()
         bound = TrainingBound(self.model) if self.loss in ("trades", "emma") else None
-        total, right, seen, batches = 0.0, 0, 0, 0
-        eps = 0.0
-        for images, labels in self._checked():
-            done = (self.finished + min(batches / self.batches if self.batches else 0.0, 1.0)) / self.epochs
+        source = self._checked()
+        loss, right, images, batches = 0.0, 0, 0, 0
+        last_eps = 0.0
+        while True:
+            within = min(batches / self.batches, 1.0) if self.batches else 0.5  # where that is not known, the middle
+            done = (self.finished + within) / self.epochs
             eps = self.eps * _ramp(self.loss, done)
             self.schedule.step(int(done * _STEPS))
-            loss, logits = self._update(images, labels, eps, bound)
-            total += loss * len(labels)
-            right += int((logits.argmax(1) == labels).sum())
-            seen += len(labels)
+            seen = self._gradient(source, eps, bound)
+            if seen is None:
+                break
             batches += 1
-        if not seen:
+            if seen.images:
+                self._update()
+                loss, right, images, last_eps = loss + seen.loss, right + seen.right, images + seen.images, eps
+        if not images:
             raise InputError(
                 f"the loader gave no images in epoch {self.finished + 1}; "
                 "pass one that can be gone through several times, such as a DataLoader"
@@ -209,21 +240,54 @@ class _Run:
             raise self._diverged("a weight is not finite")
         self.batches = batches
         self.finished += 1
-        return Epoch(self.finished, self.epochs, total / seen, right / seen, eps, time.perf_counter() - started)
+        return Epoch(self.finished, self.epochs, loss / images, right / images, last_eps, time.perf_counter() - started)
 
-    def _update(self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None) -> tuple[float, Tensor]:
+    def _gradient(
+        self, source: Iterator[tuple[Tensor, Tensor]], eps: float, bound: TrainingBound | None
+    ) -> _Seen | None:
+        """Puts the gradient for the next batch into the parameters; None where no process has another batch."""
         self.optimizer.zero_grad()
-        with twice_differentiable():
-            loss, logits = self._forward(images, labels, eps, bound)
-            if not torch.isfinite(loss):
-                raise self._diverged(f"the loss is {loss.item()}")
-            try:
-                loss.backward()
-            except RuntimeError as error:
-                if "is not implemented" not in str(error):
-                    raise
-                reason = str(error).splitlines()[0]
-                raise InputError(f"the network cannot be differentiated twice ({reason}); use another loss") from error
+        seen: _Seen | None = None
+        with self.processes.together(), twice_differentiable():
+            batch = next(source, None)
+            if batch is not None:
+                seen = self._backward(*batch, eps, bound)
+        if self.processes.count > 1:
+            seen = self._joined(seen)
+        if seen is not None and not math.isfinite(seen.loss):
+            raise self._diverged(f"the loss is {seen.loss}")
+        return seen
+
+    def _backward(self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None) -> _Seen:
+        if not len(labels):
+            return _Seen(0.0, 0, 0)
+        loss, logits = self._forward(images, labels, eps, bound)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):
+                raise
+            reason = str(error).splitlines()[0]
+            raise InputError(f"the network cannot be differentiated twice ({reason}); use another loss") from error
+        return _Seen(loss.item() * len(labels), int((logits.argmax(1) == labels).sum()), len(labels))
+
+    def _joined(self, own: _Seen | None) -> _Seen | None:
+        """What all processes have seen, with the gradient of the mean over all their images in the parameters."""
+        share = own.images if own else 0
+        found = self.processes.gather((own, [p.grad is not None for p in self.parameters]))
+        batches = [seen for seen, _ in found if seen is not None]
+        if not batches:
+            return None
+        images = sum(seen.images for seen in batches)
+        if images:
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            whole = self.processes.add_up(torch.cat([part.flatten() for part in parts]) * (share / images))
+            used = [any(users) for users in zip(*(users for _, users in found), strict=True)]
+            for p, part, use in zip(self.parameters, whole.split([p.numel() for p in parts]), used, strict=True):
+                p.grad = part.view_as(p) if use else None
+        return _Seen(sum(seen.loss for seen in batches), sum(seen.right for seen in batches), images)
+
+    def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, _CLIP)
         self.optimizer.step()
         if self.hold is not None:
@@ -231,7 +295,6 @@ class _Run:
         self.updates += 1
         if self.average is not None:
             self.average.update(self.model, step=self.updates)
-        return loss.item(), logits.detach()
 
     def _forward(
         self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None
@@ -272,8 +335,7 @@ class _Run:
                 raise InputError(
                     f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
                 )
-            if len(labels):
-                yield images.to(self.model.device, self.model.dtype), labels.to(self.model.device).long()
+            yield images.to(self.model.device, self.model.dtype), labels.to(self.model.device).long()
 
     def state(self) -> dict[str, Any]:
         """All that an interrupted run needs to go on."""
@@ -301,6 +363,14 @@ class _Run:
         self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
 
 
+def _length(loader: Iterable[object]) -> int | None:
+    """Batches in an epoch; None where the loader does not say."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # of a stream
+        return None
+
+
 def _ramp(loss: Loss, done: float) -> float:
     """The factor of ε when the share ``done`` of the run is over."""
     return 0.1 + 2.9 * min(1.0, 2 * done) if loss == "emma" else min(1.0, 3 * done)
@@ -310,7 +380,7 @@ def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-def _check(
+def check_settings(
     model: Model,
     eps: float,
     loss: str,
@@ -321,6 +391,11 @@ def _check(
     ema: float | None,
     amp: str | None,
 ) -> None:
+    """Refuses what :func:`finetune` cannot train with.
+
+    Raises:
+        InputError: saying which argument, or what about the model.
+    """
     if not isinstance(model, Model):
         raise InputError("finetune takes a lipcert.Model; make one with lipcert.load")
     if loss not in LOSSES:

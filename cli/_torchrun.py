@@ -1,0 +1,21 @@
+"""A command as one of the processes that ``torchrun`` started."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from lipcert._processes import Processes
+
+
+@contextlib.contextmanager
+def torchrun() -> Iterator[Processes]:
+    """The processes of this run, connected while the block lasts; only the first one prints. Usually it is alone."""
+    processes = Processes.of_torchrun()
+    processes.connect()
+    with contextlib.ExitStack() as stack:
+        stack.callback(processes.close)
+        if not processes.first:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield processes

@@ -1,0 +1,191 @@
+"""Several processes: fine-tuning and constraining end as they do in one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+
+import lipcert
+from lipcert._processes import Processes
+from lipcert.artifact import load_artifact
+from lipcert.errors import InputError
+
+EPOCHS = 2
+SETTINGS = {"epochs": EPOCHS, "max_norm": 1.0, "ema": 0.9, "temperature": 0.25}
+FAILED = "another process of this run failed"
+
+
+def vit() -> lipcert.Model:
+    torch.manual_seed(0)
+    model = lipcert.load(
+        "vit_tiny_patch16_224", pretrained=False, mean=(0.3,) * 3, std=(0.4,) * 3, input_size=(3, 8, 8), img_size=8,
+        patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=10,
+    )  # fmt: skip
+    return lipcert.convert(model, attention="keep", norm="smooth")
+
+
+def batches(rank: int = 0, count: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Four batches, or a process's share of each; the last one has a single image."""
+    generator = torch.Generator().manual_seed(1)
+    images, labels = torch.rand(37, 3, 8, 8, generator=generator), torch.randint(10, (37,), generator=generator)
+    part = slice(rank, None, count)
+    return [(x[part], y[part]) for x, y in zip(images.split(12), labels.split(12), strict=True)]
+
+
+class Branches(nn.Module):
+    """Two linear branches, of which one sees zeros only and cannot be constrained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.dead = nn.Linear(192, 3), nn.Linear(192, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x.flatten(1)) + self.dead(0 * x.flatten(1))
+        return out
+
+
+def branches() -> lipcert.Model:
+    torch.manual_seed(0)
+    return lipcert.load(Branches(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8))
+
+
+def pictures(rank: int = 0, count: int = 1) -> list[Tensor]:
+    """Three batches of ten, the first, third, … of a process; the same images are held out either way."""
+    return list(torch.rand(30, 3, 8, 8, generator=torch.Generator().manual_seed(2)).split(10))[rank::count]
+
+
+def outcome(model: lipcert.Model) -> dict[str, object]:
+    report = model.constraint
+    layers = [(x.path, x.status, x.norm_after, x.error_reached, x.error_held_out) for x in report.layers]
+    return {"weights": model.state_dict(), "layers": layers, "images": (report.images, report.held_out)}
+
+
+def stop(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def refusal(rank: int, number: int) -> str:
+    """What is said where the second process has a label that is none."""
+    share = batches(rank, 2)[:1]
+    if rank:
+        share[0][1][0] = number
+    with pytest.raises(InputError) as error:
+        lipcert.finetune(vit(), share, epochs=1, loss="ce")
+    return str(error.value)
+
+
+def work(rank: int, folder: Path) -> None:
+    """One of two processes."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found: dict[str, object] = {}
+    for loss in ("anchored", "emma"):
+        model = vit()
+        with pytest.raises(KeyboardInterrupt):
+            lipcert.finetune(
+                model, batches(rank, 2), loss=loss, checkpoint=folder / f"c{rank}", progress=stop, **SETTINGS
+            )
+        model, epochs = vit(), []
+        lipcert.finetune(
+            model, batches(rank, 2), loss=loss, checkpoint=folder / f"c{rank}", progress=epochs.append, **SETTINGS
+        )
+        found[loss] = model.state_dict()
+        found[f"{loss} epochs"] = [(e.number, e.loss, e.accuracy) for e in epochs]
+        (folder / "c0").unlink(missing_ok=True)
+        Processes.connected().gather(None)
+    found["refusal"] = refusal(rank, 77)
+    with pytest.raises(InputError) as error:
+        lipcert.finetune(vit(), batches(rank, 2), epochs=1 + rank)
+    found["other"] = str(error.value)
+    found["constrained"] = outcome(lipcert.constrain(branches(), pictures(rank, 2), 0.2, resume_dir=folder / "layers"))
+    spoilt = pictures(rank, 2)
+    spoilt[0] = spoilt[0][:, :1] if rank else spoilt[0]
+    with pytest.raises(InputError) as error:
+        lipcert.constrain(branches(), spoilt, 0.2)
+    found["spoilt"] = str(error.value)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(left[name], right[name], rtol=0, atol=1e-5) for name in left)
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    command = [sys.executable, __file__]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment()) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    for loss in ("anchored", "emma"):
+        model, before, epochs = vit(), vit().state_dict(), []
+        lipcert.finetune(model, batches(), loss=loss, progress=epochs.append, **SETTINGS)
+        assert close(first[loss], model.state_dict())
+        assert not close(first[loss], before)
+        assert all(torch.equal(value, second[loss][name]) for name, value in first[loss].items())
+        assert first[f"{loss} epochs"] == second[f"{loss} epochs"]
+        ((number, mean, accuracy),) = first[f"{loss} epochs"]  # the first epoch was before the stop
+        assert (number, accuracy) == (2, epochs[1].accuracy)
+        assert mean == pytest.approx(epochs[1].loss, rel=1e-5)
+    assert not (tmp_path / "c1").exists()
+    assert "labels must be from 0 to 9" in second["refusal"]
+    assert FAILED in first["refusal"]
+    assert "given different models or settings" in first["other"] == second["other"]
+
+    alone = outcome(lipcert.constrain(branches(), pictures(), 0.2))
+    for found in (first["constrained"], second["constrained"]):
+        assert close(found["weights"], alone["weights"])
+        assert found["images"] == alone["images"] == (24, 6)
+        (head, dead), (head_alone, dead_alone) = found["layers"], alone["layers"]
+        assert head[:2] == head_alone[:2] == ("head", "converged")
+        assert head[2:] == pytest.approx(head_alone[2:], rel=1e-6)
+        assert dead == dead_alone
+        assert dead[:2] == ("dead", "failed")
+    assert FAILED in first["spoilt"]
+    assert "images must have shape" in second["spoilt"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_commands(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for i in range(50):
+        path = tmp_path / "images" / str(i % 10) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    lipcert.save(vit(), tmp_path / "small.safetensors")
+
+    def run(processes: int, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        several = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+        command = [sys.executable, *several, "-m", "lipcert", *arguments, "--data", "images"]
+        result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert (result.returncode == 0) == (code == 0), result.stderr
+        return result
+
+    training = ["finetune", "small.safetensors", "--eps", "0.1", "--epochs", "2", "--batch-size", "9", "--lr", "3e-3"]
+    lowering = ["constrain", "small.safetensors", "--error", "0.1"]
+    outputs = {}
+    for processes in (1, 2):
+        for task in (training, lowering):
+            out = f"{task[0]}{processes}.safetensors"
+            outputs[processes, task[0]] = run(processes, *task, "--device", "cpu", "--out", out)
+    for task in ("finetune", "constrain"):
+        one, two = (load_artifact(tmp_path / f"{task}{processes}.safetensors") for processes in (1, 2))
+        assert close(one.state_dict(), two.state_dict())
+        names = [[line.split("\t")[0] for line in outputs[n, task].stdout.splitlines()] for n in (1, 2)]
+        assert names[0] == names[1]
+    assert outputs[2, "finetune"].stderr.count("epoch 1 of 2") == 1
+    assert not list(tmp_path.glob("*.checkpoint"))
+    assert "no device tpu9" in run(2, *lowering, "--device", "tpu9", code=2).stderr
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]))
