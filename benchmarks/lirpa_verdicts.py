@@ -52,9 +52,12 @@ def network(kind: str, seed: int) -> lipcert.Model:
 def verified_radius(model: lipcert.Model, image: Tensor, most: float) -> float:
     """The largest radius up to ``most`` at which auto_LiRPA's lower bounds on all margins are positive."""
     from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
+    from auto_LiRPA.operators.gelu import GELU
 
     std, mean = float(model.std.flatten()[0]), float(model.mean.flatten()[0])
-    net, scaled = model.net.float(), ((image - mean) / std).float()[None]
+    layers: Any = model.net.float()
+    net = nn.Sequential(*(GELU() if isinstance(layer, nn.GELU) else layer for layer in layers))
+    scaled = ((image - mean) / std).float()[None]
     try:
         bounded = BoundedModule(net, scaled, bound_opts={"conv_mode": "matrix"}, device="cpu")
         with torch.no_grad():
