@@ -433,3 +433,41 @@ def test_lanczos_covers_the_share_of_bad_starts_that_delta_allows():
         failed += bound.item() < 1.5
     chance = 4 * (delta * (1 - delta) * trials) ** 0.5  # four standard deviations of so many trials
     assert 0 < failed <= delta * trials + chance
+
+
+# Secants at kinks ----------------------------------------------------------------------------------------------------
+
+
+def relu_network(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.LeakyReLU(0.1), nn.Flatten()]
+    net = nn.Sequential(*layers, nn.Linear(54, 16), nn.ReLU(), nn.Linear(16, 4))
+    return lipcert.load(net, mean=(0.5,), std=(0.5,), input_size=(1, 6, 6)).double()
+
+
+def test_secants_enlarge_radii_and_no_attack_gets_inside():
+    model = relu_network()
+    images = torch.rand(8, 1, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        predicted, gaps = margins(model(images))
+    anchor = Anchored(model)(images)
+    radius = anchor.radius(predicted, gaps)
+    without = anchor._radius(predicted, gaps, None)
+    assert bool((radius >= without).all())
+    assert (radius / without).median() > 1.3
+    assert bool((worst_margin(anchor.method, anchor, predicted, 0.999 * radius) > 0).all())
+    assert bool((worst_margin(anchor.method, anchor, predicted, 20 * radius) < 0).any())
+
+
+def test_secants_behind_what_is_perturbed():
+    model = relu_network()
+    images = torch.rand(3, 1, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        predicted, gaps = margins(model(images))
+        inner = model.net[:3]((images - 0.5) / 0.5)
+        torch.testing.assert_close(model.net[3:](inner), model(images))
+    radius = Anchored(model, at="2")(images).radius(predicted, gaps)
+    assert bool((radius > 0).all())
+    for seed in range(200):
+        moved = inner + scaled_to(seeded(*inner.shape, seed=seed), 1.0) * radius.reshape(-1, 1, 1, 1)
+        assert bool((model.net[3:](moved).argmax(1) == predicted).all())

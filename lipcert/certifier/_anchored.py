@@ -185,7 +185,8 @@ class Anchor(Linearization):
         if secant is None:
             return best
         moved = self.deviations(best).operands
-        widths = {leaf: _WIDENED * moved[v][-1][:, None] for v, leaf in self.method.kinks.items()}
+        still = [torch.zeros_like(best)]  # in front of what is perturbed
+        widths = {leaf: _WIDENED * moved.get(v, still)[-1][:, None] for v, leaf in self.method.kinks.items()}
         other = Anchor(secant, *secant.linearize(self.images[:, 0], widths=widths))
         return torch.maximum(best, other._radius(predicted, gaps, limit))
 
