@@ -459,6 +459,14 @@ def test_secants_enlarge_radii_and_no_attack_gets_inside():
     assert bool((worst_margin(anchor.method, anchor, predicted, 20 * radius) < 0).any())
 
 
+def test_start_vectors_of_secants_are_their_own():
+    """Their widths depend on the first ones, and a probabilistic norm needs a start vector that its matrix does not."""
+    method = Anchored(relu_network())
+    first = {method.seed + i for i in range(2 * len(method.pairs))}
+    second = {method.secant.seed + i for i in range(2 * len(method.secant.pairs))}
+    assert not first & second
+
+
 def test_secants_behind_what_is_perturbed():
     model = relu_network()
     images = torch.rand(3, 1, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -395,6 +395,7 @@ def test_products_with_the_jacobian_as_the_certificates_take_them(key, index):
 WIDTHS = torch.tensor([[0.0], [1e-3], [0.2], [1.0], [3.0], [30.0]], dtype=torch.float64)
 KINKED = {
     "relu": (F.relu, (1, 7)),
+    "relu by name": (lambda x: torch.relu(input=x), (1, 7)),
     "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), (1, 7)),
     "leaky_relu steep": (lambda x: F.leaky_relu(x, negative_slope=3.0), (1, 7)),
     "project": (projection(LayerProject, 1.5), (1, 3, 6)),

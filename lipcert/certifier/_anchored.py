@@ -70,7 +70,8 @@ class Anchored(Linearized):
             graph, self.kinks = with_secants(self.graph)
         if self.kinks:
             self.delta /= 2
-            arguments |= {"graph": graph, "widths": tuple(self.kinks.values())}
+            # Widths follow from the norms here, so the norms there need start vectors that none here has taken.
+            arguments |= {"seed": self.seed + 2 * len(self.pairs), "graph": graph, "widths": tuple(self.kinks.values())}
             self.secant = Anchored(model, delta=delta / 2, **arguments)
 
     @property

@@ -20,10 +20,11 @@ def with_secants(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     for node in graph.nodes:
         args, kwargs = map_nodes(lambda n: stands_for.get(n, n), (node.args, dict(node.kwargs)))
         new = node
-        if node.op in SECANTS and len(node.operands) == 1 and isinstance(node.args[0], Node):
+        if node.op in SECANTS and len(node.operands) == 1:
             secant = SECANTS[node.op]
             widths[node] = Node("width", secant.function, (), {}, node.path, (1,))
-            arguments = (args[0], widths[node], *secant.rest(node))
+            (x,) = node.operands
+            arguments = (stands_for.get(x, x), widths[node], *secant.rest(node))
             new = Node(secant.function, secant.function, arguments, {}, node.path, node.shape, dtype=node.dtype)
         elif any(operand in stands_for for operand in node.operands):
             new = Node(node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._remainder import Against, per_image
+from lipcert.bounds._remainder import Against, arguments, per_image
 from lipcert.graph import Node
 from lipcert.surgery import LayerProject, RmsLayerProject
 
@@ -36,7 +36,7 @@ def secant_relu(z: Tensor, width: Tensor) -> Tensor:
     return torch.relu(z).detach() + slope * (z - z.detach())
 
 
-def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float) -> Tensor:
     """negative_slope · z + (1 − negative_slope) max(z, 0), likewise."""
     return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
 
@@ -106,8 +106,7 @@ class SecantLeakyRelu(SecantRelu):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        given = dict(zip(("negative_slope", "inplace"), node.args[2:], strict=False))
-        self.jump = abs(1 - float(given.get("negative_slope", 0.01)))
+        self.jump = abs(1 - node.args[2])
 
 
 class SecantProjection:
@@ -191,9 +190,13 @@ class Secant:
     rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()
 
 
+def _negative_slope(node: Node) -> tuple[float]:
+    return (float(arguments(node, "input", "negative_slope").get("negative_slope", 0.01)),)
+
+
 SECANTS: dict[Any, Secant] = {
     "relu": Secant(secant_relu, SecantRelu),
-    "leaky_relu": Secant(secant_leaky_relu, SecantLeakyRelu, lambda node: (*node.args[1:], *node.kwargs.values())),
+    "leaky_relu": Secant(secant_leaky_relu, SecantLeakyRelu, _negative_slope),
     LayerProject: Secant(secant_project, SecantProjection, lambda node: (node.function,)),
     RmsLayerProject: Secant(secant_project, SecantProjection, lambda node: (node.function,)),
 }
