@@ -43,7 +43,7 @@ def finetune(
         float, typer.Option(help="Divides the logits in the loss; 0.1 to 0.25 for models of small norms.")
     ] = 1.0,
     max_norm: Annotated[
-        float | None, typer.Option(help="Hold each weight matrix at this spectral norm.", show_default=False)
+        float | None, typer.Option(help="Hold each layer's spectral norm at this.", show_default=False)
     ] = None,
     ema: Annotated[
         float | None, typer.Option(help="Average the weights with this decay, such as 0.999.", show_default=False)

@@ -25,7 +25,7 @@ from lipcert.model import Model
 from lipcert.training import _checkpoint
 from lipcert.training._gloro import TrainingBound
 from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twice_differentiable
-from lipcert.training._matrices import NormHold, projections
+from lipcert.training._matrices import NormHold
 
 Loss = Literal["anchored", "ce", "trades", "emma"]
 Amp = Literal["bfloat16"]
@@ -105,8 +105,8 @@ def finetune(
         lr: the largest learning rate.
         temperature: divides the logits in the loss. Models of small norms have small margins and want a small one, 0.1
             to 0.25.
-        max_norm: hold each weight matrix at this spectral norm, see :class:`lipcert.training.NormHold`. The scales of
-            projections are then left as they are.
+        max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, see
+            :class:`lipcert.training.NormHold`.
         ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
         amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as they
             are. Not with ``"anchored"``, whose second derivatives would be lost in it.
@@ -200,8 +200,7 @@ class _Run:
         self.amp = amp
         self.classes = number_of_classes(model)
         self.hold = None if max_norm is None else NormHold(model, max_norm)
-        fixed = {id(module.weight) for module in projections(model)} if self.hold else set()
-        self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in fixed]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
         self.schedule = CosineLRScheduler(
             self.optimizer, _STEPS, warmup_t=int(_WARMUP * _STEPS), warmup_lr_init=lr / 25, lr_min=lr / 1e4

@@ -54,6 +54,8 @@ def matrices(model: nn.Module) -> Iterator[Matrix]:
 class NormHold:
     """Holds the matrices of a network at spectral norm ≤ ``norm``; queries, keys and values each on their own.
 
+    The scales of projections are held at ±``norm`` likewise: they are diagonal matrices.
+
     Attention that is far from one-hot has a small second derivative, and that of the scores is the product of the norms
     of queries and keys: ``scores`` holds these two lower.
 
@@ -68,6 +70,8 @@ class NormHold:
 
     def __init__(self, model: nn.Module, norm: float = 1.0, scores: float | None = None):
         self.matrices = list(matrices(model))
+        self.norm = norm
+        self.scales = [module.weight for module in projections(model)]
         self.norms = [norm if scores is None or not m.scores else scores for m in self.matrices]
         generator = torch.Generator().manual_seed(0)
         self.vectors = []
@@ -81,6 +85,8 @@ class NormHold:
     @torch.no_grad()
     def __call__(self) -> None:
         """One step of power iteration for each matrix; those found too large are divided by their excess."""
+        for scale in self.scales:
+            scale.clamp_(-self.norm, self.norm)
         for matrix, vector, norm in zip(self.matrices, self.vectors, self.norms, strict=True):
             value = matrix.value()
             vector.copy_(F.normalize(value.mT @ F.normalize(value @ vector, dim=1), dim=1))

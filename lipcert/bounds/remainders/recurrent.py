@@ -107,7 +107,7 @@ def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
     weights = [tensor.detach().double() for tensor in way]
     h, c = (tensor.detach().double().expand(x.shape[1], *tensor.shape) for tensor in (h, c))
     steps = []
-    for each in x:
+    for each in x.double():
         a = F.linear(each, weights[0], *weights[2:3]) + F.linear(h, weights[1], *weights[3:4])
         i, f, g, o = a.chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
