@@ -3,7 +3,8 @@
     python -m benchmarks.bound_memory [NAME ...]
 
 Each architecture runs in a process of its own: timm's initial weights, then the global bound. ``peak`` is the largest
-resident memory of the process less what it was after the imports, and ``ratio`` that over the float32 weights.
+resident memory of the process less what it was after the imports, and ``ratio`` that over the float32 weights. Rows of
+architectures that are not named stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import lipcert
 from benchmarks._env import environment
 
 RESULTS = Path(__file__).parent / "results" / "bound_memory.json"
-NAMES = ("vit_base_patch16_224", "convnext_base", "vit_large_patch16_224")
+NAMES = ("vit_base_patch16_224", "convnext_base", "vit_large_patch16_224", "eva_giant_patch14_224")
 
 
 def peak() -> int:
@@ -59,13 +60,15 @@ def main() -> None:
     if arguments.here:
         print(json.dumps(measure(*arguments.names)))
         return
-    rows = []
+    known = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    rows = {row["name"]: row for row in known}
     for name in arguments.names:
         command = [sys.executable, "-m", "benchmarks.bound_memory", "--here", name]
         answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        rows.append(json.loads(answer.splitlines()[-1]))
-        print(json.dumps(rows[-1]), flush=True)
-    arguments.out.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
+        rows[name] = json.loads(answer.splitlines()[-1])
+        print(json.dumps(rows[name]), flush=True)
+        table = {"rows": list(rows.values()), "environment": environment()}
+        arguments.out.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

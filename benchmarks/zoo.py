@@ -127,13 +127,13 @@ def attained(model: lipcert.Model, images: int = 2, steps: int = 3) -> float:
     generator = torch.Generator().manual_seed(0)
     best = 0.0
     for _ in range(images):
-        image = torch.rand(1, *model.input_size, generator=generator)
+        image = torch.rand(1, *model.input_size, generator=generator).to(model.dtype)
         direction: Tensor | None = None
         for _ in range(steps):
             point = image.clone().requires_grad_()
             logits = model(point)
             if direction is None:
-                direction = torch.randn(logits.shape, generator=generator)
+                direction = torch.randn(logits.shape, generator=generator).to(model.dtype)
             direction = direction / direction.norm().clamp_min(1e-30)
             (pulled,) = torch.autograd.grad((logits * direction).sum(), point)
             norm = pulled.norm().item()

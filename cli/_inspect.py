@@ -53,11 +53,13 @@ def inspect(
 
 def verdict(bound: Bound) -> str:
     """One sentence: what the bound is good for, or which modules make it good for nothing."""
+    if bound.log10 == -math.inf:
+        return "The bound is 0: with these weights the network gives every image the same logits."
     log_radius = math.log10(MARGIN / math.sqrt(2)) - bound.log10
     if abs(log_radius) < 300:
         radius = lower(10**log_radius * (1 - 1e-12))  # below what the logarithms may have rounded up
     else:
-        radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0" if log_radius < 0 else "any size"
+        radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0"
     reach = f"with it a margin of {MARGIN:g} logits certifies a radius of {radius}"
     if log_radius >= math.log10(PIXEL_STEP):
         return f"The bound is of use: {reach}."

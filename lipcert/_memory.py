@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+import sys
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,3 +41,16 @@ def _left_in_container() -> float:
         return float(limit) - float(used)  # the limit is "max" where there is none
     except (OSError, ValueError):
         return math.inf
+
+
+def give_back() -> None:
+    """Returns free memory to the system: glibc keeps it, and matrices of many sizes leave it in pieces."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache(maxsize=1)
+def _trim() -> Any:
+    """glibc's malloc_trim; None for other C libraries."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

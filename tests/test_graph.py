@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds import analyze
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, canonical, capture
+from lipcert.graph import Graph, Node, Replay, canonical, capture, needed
 
 SIZE = (1, 3, 4, 4)
 
@@ -435,3 +435,28 @@ def test_functions_that_are_replayed_by_others_are_the_same_functions() -> None:
 def test_named_results_keep_their_names() -> None:
     model = Module(lambda x: x.max(dim=1).values)
     same_on_other_images(model, capture(model, image()), SIZE)
+
+
+def test_the_operations_between_two_values_are_those_on_the_ways_from_one_to_the_other() -> None:
+    def forward(x: Tensor) -> Tensor:
+        a, b = x.exp(), x.sin()
+        c = a * b + x.cos()
+        return c.tanh() + a.sigmoid() * c
+
+    graph = needed(capture(Module(forward), image()))
+    replay = Replay(graph)
+
+    def ways(node: Node, source: Node) -> list[set[Node]]:
+        """The nodes of every way from the source to a node, that node included."""
+        if node is source:
+            return [set()]
+        return [way | {node} for operand in node.operands for way in ways(operand, source)]
+
+    for source in graph.nodes:
+        for target in graph.nodes:
+            found = ways(target, source)
+            assert replay.depends(target, source) == bool(found)
+            expected = set().union(*found)
+            assert replay.between(source, [target]) == [node for node in graph.nodes if node in expected]
+        behind = [node for node in graph.nodes if node is not source and ways(node, source)]
+        assert replay.between(source, graph.nodes) == behind

@@ -20,6 +20,7 @@ from lipcert.norms import (
     explicit_row_norm,
     gram_norm,
     lanczos_norm,
+    longest_row,
     row_norm,
 )
 
@@ -534,6 +535,9 @@ def test_row_norms_are_above_the_longest_row(rows: int, columns: int, seed: int)
         return torch.einsum("nij,knj->kni", maps, v)
 
     torch.testing.assert_close(explicit_row_norm(product, 2, columns), longest)
+    from_rows = longest_row(lambda u: torch.einsum("nij,kni->knj", maps, u), 2, rows)
+    torch.testing.assert_close(from_rows, longest)
+    assert bool((longest <= from_rows).all())
     bound = row_norm(product, 2, columns, delta=1e-12, generator=torch.Generator().manual_seed(seed))
     assert bool((longest <= bound).all())
     assert bool((bound <= 2 * longest).all())
@@ -562,6 +566,7 @@ def test_row_norms_say_infinity_where_products_are_not_finite() -> None:
     for bound in (
         row_norm(lambda v: scales * v, 3, 6, delta=1e-9, generator=torch.Generator()),
         explicit_row_norm(lambda v: scales * v, 3, 6),
+        longest_row(lambda v: scales * v, 3, 6),
     ):
         assert torch.isinf(bound[:2]).all()
         assert 1 <= bound[2] <= 2

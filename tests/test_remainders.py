@@ -9,7 +9,7 @@ from torch import nn
 
 import lipcert.bounds  # noqa: F401  registers the rules
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, remainder_of
+from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, quadratic, remainder_of
 from lipcert.bounds.remainders.secants import SECANT_RULES, secant_relu
 from lipcert.certifier._secants import with_secants
 from lipcert.graph import capture, needed
@@ -317,11 +317,11 @@ def test_remainder_against_a_direction(key, index):
     site = Site(key, index)
     plain = seeded(*site.result.shape, seed=3)
     sparse = torch.where(plain.abs() > 1, plain, 0.0)
-    for g in (plain, sparse):
+    for g in (plain, -plain, sparse, plain.abs(), -plain.abs()):
         against = site.rule.against(g)
         for rho in RADII[::2]:
             radii = radii_of(site, rho)
-            found = site.worst(lambda r, g=g: (r * g).flatten(1).sum(1).abs(), radii, steps=4)
+            found = site.worst(lambda r, g=g: -(r * g).flatten(1).sum(1), radii, steps=4)
             bound = against([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
             assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
@@ -346,7 +346,7 @@ def test_entrywise_rules_with_a_bound_on_single_entries(key, index, share):
         slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
         for objective, bound in (
             (lambda r: r.flatten(1).norm(dim=1), norm),
-            (lambda r: (r * g).flatten(1).sum(1).abs(), inner),
+            (lambda r: -(r * g).flatten(1).sum(1), inner),
         ):
             for start in site.starts([rho]):
                 deltas = [d.clamp(-peak, peak) for d in start]
@@ -358,6 +358,31 @@ def test_entrywise_rules_with_a_bound_on_single_entries(key, index, share):
                     if not bool(torch.isfinite(ahead).all()):
                         break
                     deltas = [d.clamp(-peak, peak) for d in site.scaled([ahead], [rho])]
+
+
+QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "square", "gelu", "pow", "sqrt", "rsqrt"}
+
+
+@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_remainder_by_a_quadratic_form(key, index):
+    """−⟨g, R⟩ ≤ Σ w_i δ_i² for every deviation within ρ, and not only summed up."""
+    site = Site(key, index)
+    plain = seeded(*site.result.shape, seed=3)
+    for g in (plain, -plain, plain.abs(), -plain.abs()):
+        for rho in RADII:
+            radii = radii_of(site, rho)
+            given = [torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions]
+            weights = quadratic(site.rule, g, given)
+            assert (weights is not None) == (key in QUADRATIC)
+            if weights is None:
+                return
+            assert weights.shape == site.nominal[0].shape
+            slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
+            for (delta,) in site.starts(radii):
+                for part in (delta, delta / 2):
+                    found = -(site.remainder([part]) * g).flatten(1).sum(1)
+                    bound = (weights * part.square()).nan_to_num(nan=math.inf).flatten(1).sum(1)
+                    assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -473,16 +498,17 @@ def test_remainder_of_a_secant(name, share):
         rule = site.at(width)
         entrywise = getattr(rule, "entrywise", False)
         g = seeded(*site.result.shape, seed=3)
-        against = rule.against(g)
+        directions = (g, -g, g.abs(), -g.abs())
         for rho in RADII[::2]:
             peak = share * rho if entrywise else rho
             given = [torch.full((POINTS,), v, dtype=torch.float64) for v in ((rho, peak) if entrywise else (rho,))]
-            norm, inner = rule.norm(given), against(given)
+            norm, inner = rule.norm(given), [rule.against(d)(given) for d in directions]
             slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
             for found in site.on_the_way(rho, peak):
                 assert bool((found.flatten(1).norm(dim=1) <= norm * (1 + 1e-9) + slack).all()), (width, rho)
-                inside = (found * g).flatten(1).sum(1).abs()
-                assert bool((inside <= inner * (1 + 1e-9) + slack).all()), (width, rho)
+                for d, most in zip(directions, inner, strict=True):
+                    inside = -(found * d).flatten(1).sum(1)
+                    assert bool((inside <= most * (1 + 1e-9) + slack).all()), (width, rho)
 
 
 @pytest.mark.parametrize("name", KINKED)

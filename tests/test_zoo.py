@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import lipcert
 from lipcert.bounds import analyze
-from lipcert.certifier import Certifier
+from lipcert.certifier import METHODS, Certifier
 from lipcert.graph import capture, needed
+from lipcert.zoo import architectures
 
 # Architectures, shrunk where timm allows, that together use the operations below.
 COVER: dict[str, dict[str, Any]] = {
@@ -56,6 +57,36 @@ LARGE: dict[str, dict[str, Any]] = {
     "resnetv2_50d_evos": {},
     "ecaresnet26t": {"input_size": (3, 32, 32)},
     "halonet_h1": {},
+}
+# Small enough for every certificate, each with one block of its kind or little more.
+CERTIFIED: dict[str, dict[str, Any]] = {
+    "test_vit": {"img_size": 32, "patch_size": 16, "depth": 1, "embed_dim": 16, "num_heads": 2},
+    "test_vit_relpos": {"img_size": 32, "patch_size": 16, "depth": 1, "embed_dim": 16, "num_heads": 2},
+    "vit_tiny_patch16_dinov3_qkvb": {"img_size": 32, "depth": 1, "embed_dim": 16, "num_heads": 2},
+    "beit_base_patch16_224": {"img_size": 32, "depth": 1, "embed_dim": 16, "num_heads": 2},
+    "cait_xxs24_224": {
+        "img_size": 32,
+        "depth": 1,
+        "depth_token_only": 1,
+        "embed_dim": 16,
+        "num_heads": 2,
+        "init_values": 1.0,
+    },
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 32,
+        "window_size": 4,
+        "embed_dim": 8,
+        "depths": (2,),
+        "num_heads": (2,),
+    },
+    "test_convnext": {"input_size": (3, 32, 32), "depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
+    "test_mambaout": {"input_size": (3, 32, 32), "depths": (1, 1), "dims": (8, 16)},
+    "fasternet_t0": {"input_size": (3, 32, 32), "embed_dim": 8, "depths": (1, 1, 1, 1)},
+}
+CERTIFIED_LARGE: dict[str, dict[str, Any]] = {
+    "test_resnet": {"input_size": (3, 32, 32)},
+    "test_efficientnet": {"input_size": (3, 32, 32)},
+    "test_coatnet": {"img_size": 32},
 }
 OPERATIONS = frozenset(
     """
@@ -187,3 +218,25 @@ def test_no_attack_succeeds_inside_the_anchored_radius(name: str, attack: Callab
     assert bool((radii > 0).all())
     for image, radius in zip(images.double(), radii.tolist(), strict=True):
         assert not attack(model, image[None], radius * (1 - 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [*CERTIFIED.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in CERTIFIED_LARGE.items())],
+    ids=[*CERTIFIED, *CERTIFIED_LARGE],
+)
+def test_every_method_that_is_claimed_certifies(
+    name: str, arguments: dict[str, Any], attack: Callable[..., bool]
+) -> None:
+    (claimed,) = architectures(name)
+    assert claimed.certificates == METHODS[1:]
+    model = load(name, {**arguments, "num_classes": 3}).double()
+    image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    with torch.no_grad():
+        model.net.get_classifier().bias -= 0.999 * model(image)[0]  # another class is near
+    radii = {method: Certifier(model, 0.01, method).run(image).radius.item() for method in claimed.certificates}
+    assert 0 < radii["global"] <= radii["gloro"] * (1 + 1e-9)
+    assert radii["gloro"] <= radii["local"] * (1 + 1e-9)
+    assert 0 < radii["lofast"] <= radii["anchored"] * 1.1  # norms are within 5 % of each other, or so
+    assert not attack(model, image, radii["anchored"] * (1 - 1e-9))
+    assert any(attack(model, image, radii["anchored"] * 2**k) for k in range(1, 12))

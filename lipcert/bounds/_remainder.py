@@ -4,8 +4,9 @@ For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) �
 nominal point and then answers, for operands known to deviate by at most ρ in ℓ2,
 
 * ``norm(ρ)``: an upper bound on ‖R‖;
-* ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on |⟨g, R⟩|. It is smaller than ‖g‖ ·
-  norm(ρ), as curvature where g vanishes costs nothing.
+* ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on −⟨g, R⟩. It is smaller than ‖g‖ ·
+  norm(ρ), as curvature where g vanishes, or that bends the function the other way, costs nothing;
+* ``quadratic(g, ρ)``, where a rule has it: weights w ≥ 0 with −⟨g, R⟩ ≤ Σ w_i δ_i² for deviations δ within ρ.
 
 Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape
 (N, ...), every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products
@@ -43,7 +44,13 @@ class Remainder(Protocol):
         """
 
     def against(self, direction: Tensor) -> Against:
-        """ρ ↦ upper bound on |⟨direction, R⟩|; direction has the shape of the result."""
+        """ρ ↦ upper bound on −⟨direction, R⟩, at least 0; direction has the shape of the result."""
+
+
+def quadratic(rule: Remainder, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
+    """Weights w ≥ 0 of the shape of the operand with −⟨direction, R⟩ ≤ Σ w_i δ_i² within ρ, if the rule has them."""
+    weights = getattr(rule, "quadratic", None)
+    return None if weights is None else weights(direction, rho)
 
 
 REMAINDERS: dict[Any, type[Remainder]] = {}
@@ -123,11 +130,13 @@ class Smooth:
     """φ applied entry by entry, |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
 
     With |δ_i| ≤ p, ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. ξ_i is within p of z_i, so c_i may be the supremum over
-    |t| ≥ |z_i| − p where ``envelope`` knows it. Against g: |⟨g, R⟩| ≤ ½ Σ |g_i| c_i t_i with t_i = δ_i² ≤ p² and
-    Σ t_i ≤ ρ², which is largest where the budget goes to the largest |g_i| c_i, p² to each.
+    |t| ≥ |z_i| − p where ``envelope`` knows it. Against g: where g_i < 0, −g_i R_i ≤ ½|g_i| c_i⁺ δ_i² with c_i⁺ ≥ φ'',
+    and where g_i > 0 likewise with c_i⁻ ≥ −φ''; these are the weights w_i. The sum of w_i t_i, t_i = δ_i² ≤ p² and
+    Σ t_i ≤ ρ², is largest where the budget goes to the largest w_i, p² to each.
     """
 
     curvature: ClassVar[float]
+    downward: ClassVar[float] = math.inf  # an upper bound on −φ'', if there is one below ``curvature``
     entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -140,12 +149,24 @@ class Smooth:
     def _local(self, rho: Sequence[Tensor]) -> Tensor:
         return self.envelope((self.z.abs() - rho[-1][:, None]).clamp_min(0))
 
+    def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Upper bounds on φ'' and on −φ'' within p of z, at least 0."""
+        local = self._local(rho)
+        return local, local.clamp_max(self.downward)
+
+    def _weights(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor:
+        g = per_image(direction)
+        upward, downward = self._signed(rho)
+        return torch.where(g < 0, -g * upward, g * downward) / 2
+
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return self._local(rho).amax(1) / 2 * rho[0] * rho[-1]
 
     def against(self, direction: Tensor) -> Against:
-        weight = per_image(direction).abs()
-        return lambda rho: largest_share(weight * self._local(rho), rho[0], rho[-1]) / 2
+        return lambda rho: largest_share(self._weights(direction, rho), rho[0], rho[-1])
+
+    def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
+        return self._weights(direction, rho).reshape(direction.shape)
 
 
 def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
@@ -160,16 +181,16 @@ def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
     return torch.minimum(filled, ranked[:, 0] * rho.square())
 
 
-def smooth(*targets: Any, curvature: float) -> None:
-    """Registers an entrywise function by the supremum of |φ''|."""
-    remainder(*targets)(type("Smooth", (Smooth,), {"curvature": curvature}))
+def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
+    """Registers an entrywise function by the suprema of |φ''| and, if it is smaller, of −φ''."""
+    remainder(*targets)(type("Smooth", (Smooth,), {"curvature": curvature, "downward": downward}))
 
 
-smooth("silu", curvature=0.5)
+smooth("silu", curvature=0.5, downward=0.036915)
 smooth("sigmoid", curvature=0.096226)
 smooth("tanh", curvature=0.769801)
-smooth("mish", curvature=0.644205)
-smooth("square", curvature=2.0)
+smooth("mish", curvature=0.644205, downward=0.059034)
+smooth("square", curvature=2.0, downward=0.0)
 
 
 @remainder("gelu")
@@ -181,6 +202,7 @@ class Gelu(Smooth):
     """
 
     curvature = 0.797885
+    downward = 0.107982
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
@@ -189,7 +211,16 @@ class Gelu(Smooth):
     def envelope(self, distance: Tensor) -> Tensor:
         density = torch.exp(-(distance**2) / 2) / math.sqrt(2 * math.pi)
         value = (2 - distance**2) * density
-        return torch.where(distance < 2, value.clamp_min(0.107982), -value) + self.slack
+        return torch.where(distance < 2, value.clamp_min(self.downward), -value) + self.slack
+
+    def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """φ'' is positive on (−√2, √2) alone."""
+        bend = math.sqrt(2)
+        near = (self.z.abs() - rho[-1][:, None]).clamp_min(0)
+        upward = (2 - near**2).clamp_min(0) * torch.exp(-(near**2) / 2) / math.sqrt(2 * math.pi)
+        reaches = self.z.abs() + rho[-1][:, None] > bend
+        downward = torch.where(reaches, self.envelope(near).clamp_max(self.downward), 0.0)
+        return upward + self.slack, downward + self.slack
 
 
 class Kinked:
@@ -198,9 +229,13 @@ class Kinked:
     With |δ_i| ≤ p, (|δ_i| − k_i)₊ ≤ (1 − k_i/p)₊ |δ_i|: so ‖R‖ ≤ s (1 − min k/p)₊ ρ, and against g the sum is at most
     s ‖g (1 − k/p)₊‖ ρ. There, too, units with k_i < θ count |g_i||δ_i| and the others (√t − k)₊ ≤ t/(4k) with t = δ_i²,
     for any θ: |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < p} |g_i|/(4 k_i) ρ²). Every θ is tried.
+
+    A convex function lies above its linearisation, whose slopes are a subgradient at kinks too: R_i ≥ 0, and only g_i <
+    0 count; of a concave one only g_i > 0.
     """
 
     slope = 1.0
+    bends = 0  # 1 for convex functions, −1 for concave ones
     spread = 1.0  # Σ δ_i² ≤ spread² ρ²
     entrywise = False
 
@@ -221,7 +256,8 @@ class Kinked:
         return self.slope * (self._crossing(peak)[:, :1] * total)[:, 0]
 
     def against(self, direction: Tensor) -> Against:
-        weight = per_image(direction).abs().gather(1, self.order)
+        g = per_image(direction)
+        weight = ((-self.bends * g).clamp_min(0) if self.bends else g.abs()).gather(1, self.order)
         below = torch.nn.functional.pad((weight**2).cumsum(1), (1, 0)).sqrt()
         ratio = weight / (4 * self.distance.clamp_min(1e-300))
 
@@ -242,6 +278,7 @@ class Relu(Kinked):
     """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
 
     entrywise = True
+    bends = 1
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())
@@ -257,6 +294,7 @@ class LeakyRelu(Kinked):
         super().__init__(operands[0].abs())
         given = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
         self.slope = abs(1 - float(given))
+        self.bends = 1 if given <= 1 else -1
 
 
 _SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lipcert._memory import give_back
 from lipcert._upper import INFINITE, Number, Upper
 from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm
@@ -33,6 +34,7 @@ from lipcert.norms import conv_norm, dense_norm
 # Factors that a network multiplies are multiplied here in float64, and each product rounds. 1000 roundings in a row, of
 # which a sum with 1 makes a relative error 2¹⁰ times as large at most, change an entry by less than this factor.
 COMPOSED = 1 + 2**-33
+_LARGE = 2**18
 
 
 class LinearMap(Protocol):
@@ -98,7 +100,10 @@ class Dense:
     @cached_property
     def norm(self) -> Upper:
         matrix = self.folded()
-        return _with_roundings(dense_norm(matrix, identity=self.identity), matrix, self.composed)
+        norm = _with_roundings(dense_norm(matrix, identity=self.identity), matrix, self.composed)
+        del matrix
+        _tidy(self.weight)
+        return norm
 
     def scaled(self, scale: Tensor) -> Dense | None:
         if self.identity or scale.numel() != scale.shape[-1] or scale.numel() not in (1, self.weight.shape[0]):
@@ -142,7 +147,10 @@ class Conv:
     def norm(self) -> Upper:
         weight = _folded(self.weight, self.rows, self.columns)
         norm = conv_norm(weight, self.input_size, identity=self.identity, **self.geometry)
-        return _with_roundings(norm, weight, self.rows is not None or self.columns is not None)
+        norm = _with_roundings(norm, weight, self.rows is not None or self.columns is not None)
+        del weight
+        _tidy(self.weight)
+        return norm
 
     def scaled(self, scale: Tensor) -> Conv | None:
         if (
@@ -188,6 +196,12 @@ def _folded(weight: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tens
         if factor is not None:
             product *= factor.to(weight.device)
     return product
+
+
+def _tidy(weight: Tensor) -> None:
+    """Behind the norm of a large weight: what was multiplied out is not to pile up."""
+    if weight.numel() >= _LARGE:
+        give_back()
 
 
 def _product(factor: Tensor | None, other: Tensor) -> Tensor:

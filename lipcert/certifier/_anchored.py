@@ -20,6 +20,15 @@ for the first-order part: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j
 Stages keep the number of norms small. If c is a value through which everything later depends on the image (a cut), then
 G(v → u) = G(c → u) G(v → c) for v before and u behind it, and the remainders before c are added up at c.
 
+Curvature is where most of a margin goes. Where a rule knows weights w with −⟨∇_v m_j, R_v⟩ ≤ Σ_i w_i δ_i² for the
+deviation δ of v's operand u (smooth entrywise functions), d_v = ‖s ∘ δ‖² with s = √w, and
+
+    ‖s ∘ δ‖ ≤ ‖diag(s) G(x → u)‖ ε + Σ_v ‖diag(s) G(v → u)‖ r_v(ρ),
+
+which is several times less than max w · ρ_u², for the weights of few entries are large and most rows of G are not seen
+by them. It takes norms for one rival class j, so it is done for the classes that allow the least, one after the other.
+Weights that hold up to some ε give a radius up to there.
+
 Nothing here needs the Jacobians: any linear map may stand for that of an operation, R_v being what it leaves out. At
 kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds.remainders.secants`). How far they should
 lie apart follows from the radius that the Jacobians give; the larger of the two radii counts, each with half of δ.
@@ -32,21 +41,37 @@ for the rounding of the nominal forward and backward pass in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipcert.bounds._remainder import Against, per_image
-from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
+from lipcert.bounds._remainder import Against, per_image, quadratic
+from lipcert.certifier._linearized import (
+    NOT_WEIGHED,
+    SAFETY,
+    Deviations,
+    Gain,
+    Linearization,
+    Linearized,
+    Progress,
+    Weighed,
+    at_most,
+    search,
+)
 from lipcert.certifier._lofast import Layers
 from lipcert.certifier._secants import with_secants
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 from lipcert.model import Model
 
+# For how many rival classes curvature is weighed, how far beyond the radius without it, and from which share of the
+# margin on.
+ROUNDS = 4
+_FURTHER = 2.0
+_WORTH = 0.01
 # Radii come out larger with secants, whose widths are therefore so much more than values move within the one without.
 _WIDENED = 1.5
 
@@ -58,12 +83,16 @@ class Anchored(Linearized):
         secant: the same with secants at kinks (lipcert.bounds.remainders.secants); None where the network has none.
             Half of ``delta`` belongs to it.
         kinks: the operations with another derivative in ``secant``, and the nodes for the widths there.
+        weighable: how many norms with weights one rival class can take.
     """
 
     takes_secants = True
+    weighings = 1  # how often a radius weighs curvature
 
     def __init__(self, model: Model, *, delta: float = 1e-9, **arguments: Any):
         super().__init__(model, delta=delta, **arguments)
+        self.weighable = sum(2 + place for stage in self.stages for place in range(len(stage.nonlinear)))
+        self.spare = self.weighings * ROUNDS * self.weighable
         self.secant: Anchored | None = None
         self.kinks: dict[Node, Node] = {}
         if self.takes_secants and not self.widths:
@@ -71,7 +100,8 @@ class Anchored(Linearized):
         if self.kinks:
             self.delta /= 2
             # Widths follow from the norms here, so the norms there need start vectors that none here has taken.
-            arguments |= {"seed": self.seed + 2 * len(self.pairs), "graph": graph, "widths": tuple(self.kinks.values())}
+            seed = self.seed + 2 * len(self.pairs) + self.spare
+            arguments |= {"seed": seed, "graph": graph, "widths": tuple(self.kinks.values())}
             self.secant = Anchored(model, delta=delta / 2, **arguments)
 
     @property
@@ -106,12 +136,13 @@ class Anchor(Linearization):
     """The network linearised at N images: bounds for any ε."""
 
     method: Anchored
+    drawn = 0  # how many draws of start vectors are used up
 
     def layers(self) -> Layers:
         """The layer-by-layer bounds from the same norms, never tighter than these."""
         return Layers(self.method, self.images, self.values, self.norms, self.remainders)
 
-    def deviations(self, eps: Tensor) -> Deviations:
+    def deviations(self, eps: Tensor, gains: Weighed = NOT_WEIGHED) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,).
 
         Each stage starts from the smaller of two: what the linear way from the source and the remainders before it add
@@ -121,19 +152,21 @@ class Anchor(Linearization):
         source, stages = self.method.source, self.method.stages
         at_cuts: dict[Node, Tensor] = {}  # remainders before a cut, added up there
         operands: dict[Node, list[Tensor]] = {}
+        weighed: dict[Node, Tensor] = {}
         passed_on = eps * self.gain(source, stages[0].start)
         for stage in stages:
             zero = torch.zeros_like(eps)
             arrived = at_most(sum((self.gain(cut, stage.start) * error for cut, error in at_cuts.items()), zero))
             at_start = torch.minimum(self.gain(source, stage.start) * eps + arrived, passed_on)
             linear = partial(self._linear, stage.start, eps, arrived, at_start)
-            errors = self.inside(stage, linear, operands)
+            errors, sizes = self.inside(stage, linear, operands, gains)
+            weighed |= sizes
             at_cuts[stage.end] = at_most(errors(stage.end))
             passed_on = at_most(linear(stage.end, self.gain) + at_cuts[stage.end])
         features = (
             at_most(linear(self.method.head[0], self.gain) + errors(self.method.head[0])) if self.method.head else None
         )
-        return Deviations(operands, passed_on, features)
+        return Deviations(operands, passed_on, features, weighed)
 
     def _linear(self, start: Node, eps: Tensor, arrived: Tensor, at_start: Tensor, u: Node, gain: Gain) -> Tensor:
         """Deviation of u behind ``start``, to first order in what is inside the stage."""
@@ -192,19 +225,34 @@ class Anchor(Linearization):
         return torch.maximum(best, other._radius(predicted, gaps, limit))
 
     def _radius(self, predicted: Tensor, gaps: Tensor, limit: int | None) -> Tensor:
-        cheap = self._cheap(predicted, gaps)
-        order = cheap.argsort(1)
-        best = torch.full_like(cheap[:, 0], math.inf)
-        for rank in range(cheap.shape[1]):
-            rivals = order[:, rank]
-            floor = cheap.gather(1, rivals[:, None])[:, 0]
-            if rank == limit:
-                return torch.minimum(best, floor) * (1 - SAFETY)
-            if bool((floor >= best).all()):
+        allowed = self._cheap(predicted, gaps)
+        order = allowed.argsort(1)
+        best = torch.full_like(allowed[:, 0], math.inf)
+        for rank in range(allowed.shape[1] if limit is None else min(limit, allowed.shape[1])):
+            rivals = order[:, rank : rank + 1]
+            floor = allowed.gather(1, rivals)[:, 0]
+            if bool((floor >= _FURTHER * best).all()):
                 break
-            exact = self._toward(rivals, predicted, gaps.gather(1, rivals[:, None])[:, 0])
-            best = torch.minimum(best, torch.maximum(exact, floor))
+            exact = torch.maximum(self._toward(rivals[:, 0], predicted, gaps).radius(), floor)
+            allowed.scatter_(1, rivals, exact[:, None])
+            best = torch.minimum(best, exact)
+        best = self._weigh(allowed, predicted, gaps).amin(1)
         return torch.where(torch.isfinite(best), best, 0.0) * (1 - SAFETY)
+
+    def _weigh(self, allowed: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
+        """The radii that the rival classes allow, shape (N, classes), with curvature weighed for the least of them."""
+        allowed = allowed.clone()
+        done = torch.zeros_like(allowed, dtype=torch.bool)
+        for draw in range(ROUNDS):
+            rivals = allowed.argmin(1, keepdim=True)
+            least = allowed.gather(1, rivals)[:, 0]
+            left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least)).nonzero()[:, 0]
+            if not len(left):
+                break
+            one = self.only(left)._toward(rivals[left, 0], predicted[left], gaps[left])
+            done[left, rivals[left, 0]] = True
+            allowed[left, rivals[left, 0]] = one.weighed(least[left], self.drawn + draw)
+        return allowed
 
     def _cheap(self, predicted: Tensor, gaps: Tensor) -> Tensor:
         """Radii from how far the logits and the features move at all, shape (N, classes)."""
@@ -221,28 +269,33 @@ class Anchor(Linearization):
     def _left(self, gap: Tensor, spreads: Tensor | None, eps: Tensor) -> Tensor:
         return gap - self.moved(self.deviations(eps), spreads)[:, 0]
 
-    def _toward(self, rivals: Tensor, predicted: Tensor, gap: Tensor) -> Tensor:
-        """Radius against one rival class for each image, by its own gradients."""
-        left, slope = self._within(rivals, predicted, gap)
-        return search(left, gap / slope)
+    def _toward(self, rivals: Tensor, predicted: Tensor, gaps: Tensor) -> Toward:
+        """The margins over one rival class for each image."""
+        return Toward(self, rivals, predicted, gaps.gather(1, rivals[:, None])[:, 0])
 
-    def _within(self, rivals: Tensor, predicted: Tensor, gap: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """ε ↦ what is left of the margin over one rival class within ε at least; and ‖∇m‖, shape (N,)."""
-        at_pixels, at_nodes = self.gradients(rivals, predicted)
-        slope = (at_pixels.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
-        against: dict[Node, Against] = {v: self.remainders[v].against(g) for v, g in at_nodes.items()}
-
-        def left(eps: Tensor) -> Tensor:
-            found = self.deviations(eps).operands
-            return gap - slope * eps - sum(against[v](rho) for v, rho in found.items()) * (1 + SAFETY)
-
-        return left, slope
+    def gains(self, weights: dict[Node, Tensor], draw: int) -> Weighed:
+        """Norms with weights √w, for operations with weights w of the shape of their operand."""
+        source, method = self.method.source, self.method
+        first = draw * method.weighable
+        found: dict[Node, Gain] = {}
+        for stage in method.stages:
+            for place, v in enumerate(stage.nonlinear):
+                if v in weights:
+                    scale = weights[v].sqrt()
+                    (u,) = method.operands(v)
+                    norms = {u: per_image(scale).amax(1)}
+                    for number, a in enumerate((source, stage.start, *stage.nonlinear[:place])):
+                        if a not in norms and (a, u) not in method.unconnected:
+                            norms[a] = method.weighed_norm(a, v.operands[0], self.values, scale, first + number)
+                    found[v] = partial(_known, norms)
+                first += 2 + place
+        return found
 
     def least_margin(self, eps: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
         """Lower bounds on the smallest f_y − f_j within eps, each of shape (N,); gaps as for :meth:`radius`."""
         left = []
         for rivals in gaps.argsort(1)[:, :-1].unbind(1):
-            left.append(self._within(rivals, predicted, gaps.gather(1, rivals[:, None])[:, 0])[0](eps))
+            left.append(self._toward(rivals, predicted, gaps).left(eps))
         return torch.stack(left).amin(0)
 
     def first_order_limit(self, predicted: Tensor, gaps: Tensor) -> Tensor:
@@ -253,3 +306,58 @@ class Anchor(Linearization):
             gradient, _ = self.gradients(rivals, predicted)
             ratios.append(gaps.gather(1, rivals[:, None])[:, 0] / gradient.norm(dim=1))
         return torch.stack(ratios, 1).amin(1)
+
+
+def _known(norms: dict[Node, Tensor], a: Node, u: Node) -> Tensor | float:
+    return norms.get(a, 0.0)
+
+
+class Toward:
+    """The margins f_y − f_j over one rival class j for each image, from their own gradients.
+
+    Args:
+        anchor: the network linearised at N images.
+        rivals: the classes j, shape (N,).
+        predicted: the classes y, shape (N,).
+        gap: f_y − f_j at the images, shape (N,).
+    """
+
+    def __init__(self, anchor: Anchor, rivals: Tensor, predicted: Tensor, gap: Tensor):
+        self.anchor, self.gap = anchor, gap
+        at_pixels, self.at_nodes = anchor.gradients(rivals, predicted)
+        self.slope = (at_pixels.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
+        self.against: dict[Node, Against] = {v: anchor.remainders[v].against(g) for v, g in self.at_nodes.items()}
+
+    def left(self, eps: Tensor, gains: Weighed = NOT_WEIGHED) -> Tensor:
+        """What is left of the margin within ε at least, shape (N,)."""
+        found = self.anchor.deviations(eps, gains)
+        taken = torch.zeros_like(eps)
+        for v, rho in found.operands.items():
+            bound = self.against[v](rho)
+            taken = taken + (torch.minimum(bound, found.weighed[v].square()) if v in found.weighed else bound)
+        return self.gap - self.slope * eps - taken * (1 + SAFETY)
+
+    def radius(self) -> Tensor:
+        """Radii without weights, shape (N,)."""
+        return search(self.left, self.gap / self.slope)
+
+    def weighed(self, least: Tensor, draw: int) -> Tensor:
+        """Radii with curvature weighed, shape (N,).
+
+        Args:
+            least: radii that hold, shape (N,).
+            draw: number of the start vectors, that have not been used before.
+        """
+        upto = _FURTHER * least
+        moved = self.anchor.deviations(upto).operands
+        weights = {}
+        for v, g in self.at_nodes.items():
+            found = quadratic(self.anchor.remainders[v], g, moved[v])
+            # For each image by itself, so that a radius does not depend on the others.
+            worth = self.against[v](moved[v]) > _WORTH * self.gap
+            if found is not None and bool(worth.any()):
+                weights[v] = torch.where(worth.reshape(-1, *[1] * (found.dim() - 1)), found, math.inf)
+        if not weights:
+            return least
+        gains = self.anchor.gains(weights, draw)
+        return torch.maximum(search(lambda eps: torch.where(eps <= upto, self.left(eps, gains), -1.0), least), least)

@@ -300,8 +300,11 @@ class Certifier:
 
 
 def _as_deployed(model: Model, dtype: str) -> tuple[Model, Roundoff | None]:
-    """A copy in float64 with the weights that the deployed model has, and the bounds on its rounding."""
-    copied = copy.deepcopy(model)
+    """A copy in float64 with the weights that the deployed model has, and the bounds on its rounding.
+
+    Nothing here needs gradients with respect to weights.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False)
     if dtype == "real":
         return copied.double(), None
     if dtype not in DTYPES:

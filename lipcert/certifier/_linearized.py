@@ -6,9 +6,12 @@ the remainders.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,15 +24,25 @@ from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
 from lipcert.graph._graph import run
 from lipcert.model import Model
-from lipcert.norms import explicit_norm, explicit_row_norm, lanczos_norm, row_norm
+from lipcert.norms import explicit_norm, explicit_row_norm, lanczos_norm, longest_row, row_norm
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Progress = Callable[[int, int], None]
 Gain = Callable[[Node, Node], Tensor | float]
+# For an operation v with weights s on its operand u: upper bounds on ‖diag(s) G(a → u)‖ as a function of (a, u).
+Weighed = Mapping[Node, Gain]
 
+NOT_WEIGHED: Weighed = MappingProxyType({})
 SAFETY = 1e-6
 RIGORS = ("probabilistic", "deterministic")
 # A Jacobian with so few rows or columns is written out: that takes fewer products than Lanczos.
-_FEW = 24
+_FEW = 64
+# The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.
+_PROBES = 256
+# Start vectors of norms with weights are drawn from seeds this far behind the others.
+_BEHIND = 2**32
 # Entries of the Jacobians that are written out at once, 1 GiB.
 _MOST = 2**27
 _ISOMETRIES = frozenset(("identity", "dropout", "reshape", "permute", "transpose", "flip", "roll"))
@@ -58,15 +71,20 @@ class Deviations:
             bound on a single entry comes behind it.
         logits: ρ for the logits, shape (N,).
         features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
+        weighed: for operations with weights s, bounds on ‖s ∘ δ‖ for the deviation δ of their operand, shape (N,).
     """
 
     operands: dict[Node, list[Tensor]]
     logits: Tensor
     features: Tensor | None
+    weighed: dict[Node, Tensor] = field(default_factory=dict)
 
 
 class Linearized:
     """A captured network, cut into stages.
+
+    Attributes:
+        spare: how many norms may be asked for beside those of all pairs; ``delta`` covers them too.
 
     Args:
         model: the model, in float64.
@@ -84,6 +102,8 @@ class Linearized:
         InputError: ``at`` names no value of the network; an unknown rigor, or one that needs Jacobians too large.
         UnsupportedOperation: names the operations behind ``at`` that have no remainder rule.
     """
+
+    spare = 0
 
     def __init__(
         self,
@@ -120,9 +140,11 @@ class Linearized:
         self.peaks: list[tuple[Node, Node]] = []
         self.unconnected: set[tuple[Node, Node]] = set()
         for a, b in dict.fromkeys(self._wanted()):
-            if self.replay.between(a, [b]):
+            if a is b:
+                continue
+            if self.replay.depends(b, a):
                 self.pairs.append((a, b))
-            elif a is not b:
+            else:
                 self.unconnected.add((a, b))
         entries = {u for v in self.rules for u in self.operands(v) if self.entrywise(v)}
         self.peaks = [(a, b) for a, b in self.pairs if b in entries]
@@ -273,10 +295,11 @@ class Linearized:
         with torch.no_grad():
             values = self.values(images, widths)
         norms = self.norms(values, len(images), progress)
-        remainders = {
-            v: rule(v, [values[operand] for operand in v.operands], values[v]) for v, rule in self.rules.items()
-        }
-        return images, values, norms, remainders
+        return images, values, norms, self.remainders(values)
+
+    def remainders(self, values: dict[Node, Tensor]) -> dict[Node, Remainder]:
+        """The remainder rules at nominal points."""
+        return {v: rule(v, [values[operand] for operand in v.operands], values[v]) for v, rule in self.rules.items()}
 
     def norms(self, values: dict[Node, Tensor], images: int, progress: Progress | None = None) -> Norms:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with probability ``delta``."""
@@ -290,11 +313,7 @@ class Linearized:
                     constant = self.constants[a, b, peak] = self._norm(a, b, alone, peak).item()
                 if constant is None:
                     together = self._together(a, b, images)
-                    parts = [
-                        self._norm(a, b, {node: v[i : i + together] for node, v in values.items()}, peak)
-                        for i in range(0, images, together)
-                    ]
-                    bound = torch.cat(parts)
+                    bound = torch.cat([self._norm(a, b, part, peak) for _, part in _parts(values, images, together)])
                 else:
                     bound = values[a].new_full((images,), constant)
                 if peak:
@@ -312,7 +331,28 @@ class Linearized:
         entries = math.prod(a.shape) * math.prod(b.shape)
         return max(1, min(images, _MOST // entries)) if self._explicit(a, b) else max(1, images)
 
-    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], peak: bool) -> Tensor:
+    def weighed_norm(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, draw: int) -> Tensor:
+        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,), for a scale of shape (N, *b.shape).
+
+        The scale may depend on all norms so far. So ``draw`` numbers the start vectors of these norms: one that has not
+        been used for anything that the scale depends on.
+        """
+        images = len(scale)
+        together = self._together(a, b, images)
+        parts = [
+            self._norm(a, b, part, False, scale[i : i + together], draw) for i, part in _parts(values, images, together)
+        ]
+        return torch.cat(parts)
+
+    def _norm(
+        self,
+        a: Node,
+        b: Node,
+        values: dict[Node, Tensor],
+        peak: bool,
+        scale: Tensor | None = None,
+        draw: int = 0,
+    ) -> Tensor:
         """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd."""
         count = len(values[a])
         explicit = self._explicit(a, b)
@@ -320,6 +360,7 @@ class Linearized:
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
             (target,) = self.replay(a, source, [b], values)
+            target = target if scale is None else target * scale
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
 
@@ -334,11 +375,14 @@ class Linearized:
             return result.reshape(*result.shape[: v.dim() - source.dim() + 1], -1)
 
         rows, columns = target[0].numel(), source[0].numel()
-        share = self.delta / (len(self.pairs) + len(self.peaks))
+        share = self.delta / (len(self.pairs) + len(self.peaks) + self.spare)
         # A start vector for each pair, the same in every call, so that a radius does not depend on what was asked
         # before.
-        generator = torch.Generator().manual_seed(self.seed + self.pairs.index((a, b)) + len(self.pairs) * peak)
-        if peak and self.deterministic:
+        place = self.pairs.index((a, b)) + len(self.pairs) * peak if scale is None else _BEHIND + draw
+        generator = torch.Generator().manual_seed(self.seed + place)
+        if peak and rows <= _PROBES:
+            return longest_row(adjoint, count, rows)
+        if peak and (self.deterministic or columns <= _PROBES):
             return explicit_row_norm(product, count, columns)
         if peak:
             return row_norm(product, count, columns, delta=share, generator=generator)
@@ -346,6 +390,12 @@ class Linearized:
         if explicit:
             return explicit_norm(forth, count, size)
         return lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=generator)
+
+
+def _parts(values: dict[Node, Tensor], images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:
+    """The values of so many images at a time, each with the number of its first one."""
+    for i in range(0, images, together):
+        yield i, {node: value[i : i + together] for node, value in values.items()}
 
 
 @dataclass
@@ -390,6 +440,16 @@ class Linearization:
         self.remainders = remainders
         self.logits = values[method.graph.output].reshape(len(images), -1)
 
+    def only(self, index: Tensor) -> Self:
+        """The same for some of the images, given by their numbers."""
+        part = copy.copy(self)
+        part.images, part.logits = self.images[index], self.logits[index]
+        part.values = {node: value[index] for node, value in self.values.items()}
+        known = (self.norms.gains, self.norms.peaks)
+        part.norms = Norms(*({pair: norm[index] for pair, norm in norms.items()} for norms in known))
+        part.remainders = self.method.remainders(part.values)
+        return part
+
     def gain(self, a: Node, b: Node) -> Tensor | float:
         """‖G(a → b)‖ from above: 1 for a value itself, 0 where b does not depend on a."""
         if a is b:
@@ -405,8 +465,12 @@ class Linearization:
         raise NotImplementedError
 
     def inside(
-        self, stage: Stage, linear: Callable[[Node, Gain], Tensor], operands: dict[Node, list[Tensor]]
-    ) -> Callable[[Node], Tensor]:
+        self,
+        stage: Stage,
+        linear: Callable[[Node, Gain], Tensor],
+        operands: dict[Node, list[Tensor]],
+        gains: Weighed = NOT_WEIGHED,
+    ) -> tuple[Callable[[Node], Tensor], dict[Node, Tensor]]:
         """Goes through a stage, and adds the ρ of its nonlinear operations' operands to ``operands``.
 
         The same sums with the largest row of each Jacobian in place of its norm bound single entries: entry i of u
@@ -417,11 +481,14 @@ class Linearization:
             linear: upper bounds on the deviation of a value in the stage without the remainders that arise inside it,
                 by ``gain`` or by ``peak``.
             operands: receives ρ, and for entrywise operations the bound on a single entry behind it.
+            gains: of the operations with weights.
 
         Returns:
-            How much those remainders move a value at the stage's end.
+            How much those remainders move a value at the stage's end, and bounds on ‖s ∘ δ‖ for the operands with
+            weights s: these are the same sums too.
         """
         added: list[tuple[Node, Tensor]] = []
+        weighed: dict[Node, Tensor] = {}
 
         def errors(u: Node, gain: Gain) -> Tensor:
             return sum((gain(w, u) * r for w, r in added), self.logits.new_zeros(len(self.images)))
@@ -433,8 +500,10 @@ class Linearization:
             operands[v] = [moved(u, self.gain) for u in self.method.operands(v)]
             if self.method.entrywise(v):
                 operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
+            if v in gains:
+                weighed[v] = moved(self.method.operands(v)[0], gains[v])
             added.append((v, at_most(self.remainders[v].norm(operands[v]))))
-        return lambda u: errors(u, self.gain)
+        return lambda u: errors(u, self.gain), weighed
 
     def spreads(self, predicted: Tensor) -> Tensor | None:
         """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""

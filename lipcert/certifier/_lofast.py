@@ -118,7 +118,7 @@ class Layers(Linearization):
         rho = eps * self.gain(self.method.source, self.method.stages[0].start)
         for stage in self.method.stages:
             linear = partial(self._linear, stage.start, rho)
-            errors = self.inside(stage, linear, operands)
+            errors, _ = self.inside(stage, linear, operands)
             zeta = torch.as_tensor(self.gain(stage.start, stage.end), dtype=rho.dtype).expand_as(rho)
             remainder = at_most(errors(stage.end))
             blocks.append(Block(stage.name, zeta, remainder, rho, at_most(zeta * rho + remainder)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Node:
         """The operation's name for people."""
         return self.op if isinstance(self.op, str) else getattr(self.op, "__name__", str(self.op))
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Node, ...]:
         """The nodes this one reads, in the order of the arguments."""
         found: list[Node] = []

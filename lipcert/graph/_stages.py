@@ -114,18 +114,23 @@ class Replay:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self._reads: dict[Node, int] = {}  # a bit for each node that a node depends on, itself included
+        for index, node in enumerate(graph.nodes):
+            self._reads[node] = 1 << index
+            for operand in node.operands:
+                self._reads[node] |= self._reads.get(operand, 0)
+
+    def depends(self, node: Node, source: Node) -> bool:
+        """Whether ``node`` is computed from ``source``, or is that."""
+        return bool(self._reads.get(node, 0) >> self.position[source] & 1)
 
     def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
         """The operations on the ways from ``source`` to ``targets``, in order, without ``source``."""
-        after = {source}
-        for node in self.graph.nodes[self.position[source] + 1 :]:
-            if any(operand in after for operand in node.operands):
-                after.add(node)
-        before = set(targets) & after
-        for node in reversed(self.graph.nodes):
-            if node in before:
-                before.update(operand for operand in node.operands if operand in after)
-        return [node for node in self.graph.nodes if node in before and node is not source]
+        wanted = 0
+        for target in targets:
+            wanted |= self._reads.get(target, 0)
+        later = enumerate(self.graph.nodes[self.position[source] + 1 :], self.position[source] + 1)
+        return [node for index, node in later if wanted >> index & 1 and self.depends(node, source)]
 
     def __call__(
         self, source: Node, value: Tensor, targets: Sequence[Node], values: dict[Node, Tensor]

@@ -2,7 +2,7 @@
 
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm
-from lipcert.norms._explicit import explicit_norm, explicit_row_norm, row_norm
+from lipcert.norms._explicit import explicit_norm, explicit_row_norm, longest_row, row_norm
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import lanczos_norm
 
@@ -14,5 +14,6 @@ __all__ = [
     "explicit_row_norm",
     "gram_norm",
     "lanczos_norm",
+    "longest_row",
     "row_norm",
 ]

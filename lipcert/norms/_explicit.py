@@ -50,6 +50,22 @@ def explicit_row_norm(product: Product, images: int, size: int) -> Tensor:
     return _row_squares(product, torch.eye(size, dtype=torch.float64), images).amax(1).sqrt() * (1 + 1e-9)
 
 
+def longest_row(adjoint: Product, images: int, size: int) -> Tensor:
+    """The same from Jᵀ: row i of J_n is J_nᵀ e_i, so that few rows take few products.
+
+    Args:
+        adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
+        images: number of maps N.
+        size: number of rows.
+    """
+    longest = torch.zeros(images, dtype=torch.float64)
+    for part in torch.eye(size, dtype=torch.float64).split(_TOGETHER):
+        rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
+        squares = rows.square().sum(2).amax(0)  # a maximum with a NaN is NaN
+        longest = torch.maximum(longest, torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)))
+    return longest.sqrt() * (1 + 1e-9)
+
+
 def row_norm(
     product: Product, images: int, size: int, *, delta: float, probes: int = 256, generator: torch.Generator
 ) -> Tensor:

@@ -22,21 +22,33 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds._masked import verified_norms
 from lipcert.bounds._remainder import arguments, per_image
-from lipcert.certifier._anchored import Anchor, Anchored
-from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Progress, Stage, at_most
+from lipcert.certifier._anchored import ROUNDS, Anchor, Anchored, Toward
+from lipcert.certifier._linearized import (
+    NOT_WEIGHED,
+    SAFETY,
+    Deviations,
+    Gain,
+    Progress,
+    Stage,
+    Weighed,
+    at_most,
+)
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 from lipcert.model import Model
 from lipcert.roundoff._format import Format
 from lipcert.roundoff._roundoff import Gains, length, passes
 from lipcert.roundoff._rules import Operand, local_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Of the radius in real arithmetic: where rounding errors are measured.
 _SHARES = (1.0, 0.7, 0.4, 0.2)
@@ -56,6 +68,7 @@ class DeployedAnchored(Anchored):
     """
 
     takes_secants = False
+    weighings = 1 + len(_SHARES)
 
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **arguments: Any):
         self.format = Format.of(dtype)
@@ -99,7 +112,7 @@ class DeployedAnchor(Anchor):
         Rounding errors are measured at the radius in real arithmetic, and a radius found with them is valid up to
         there. Where it comes out much smaller, smaller balls are tried, in which values move less.
         """
-        self.roundings = None
+        self.roundings, self.drawn = None, 0
         real = super().radius(predicted, gaps, limit)
         best = torch.zeros_like(real)
         for share in _SHARES:
@@ -107,6 +120,7 @@ class DeployedAnchor(Anchor):
             if not bool(left.any()):
                 break
             self.measure(share * real)
+            self.drawn += ROUNDS  # what is measured depends on the norms so far
             found = torch.minimum(super().radius(predicted, gaps, limit), share * real)
             best = torch.where(left, torch.maximum(best, found), best)
         entry = self.method.format.entry(self.images, real)
@@ -117,9 +131,16 @@ class DeployedAnchor(Anchor):
         self.roundings = Roundings()
         self._walk(eps, _Measuring(self, eps, self.roundings))
 
-    def deviations(self, eps: Tensor) -> Deviations:
+    def only(self, index: Tensor) -> Self:
+        part = super().only(index)
+        if self.roundings is not None:
+            known = (self.roundings.local, self.roundings.carried, self.roundings.put)
+            part.roundings = Roundings(*({node: value[index] for node, value in found.items()} for found in known))
+        return part
+
+    def deviations(self, eps: Tensor, gains: Weighed = NOT_WEIGHED) -> Deviations:
         """How far deployed values can move for perturbations of norm at most eps, once errors have been measured."""
-        return super().deviations(eps) if self.roundings is None else self._walk(eps, None)
+        return super().deviations(eps, gains) if self.roundings is None else self._walk(eps, None, gains)
 
     def moved(self, found: Deviations, spreads: Tensor | None) -> Tensor:
         """As :meth:`Linearization.moved`, and what the head itself rounds."""
@@ -154,12 +175,13 @@ class DeployedAnchor(Anchor):
         ]
         return at_most(torch.stack(weighed).sum(0) * (1 + SAFETY))
 
-    def _toward(self, rivals: Tensor, predicted: Tensor, gap: Tensor) -> Tensor:
+    def _toward(self, rivals: Tensor, predicted: Tensor, gaps: Tensor) -> Toward:
+        toward = super()._toward(rivals, predicted, gaps)
         if self.roundings is not None:
-            gap = (gap - self.lost(rivals, predicted)).clamp_min(0)
-        return super()._toward(rivals, predicted, gap)
+            toward.gap = (toward.gap - self.lost(rivals, predicted)).clamp_min(0)
+        return toward
 
-    def _walk(self, eps: Tensor, measuring: _Measuring | None) -> Deviations:
+    def _walk(self, eps: Tensor, measuring: _Measuring | None, gains: Weighed = NOT_WEIGHED) -> Deviations:
         """:meth:`Anchor.deviations` with rounding errors, which are measured on the way if that is asked."""
         assert self.roundings is not None
         source, stages, zero = self.method.source, self.method.stages, torch.zeros_like(eps)
@@ -170,6 +192,7 @@ class DeployedAnchor(Anchor):
         passed_on = eps * self.gain(source, start) + before
         at_cuts: dict[Node, Tensor] = {}
         operands: dict[Node, list[Tensor]] = {}
+        weighed: dict[Node, Tensor] = {}
         for stage in stages:
             arrived = at_most(sum((self.gain(cut, stage.start) * e for cut, e in at_cuts.items()), zero))
             if stage is stages[0]:
@@ -178,14 +201,15 @@ class DeployedAnchor(Anchor):
             linear = partial(self._linear, stage.start, eps, arrived, at_start)
             if measuring is not None:
                 measuring.start(stage, at_start)
-            errors = self._through(stage, linear, operands, measuring)
+            errors, sizes = self._through(stage, linear, operands, measuring, gains)
+            weighed |= sizes
             at_cuts[stage.end] = at_most(errors(stage.end))
             passed_on = at_most(linear(stage.end, self.gain) + at_cuts[stage.end])
             if stage is stages[0]:
                 at_cuts[stage.end] = at_most(at_cuts[stage.end] + self.gain(start, stage.end) * before)
         head = self.method.head
         features = at_most(linear(head[0], self.gain) + errors(head[0])) if head is not None else None
-        return Deviations(operands, passed_on, features)
+        return Deviations(operands, passed_on, features, weighed)
 
     def _through(
         self,
@@ -193,15 +217,17 @@ class DeployedAnchor(Anchor):
         linear: Callable[[Node, Gain], Tensor],
         operands: dict[Node, list[Tensor]],
         measuring: _Measuring | None,
-    ) -> Callable[[Node], Tensor]:
+        gains: Weighed,
+    ) -> tuple[Callable[[Node], Tensor], dict[Node, Tensor]]:
         """Goes through a stage as :meth:`Linearization.inside`; the result includes rounding errors."""
         assert self.roundings is not None
         carried, put = self.roundings.carried, self.roundings.put
         added: list[tuple[Node, Tensor]] = []
+        weighed: dict[Node, Tensor] = {}
 
         def errors(u: Node, gain: Gain) -> Tensor:
             # What is behind a stage's start has λ = 0 there: the errors up to it are among those that arrived.
-            own = carried[u] if u is not stage.start else torch.zeros_like(carried[u])
+            own = carried[u] * gain(u, u) if u is not stage.start else torch.zeros_like(carried[u])
             return sum((gain(w, u) * r for w, r in added), own)
 
         def moved(u: Node, gain: Gain) -> Tensor:
@@ -217,11 +243,13 @@ class DeployedAnchor(Anchor):
             operands[v] = norms
             if self.method.entrywise(v):
                 operands[v] = [*norms, torch.minimum(norms[0], moved(self.method.operands(v)[0], self.peak))]
+            if v in gains:
+                weighed[v] = moved(self.method.operands(v)[0], gains[v])
             remainder = at_most(self.remainders[v].norm(operands[v]))
             if measuring is not None:
                 measuring.nonlinear(v, norms, remainder)
             added.append((v, at_most(remainder + put[v])))
-        return lambda u: errors(u, self.gain)
+        return lambda u: errors(u, self.gain), weighed
 
 
 class _Measuring:

@@ -49,6 +49,7 @@ class Absolute(Kinked):
     """|z|: the slope changes by 2 at 0."""
 
     slope = 2.0
+    bends = 1
     entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -94,6 +95,9 @@ class HardSwish(Smooth):
         largest = self.z.abs().amax(1)
         return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
 
+    def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
+        return None  # the kinks are not of this form
+
 
 @remainder("amax", "amin")
 class Extreme(Kinked):
@@ -121,6 +125,7 @@ class Extreme(Kinked):
             gap = ordered[..., 1] - ordered[..., 0]
         else:
             gap = ordered[..., -1] - ordered[..., -2]
+        self.bends = -1 if node.op == "amin" else 1
         super().__init__(gap)
 
 
@@ -199,6 +204,7 @@ class Larger(Kinked):
         if any(operand.shape != node.shape for operand in node.operands):
             raise NoAnswer("an operand that is repeated")
         self.spread = math.sqrt(len(node.operands))
+        self.bends = 1 if node.op in ("max", "maximum") else -1
         super().__init__((sides[0] - sides[1]).abs())
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:

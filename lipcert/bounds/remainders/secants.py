@@ -9,7 +9,9 @@ Linear relaxations of ReLU that depend on the range of z (Zhang et al. 2018, CRO
 **One entry.** Let k = |z| and η = (w − k)₊/(2w): the slope is 1 − η on the side where z lies and η on the other. So
 R(δ) = max(z + δ, 0) − max(z, 0) − slope · δ has slopes ±η until the kink and ∓(1 − η) behind it. For |δ| ≤ p
 
-    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p.
+    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p,
+
+and R falls until the kink alone, where it is −ηk: −R ≤ η min(|δ|, k).
 """
 
 from __future__ import annotations
@@ -77,10 +79,12 @@ class _Bend:
         slope = self._slope(p)
         return torch.minimum(slope.amax(1) * rho, slope.norm(dim=1) * p)
 
-    def against(self, weight: Tensor, rho: Tensor, p: Tensor) -> Tensor:
-        """Bound on Σ w_i |R_i| for weights w ≥ 0."""
-        steep = weight * self._slope(p)
-        return torch.minimum(steep.norm(dim=1) * rho, steep.sum(1) * p)
+    def against(self, g: Tensor, rho: Tensor, p: Tensor) -> Tensor:
+        """Bound on −Σ g_i R_i."""
+        above, below = (-g).clamp_min(0) * self._slope(p), g.clamp_min(0) * self.far
+        rising = torch.minimum(above.norm(dim=1) * rho, above.sum(1) * p)
+        falling = (below * torch.minimum(p[:, None], self.k)).sum(1)
+        return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)
 
 
 class SecantRelu:
@@ -94,11 +98,11 @@ class SecantRelu:
         self.bend = _Bend(per_image(z).abs(), per_image(width))
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.jump * self.bend.norm(rho[0], rho[-1])
+        return abs(self.jump) * self.bend.norm(rho[0], rho[-1])
 
     def against(self, direction: Tensor) -> Against:
-        weight = self.jump * per_image(direction).abs()
-        return lambda rho: self.bend.against(weight, rho[0], rho[-1])
+        g = self.jump * per_image(direction)
+        return lambda rho: self.bend.against(g, rho[0], rho[-1])
 
 
 class SecantLeakyRelu(SecantRelu):
@@ -106,7 +110,7 @@ class SecantLeakyRelu(SecantRelu):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        self.jump = abs(1 - node.args[2])
+        self.jump = 1 - node.args[2]
 
 
 class SecantProjection:
@@ -126,7 +130,7 @@ class SecantProjection:
     ρ)²). And always ‖R_t‖ ≤ 2ρ_t, for u and its linearisation have constant 1.
 
     Tokens together: ‖(|g_t|)_t‖ as for entries, Σ ρ_t⁴ ≤ ρ⁴; and against a direction d with parts d_t, g counts with
-    |⟨d_t, ĥ_t⟩|, the rest with ‖d_t‖.
+    ⟨d_t, ĥ_t⟩, the rest with ‖d_t‖. As min(n, R) = n − max(n − R, 0), g is −1 times the remainder of max(·, 0).
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -163,13 +167,13 @@ class SecantProjection:
 
     def against(self, direction: Tensor) -> Against:
         d = self._rows(direction) * self.weight
-        along = (d * self.h).sum(-1).abs() / self.length.clamp_min(_TINY)
+        along = (d * self.h).sum(-1) / self.length.clamp_min(_TINY)
         size = d.norm(dim=-1)
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
             (moved,) = rho
             curved = (size * self._curvature(moved)).amax(1) * moved.square()
-            return torch.minimum(self.bend.against(along, moved, moved) + curved, 2 * size.norm(dim=1) * moved)
+            return torch.minimum(self.bend.against(-along, moved, moved) + curved, 2 * size.norm(dim=1) * moved)
 
         return bound
 
