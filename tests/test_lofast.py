@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import lipcert
+from lipcert.bounds._remainder import quadratic
 from lipcert.certifier._anchored import Anchored
+from lipcert.certifier._linearized import _BEHIND
 from lipcert.certifier._lofast import (
     Attention,
     LoFAST,
@@ -435,6 +437,77 @@ def test_lanczos_covers_the_share_of_bad_starts_that_delta_allows():
     assert 0 < failed <= delta * trials + chance
 
 
+# Curvature weighed by the gradient -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dot product, smooth", "no class token", "perceptron"])
+def test_weighed_curvature(name):
+    """What is weighed moves by no more than its bound, and the margin that is left is below what an attack leaves."""
+    model = MODELS[name]()
+    pixels = images(2)
+    anchor = Anchored(model)(pixels)
+    method, nodes = anchor.method, [v for v in anchor.method.rules if str(v.op) in ("gelu", "tanh")]
+    predicted, gaps = margins(model(pixels))
+    rivals = gaps.argmin(1)
+    toward = anchor._toward(rivals, predicted, gaps)
+    eps = 1.5 * toward.radius()
+    moved = anchor.deviations(eps).operands
+    weights = {v: quadratic(anchor.remainders[v], toward.at_nodes[v], moved[v]) for v in nodes}
+    gains = anchor.gains(weights, 0)
+    assert set(gains) == set(nodes)
+    found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains), toward.left(eps)
+    assert bool((left > plain).all())
+    targets = [node.operands[0] for node in nodes]
+    for v in nodes:
+        sizes = weights[v].flatten(1).amax(1).sqrt() * moved[v][0]
+        assert bool((found.weighed[v] <= sizes * 1.1).all())
+    for seed in range(3):
+        delta = scaled_to(seeded(*anchor.values[method.source].shape, seed=seed), eps)
+        for _ in range(6):
+            delta = delta.detach().requires_grad_()
+            values = method.replay(method.source, anchor.values[method.source] + delta, targets, anchor.values)
+            for v, u, value in zip(nodes, targets, values, strict=True):
+                size = (weights[v].sqrt() * (value - anchor.values[u])).detach().flatten(1).norm(dim=1)
+                assert bool((size <= found.weighed[v] * (1 + 1e-9)).all())
+            logits = logits_from(method, anchor, delta)
+            margin = (logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None]))[:, 0]
+            assert bool((margin >= left - 1e-9).all())
+            (gradient,) = torch.autograd.grad(margin.sum(), delta)
+            delta = scaled_to(-gradient, eps)
+
+
+def test_weighing_enlarges_radii_of_each_image_by_itself():
+    model = MODELS["no class token"]()
+    pixels = images(3)
+    predicted, gaps = margins(model(pixels))
+    anchor = Anchored(model)(pixels)
+    radius = anchor.radius(predicted, gaps)
+    plain = torch.stack([anchor._toward(gaps.topk(r + 1, 1, largest=False).indices[:, r], predicted, gaps).radius()
+                         for r in range(4)]).amin(0)  # fmt: skip
+    assert bool((radius > 1.01 * plain).all())
+    alone = Anchored(model)(pixels[1:2]).radius(predicted[1:2], gaps[1:2])
+    torch.testing.assert_close(alone, radius[1:2], rtol=1e-9, atol=0)
+
+
+def test_start_vectors_of_weighed_norms_are_used_once():
+    """Weights follow from norms, so that their own norms need start vectors that no norm before them has taken."""
+    seen = []
+
+    class Seen(Anchored):
+        def weighed_norm(self, a, b, values, scale, draw):
+            seen.append(draw)
+            return super().weighed_norm(a, b, values, scale, draw)
+
+    model = MODELS["no class token"]()
+    pixels = images(2)
+    predicted, gaps = margins(model(pixels))
+    method = Seen(model, tolerance=LOOSE)
+    method(pixels).radius(predicted, gaps)
+    assert seen
+    assert len(set(seen)) == len(seen)
+    assert max(seen) < method.spare < 2**32
+
+
 # Secants at kinks ----------------------------------------------------------------------------------------------------
 
 
@@ -462,9 +535,11 @@ def test_secants_enlarge_radii_and_no_attack_gets_inside():
 def test_start_vectors_of_secants_are_their_own():
     """Their widths depend on the first ones, and a probabilistic norm needs a start vector that its matrix does not."""
     method = Anchored(relu_network())
-    first = {method.seed + i for i in range(2 * len(method.pairs))}
-    second = {method.secant.seed + i for i in range(2 * len(method.secant.pairs))}
-    assert not first & second
+    taken = set()
+    for each in (method, method.secant):
+        places = [*range(2 * len(each.pairs)), *range(_BEHIND, _BEHIND + each.spare)]
+        assert taken.isdisjoint(each.seed + place for place in places)
+        taken.update(each.seed + place for place in places)
 
 
 def test_secants_behind_what_is_perturbed():

@@ -549,8 +549,12 @@ def second_derivative(function):
     [("silu", F.silu), ("sigmoid", torch.sigmoid), ("tanh", torch.tanh), ("mish", F.mish), ("gelu", F.gelu)],
 )
 def test_curvature_is_the_supremum_rounded_up(key, function):
-    largest = second_derivative(function).abs().max().item()
+    curve = second_derivative(function)
+    largest, least = curve.abs().max().item(), -curve.min().item()
     assert largest <= REMAINDERS[key].curvature <= largest * (1 + 1e-4)
+    assert least <= REMAINDERS[key].downward
+    if least < largest * (1 - 1e-6):
+        assert REMAINDERS[key].downward <= least * (1 + 1e-4)
 
 
 def envelope(approximate):
