@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipcert._real import RealArithmetic
 from lipcert.errors import InputError
 
 
@@ -49,10 +51,13 @@ class Model(nn.Module):
         recipe: the surgery done so far, one dict a step, in order.
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
+        real: whether casts among floating types inside the network change nothing, as in real arithmetic. False for
+            what runs as it is; a certifier's own copy in float64 is so.
     """
 
     conversion: Any = None
     constraint: Any = None
+    real = False
     mean: Tensor
     std: Tensor
 
@@ -97,7 +102,8 @@ class Model(nn.Module):
         Returns:
             Logits, shape (N, classes).
         """
-        return self.net((images - self.mean) / self.std)
+        with RealArithmetic() if self.real else nullcontext():
+            return self.net((images - self.mean) / self.std)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import lipcert
 from lipcert.bounds import analyze
-from lipcert.certifier import Certifier, MarginBounds, bottom_logit, certify
+from lipcert.certifier import METHODS, Certifier, MarginBounds, bottom_logit, certify
 from lipcert.certifier._margins import margins, radii
 from lipcert.errors import InputError
 from lipcert.model import Model
+from lipcert.roundoff import Roundoff
 
 STD, MEAN = (0.229, 0.05, 0.9), (0.485, 0.456, 0.406)
 
@@ -379,3 +380,74 @@ def test_a_tiny_head_makes_no_large_radius(method: str) -> None:
         model.net[1].bias.zero_()
     images = torch.rand(4, 3, 3, 3, dtype=torch.float64)
     assert (certify(model, images, eps=1e-3, method=method).radius < 10).all()
+
+
+class Casting(nn.Module):
+    """Attention that casts as many networks do, or the same on real numbers."""
+
+    def __init__(self, casts: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.casts = casts
+        self.qkv = nn.Linear(4, 12)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.flatten(1).unflatten(1, (3, 4))).chunk(3, -1)
+        often = torch.tensor([True, False, True])
+        if not self.casts:
+            y = (q @ k.mT).softmax(-1) @ v
+            return self.head(nn.functional.gelu((y * (often.double() / 3)[:, None]).sum(1)))
+        weights = torch.softmax(q.float() @ k.to(torch.float32).mT, -1, dtype=torch.float32)
+        y = (weights @ v.half().type_as(weights)).type("torch.FloatTensor") * (often.float() / 3)[:, None]
+        return self.head(nn.functional.gelu(y.sum(1, dtype=torch.float32).bfloat16()).to(x.dtype))
+
+
+def casting(casts: bool) -> Model:
+    return Model(Casting(casts), mean=(0.5,), std=(0.25,), input_size=(1, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def pixels() -> Tensor:
+    return torch.rand(2, 1, 3, 4, generator=torch.Generator().manual_seed(3))
+
+
+def test_certified_logits_are_those_of_real_arithmetic(pixels: Tensor) -> None:
+    model, images = casting(True), pixels.double()
+    certifier, truth = Certifier(model, 0.01, "gloro"), casting(False).double()(images).detach()
+    torch.testing.assert_close(certifier.model(images), truth, rtol=0, atol=1e-12)
+    torch.testing.assert_close(certifier.bottom(images)[:, :3], truth, rtol=0, atol=1e-12)
+    assert (model.double()(images) - truth).abs().max() > 1e-6  # the model itself still casts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_casts_do_not_change_certificates(pixels: Tensor, method: str) -> None:
+    with_casts, without = (certify(casting(casts), pixels, eps=0.01, method=method) for casts in (True, False))
+    assert (with_casts.radius > 0).all()
+    torch.testing.assert_close(with_casts.radius, without.radius, rtol=1e-6, atol=0)
+    torch.testing.assert_close(with_casts.margin, without.margin, rtol=0, atol=1e-12)
+
+
+def test_an_attack_sees_the_network_of_real_arithmetic(pixels: Tensor) -> None:
+    """Its float16 values would break a gradient, and put the change of class elsewhere."""
+    found = [certify(casting(casts), pixels, eps=3.0, method="gloro", attack="pgd") for casts in (True, False)]
+    assert torch.isfinite(found[1].attack_distance).all()
+    torch.testing.assert_close(found[0].attack_distance, found[1].attack_distance, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_casts_of_a_deployed_network_are_not_ignored(pixels: Tensor, dtype: str) -> None:
+    with pytest.raises(InputError, match=rf"no bound on what {dtype} rounds.*result in torch\.float") as refusal:
+        certify(casting(True), pixels, eps=0.01, dtype=dtype)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(InputError, match="shows no casts"):
+        Roundoff(Certifier(casting(True), 0.01, "global").model, dtype)
+
+
+def test_linear_attention_that_casts() -> None:
+    """EfficientViT has a product in float32 with a ReLU on either side."""
+    torch.manual_seed(0)
+    sizes = {"widths": (4, 4, 4, 8, 8), "depths": (1, 1, 1, 1, 1), "head_dim": 4, "head_widths": (8, 8)}
+    model = lipcert.load("efficientvit_b0", pretrained=False, num_classes=3, input_size=(3, 32, 32), **sizes)
+    result = certify(model, torch.rand(1, 3, 32, 32), eps=1e-6, method="lofast")
+    assert result.certified.all()

@@ -318,6 +318,94 @@ def test_questions_about_the_form_are_answered() -> None:
     same_on_other_images(module, graph, SIZE)
 
 
+TABLE = torch.rand(4, 4, generator=torch.Generator().manual_seed(5))
+EVEN = torch.tensor([True, False, True, False])
+# Forward code with casts, and the same on real numbers.
+CASTS: list[tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = [
+    (lambda x: x.float() / 3, lambda x: x / 3),
+    (lambda x: x.half().exp(), lambda x: x.exp()),
+    (lambda x: x.bfloat16().to(x.dtype), lambda x: x),
+    (lambda x: x.to(torch.float32).tanh().to(x.dtype), lambda x: x.tanh()),
+    (lambda x: x.to("cpu", torch.float16, copy=True) + x.to(dtype=torch.bfloat16), lambda x: 2 * x),
+    (lambda x: x.type(torch.float32) * x.type(dtype=torch.float16), lambda x: x * x),
+    (lambda x: x.type("torch.FloatTensor") + x.type(torch.HalfTensor), lambda x: 2 * x),
+    (lambda x: x.exp().to(TABLE) @ TABLE, lambda x: x.exp() @ TABLE.double()),
+    (lambda x: torch.matmul(x.type_as(TABLE), TABLE), lambda x: x @ TABLE.double()),
+    (lambda x: x.sin().type_as(x.float()), lambda x: x.sin()),
+    (lambda x: x.softmax(-1, torch.float32), lambda x: x.softmax(-1)),
+    (lambda x: F.softmax(x, dim=-1, dtype=torch.float32), lambda x: x.softmax(-1)),
+    (lambda x: torch.sum(x, dim=1, dtype=torch.float32) - x.mean(1, dtype=torch.half), lambda x: x.sum(1) - x.mean(1)),
+    (lambda x: x.cumsum(1, dtype=torch.float32), lambda x: x.cumsum(1)),
+    (lambda x: x.float() @ (EVEN.float() / 3), lambda x: x @ (EVEN.double() / 3)),
+    (lambda x: torch.stack([x.float(), TABLE.expand(x.shape)]), lambda x: torch.stack([x, TABLE.expand(x.shape)])),
+    (lambda x: x.half().mul_(2) + x, lambda x: 3 * x),
+]
+
+
+@pytest.mark.parametrize(("forward", "real"), CASTS, ids=range(len(CASTS)))
+def test_casts_are_the_identity_in_float64(forward: Callable[[Any], Any], real: Callable[[Tensor], Tensor]) -> None:
+    graph = capture(Module(forward), image().double())
+    assert all(node.dtype == torch.float64 for node in graph.nodes)
+    other = image(1).double()
+    torch.testing.assert_close(graph.replay(other), real(other), rtol=1e-14, atol=1e-14)
+    replayed, truth = (torch.autograd.functional.jacobian(f, other) for f in (graph.replay, real))
+    torch.testing.assert_close(replayed, truth, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype"),
+    [
+        (lambda x: x.float().double(), torch.float32),
+        (lambda x: x.type(torch.HalfTensor).double(), torch.float16),
+        (lambda x: x.softmax(-1, torch.float32).type_as(x), torch.float32),
+    ],
+)
+def test_casts_are_recorded_on_request(forward: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    graph = capture(Module(forward), image().double(), casts=True)
+    assert dtype in [node.dtype for node in graph.nodes]
+    other = image(1).double() / 3
+    assert torch.equal(graph.replay(other), forward(other))
+
+
+def test_casts_to_integers_and_other_readings_of_the_bits_stay() -> None:
+    whole = capture(Module(lambda x: x.to(torch.int32) + x.long() + x.type(torch.ShortTensor)), image().double())
+    assert {node.dtype for node in whole.nodes[1:]} == {torch.int16, torch.int32, torch.int64}
+    bits = capture(Module(lambda x: x.view(torch.float32)), image().double())
+    assert bits.output.dtype == torch.float32
+    assert bits.output.shape == (1, 3, 4, 8)
+
+
+def test_a_cast_does_not_depend_on_the_value_whose_type_it_takes() -> None:
+    graph = capture(Module(lambda x: x.exp().type_as(x.sin())), image())
+    assert [operand.op for operand in graph.output.operands] == ["exp"]
+
+
+def test_constants_in_float32_are_written_where_they_are() -> None:
+    def forward(x: Any) -> Any:
+        wide, table = torch.ones(4, dtype=torch.float64), torch.zeros(3, 4)
+        table[0] = wide
+        table[1].add_(wide)
+        torch.add(wide, TABLE[0], out=table[2])
+        return x.float()[0] @ table.mT
+
+    other = image(1).double()
+    truth = other[0] @ torch.stack([torch.ones(4), torch.ones(4), 1 + TABLE[0]]).mT.double()
+    torch.testing.assert_close(capture(Module(forward), image().double()).replay(other), truth, rtol=0, atol=1e-6)
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return (x.float() / 3).to(x.dtype)
+
+
+def test_a_whole_module_is_replayed_without_its_casts() -> None:
+    graph = capture(Outer(Narrow()), image().double(), whole=keep(Narrow))
+    assert graph.output.op is Narrow
+    other = image(1).double() / 7
+    torch.testing.assert_close(graph.replay(other), other / 3, rtol=1e-15, atol=0)
+    torch.testing.assert_close(Replay(graph)(graph.input, other[None], [graph.output], {})[0], other[None] / 3)
+
+
 def test_results_with_none_keep_their_parts() -> None:
     attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
 

@@ -302,11 +302,14 @@ class Certifier:
 def _as_deployed(model: Model, dtype: str) -> tuple[Model, Roundoff | None]:
     """A copy in float64 with the weights that the deployed model has, and the bounds on its rounding.
 
-    Nothing here needs gradients with respect to weights.
+    Casts inside the network change nothing in real arithmetic; with a ``dtype`` they stay, for the rounding bounds to
+    see. Nothing here needs gradients with respect to weights.
     """
     copied = copy.deepcopy(model).requires_grad_(False)
     if dtype == "real":
+        copied.real = True
         return copied.double(), None
+    copied.real = False
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(DTYPES)}")
     rounded = copied.to(DTYPES[dtype]).double()

@@ -85,6 +85,7 @@ class Linearized:
 
     Attributes:
         spare: how many norms may be asked for beside those of all pairs; ``delta`` covers them too.
+        casts: whether casts inside the network are recorded, and not left out as in real arithmetic.
 
     Args:
         model: the model, in float64.
@@ -104,6 +105,7 @@ class Linearized:
     """
 
     spare = 0
+    casts = False
 
     def __init__(
         self,
@@ -129,7 +131,8 @@ class Linearized:
         )
         self.widths = widths
         if graph is None:
-            graph = explicit_attention(capture(model, example, whole=lambda module: kept_whole(module, REMAINDERS)))
+            whole = lambda module: kept_whole(module, REMAINDERS)  # noqa: E731
+            graph = explicit_attention(capture(model, example, whole, casts=self.casts))
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = self.graph.input

@@ -7,12 +7,13 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph._graph import Graph, Node, canonical
 
@@ -196,9 +197,10 @@ def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
 class _Recorder:
     """The nodes so far, and where in the model the forward code is."""
 
-    def __init__(self, whole: Callable[[nn.Module], bool], paths: dict[nn.Module, str]):
+    def __init__(self, whole: Callable[[nn.Module], bool], paths: dict[nn.Module, str], real: bool):
         self.whole = whole
         self.paths = paths
+        self.real = real
         self.nodes: list[Node] = []
         self.stack: list[str] = []
         self.live: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
@@ -210,6 +212,9 @@ class _Recorder:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``function`` on the nominal values and records it."""
+        function, args, kwargs = spelled_out(function, args, kwargs)
+        if self.real:
+            function, args, kwargs = in_real_arithmetic(function, args, kwargs)
         name = getattr(function, "__name__", "")
         if name in _TEMPLATES and args and isinstance(args[0], Tensor):
             return function(*_map_tracked(lambda value: value.tensor, args), **kwargs)
@@ -417,29 +422,46 @@ def _module_calls_go_to(recorder: _Recorder) -> Iterator[None]:
         nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
-def capture(module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool] = lambda module: False) -> Graph:
+def capture(
+    module: nn.Module,
+    images: Tensor,
+    whole: Callable[[nn.Module], bool] = lambda module: False,
+    *,
+    casts: bool = False,
+) -> Graph:
     """Captures what ``module`` does with ``images``.
+
+    In float64 that is the network in real arithmetic, in which casts among floating types are the identity:
+    see :func:`lipcert._real.in_real_arithmetic`.
 
     Args:
         module: the network, in evaluation mode.
         images: example input, shape (1, C, H, W). Its values matter only in that the captured result must equal
             the network's own on them; random ones make a difference visible.
         whole: modules for which this returns True become one node each, with their operations in ``node.inner``.
+        casts: record casts in float64 too, as nodes whose ``dtype`` says what they do.
 
     Returns:
         The graph from the images to the module's output.
 
     Raises:
-        InputError: the module is in training mode, or returns something other than one tensor.
+        InputError: the module is in training mode, or returns something other than one tensor; ``casts`` of a model
+            that leaves them out itself.
         UnsupportedOperation: forward code that branches on the image's values, or writes through views in a way
             that would make the captured network differ from the module.
     """
     for path, child in module.named_modules():
         if child.training:
             raise InputError(f"{path or 'the model'} is in training mode; call model.eval() first")
-    recorder = _Recorder(whole, {child: path for path, child in module.named_modules()})
+    leaves_out = getattr(module, "real", False) is True
+    if casts and leaves_out:
+        raise InputError(
+            "this model is the network in real arithmetic and shows no casts; give the one it is a copy of"
+        )
+    real = not casts and (leaves_out or images.dtype == torch.float64)
+    recorder = _Recorder(whole, {child: path for path, child in module.named_modules()}, real)
     start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
-    with torch.no_grad():
+    with torch.no_grad(), RealArithmetic() if real else nullcontext():
         truth = module(images.clone())
         if not isinstance(truth, Tensor):
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")

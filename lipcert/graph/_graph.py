@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+
+from lipcert._real import RealArithmetic
 
 # Spellings that mean the same operation. Trailing underscores (in place) and dunders are stripped before the look-up.
 _SYNONYMS = {
@@ -175,11 +179,17 @@ class Graph:
 
 
 def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
-    """Evaluates ``nodes`` in order, given the values of the nodes they read; returns all values."""
+    """Evaluates ``nodes`` in order, given the values of the nodes they read; returns all values.
+
+    Modules that are kept whole run in real arithmetic if they were captured in float64; of the operations, ``capture``
+    has recorded what they are there.
+    """
     for node in nodes:
         if node not in values:
             args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
-            values[node] = node.function(*args, **kwargs)
+            forward_code = isinstance(node.function, nn.Module) and node.dtype == torch.float64
+            with RealArithmetic() if forward_code else nullcontext():
+                values[node] = node.function(*args, **kwargs)
     return values
 
 

@@ -68,6 +68,7 @@ class DeployedAnchored(Anchored):
     """
 
     takes_secants = False
+    casts = True
     weighings = 1 + len(_SHARES)
 
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **arguments: Any):

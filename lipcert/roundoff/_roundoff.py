@@ -175,7 +175,7 @@ class Roundoff:
     def __init__(self, model: Model, dtype: str | torch.dtype | Format):
         self.format = Format.of(dtype)
         self.model = model
-        graph = capture(model, _example(model), whole=_whole)
+        graph = capture(model, _example(model), _whole, casts=True)
         self.graph = needed(explicit_attention(graph))
         self.gains = Gains(self.graph, model, self.format)
 

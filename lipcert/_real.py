@@ -1,0 +1,112 @@
+"""Real arithmetic on a computer: one floating type, float64, whatever types a network names.
+
+Forward code casts: attention to float32 for its sums, a result back to the type of the weights. In real arithmetic
+these casts are the identity. A network that is evaluated in float64 in place of real numbers must not obey them, or
+some of its values are float32 while its certificates count on float64. Casts to integers are no such casts, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_NAMED_AFTER_TYPES = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+_SAME_BITS = ("view", "view.dtype", "view_copy", "view_copy.dtype")  # which with a type are no casts
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class RealArithmetic(TorchFunctionMode):
+    """A context in which operations of torch have no floating type but float64: see :func:`in_real_arithmetic`."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function, args, kwargs = in_real_arithmetic(function, args, kwargs or {})
+        return function(*args, **kwargs)
+
+
+def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call that real arithmetic makes of a call on tensors: float64 for every floating type that it names.
+
+    Devices, memory formats and copies stay as they are. As in a network in float32, ``x.float()`` is x itself and
+    ``x.half()`` a copy. Tensors that a network makes of nothing, such as ``torch.arange(9, dtype=torch.float32)``, are
+    constants like its weights, and stay. Where float64 meets a narrower type, as in a product with such a constant, the
+    narrower one is widened.
+
+    Args:
+        function: of torch.
+        args: positional arguments; what depends on the image may be tensors or the values of a capture.
+        kwargs: the others.
+
+    Returns:
+        Function, positional and keyword arguments.
+    """
+    function, args, kwargs = spelled_out(function, args, kwargs)
+    met = set(_types((args, kwargs)))
+    named = [given for given in (*args, *kwargs.values()) if _floating(given)]
+    if met and named and getattr(function, "__name__", "") not in _SAME_BITS:
+        if function is Tensor.to and torch.finfo(named[0]).bits < 32:
+            args = (args[0].clone(), *args[1:])
+        args = tuple(torch.float64 if _floating(given) else given for given in args)
+        kwargs = {key: torch.float64 if _floating(given) else given for key, given in kwargs.items()}
+    if torch.float64 in met and any(map(_floating, met - {torch.float64})) and not _writes(function, kwargs):
+        args, kwargs = _widened(args), _widened(kwargs)
+    return function, args, kwargs
+
+
+def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The same call; a cast under another name, or to the type of another tensor, as ``x.to`` with the type's name."""
+    if function in _NAMED_AFTER_TYPES:
+        return Tensor.to, (*args, _NAMED_AFTER_TYPES[function]), kwargs
+    if function is Tensor.type_as or function is Tensor.to:
+        rest = dict(kwargs)
+        other: Any = args[1] if len(args) > 1 else rest.pop("other", None)
+        if isinstance(getattr(other, "dtype", None), torch.dtype):
+            return Tensor.to, (args[0], other.device, other.dtype, *args[2:]), rest
+    if function is Tensor.type and len(args) > 1 and not isinstance(args[1], torch.dtype):
+        return Tensor.to, (args[0], *_place_and_type(args[1]), *args[2:]), kwargs
+    if function is Tensor.type and len(args) + len(kwargs) > 1:
+        return Tensor.to, args, kwargs
+    return function, args, kwargs
+
+
+def _floating(given: Any) -> bool:
+    return isinstance(given, torch.dtype) and given.is_floating_point
+
+
+def _place_and_type(given: Any) -> tuple[str, torch.dtype]:
+    """What ``torch.cuda.FloatTensor``, or its name, stands for."""
+    name = given if isinstance(given, str) else f"{given.__module__}.{given.__name__}"
+    _, *place, kind = name.split(".")
+    return (place or ["cpu"])[0], getattr(torch, kind).dtype
+
+
+def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument must stay the object that it is, as the result is written there."""
+    name = getattr(function, "__name__", "")
+    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return in_place or kwargs.get("out") is not None
+
+
+def _types(tree: Any) -> Iterator[torch.dtype]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _types(item)
+    elif isinstance(tree, dict):
+        yield from _types(list(tree.values()))
+    elif isinstance(dtype := getattr(tree, "dtype", None), torch.dtype):
+        yield dtype
+
+
+def _widened(tree: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        mapped = [_widened(item) for item in tree]
+        return mapped if isinstance(tree, list) else tuple(mapped)
+    if isinstance(tree, dict):
+        return {key: _widened(item) for key, item in tree.items()}
+    return tree.double() if _floating(getattr(tree, "dtype", None)) else tree
