@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lipcert._upper import Upper
@@ -299,6 +299,7 @@ def test_conv_norm_is_at_least_the_exact_norm(configuration):
     assert float(bound) <= math.sqrt(weight[0, 0].numel()) * float(torch.linalg.vector_norm(weight)) * (1 + 1e-5)
 
 
+@example(size=(2, 4), kernel=(3, 3), dilation=2, groups=2, channels=1, shift=3, identity=1.0, seed=0)
 @settings(deadline=None, max_examples=60)
 @given(
     size=st.tuples(st.integers(1, 6), st.integers(1, 6)),

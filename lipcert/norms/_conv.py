@@ -126,7 +126,12 @@ def conv_norm(
     scaled, scale = normalise(taps.flatten(0, len(axes) - 1))
     if scale == 0:
         return Upper(0)
-    return (_torus_norm(scaled, axes) + (4 * UNIT if identity else 0.0)) * scale
+    if not identity:
+        return _torus_norm(scaled, axes) * scale
+    together = (_torus_norm(scaled, axes) + 4 * UNIT) * scale
+    # On images hardly larger than the kernel the torus that keeps the identity in place may be the worse one.
+    apart = conv_norm(weight, input_size, padding=padding, dilation=dilation, groups=groups) + abs(identity)
+    return min(together, apart)
 
 
 def conv_transpose_norm(
