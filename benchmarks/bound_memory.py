@@ -22,6 +22,7 @@ import torch
 
 import lipcert
 from benchmarks._env import environment
+from benchmarks.zoo import rows_of
 
 RESULTS = Path(__file__).parent / "results" / "bound_memory.json"
 NAMES = ("vit_base_patch16_224", "convnext_base", "vit_large_patch16_224", "eva_giant_patch14_224")
@@ -60,8 +61,7 @@ def main() -> None:
     if arguments.here:
         print(json.dumps(measure(*arguments.names)))
         return
-    known = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    rows = {row["name"]: row for row in known}
+    rows = rows_of(arguments.out)
     for name in arguments.names:
         command = [sys.executable, "-m", "benchmarks.bound_memory", "--here", name]
         answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout

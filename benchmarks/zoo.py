@@ -176,8 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    known = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    rows = {row["name"]: row for row in known}
+    rows = rows_of(arguments.out)
     started = time.perf_counter()
     for name in names_of(arguments.set):
         row = {} if arguments.again else rows.get(name, {})
@@ -201,6 +200,12 @@ def size_of(name: str) -> int:
     """Parameters of an architecture, built without memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in timm.create_model(name).parameters())
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows measured so far, by name; none where there is no file yet."""
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {row["name"]: row for row in known}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 import lipcert
-from benchmarks.zoo import attained, family, names_of, open_branches, write
+from benchmarks.zoo import attained, family, names_of, open_branches, rows_of, write
 from lipcert.attacks import PGD, smallest
 from lipcert.certifier import Certifier, MarginBounds
 from lipcert.certifier._anchored import Anchored
@@ -213,8 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    known = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    rows = {row["name"]: row for row in known}
+    rows = rows_of(arguments.out)
     started = time.perf_counter()
     for name in arguments.names or names_of("smallest"):
         given = rows.get(name, {"out_of_time": 0}).get("out_of_time", math.inf)
