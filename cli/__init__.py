@@ -1,10 +1,15 @@
 """The command ``lipcert``: reads arguments, calls the package, prints. No mathematics lives here."""
 
+import importlib
+import os
+import sys
 from typing import Annotated
 
 import typer
 
+from lipcert._timm import first_line
 from lipcert._version import version
+from lipcert.errors import InputError
 
 from ._certify import certify
 from ._constrain import constrain
@@ -14,6 +19,7 @@ from ._examples import examples
 from ._finetune import finetune
 from ._inspect import inspect
 from ._models import models
+from ._options import one_line_errors
 from ._report import report
 from ._verify import verify
 
@@ -34,12 +40,32 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
+@one_line_errors
 def options(
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            envvar="LIPCERT_IMPORT",
+            help="A Python module to import first, from this folder or installed: it registers timm models or rules "
+            "of your own. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     _: Annotated[
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Certifies timm image classifiers against l2 perturbations, and changes them so that more predictions hold."""
+    if modules:
+        sys.path.append(os.getcwd())
+    for name in modules or ():
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the code of a user raises
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise InputError(f"--import {name} failed with {reason}; it must be importable from this folder") from error
 
 
 def main() -> None:

@@ -590,3 +590,30 @@ def test_bars_say_how_fast_it_goes():
         task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0)
         task.start_time = 0.0
         assert _print._Pace().render(task).plain == text
+
+
+def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
+    """--import brings in a module of the user's folder: a registered architecture, and a rule for its operation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_zoo.py").write_text(
+        "import torch, lipcert\n"
+        "from timm.models import register_model\n"
+        "class Halved(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.special.i0e(x) / 2\n"
+        "@lipcert.bounds.rule(Halved)\n"
+        "def halved(call, module: Halved, x: lipcert.bounds.Value):\n"
+        "    return x.bounded(x.lip / 2)\n"
+        "@register_model\n"
+        "def my_net(pretrained=False, **kwargs):\n"
+        "    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4), Halved())\n"
+        "    net.pretrained_cfg = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3)\n"
+        "    return net\n"
+    )
+    assert "timm has no model 'my_net'" in run("inspect", "my_net", "--no-pretrained", code=2).output
+    shown = run("--import", "my_zoo", "inspect", "my_net", "--no-pretrained").output
+    assert "Halved" in shown
+    failed = run("--import", "my_zo", "inspect", "my_net", code=2).output
+    assert "--import my_zo failed with ModuleNotFoundError" in failed
+    assert len(failed.strip().splitlines()) == 1
