@@ -185,12 +185,42 @@ def test_norms_are_held_part_by_part(seed: int, norm: float) -> None:
     hold = NormHold(network, norm)
     for _ in range(100):
         hold()
-    held = network.qkv.weight[:6], network.conv.weight[:4].flatten(1)
-    for matrix in held:
-        assert torch.linalg.matrix_norm(matrix, 2).item() == pytest.approx(norm, rel=1e-3)
+    assert torch.linalg.matrix_norm(network.qkv.weight[:6], 2).item() == pytest.approx(norm, rel=1e-3)
+    assert operator_norm(network.conv).item() == pytest.approx(norm, rel=0.02)
     assert torch.equal(network.qkv.weight[6:], before.qkv.weight[6:])
     assert torch.equal(network.conv.weight[4:], before.conv.weight[4:])
     assert torch.equal(network.small.weight, before.small.weight)
+
+
+def operator_norm(conv: nn.Conv2d) -> torch.Tensor:
+    """Of a convolution with a kernel of 3 on images of 12 by 12, by its dense matrix."""
+    basis = torch.eye(conv.in_channels * 144).view(-1, conv.in_channels, 12, 12)
+    images = F.conv2d(basis, conv.weight.detach(), None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return torch.linalg.matrix_norm(images.flatten(1), 2)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"dilation": 2}])
+def test_overlapping_convolutions_are_held_as_operators(arguments: dict) -> None:
+    """Not by their flattened kernel, which is below the norm by up to the square root of the overlap."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 4, 3, **arguments)
+    with torch.no_grad():
+        conv.weight.copy_(conv.weight.abs() * 10)
+    hold = NormHold(nn.Sequential(conv), 0.7)
+    for _ in range(100):
+        hold()
+    assert operator_norm(conv).item() == pytest.approx(0.7, rel=0.02)
+    assert torch.linalg.matrix_norm(conv.weight.detach().flatten(1), 2) < 0.5
+
+
+def test_a_matrix_that_begins_as_zeros_is_held_later() -> None:
+    linear = nn.Linear(4, 4)
+    nn.init.zeros_(linear.weight)
+    hold = NormHold(nn.Sequential(linear), 1.0)
+    nn.init.constant_(linear.weight, 3.0)
+    for _ in range(20):
+        hold()
+    assert torch.linalg.matrix_norm(linear.weight.detach(), 2).item() == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("attention", ["l2", "keep"])

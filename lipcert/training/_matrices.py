@@ -28,6 +28,9 @@ class Matrix:
         self.parts = parts
         self.scores = parts == 3 and part < 2  # queries and keys
         self.groups = module.groups if isinstance(module, nn.Conv2d) else 1
+        self.overlaps = isinstance(module, nn.Conv2d) and any(
+            side > step for side, step in zip(module.kernel_size, module.stride, strict=True)
+        )
 
     def value(self) -> Tensor:
         """A view of the parameter, shape (groups, rows, columns).
@@ -38,6 +41,34 @@ class Matrix:
         parameter: Tensor = getattr(self.module, self.name)
         rows = parameter.view(len(parameter), -1).chunk(self.parts)[self.part]
         return rows.view(self.groups, -1, rows.shape[1])
+
+    def start(self, generator: torch.Generator) -> Tensor:
+        """A random vector to start a power iteration from; an image of a few kernels where patches overlap."""
+        value = self.value()
+        if self.overlaps:
+            sides = [4 * side for side in self.module.kernel_size]
+            shape = (1, self.module.in_channels, *sides)
+        else:
+            shape = (self.groups, value.shape[2], 1)
+        return torch.randn(shape, generator=generator).to(value)
+
+    def power(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of power iteration with WᵀW: the unit vector that it leads to, and the norm found.
+
+        The norm is that of each group's matrix or, where patches overlap, convolution; shape (groups, 1, 1).
+        """
+        if not self.overlaps:
+            value = self.value()
+            vector = F.normalize(value.mT @ F.normalize(value @ vector, dim=1), dim=1)
+            return vector, (value @ vector).norm(dim=1, keepdim=True)
+        conv = self.module
+        with torch.enable_grad():
+            image = vector.detach().requires_grad_()
+            result = F.conv2d(image, conv.weight.detach(), None, conv.stride, conv.padding, conv.dilation, conv.groups)
+            norms = result.view(self.groups, -1).norm(dim=1)
+            (ahead,) = torch.autograd.grad(norms.sum(), image)  # of each group, Wᵀ Wv / ‖Wv‖
+        ahead = ahead.view(self.groups, -1)
+        return F.normalize(ahead, dim=1).view_as(vector), ahead.norm(dim=1)[:, None, None]
 
 
 def matrices(model: nn.Module) -> Iterator[Matrix]:
@@ -74,11 +105,7 @@ class NormHold:
         self.scales = [module.weight for module in projections(model)]
         self.norms = [norm if scores is None or not m.scores else scores for m in self.matrices]
         generator = torch.Generator().manual_seed(0)
-        self.vectors = []
-        for matrix in self.matrices:
-            groups, _, columns = matrix.value().shape
-            vector = torch.randn(groups, columns, 1, generator=generator)
-            self.vectors.append(F.normalize(vector, dim=1).to(matrix.value()))
+        self.vectors = [matrix.start(generator) for matrix in self.matrices]
         for _ in range(20):
             self()
 
@@ -87,11 +114,11 @@ class NormHold:
         """One step of power iteration for each matrix; those found too large are divided by their excess."""
         for scale in self.scales:
             scale.clamp_(-self.norm, self.norm)
-        for matrix, vector, norm in zip(self.matrices, self.vectors, self.norms, strict=True):
-            value = matrix.value()
-            vector.copy_(F.normalize(value.mT @ F.normalize(value @ vector, dim=1), dim=1))
-            norms = (value @ vector).norm(dim=1, keepdim=True)
-            value.div_((norms / norm).clamp_min(1.0))
+        for index, (matrix, norm) in enumerate(zip(self.matrices, self.norms, strict=True)):
+            vector, found = matrix.power(self.vectors[index])
+            if bool((found > 0).all()):  # a matrix of zeros leads nowhere
+                self.vectors[index] = vector
+            matrix.value().div_((found / norm).clamp_min(1.0))
 
 
 def projections(model: nn.Module) -> Iterator[SmoothProject | LayerProject]:
