@@ -9,7 +9,7 @@ from torch import nn
 
 import lipcert.bounds  # noqa: F401  registers the rules
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, quadratic, remainder_of
+from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, quadratic, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES, secant_relu
 from lipcert.certifier._secants import with_secants
 from lipcert.graph import capture, needed
@@ -383,6 +383,34 @@ def test_remainder_by_a_quadratic_form(key, index):
                     found = -(site.remainder([part]) * g).flatten(1).sum(1)
                     bound = (weights * part.square()).nan_to_num(nan=math.inf).flatten(1).sum(1)
                     assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+
+
+@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_the_total_of_a_remainder_by_weights(key, index, share):
+    """Σ w_i |R_i| of no deviation of norm at most ρ with entries of at most p is larger, ascent included."""
+    site = Site(key, index)
+    plain = seeded(*site.result.shape, seed=3)
+    for weight in (plain.abs(), torch.where(plain > 0, plain, 0.0), torch.ones_like(plain)):
+        flat = weight.flatten(1)
+        for rho in RADII:
+            peak = share * rho
+            given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
+            bound = total(site.rule, flat, given)
+            if key not in QUADRATIC | {"hardswish"}:
+                assert bool(bound.isinf().all())
+                return
+            slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
+            for start in site.starts([rho]):
+                deltas = [d.clamp(-peak, peak) for d in start]
+                for _ in range(4):
+                    deltas = [d.detach().requires_grad_() for d in deltas]
+                    found = (site.remainder(deltas).abs() * weight).flatten(1).sum(1)
+                    assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+                    (ahead,) = torch.autograd.grad(found.sum(), deltas)
+                    if not bool(torch.isfinite(ahead).all()):
+                        break
+                    deltas = [d.clamp(-peak, peak) for d in site.scaled([ahead], [rho])]
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))

@@ -6,7 +6,10 @@ nominal point and then answers, for operands known to deviate by at most ρ in �
 * ``norm(ρ)``: an upper bound on ‖R‖;
 * ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on −⟨g, R⟩. It is smaller than ‖g‖ ·
   norm(ρ), as curvature where g vanishes, or that bends the function the other way, costs nothing;
-* ``quadratic(g, ρ)``, where a rule has it: weights w ≥ 0 with −⟨g, R⟩ ≤ Σ w_i δ_i² for deviations δ within ρ.
+* ``quadratic(g, ρ)``, where a rule has it: weights w ≥ 0 with −⟨g, R⟩ ≤ Σ w_i δ_i² for deviations δ within ρ;
+* ``total(w, ρ)``, where a rule has it: for weights w ≥ 0 an upper bound on Σ w_i |R_i|. What R becomes behind a linear
+  map A has norm at most Σ ‖column i of A‖ |R_i|, which is often much less than ‖A‖ · norm(ρ): A stretches few
+  directions as far as its norm, and R can't lie in one of them and in a few entries.
 
 Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape
 (N, ...), every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products
@@ -51,6 +54,12 @@ def quadratic(rule: Remainder, direction: Tensor, rho: Sequence[Tensor]) -> Tens
     """Weights w ≥ 0 of the shape of the operand with −⟨direction, R⟩ ≤ Σ w_i δ_i² within ρ, if the rule has them."""
     weights = getattr(rule, "quadratic", None)
     return None if weights is None else weights(direction, rho)
+
+
+def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+    """An upper bound on Σ w_i |R_i|, shape (N,), for weights w ≥ 0 of shape (N, entries); ∞ if the rule has none."""
+    bound = getattr(rule, "total", None)
+    return torch.full_like(rho[0], math.inf) if bound is None else bound(weight, rho)
 
 
 REMAINDERS: dict[Any, type[Remainder]] = {}
@@ -132,7 +141,7 @@ class Smooth:
     With |δ_i| ≤ p, ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. ξ_i is within p of z_i, so c_i may be the supremum over
     |t| ≥ |z_i| − p where ``envelope`` knows it. Against g: where g_i < 0, −g_i R_i ≤ ½|g_i| c_i⁺ δ_i² with c_i⁺ ≥ φ'',
     and where g_i > 0 likewise with c_i⁻ ≥ −φ''; these are the weights w_i. The sum of w_i t_i, t_i = δ_i² ≤ p² and
-    Σ t_i ≤ ρ², is largest where the budget goes to the largest w_i, p² to each.
+    Σ t_i ≤ ρ², is largest where the budget goes to the largest w_i, p² to each. So is Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i.
     """
 
     curvature: ClassVar[float]
@@ -167,6 +176,9 @@ class Smooth:
 
     def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
         return self._weights(direction, rho).reshape(direction.shape)
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+        return largest_share(weight * self._local(rho) / 2, rho[0], rho[-1])
 
 
 def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,29 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer, kept_whole
-from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of
+from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
 from lipcert.graph._graph import run
 from lipcert.model import Model
-from lipcert.norms import explicit_norm, explicit_row_norm, lanczos_norm, longest_row, row_norm
+from lipcert.norms import (
+    explicit_norm,
+    explicit_row_norm,
+    explicit_row_norms,
+    lanczos_norm,
+    longest_row,
+    row_norm,
+    row_norms,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Progress = Callable[[int, int], None]
 Gain = Callable[[Node, Node], Tensor | float]
+Product = Callable[[Tensor], Tensor]
 # For an operation v with weights s on its operand u: upper bounds on ‖diag(s) G(a → u)‖ as a function of (a, u).
 Weighed = Mapping[Node, Gain]
 
@@ -41,6 +51,10 @@ RIGORS = ("probabilistic", "deterministic")
 _FEW = 64
 # The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.
 _PROBES = 256
+# Columns with so few entries are written out; of longer ones the norms are bounded by so many products, once for all
+# images.
+_LONG = 4096
+_COLUMN_PROBES = 1024
 # Start vectors of norms with weights are drawn from seeds this far behind the others.
 _BEHIND = 2**32
 # Entries of the Jacobians that are written out at once, 1 GiB.
@@ -140,7 +154,6 @@ class Linearized:
         self.head = self._head()
         self.constants: dict[tuple[Node, Node, bool], float] = {}
         self.pairs: list[tuple[Node, Node]] = []
-        self.peaks: list[tuple[Node, Node]] = []
         self.unconnected: set[tuple[Node, Node]] = set()
         for a, b in dict.fromkeys(self._wanted()):
             if a is b:
@@ -151,13 +164,16 @@ class Linearized:
                 self.unconnected.add((a, b))
         entries = {u for v in self.rules for u in self.operands(v) if self.entrywise(v)}
         self.peaks = [(a, b) for a, b in self.pairs if b in entries]
+        summed = {v for v, rule in self.rules.items() if hasattr(rule, "total")}
+        self.linear = [(v, u) for v, u in self.pairs if v in summed and self._linear_way(v, u)]
+        self.columns: dict[tuple[Node, Node], Tensor] = {}
         if self.deterministic:
             self._check_sizes()
 
     @property
     def count(self) -> int:
         """How many norms an image takes."""
-        return len(self.pairs) + len(self.peaks)
+        return len(self.pairs) + len(self.peaks) + len(self.linear)
 
     def entrywise(self, v: Node) -> bool:
         """Whether the rule of a nonlinear operation asks how far a single entry of its operand can move."""
@@ -307,12 +323,15 @@ class Linearized:
     def norms(self, values: dict[Node, Tensor], images: int, progress: Progress | None = None) -> Norms:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with probability ``delta``."""
         found = Norms()
+        alone = {node: value[:1] for node, value in values.items()}
+        for a, b in self.linear:
+            if (a, b) not in self.columns:
+                self.columns[a, b] = self._columns(a, b, alone)
         in_all = len(self.pairs) + len(self.peaks)
         for peak, pairs in ((False, self.pairs), (True, self.peaks)):
             for a, b in pairs:
                 constant = self.constants.get((a, b, peak))
                 if constant is None and self._linear_way(a, b):
-                    alone = {node: value[:1] for node, value in values.items()}
                     constant = self.constants[a, b, peak] = self._norm(a, b, alone, peak).item()
                 if constant is None:
                     together = self._together(a, b, images)
@@ -347,19 +366,25 @@ class Linearized:
         ]
         return torch.cat(parts)
 
-    def _norm(
-        self,
-        a: Node,
-        b: Node,
-        values: dict[Node, Tensor],
-        peak: bool,
-        scale: Tensor | None = None,
-        draw: int = 0,
-    ) -> Tensor:
-        """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd."""
-        count = len(values[a])
-        explicit = self._explicit(a, b)
-        several = peak or explicit
+    def _columns(self, a: Node, b: Node, values: dict[Node, Tensor]) -> Tensor:
+        """Upper bounds on the norms of the columns of G(a → b), shape (1, entries of a), for a linear way."""
+        _, adjoint = self._products(a, b, values, several=True)
+        rows = math.prod(b.shape)
+        if self.deterministic or rows <= _LONG:
+            return explicit_row_norms(adjoint, 1, rows)
+        place = 2 * len(self.pairs) + self.linear.index((a, b))
+        generator = torch.Generator().manual_seed(self.seed + place)
+        return row_norms(adjoint, 1, rows, delta=self._share, probes=_COLUMN_PROBES, generator=generator)
+
+    @property
+    def _share(self) -> float:
+        """The failure probability of one norm."""
+        return self.delta / (len(self.pairs) + len(self.peaks) + len(self.linear) + self.spare)
+
+    def _products(
+        self, a: Node, b: Node, values: dict[Node, Tensor], *, several: bool, scale: Tensor | None = None
+    ) -> tuple[Product, Product]:
+        """v ↦ Gv and u ↦ Gᵀu for G = diag(scale) G(a → b), by autograd; for several vectors at once if that is said."""
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
             (target,) = self.replay(a, source, [b], values)
@@ -377,8 +402,22 @@ class Linearized:
             (result,) = torch.autograd.grad(pulled, weight, v, retain_graph=True, is_grads_batched=several)
             return result.reshape(*result.shape[: v.dim() - source.dim() + 1], -1)
 
-        rows, columns = target[0].numel(), source[0].numel()
-        share = self.delta / (len(self.pairs) + len(self.peaks) + self.spare)
+        return product, adjoint
+
+    def _norm(
+        self,
+        a: Node,
+        b: Node,
+        values: dict[Node, Tensor],
+        peak: bool,
+        scale: Tensor | None = None,
+        draw: int = 0,
+    ) -> Tensor:
+        """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd."""
+        count = len(values[a])
+        explicit = self._explicit(a, b)
+        product, adjoint = self._products(a, b, values, several=peak or explicit, scale=scale)
+        rows, columns = math.prod(b.shape), math.prod(a.shape)
         # A start vector for each pair, the same in every call, so that a radius does not depend on what was asked
         # before.
         place = self.pairs.index((a, b)) + len(self.pairs) * peak if scale is None else _BEHIND + draw
@@ -388,11 +427,11 @@ class Linearized:
         if peak and (self.deterministic or columns <= _PROBES):
             return explicit_row_norm(product, count, columns)
         if peak:
-            return row_norm(product, count, columns, delta=share, generator=generator)
+            return row_norm(product, count, columns, delta=self._share, generator=generator)
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
         if explicit:
             return explicit_norm(forth, count, size)
-        return lanczos_norm(forth, back, count, size, delta=share, tolerance=self.tolerance, generator=generator)
+        return lanczos_norm(forth, back, count, size, delta=self._share, tolerance=self.tolerance, generator=generator)
 
 
 def _parts(values: dict[Node, Tensor], images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:
@@ -490,11 +529,11 @@ class Linearization:
             How much those remainders move a value at the stage's end, and bounds on ‖s ∘ δ‖ for the operands with
             weights s: these are the same sums too.
         """
-        added: list[tuple[Node, Tensor]] = []
+        added: list[Callable[[Node, Gain], Tensor]] = []
         weighed: dict[Node, Tensor] = {}
 
         def errors(u: Node, gain: Gain) -> Tensor:
-            return sum((gain(w, u) * r for w, r in added), self.logits.new_zeros(len(self.images)))
+            return sum((error(u, gain) for error in added), self.logits.new_zeros(len(self.images)))
 
         def moved(u: Node, gain: Gain) -> Tensor:
             return at_most(linear(u, gain) + errors(u, gain))
@@ -505,8 +544,21 @@ class Linearization:
                 operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
-            added.append((v, at_most(self.remainders[v].norm(operands[v]))))
+            added.append(partial(self.passed, v, operands[v]))
         return lambda u: errors(u, self.gain), weighed
+
+    def passed(self, v: Node, rho: list[Tensor], u: Node, gain: Gain) -> Tensor:
+        """How much the remainder of v moves u behind it, by ``gain`` of the Jacobian G between the two, shape (N,).
+
+        That is ‖G‖ ‖R‖, or Σ ‖column i of G‖ |R_i| where the columns are known and that is smaller; a single entry
+        moves no more than all together.
+        """
+        rule = self.remainders[v]
+        bound = at_most(gain(v, u) * at_most(rule.norm(rho)))
+        columns = self.method.columns.get((v, u))
+        if columns is None or gain not in (self.gain, self.peak):
+            return bound
+        return torch.minimum(bound, at_most(total(rule, columns.expand(len(bound), -1), rho)))
 
     def spreads(self, predicted: Tensor) -> Tensor | None:
         """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""

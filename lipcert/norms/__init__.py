@@ -2,7 +2,14 @@
 
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm
-from lipcert.norms._explicit import explicit_norm, explicit_row_norm, longest_row, row_norm
+from lipcert.norms._explicit import (
+    explicit_norm,
+    explicit_row_norm,
+    explicit_row_norms,
+    longest_row,
+    row_norm,
+    row_norms,
+)
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import lanczos_norm
 
@@ -12,8 +19,10 @@ __all__ = [
     "dense_norm",
     "explicit_norm",
     "explicit_row_norm",
+    "explicit_row_norms",
     "gram_norm",
     "lanczos_norm",
     "longest_row",
     "row_norm",
+    "row_norms",
 ]

@@ -47,7 +47,12 @@ def _norm(matrix: Tensor) -> float:
 
 def explicit_row_norm(product: Product, images: int, size: int) -> Tensor:
     """Upper bounds on the largest norm of a row of each J_n, deterministic; arguments and rounding as above."""
-    return _row_squares(product, torch.eye(size, dtype=torch.float64), images).amax(1).sqrt() * (1 + 1e-9)
+    return explicit_row_norms(product, images, size).amax(1)
+
+
+def explicit_row_norms(product: Product, images: int, size: int) -> Tensor:
+    """Upper bounds on the norms of the rows of each J_n, deterministic, shape (N, rows)."""
+    return _row_squares(product, torch.eye(size, dtype=torch.float64), images).sqrt() * (1 + 1e-9)
 
 
 def longest_row(adjoint: Product, images: int, size: int) -> Tensor:
@@ -71,9 +76,19 @@ def row_norm(
 ) -> Tensor:
     """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``delta``.
 
+    The largest of :func:`row_norms`, with its arguments; float64, shape (N,).
+    """
+    return row_norms(product, images, size, delta=delta, probes=probes, generator=generator).amax(1)
+
+
+def row_norms(
+    product: Product, images: int, size: int, *, delta: float, probes: int = 256, generator: torch.Generator
+) -> Tensor:
+    """Upper bounds on the norms of the rows of each J_n, which fail together with probability at most ``delta``.
+
     For Gaussian vectors g_1 … g_k the entry i of J g_t has variance ‖row i‖², so Σ_t (J g_t)_i² is ‖row i‖² times a
     χ² variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
-    (Chernoff's bound). Over m rows: max_i ‖row i‖² ≤ max_i Σ_t (J g_t)_i² / (c k), except with probability
+    (Chernoff's bound). Over m rows: all ‖row i‖² ≤ Σ_t (J g_t)_i² / (c k), except with probability
     m (c e^(1 − c))^(k/2). The c is found where that is delta, and rounded down.
 
     Args:
@@ -85,7 +100,7 @@ def row_norm(
         generator: source of the vectors, the same for all maps.
 
     Returns:
-        float64, shape (N,), ∞ where products are not finite.
+        float64, shape (N, rows), ∞ where products are not finite.
     """
     squares = _row_squares(product, torch.randn(probes, size, dtype=torch.float64, generator=generator), images)
     wanted = 2 / probes * math.log(delta / squares.shape[1])
@@ -93,7 +108,7 @@ def row_norm(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if math.log(middle) + 1 - middle < wanted else (low, middle)
-    return (squares.amax(1) / (low * (1 - 1e-9) * probes)).sqrt() * (1 + 1e-9)
+    return (squares / (low * (1 - 1e-9) * probes)).sqrt() * (1 + 1e-9)
 
 
 def _row_squares(product: Product, vectors: Tensor, images: int) -> Tensor:

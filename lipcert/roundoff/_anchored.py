@@ -223,13 +223,13 @@ class DeployedAnchor(Anchor):
         """Goes through a stage as :meth:`Linearization.inside`; the result includes rounding errors."""
         assert self.roundings is not None
         carried, put = self.roundings.carried, self.roundings.put
-        added: list[tuple[Node, Tensor]] = []
+        added: list[Node] = []
         weighed: dict[Node, Tensor] = {}
 
         def errors(u: Node, gain: Gain) -> Tensor:
             # What is behind a stage's start has λ = 0 there: the errors up to it are among those that arrived.
             own = carried[u] * gain(u, u) if u is not stage.start else torch.zeros_like(carried[u])
-            return sum((gain(w, u) * r for w, r in added), own)
+            return sum((self.passed(w, operands[w], u, gain) + gain(w, u) * put[w] for w in added), own)
 
         def moved(u: Node, gain: Gain) -> Tensor:
             return at_most(linear(u, gain) + errors(u, gain))
@@ -246,10 +246,9 @@ class DeployedAnchor(Anchor):
                 operands[v] = [*norms, torch.minimum(norms[0], moved(self.method.operands(v)[0], self.peak))]
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
-            remainder = at_most(self.remainders[v].norm(operands[v]))
             if measuring is not None:
-                measuring.nonlinear(v, norms, remainder)
-            added.append((v, at_most(remainder + put[v])))
+                measuring.nonlinear(v, norms, at_most(self.remainders[v].norm(operands[v])))
+            added.append(v)
         return lambda u: errors(u, self.gain), weighed
 
 

@@ -28,9 +28,10 @@ class Matrix:
         self.parts = parts
         self.scores = parts == 3 and part < 2  # queries and keys
         self.groups = module.groups if isinstance(module, nn.Conv2d) else 1
-        self.overlaps = isinstance(module, nn.Conv2d) and any(
-            side > step for side, step in zip(module.kernel_size, module.stride, strict=True)
-        )
+        # A convolution whose patches overlap.
+        self.overlapping: nn.Conv2d | None = None
+        if isinstance(module, nn.Conv2d) and any(k > s for k, s in zip(module.kernel_size, module.stride, strict=True)):
+            self.overlapping = module
 
     def value(self) -> Tensor:
         """A view of the parameter, shape (groups, rows, columns).
@@ -44,12 +45,10 @@ class Matrix:
 
     def start(self, generator: torch.Generator) -> Tensor:
         """A random vector to start a power iteration from; an image of a few kernels where patches overlap."""
-        value = self.value()
-        if self.overlaps:
-            sides = [4 * side for side in self.module.kernel_size]
-            shape = (1, self.module.in_channels, *sides)
-        else:
-            shape = (self.groups, value.shape[2], 1)
+        value, conv = self.value(), self.overlapping
+        shape: tuple[int, ...] = (self.groups, value.shape[2], 1)
+        if conv is not None:
+            shape = (1, conv.in_channels, *(4 * side for side in conv.kernel_size))
         return torch.randn(shape, generator=generator).to(value)
 
     def power(self, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,11 +56,11 @@ class Matrix:
 
         The norm is that of each group's matrix or, where patches overlap, convolution; shape (groups, 1, 1).
         """
-        if not self.overlaps:
+        conv = self.overlapping
+        if conv is None:
             value = self.value()
             vector = F.normalize(value.mT @ F.normalize(value @ vector, dim=1), dim=1)
             return vector, (value @ vector).norm(dim=1, keepdim=True)
-        conv = self.module
         with torch.enable_grad():
             image = vector.detach().requires_grad_()
             result = F.conv2d(image, conv.weight.detach(), None, conv.stride, conv.padding, conv.dilation, conv.groups)
