@@ -331,6 +331,33 @@ def test_deterministic_norms_are_below_the_probabilistic_ones():
         assert bool((exact.radius(predicted, gaps) >= sampled.radius(predicted, gaps) * (1 - 2e-3)).all())
 
 
+def test_columns_behind_smooth_activations(monkeypatch):
+    """Those of the last matrix exactly; with random vectors, above these and not by much."""
+    model, pixels = perceptron(), images(2)
+    exact = Anchored(model)
+    exact(pixels)
+    (gelu,) = (v for v in exact.rules if v.op == "gelu")
+    found = exact.columns[gelu, exact.graph.output]
+    torch.testing.assert_close(found[0], model.net[5].weight.norm(dim=0), rtol=1e-8, atol=0)
+    assert {str(v.op) for v, _ in exact.linear} == {"tanh", "gelu"}
+    monkeypatch.setattr("lipcert.certifier._linearized._LONG", 0)
+    sampled = Anchored(model)
+    sampled(pixels)
+    for (v, u), above in zip(sampled.linear, sampled.columns.values(), strict=True):
+        below = exact.columns[exact.linear[sampled.linear.index((v, u))]]
+        assert bool((above >= below * (1 - 1e-9)).all())
+        assert bool((above <= below * 1.5).all())
+
+
+def test_columns_enlarge_radii():
+    model, pixels = MODELS["no class token"](), images(3)
+    predicted, gaps = margins(model(pixels))
+    anchor = Anchored(model, tolerance=LOOSE)(pixels)
+    with_columns = anchor.radius(predicted, gaps)
+    anchor.method.columns.clear()
+    assert bool((with_columns > 1.05 * anchor.radius(predicted, gaps)).all())
+
+
 def test_deterministic_norms_of_large_networks_are_refused(monkeypatch):
     monkeypatch.setattr("lipcert.certifier._linearized._MOST", 100)
     with pytest.raises(InputError, match="rigor='probabilistic'"):
@@ -537,7 +564,7 @@ def test_start_vectors_of_secants_are_their_own():
     method = Anchored(relu_network())
     taken = set()
     for each in (method, method.secant):
-        places = [*range(2 * len(each.pairs)), *range(_BEHIND, _BEHIND + each.spare)]
+        places = [*range(2 * len(each.pairs) + len(each.linear)), *range(_BEHIND, _BEHIND + each.spare)]
         assert taken.isdisjoint(each.seed + place for place in places)
         taken.update(each.seed + place for place in places)
 
