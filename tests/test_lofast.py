@@ -564,7 +564,7 @@ def test_start_vectors_of_secants_are_their_own():
     method = Anchored(relu_network())
     taken = set()
     for each in (method, method.secant):
-        places = [*range(2 * len(each.pairs) + len(each.linear)), *range(_BEHIND, _BEHIND + each.spare)]
+        places = [*range(each.seeds), *range(_BEHIND, _BEHIND + each.spare)]
         assert taken.isdisjoint(each.seed + place for place in places)
         taken.update(each.seed + place for place in places)
 

@@ -396,7 +396,7 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
         for rho in RADII:
             peak = share * rho
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
-            bound = total(site.rule, flat, given)
+            bound = total(site.rule, flat, given, torch.full_like(given[0], math.inf))
             if key not in QUADRATIC | {"hardswish"}:
                 assert bool(bound.isinf().all())
                 return
@@ -406,7 +406,9 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
                 for _ in range(4):
                     deltas = [d.detach().requires_grad_() for d in deltas]
                     found = (site.remainder(deltas).abs() * weight).flatten(1).sum(1)
-                    assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+                    size = (deltas[0].detach() * weight.sqrt()).flatten(1).norm(dim=1)
+                    for limit in (bound, total(site.rule, flat, given, size)):
+                        assert bool(((found <= limit * (1 + 1e-9) + slack) | limit.isinf()).all()), (rho, found, limit)
                     (ahead,) = torch.autograd.grad(found.sum(), deltas)
                     if not bool(torch.isfinite(ahead).all()):
                         break

@@ -7,9 +7,10 @@ nominal point and then answers, for operands known to deviate by at most ρ in �
 * ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on −⟨g, R⟩. It is smaller than ‖g‖ ·
   norm(ρ), as curvature where g vanishes, or that bends the function the other way, costs nothing;
 * ``quadratic(g, ρ)``, where a rule has it: weights w ≥ 0 with −⟨g, R⟩ ≤ Σ w_i δ_i² for deviations δ within ρ;
-* ``total(w, ρ)``, where a rule has it: for weights w ≥ 0 an upper bound on Σ w_i |R_i|. What R becomes behind a linear
-  map A has norm at most Σ ‖column i of A‖ |R_i|, which is often much less than ‖A‖ · norm(ρ): A stretches few
-  directions as far as its norm, and R can't lie in one of them and in a few entries.
+* ``total(w, ρ, s)``, where a rule has it: for weights w ≥ 0 an upper bound on Σ w_i |R_i|, if also ‖√w ∘ δ‖ ≤ s for
+  the deviation δ of its operand. What R becomes behind a linear map A has norm at most Σ ‖column i of A‖ |R_i|, which
+  is often much less than ‖A‖ · norm(ρ): A stretches few directions as far as its norm, and R can't lie in one of them
+  and in a few entries.
 
 Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape
 (N, ...), every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products
@@ -56,10 +57,17 @@ def quadratic(rule: Remainder, direction: Tensor, rho: Sequence[Tensor]) -> Tens
     return None if weights is None else weights(direction, rho)
 
 
-def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
-    """An upper bound on Σ w_i |R_i|, shape (N,), for weights w ≥ 0 of shape (N, entries); ∞ if the rule has none."""
+def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
+    """An upper bound on Σ w_i |R_i|, shape (N,), ∞ if the rule has none.
+
+    Args:
+        rule: the rule.
+        weight: w ≥ 0, shape (N, entries).
+        rho: as for its other answers.
+        size: an upper bound on ‖√w ∘ δ‖, shape (N,).
+    """
     bound = getattr(rule, "total", None)
-    return torch.full_like(rho[0], math.inf) if bound is None else bound(weight, rho)
+    return torch.full_like(rho[0], math.inf) if bound is None else bound(weight, rho, size)
 
 
 REMAINDERS: dict[Any, type[Remainder]] = {}
@@ -141,7 +149,8 @@ class Smooth:
     With |δ_i| ≤ p, ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. ξ_i is within p of z_i, so c_i may be the supremum over
     |t| ≥ |z_i| − p where ``envelope`` knows it. Against g: where g_i < 0, −g_i R_i ≤ ½|g_i| c_i⁺ δ_i² with c_i⁺ ≥ φ'',
     and where g_i > 0 likewise with c_i⁻ ≥ −φ''; these are the weights w_i. The sum of w_i t_i, t_i = δ_i² ≤ p² and
-    Σ t_i ≤ ρ², is largest where the budget goes to the largest w_i, p² to each. So is Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i.
+    Σ t_i ≤ ρ², is largest where the budget goes to the largest w_i, p² to each. So is Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i,
+    and that is no more than ½ max c ‖√w ∘ δ‖².
     """
 
     curvature: ClassVar[float]
@@ -177,8 +186,9 @@ class Smooth:
     def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
         return self._weights(direction, rho).reshape(direction.shape)
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
-        return largest_share(weight * self._local(rho) / 2, rho[0], rho[-1])
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
+        local = self._local(rho)
+        return torch.minimum(largest_share(weight * local / 2, rho[0], rho[-1]), local.amax(1) / 2 * size.square())
 
 
 def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:

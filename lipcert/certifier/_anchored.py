@@ -100,7 +100,7 @@ class Anchored(Linearized):
         if self.kinks:
             self.delta /= 2
             # Widths follow from the norms here, so the norms there need start vectors that none here has taken.
-            seed = self.seed + 2 * len(self.pairs) + len(self.linear) + self.spare
+            seed = self.seed + self.seeds + self.spare
             arguments |= {"seed": seed, "graph": graph, "widths": tuple(self.kinks.values())}
             self.secant = Anchored(model, delta=delta / 2, **arguments)
 

@@ -153,6 +153,7 @@ class Linearized:
         self._choose(at, example)
         self.head = self._head()
         self.constants: dict[tuple[Node, Node, bool], float] = {}
+        self.weighed: dict[tuple[Node, Node], float] = {}
         self.pairs: list[tuple[Node, Node]] = []
         self.unconnected: set[tuple[Node, Node]] = set()
         for a, b in dict.fromkeys(self._wanted()):
@@ -167,13 +168,29 @@ class Linearized:
         summed = {v for v, rule in self.rules.items() if hasattr(rule, "total")}
         self.linear = [(v, u) for v, u in self.pairs if v in summed and self._linear_way(v, u)]
         self.columns: dict[tuple[Node, Node], Tensor] = {}
+        # Of the columns, those that a smooth operation's deviation is weighed with: towards what is next behind it.
+        ahead: dict[Node, Node] = {}
+        for v, u in self.linear:
+            if u not in self.outputs:
+                ahead.setdefault(v, u)
+        self.ahead = ahead
+        self.scaled = [(a, v) for v in ahead for a, b in self.pairs if b is self.operands(v)[0]]
         if self.deterministic:
             self._check_sizes()
 
     @property
     def count(self) -> int:
         """How many norms an image takes."""
-        return len(self.pairs) + len(self.peaks) + len(self.linear)
+        return self._own
+
+    @property
+    def _own(self) -> int:
+        return len(self.pairs) + len(self.peaks) + len(self.linear) + len(self.scaled)
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds from ``seed`` on have been used for start vectors."""
+        return 2 * len(self.pairs) + len(self.linear) + len(self.scaled)
 
     def entrywise(self, v: Node) -> bool:
         """Whether the rule of a nonlinear operation asks how far a single entry of its operand can move."""
@@ -327,7 +344,7 @@ class Linearized:
         for a, b in self.linear:
             if (a, b) not in self.columns:
                 self.columns[a, b] = self._columns(a, b, alone)
-        in_all = len(self.pairs) + len(self.peaks)
+        in_all = self._own - len(self.linear)
         for peak, pairs in ((False, self.pairs), (True, self.peaks)):
             for a, b in pairs:
                 constant = self.constants.get((a, b, peak))
@@ -343,6 +360,18 @@ class Linearized:
                 (found.peaks if peak else found.gains)[a, b] = bound
                 if progress is not None:
                     progress(len(found.gains) + len(found.peaks), in_all)
+        for number, (a, v) in enumerate(self.scaled):
+            place = self.seeds - len(self.scaled) + number
+            scale = self.columns[v, self.ahead[v]].sqrt().reshape(1, *v.shape)
+            if self._linear_way(a, v.operands[0]):
+                if (a, v) not in self.weighed:
+                    self.weighed[a, v] = self._scaled(a, v.operands[0], alone, scale, place).item()
+                found.weighed[a, v] = values[a].new_full((images,), self.weighed[a, v])
+            else:
+                scale = scale.expand(images, *v.shape)
+                found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, place)
+            if progress is not None:
+                progress(len(found.gains) + len(found.peaks) + len(found.weighed), in_all)
         return found
 
     def _explicit(self, a: Node, b: Node) -> bool:
@@ -359,10 +388,15 @@ class Linearized:
         The scale may depend on all norms so far. So ``draw`` numbers the start vectors of these norms: one that has not
         been used for anything that the scale depends on.
         """
+        return self._scaled(a, b, values, scale, _BEHIND + draw)
+
+    def _scaled(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, place: int) -> Tensor:
+        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,); ``place`` is the number of the start vector."""
         images = len(scale)
         together = self._together(a, b, images)
         parts = [
-            self._norm(a, b, part, False, scale[i : i + together], draw) for i, part in _parts(values, images, together)
+            self._norm(a, b, part, False, scale[i : i + together], place)
+            for i, part in _parts(values, images, together)
         ]
         return torch.cat(parts)
 
@@ -379,7 +413,7 @@ class Linearized:
     @property
     def _share(self) -> float:
         """The failure probability of one norm."""
-        return self.delta / (len(self.pairs) + len(self.peaks) + len(self.linear) + self.spare)
+        return self.delta / (self._own + self.spare)
 
     def _products(
         self, a: Node, b: Node, values: dict[Node, Tensor], *, several: bool, scale: Tensor | None = None
@@ -411,16 +445,19 @@ class Linearized:
         values: dict[Node, Tensor],
         peak: bool,
         scale: Tensor | None = None,
-        draw: int = 0,
+        place: int | None = None,
     ) -> Tensor:
-        """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd."""
+        """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd.
+
+        ``place`` is the number of the start vector: one for each pair, the same in every call, so that a radius does
+        not depend on what was asked before.
+        """
         count = len(values[a])
         explicit = self._explicit(a, b)
         product, adjoint = self._products(a, b, values, several=peak or explicit, scale=scale)
         rows, columns = math.prod(b.shape), math.prod(a.shape)
-        # A start vector for each pair, the same in every call, so that a radius does not depend on what was asked
-        # before.
-        place = self.pairs.index((a, b)) + len(self.pairs) * peak if scale is None else _BEHIND + draw
+        if place is None:
+            place = self.pairs.index((a, b)) + len(self.pairs) * peak
         generator = torch.Generator().manual_seed(self.seed + place)
         if peak and rows <= _PROBES:
             return longest_row(adjoint, count, rows)
@@ -445,12 +482,14 @@ class Norms:
     """Upper bounds that hold together, each of shape (N,).
 
     Attributes:
-        gains: ‖G(a → b)‖.
+        gains: ‖G(a → b)‖, by (a, b).
         peaks: the largest norm of a row of G(a → b), for operands b of entrywise operations.
+        weighed: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns behind v.
     """
 
     gains: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     peaks: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
+    weighed: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
 
 
 class Linearization:
@@ -487,7 +526,7 @@ class Linearization:
         part = copy.copy(self)
         part.images, part.logits = self.images[index], self.logits[index]
         part.values = {node: value[index] for node, value in self.values.items()}
-        known = (self.norms.gains, self.norms.peaks)
+        known = (self.norms.gains, self.norms.peaks, self.norms.weighed)
         part.norms = Norms(*({pair: norm[index] for pair, norm in norms.items()} for norms in known))
         part.remainders = self.method.remainders(part.values)
         return part
@@ -501,6 +540,12 @@ class Linearization:
     def peak(self, a: Node, b: Node) -> Tensor | float:
         """The largest norm of a row of G(a → b) from above, for operands b of entrywise operations."""
         return self.norms.peaks[a, b] if (a, b) in self.norms.peaks else self.gain(a, b)
+
+    def weighed_gain(self, v: Node, a: Node, u: Node) -> Tensor | float:
+        """‖diag(√w) G(a → u)‖ from above, for the operand u of v and the norms w of the columns behind v."""
+        if a is u:
+            return self.method.columns[v, self.method.ahead[v]].amax().sqrt()
+        return 0.0 if (a, u) in self.method.unconnected else self.norms.weighed[a, v]
 
     def deviations(self, eps: Tensor) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,)."""
@@ -544,10 +589,16 @@ class Linearization:
                 operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
-            added.append(partial(self.passed, v, operands[v]))
+            added.append(partial(self.passed, v, operands[v], self.size(v, moved)))
         return lambda u: errors(u, self.gain), weighed
 
-    def passed(self, v: Node, rho: list[Tensor], u: Node, gain: Gain) -> Tensor:
+    def size(self, v: Node, moved: Callable[[Node, Gain], Tensor]) -> Tensor:
+        """‖√w ∘ δ‖ from above for the deviation δ of v's operand, w being the columns behind v; ∞ if not known."""
+        if v not in self.method.ahead:
+            return self.logits.new_full((len(self.images),), math.inf)
+        return moved(self.method.operands(v)[0], partial(self.weighed_gain, v))
+
+    def passed(self, v: Node, rho: list[Tensor], size: Tensor, u: Node, gain: Gain) -> Tensor:
         """How much the remainder of v moves u behind it, by ``gain`` of the Jacobian G between the two, shape (N,).
 
         That is ‖G‖ ‖R‖, or Σ ‖column i of G‖ |R_i| where the columns are known and that is smaller; a single entry
@@ -558,7 +609,9 @@ class Linearization:
         columns = self.method.columns.get((v, u))
         if columns is None or gain not in (self.gain, self.peak):
             return bound
-        return torch.minimum(bound, at_most(total(rule, columns.expand(len(bound), -1), rho)))
+        if u is not self.method.ahead.get(v):  # the size is with other columns
+            size = torch.full_like(size, math.inf)
+        return torch.minimum(bound, at_most(total(rule, columns.expand(len(bound), -1), rho, size)))
 
     def spreads(self, predicted: Tensor) -> Tensor | None:
         """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""

@@ -225,11 +225,12 @@ class DeployedAnchor(Anchor):
         carried, put = self.roundings.carried, self.roundings.put
         added: list[Node] = []
         weighed: dict[Node, Tensor] = {}
+        sizes: dict[Node, Tensor] = {}
 
         def errors(u: Node, gain: Gain) -> Tensor:
             # What is behind a stage's start has λ = 0 there: the errors up to it are among those that arrived.
             own = carried[u] * gain(u, u) if u is not stage.start else torch.zeros_like(carried[u])
-            return sum((self.passed(w, operands[w], u, gain) + gain(w, u) * put[w] for w in added), own)
+            return sum((self.passed(w, operands[w], sizes[w], u, gain) + gain(w, u) * put[w] for w in added), own)
 
         def moved(u: Node, gain: Gain) -> Tensor:
             return at_most(linear(u, gain) + errors(u, gain))
@@ -248,6 +249,7 @@ class DeployedAnchor(Anchor):
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
             if measuring is not None:
                 measuring.nonlinear(v, norms, at_most(self.remainders[v].norm(operands[v])))
+            sizes[v] = self.size(v, moved)
             added.append(v)
         return lambda u: errors(u, self.gain), weighed
 

@@ -98,9 +98,9 @@ class HardSwish(Smooth):
     def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
         return None  # the kinks are not of this form
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
         slack = weight.norm(dim=1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
-        return super().total(weight, rho) + self.kinks.against(weight)(rho) + slack
+        return super().total(weight, rho, size) + self.kinks.against(weight)(rho) + slack
 
 
 @remainder("amax", "amin")
