@@ -67,7 +67,10 @@ def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor], size: Tensor) 
         size: an upper bound on ‖√w ∘ δ‖, shape (N,).
     """
     bound = getattr(rule, "total", None)
-    return torch.full_like(rho[0], math.inf) if bound is None else bound(weight, rho, size)
+    if bound is None:
+        return torch.full_like(rho[0], math.inf)
+    found: Tensor = bound(weight, rho, size)
+    return found.nan_to_num(nan=math.inf, posinf=math.inf)  # 0 · ∞: nothing is known
 
 
 REMAINDERS: dict[Any, type[Remainder]] = {}

@@ -20,6 +20,12 @@ for the first-order part: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j
 Stages keep the number of norms small. If c is a value through which everything later depends on the image (a cut), then
 G(v → u) = G(c → u) G(v → c) for v before and u behind it, and the remainders before c are added up at c.
 
+The errors Σ_v ‖G(v → u)‖ r_v feed on themselves: they are part of the ρ that the next remainders grow with, and so they
+set how far a radius can reach. Where the way from a smooth activation v to u is linear, its remainder moves u by
+‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with w_i the norms of the columns, and with |R_i| ≤ ½ c δ_i² that is at
+most ½ c ‖√w ∘ δ‖², by the same sums as below for ‖s ∘ δ‖ with s = √w. Both are far below ‖G(v → u)‖ · ½ c max|δ_i| ‖δ‖,
+as few columns are near the norm of a trained matrix. Columns belong to the network, and are taken once.
+
 Curvature is where most of a margin goes. Where a rule knows weights w with −⟨∇_v m_j, R_v⟩ ≤ Σ_i w_i δ_i² for the
 deviation δ of v's operand u (smooth entrywise functions), d_v = ‖s ∘ δ‖² with s = √w, and
 

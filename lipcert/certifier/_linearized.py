@@ -589,29 +589,38 @@ class Linearization:
                 operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
-            added.append(partial(self.passed, v, operands[v], self.size(v, moved)))
+            added.append(self.effect(v, operands[v], moved))
         return lambda u: errors(u, self.gain), weighed
 
-    def size(self, v: Node, moved: Callable[[Node, Gain], Tensor]) -> Tensor:
-        """‖√w ∘ δ‖ from above for the deviation δ of v's operand, w being the columns behind v; ∞ if not known."""
-        if v not in self.method.ahead:
-            return self.logits.new_full((len(self.images),), math.inf)
-        return moved(self.method.operands(v)[0], partial(self.weighed_gain, v))
+    def effect(
+        self, v: Node, rho: list[Tensor], moved: Callable[[Node, Gain], Tensor]
+    ) -> Callable[[Node, Gain], Tensor]:
+        """How much the remainder of v moves values behind it, each of shape (N,), as a function of (u, gain).
 
-    def passed(self, v: Node, rho: list[Tensor], size: Tensor, u: Node, gain: Gain) -> Tensor:
-        """How much the remainder of v moves u behind it, by ``gain`` of the Jacobian G between the two, shape (N,).
+        That is ‖G‖ ‖R‖ for G = G(v → u), or Σ w_i |R_i| where the norms w of G's columns are known and that is smaller;
+        a single entry moves no more than all together.
 
-        That is ‖G‖ ‖R‖, or Σ ‖column i of G‖ |R_i| where the columns are known and that is smaller; a single entry
-        moves no more than all together.
+        Args:
+            v: the operation.
+            rho: how far its operands deviate.
+            moved: the same for any value and gain: with √w it bounds ‖√w ∘ δ‖.
         """
-        rule = self.remainders[v]
-        bound = at_most(gain(v, u) * at_most(rule.norm(rho)))
-        columns = self.method.columns.get((v, u))
-        if columns is None or gain not in (self.gain, self.peak):
-            return bound
-        if u is not self.method.ahead.get(v):  # the size is with other columns
-            size = torch.full_like(size, math.inf)
-        return torch.minimum(bound, at_most(total(rule, columns.expand(len(bound), -1), rho, size)))
+        rule, method = self.remainders[v], self.method
+        norm = at_most(rule.norm(rho))
+        unknown = torch.full_like(norm, math.inf)
+        size = moved(method.operands(v)[0], partial(self.weighed_gain, v)) if v in method.ahead else unknown
+        summed: dict[Node, Tensor] = {}
+
+        def at(u: Node, gain: Gain) -> Tensor:
+            bound = at_most(gain(v, u) * norm)
+            if (v, u) not in method.columns or gain not in (self.gain, self.peak):
+                return bound
+            if u not in summed:
+                columns = method.columns[v, u].expand(len(norm), -1)
+                summed[u] = total(rule, columns, rho, size if u is method.ahead.get(v) else unknown)
+            return torch.minimum(bound, summed[u])
+
+        return at
 
     def spreads(self, predicted: Tensor) -> Tensor | None:
         """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""

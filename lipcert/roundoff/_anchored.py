@@ -223,14 +223,13 @@ class DeployedAnchor(Anchor):
         """Goes through a stage as :meth:`Linearization.inside`; the result includes rounding errors."""
         assert self.roundings is not None
         carried, put = self.roundings.carried, self.roundings.put
-        added: list[Node] = []
+        added: list[tuple[Node, Callable[[Node, Gain], Tensor]]] = []
         weighed: dict[Node, Tensor] = {}
-        sizes: dict[Node, Tensor] = {}
 
         def errors(u: Node, gain: Gain) -> Tensor:
             # What is behind a stage's start has λ = 0 there: the errors up to it are among those that arrived.
             own = carried[u] * gain(u, u) if u is not stage.start else torch.zeros_like(carried[u])
-            return sum((self.passed(w, operands[w], sizes[w], u, gain) + gain(w, u) * put[w] for w in added), own)
+            return sum((effect(u, gain) + gain(w, u) * put[w] for w, effect in added), own)
 
         def moved(u: Node, gain: Gain) -> Tensor:
             return at_most(linear(u, gain) + errors(u, gain))
@@ -249,8 +248,7 @@ class DeployedAnchor(Anchor):
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
             if measuring is not None:
                 measuring.nonlinear(v, norms, at_most(self.remainders[v].norm(operands[v])))
-            sizes[v] = self.size(v, moved)
-            added.append(v)
+            added.append((v, self.effect(v, operands[v], moved)))
         return lambda u: errors(u, self.gain), weighed
 
 
