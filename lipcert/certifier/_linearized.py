@@ -54,7 +54,7 @@ _PROBES = 256
 # Columns with so few entries are written out; of longer ones the norms are bounded by so many products, once for all
 # images.
 _LONG = 4096
-_COLUMN_PROBES = 1024
+_COLUMN_PROBES = 512
 # Start vectors of norms with weights are drawn from seeds this far behind the others.
 _BEHIND = 2**32
 # Entries of the Jacobians that are written out at once, 1 GiB.
@@ -99,6 +99,9 @@ class Linearized:
 
     Attributes:
         spare: how many norms may be asked for beside those of all pairs; ``delta`` covers them too.
+        linear: the (v, u) with a linear way from a smooth operation v to u.
+        columns: the norms of the columns of G(v → u) for these, each of shape (1, entries of v), once they are known.
+        ahead: for a smooth operation v the first such u, whose columns its deviation is weighed with.
         casts: whether casts inside the network are recorded, and not left out as in real arithmetic.
 
     Args:
@@ -153,7 +156,7 @@ class Linearized:
         self._choose(at, example)
         self.head = self._head()
         self.constants: dict[tuple[Node, Node, bool], float] = {}
-        self.weighed: dict[tuple[Node, Node], float] = {}
+        self.weighed_constants: dict[tuple[Node, Node], float] = {}
         self.pairs: list[tuple[Node, Node]] = []
         self.unconnected: set[tuple[Node, Node]] = set()
         for a, b in dict.fromkeys(self._wanted()):
@@ -168,13 +171,8 @@ class Linearized:
         summed = {v for v, rule in self.rules.items() if hasattr(rule, "total")}
         self.linear = [(v, u) for v, u in self.pairs if v in summed and self._linear_way(v, u)]
         self.columns: dict[tuple[Node, Node], Tensor] = {}
-        # Of the columns, those that a smooth operation's deviation is weighed with: towards what is next behind it.
-        ahead: dict[Node, Node] = {}
-        for v, u in self.linear:
-            if u not in self.outputs:
-                ahead.setdefault(v, u)
-        self.ahead = ahead
-        self.scaled = [(a, v) for v in ahead for a, b in self.pairs if b is self.operands(v)[0]]
+        self.ahead = {v: u for v, u in reversed(self.linear) if u not in self.outputs}
+        self.scaled = [(a, v) for v in self.ahead for a, b in self.pairs if b is self.operands(v)[0]]
         if self.deterministic:
             self._check_sizes()
 
@@ -364,9 +362,9 @@ class Linearized:
             place = self.seeds - len(self.scaled) + number
             scale = self.columns[v, self.ahead[v]].sqrt().reshape(1, *v.shape)
             if self._linear_way(a, v.operands[0]):
-                if (a, v) not in self.weighed:
-                    self.weighed[a, v] = self._scaled(a, v.operands[0], alone, scale, place).item()
-                found.weighed[a, v] = values[a].new_full((images,), self.weighed[a, v])
+                if (a, v) not in self.weighed_constants:
+                    self.weighed_constants[a, v] = self._scaled(a, v.operands[0], alone, scale, place).item()
+                found.weighed[a, v] = values[a].new_full((images,), self.weighed_constants[a, v])
             else:
                 scale = scale.expand(images, *v.shape)
                 found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, place)
