@@ -385,25 +385,29 @@ def test_remainder_by_a_quadratic_form(key, index):
                     assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
 
-@pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
+SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | {"hardswish"}]
+
+
+def test_which_rules_have_a_total():
+    assert {key for key, _ in NAMED if hasattr(REMAINDERS[key], "total")} == {key for key, _ in SUMMED}
+
+
+@pytest.mark.parametrize(("key", "index"), SUMMED)
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_the_total_of_a_remainder_by_weights(key, index, share):
     """Σ w_i |R_i| of no deviation of norm at most ρ with entries of at most p is larger, ascent included."""
     site = Site(key, index)
     plain = seeded(*site.result.shape, seed=3)
-    for weight in (plain.abs(), torch.where(plain > 0, plain, 0.0), torch.ones_like(plain)):
+    for weight in (torch.where(plain > 0, plain, 0.0), torch.ones_like(plain)):
         flat = weight.flatten(1)
         for rho in RADII:
             peak = share * rho
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
             bound = total(site.rule, flat, given, torch.full_like(given[0], math.inf))
-            if key not in QUADRATIC | {"hardswish"}:
-                assert bool(bound.isinf().all())
-                return
             slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
             for start in site.starts([rho]):
                 deltas = [d.clamp(-peak, peak) for d in start]
-                for _ in range(4):
+                for _ in range(3):
                     deltas = [d.detach().requires_grad_() for d in deltas]
                     found = (site.remainder(deltas).abs() * weight).flatten(1).sum(1)
                     size = (deltas[0].detach() * weight.sqrt()).flatten(1).norm(dim=1)
