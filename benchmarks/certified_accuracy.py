@@ -8,7 +8,7 @@ certificate leaves something of its margin at ε, without curvature weighed or e
 image counts as not certified, where it is classified wrong, where projected gradient ascent (100 steps of ε/4) flips
 it, or where the first-order limit min m/‖∇m‖ is not above ε.
 
-Rows are written one by one, and a run goes on with what is missing. Results and environment go to
+Rows are written a batch at a time, and a run goes on with the batches that are missing. Results and environment go to
 benchmarks/results/certified_accuracy.json. The networks of ``benchmarks.train_cifar_vit`` are known.
 """
 
@@ -28,7 +28,7 @@ import torch
 import benchmarks.train_cifar_vit  # noqa: F401  registers its architecture
 import lipcert
 from benchmarks._env import environment
-from benchmarks.cifar_pipeline import EPS, pgd
+from benchmarks.cifar_pipeline import EPS, clean, pgd
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import margins
 from lipcert.data import open_images
@@ -39,7 +39,7 @@ BATCH = 16
 _made: dict[str, tuple[lipcert.Model, Anchored]] = {}
 
 
-def rows_of(path: str, images: torch.Tensor, labels: torch.Tensor, places: list[int]) -> list[dict[str, Any]]:
+def verdicts(path: str, images: torch.Tensor, labels: torch.Tensor, places: list[int]) -> list[dict[str, Any]]:
     """What is known of some images; runs in a process of its own."""
     torch.set_num_threads(1)
     if path not in _made:
@@ -94,28 +94,32 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("certified_accuracy.jsonl"))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    known = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
-    done = {row["image"] for row in known}
+    lines = args.rows.read_text().splitlines(keepends=True) if args.rows.exists() else []
+    written = [json.loads(line) for line in lines if line.endswith("}\n")]  # a killed run may cut one off
+    known = {row["image"]: row for row in written}
     model = lipcert.load(args.model)
     tasks = []
     for batch in open_images(args.data, model, limit=args.images).batches(BATCH):
-        if not set(batch.indices) <= done:
+        if not set(batch.indices) <= known.keys():
             tasks.append((args.model, batch.images, batch.labels, list(batch.indices)))
     with (
         ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool,
         args.rows.open("a", encoding="utf-8") as file,
     ):
-        for finished in as_completed([pool.submit(rows_of, *task) for task in tasks]):
-            for row in finished.result():
-                known.append(row)
-                file.write(json.dumps(row) + "\n")
+        if lines and not lines[-1].endswith("\n"):
+            file.write("\n")
+        for finished in as_completed([pool.submit(verdicts, *task) for task in tasks]):
+            rows = finished.result()
+            known |= {row["image"]: row for row in rows}
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
-            print(summary(known), flush=True)
+            print(summary(list(known.values())), flush=True)
     result = {
         "model": Path(args.model).stem,
         "parameters": sum(p.numel() for p in model.parameters()),
         "eps": EPS,
-        **summary(known),
+        **summary(list(known.values())),
+        "clean_all_test_images": clean(model, open_images(args.data, model)),
         "failure_probability_an_image": 1e-9,
         "environment": environment(),
     }
