@@ -42,7 +42,7 @@ def network(depth: int, tokens: int) -> lipcert.Model:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight)
-    NormHold(model, scores=0.35)
+    NormHold(model, {"*": 1.0, "*.q": 0.35, "*.k": 0.35})
     return model.double()
 
 

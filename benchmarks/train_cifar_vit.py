@@ -137,13 +137,8 @@ def main() -> None:
 
     model = lipcert.load(args.start) if args.start else fresh(args)
     hold_projections(model, args.radius)
-    hold = NormHold(model, args.hold, scores=args.scores)
-    curved = {module for name, module in model.named_modules() if name.endswith("fc1")}
-    for index, matrix in enumerate(hold.matrices):
-        if isinstance(matrix.module, nn.Conv2d):
-            hold.norms[index] = args.conv
-        elif matrix.module in curved:
-            hold.norms[index] = min(args.curved, hold.norms[index])
+    held = {"*": args.hold, "patch_embed*": args.conv, "*.fc1": min(args.curved, args.hold)}
+    hold = NormHold(model, {**held, "*.q": args.scores, "*.k": args.scores})
 
     train, train_labels = read(args.data, "train")
     test, test_labels = read(args.data, "test")

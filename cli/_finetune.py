@@ -16,6 +16,7 @@ from lipcert.model import Model
 from lipcert.training import LOSSES, Batches, Epoch
 from lipcert.training import finetune as train
 from lipcert.training._finetune import check_settings
+from lipcert.training._matrices import MaxNorm
 
 from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors, parse_eps
 from ._output import check_out, default_name, move_to
@@ -40,11 +41,15 @@ def finetune(
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 3e-4,
     batch_size: Annotated[int, typer.Option(help="Images a step.")] = 64,
     temperature: Annotated[
-        float, typer.Option(help="Divides the logits in the loss; 0.1 to 0.25 for models of small norms.")
-    ] = 1.0,
+        str, typer.Option(help="Divides the logits in the loss; 0.1 to 0.25 for models of small norms; or FIRST,LAST.")
+    ] = "1",
     max_norm: Annotated[
-        float | None, typer.Option(help="Hold each layer's spectral norm at this.", show_default=False)
+        list[str] | None,
+        typer.Option(help="Hold each layer's spectral norm at this; or of some: '*.fc1=1.2'.", show_default=False),
     ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw; or muon, which with --lr 0.01 learns faster where norms are held.")
+    ] = "adamw",
     ema: Annotated[
         float | None, typer.Option(help="Average the weights with this decay, such as 0.999.", show_default=False)
     ] = None,
@@ -69,6 +74,8 @@ def finetune(
 ) -> None:
     """Train a model for larger certified radii; a stopped run goes on from a checkpoint beside the output."""
     radius = parse_eps(eps)
+    temperatures = _temperature(temperature)
+    norms = _norms(max_norm)
     if loss not in LOSSES:
         raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
     with torchrun() as processes:
@@ -77,7 +84,7 @@ def finetune(
         path = out or default_name(str(source), "finetuned")
         check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
         unfinished = path.with_name(f"{path.name}.checkpoint")
-        check_settings(loaded, radius, loss, epochs, lr, temperature, max_norm, ema, amp)
+        check_settings(loaded, radius, loss, epochs, lr, temperatures, norms, optimizer, ema, amp)
         images = open_images(data, loaded, limit=limit)
         move_to(loaded, device)
 
@@ -93,8 +100,9 @@ def finetune(
             batches = Batches(images, loaded, batch_size, augment, count_up)
             before = _accuracy(loaded, images, processes)
             try:
-                settings: dict[str, Any] = {"loss": loss, "temperature": temperature, "max_norm": max_norm, "ema": ema}
-                settings |= {"epochs": epochs, "lr": lr, "amp": amp, "checkpoint": unfinished, "progress": _say_epoch}
+                settings: dict[str, Any] = {"loss": loss, "temperature": temperatures, "max_norm": norms, "ema": ema}
+                settings |= {"epochs": epochs, "lr": lr, "optimizer": optimizer, "amp": amp}
+                settings |= {"checkpoint": unfinished, "progress": _say_epoch}
                 origin = {"--data": data, "--limit": limit, "--batch-size": batch_size, "--augment": augment}
                 train(loaded, batches, radius, origin=origin, **settings)
             except KeyboardInterrupt as error:
@@ -115,6 +123,32 @@ def finetune(
                 ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
             ]
         )
+
+
+def _temperature(text: str) -> float | tuple[float, float]:
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2:
+        raise InputError(f"--temperature takes a number, or the first and the last such as 0.2,0.02, got {text!r}")
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def _norms(texts: list[str] | None) -> MaxNorm | None:
+    """One number for all layers, or numbers by patterns; a number alone is that of the layers without a pattern."""
+    norms: dict[str, float] = {}
+    for text in texts or []:
+        pattern, _, number = text.rpartition("=")
+        try:
+            norms[pattern or "*"] = float(number)
+        except ValueError as error:
+            raise InputError(
+                f"--max-norm takes a number, or PATTERN=number such as '*.fc1=1.2', got {text!r}"
+            ) from error
+    if "*" in norms:
+        norms = {"*": norms["*"], **norms}
+    return norms.get("*") if len(norms) <= 1 and "*" in norms else norms or None
 
 
 def _accuracy(model: Model, images: Images, processes: Processes) -> tuple[int, int]:

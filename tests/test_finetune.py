@@ -27,6 +27,7 @@ from lipcert.training import (
     LOSSES,
     Batches,
     Epoch,
+    Muon,
     NormHold,
     TrainingBound,
     anchored_loss,
@@ -36,6 +37,7 @@ from lipcert.training import (
     twice_differentiable,
 )
 from lipcert.training._matrices import matrices, projections
+from lipcert.training._muon import orthogonal
 
 ARGUMENTS = {
     "img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10,
@@ -186,7 +188,8 @@ def test_norms_are_held_part_by_part(seed: int, norm: float) -> None:
     for _ in range(600):
         hold()
     assert torch.linalg.matrix_norm(network.qkv.weight[:6], 2).item() == pytest.approx(norm, rel=1e-3)
-    assert operator_norm(network.conv).item() == pytest.approx(norm, rel=1e-3)
+    # 600 steps find the norm up to log(n)/1200 of it, however near the next singular value is.
+    assert operator_norm(network.conv).item() == pytest.approx(norm, rel=5e-3)
     assert torch.equal(network.qkv.weight[6:], before.qkv.weight[6:])
     assert torch.equal(network.conv.weight[4:], before.conv.weight[4:])
     assert torch.equal(network.small.weight, before.small.weight)
@@ -312,8 +315,85 @@ def test_norms_and_scales_are_held(digits, loader) -> None:
     lipcert.finetune(model, loader, eps=0.1, epochs=2, lr=1e-2, max_norm=0.7)
     for matrix in matrices(model):
         assert torch.linalg.matrix_norm(matrix.value(), 2).max() <= 0.7 * 1.05
-    for projection in projections(model):
+    for _, projection in projections(model):
         assert projection.weight.abs().max() <= 0.7
+
+
+def test_norms_are_held_by_patterns(loader) -> None:
+    """The last pattern that matches counts; queries, keys and values have names of their own."""
+    model = vit(attention="keep")
+    norms = {"*": 0.7, "blocks.0.*": 0.4, "*.q": 0.2, "*.k": 0.3, "*.norm1": 0.5, "head": 0.1}
+    lipcert.finetune(model, loader, eps=0.1, epochs=2, lr=1e-2, max_norm=norms)
+    found = {matrix.path: torch.linalg.matrix_norm(matrix.value(), 2).max().item() for matrix in matrices(model)}
+    held = {path: round(norm, 1) for path, norm in found.items() if path.startswith("blocks")}
+    names = {f"blocks.0.{name}" for name in ("attn.q", "attn.k", "attn.v", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert held == {name: 0.4 for name in names} | {"blocks.0.attn.q": 0.2, "blocks.0.attn.k": 0.3}
+    assert found["head"] == pytest.approx(0.1, rel=0.05)
+    assert 0.4 < found["patch_embed.proj"] < 0.7 * 1.05
+    scales = {path: projection.weight.abs().max().item() for path, projection in projections(model)}
+    assert scales["blocks.0.norm1"] == pytest.approx(0.5)
+    assert scales["blocks.0.norm2"] == pytest.approx(0.4)
+    free = NormHold(vit(attention="keep"), {"*.fc1": 0.1})
+    assert [matrix.path for matrix in free.matrices] == ["blocks.0.mlp.fc1"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 12))
+def test_updates_are_nearly_orthogonal(seed: int, rows: int, columns: int) -> None:
+    """Singular values of random matrices go near 1, and the singular vectors stay."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(1, rows, columns, generator=generator, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(matrix[0], full_matrices=False)
+    found = u.T @ orthogonal(matrix)[0] @ v.T
+    torch.testing.assert_close(found, torch.diag(found.diagonal()), atol=1e-9, rtol=0)
+    large = found.diagonal()[s > 0.05 * s[0]]
+    assert bool(((large > 0.6) & (large < 1.25)).all())
+    assert not orthogonal(torch.zeros(1, 3, 2)).any()
+
+
+def test_muon_moves_matrices_alike_and_the_rest_as_adamw() -> None:
+    """Queries, keys and values each on their own, though the gradient of one is far larger than the others'."""
+    torch.manual_seed(0)
+    network = nn.Module()
+    network.qkv = nn.Linear(6, 18)
+    network.conv = nn.Conv2d(3, 4, 2)
+    before, twin = copy.deepcopy(network), copy.deepcopy(network)
+    gradients = [torch.randn(p.shape) for p in network.parameters()]
+    gradients[0][6:] *= 1e-4
+    optimizers = [
+        Muon(list(network.parameters()), list(matrices(network)), lr=0.01, weight_decay=0.0),
+        torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.0),
+    ]
+    for model, optimizer in zip((network, twin), optimizers, strict=True):
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+    assert torch.equal(network.qkv.bias, twin.qkv.bias)
+    assert torch.equal(network.conv.bias, twin.conv.bias)
+    for matrix, old in zip(matrices(network), matrices(before), strict=True):
+        moved = torch.linalg.svdvals((matrix.value() - old.value())[0].detach())
+        size = 0.01 * 0.2 * max(matrix.value().shape[1:]) ** 0.5
+        assert 0.5 * size < moved[-1] <= moved[0] < 1.25 * size
+
+
+def test_muon_learns(digits, loader) -> None:
+    seen: list[Epoch] = []
+    settings: dict = {"loss": "ce", "epochs": 3, "temperature": 0.25, "max_norm": 1.0, "progress": seen.append}
+    lipcert.finetune(vit(attention="keep"), loader, lr=0.02, optimizer="muon", **settings)
+    assert seen[-1].accuracy > 0.6
+
+
+def test_the_temperature_goes_from_one_to_the_other(loader, monkeypatch) -> None:
+    used: list[float] = []
+
+    def loss(model, images, labels, eps, temperature):
+        used.append(temperature)
+        return anchored_loss(model, images, labels, eps, temperature)
+
+    monkeypatch.setattr("lipcert.training._finetune.anchored_loss", loss)
+    lipcert.finetune(vit(), loader[:5], epochs=2, temperature=(0.2, 0.02))
+    expected = [0.2 * 0.1 ** min(1.0, step / 10 / 0.8) for step in range(10)]
+    assert used == pytest.approx(expected)
 
 
 def test_frozen_parameters_stay(loader) -> None:
@@ -344,10 +424,10 @@ class Shuffled:
         return iter([self.loader[i] for i in torch.randperm(len(self.loader))])
 
 
-@pytest.mark.parametrize("loss", ["anchored", "trades"])
-def test_an_interrupted_run_ends_as_if_it_had_not_been(loss: str, loader, tmp_path) -> None:
+@pytest.mark.parametrize(("loss", "optimizer"), [("anchored", "adamw"), ("trades", "adamw"), ("ce", "muon")])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(loss: str, optimizer: str, loader, tmp_path) -> None:
     whole, stopped = vit(), vit()
-    arguments = {"eps": 0.1, "loss": loss, "epochs": 2, "lr": 3e-3, "max_norm": 1.0, "ema": 0.9}
+    arguments = {"eps": 0.1, "loss": loss, "epochs": 2, "lr": 3e-3, "max_norm": 1.0, "ema": 0.9, "optimizer": optimizer}
     torch.manual_seed(5)
     lipcert.finetune(whole, Shuffled(loader[:3]), **arguments)
 
@@ -470,7 +550,16 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
         ({"lr": -1.0}, (IMAGES, LABELS), "lr must be"),
         ({"lr": 1e39}, (IMAGES, LABELS), "lr must be"),
         ({"temperature": 0.0}, (IMAGES, LABELS), "temperature must be"),
+        ({"temperature": (0.2, 0.0)}, (IMAGES, LABELS), "temperature must be"),
+        ({"temperature": (0.2, 0.1, 0.05)}, (IMAGES, LABELS), "temperature is one number"),
         ({"max_norm": 0.0}, (IMAGES, LABELS), "max_norm must be"),
+        ({"max_norm": {"*": 1.0, "*.fc1": -1.0}}, (IMAGES, LABELS), "max_norm must be"),
+        (
+            {"max_norm": {"*.fc3": 1.0}},
+            (IMAGES, LABELS),
+            r"'\*\.fc3', and no layer .* matches it; there are patch_embed",
+        ),
+        ({"optimizer": "lion"}, (IMAGES, LABELS), "no optimizer 'lion'; choose adamw or muon"),
         ({"epochs": 0}, (IMAGES, LABELS), "epochs must be"),
         ({"ema": 1.0}, (IMAGES, LABELS), "ema is"),
         ({}, (IMAGES * 2 + 1, LABELS), r"images must lie in \[0, 1\]"),
@@ -555,7 +644,8 @@ SHORT = ("--data", "images", "--eps", "36/255", "--epochs", 2, "--batch-size", 5
 
 def test_the_command_writes_an_artifact(folder) -> None:
     before = (folder / "small.lipcert.safetensors").read_bytes()
-    result = run("small.lipcert.safetensors", *SHORT, "--max-norm", 1, "--temperature", 0.25)
+    norms = ("--max-norm", "*.fc1=0.5", "--max-norm", 1)
+    result = run("small.lipcert.safetensors", *SHORT, *norms, "--temperature", "0.25,0.1", "--optimizer", "muon")
     assert "epoch 1 of 2: loss" in result.stderr
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
     assert facts["images"] == "12 of images"
@@ -564,6 +654,9 @@ def test_the_command_writes_an_artifact(folder) -> None:
     trained = load_artifact("small.finetuned.lipcert.safetensors")
     assert trained.recipe[-1]["step"] == "finetune"
     assert trained.recipe[-1]["eps"] >= 36 / 255
+    assert trained.recipe[-1]["temperature"] == [0.25, 0.1]
+    assert trained.recipe[-1]["max_norm"] == {"*": 1.0, "*.fc1": 0.5}
+    assert trained.recipe[-1]["optimizer"] == "muon"
     assert read_metadata("small.finetuned.lipcert.safetensors")["facts"]["epochs"] == 2
     images = open_images("images", trained)
     right = sum(int((trained(b.images).argmax(1) == b.labels).sum()) for b in images.batches(12))
@@ -606,6 +699,9 @@ def test_what_the_command_refuses(folder) -> None:
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     assert "at least 1 image" in refused(small, *SHORT, "--batch-size", 0)
     assert "second derivatives" in refused(small, *SHORT, "--amp", "bfloat16")
+    assert "a number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")
+    assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, "--max-norm", "*.fc1")
+    assert "no layer of the network matches" in refused(small, *SHORT, "--max-norm", "*.fc9=1")
     assert "no device tpu9" in refused(small, *SHORT, "--device", "tpu9")
     assert "epochs must be at least 1" in refused(small, *SHORT, "--epochs", 0)
     assert "take a smaller learning rate" in refused(small, *SHORT, "--epochs", 1, "--lr", "1e29")
@@ -613,7 +709,7 @@ def test_what_the_command_refuses(folder) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["flat", "images", "notes.txt", small]
 
 
-def test_batches_are_shuffled_augmented_and_in_range(folder) -> None:
+def test_batches_are_shuffled_augmented_and_in_range(folder, monkeypatch) -> None:
     model = load_artifact("small.lipcert.safetensors")
     images = open_images("images", model)
     plain = {tuple(image.flatten().tolist()): label for image, label in (images[i] for i in range(12))}
@@ -627,6 +723,12 @@ def test_batches_are_shuffled_augmented_and_in_range(folder) -> None:
         tuple(image.flatten().tolist()): int(label) for batch in first for image, label in zip(*batch, strict=True)
     } == plain
     assert not torch.equal(first[0][1], second[0][1])
+    torch.manual_seed(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(images, "_read", None)  # each is decoded once
+        for (pixels, labels), (others, theirs) in zip(first, loader, strict=True):
+            assert torch.equal(pixels, others)
+            assert torch.equal(labels, theirs)
     torch.manual_seed(0)
     augmented = list(Batches(images, model, 5))
     torch.manual_seed(0)

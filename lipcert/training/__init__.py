@@ -9,11 +9,13 @@ from lipcert.training._finetune import LOSSES, Epoch, finetune
 from lipcert.training._gloro import TrainingBound
 from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twice_differentiable
 from lipcert.training._matrices import NormHold, hold_projections
+from lipcert.training._muon import Muon
 
 __all__ = [
     "LOSSES",
     "Batches",
     "Epoch",
+    "Muon",
     "NormHold",
     "TrainingBound",
     "anchored_loss",

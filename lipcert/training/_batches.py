@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from math import prod
+from typing import cast
 
 import timm.data
 import torch
@@ -17,6 +19,8 @@ from lipcert.errors import InputError
 from lipcert.model import Model
 
 _CROP = (0.75, 1.0)
+# A data set whose pixels take no more bytes is decoded once and kept.
+_KEPT = 2**30
 
 
 class Batches:
@@ -51,6 +55,8 @@ class Batches:
         self.seen = seen
         self.none = torch.empty(0, *model.input_size)
         self.augmentation = _augmentation(model) if augment else None
+        self.kept: dict[int, tuple[Tensor, int]] = {}
+        self.keeps = images.order is not None and len(images.order) * prod(model.input_size) <= _KEPT
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.size)
@@ -76,9 +82,22 @@ class Batches:
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
         for positions in order.split(self.size):
             places = positions[part].tolist()
-            items = [self.images[place] for place in places]
+            items = [self._item(place) for place in places]
             images = torch.stack([image for image, _ in items]) if items else self.none
             yield len(positions), places, images, torch.tensor([label for _, label in items], dtype=torch.int64)
+
+    def _item(self, place: int) -> tuple[Tensor, int]:
+        """An image and its label; one of 8 bits is decoded once where all of them fit into memory."""
+        if place in self.kept:
+            pixels, label = self.kept[place]
+            return pixels.float() / 255, label
+        image, found = self.images[place]
+        label = cast(int, found)
+        if self.keeps:
+            pixels = (image * 255).round().to(torch.uint8)
+            if torch.equal(pixels.float() / 255, image):
+                self.kept[place] = pixels, label
+        return image, label
 
     def _augmented(self, image: Tensor, place: int, seed: int) -> Tensor:
         random.seed(seed << 32 | place)  # timm's crops take Python's generator, torchvision's flips torch's

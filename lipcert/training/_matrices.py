@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipcert.errors import InputError
 from lipcert.surgery import L2Attention, LayerProject, SmoothProject
+
+MaxNorm = float | Mapping[str, float]
 
 
 class Matrix:
     """A weight, or one of the three parts of an attention's joint ``qkv`` weight, as matrices.
 
     Args:
+        path: of the module in the model, for people; ``blocks.0.attn.q`` for a part of ``blocks.0.attn.qkv``.
         module: what holds the parameter.
         name: the parameter's name there.
         part: which of ``parts`` equal parts of the rows.
         parts: how many there are.
     """
 
-    def __init__(self, module: nn.Module, name: str, part: int = 0, parts: int = 1):
+    def __init__(self, path: str, module: nn.Module, name: str, part: int = 0, parts: int = 1):
+        self.path = path
         self.module = module
         self.name = name
         self.part = part
         self.parts = parts
-        self.scores = parts == 3 and part < 2  # queries and keys
         self.groups = module.groups if isinstance(module, nn.Conv2d) else 1
         # A convolution whose patches overlap.
         self.overlapping: nn.Conv2d | None = None
@@ -39,8 +44,17 @@ class Matrix:
         A kernel is flattened. Its norm is that of the convolution where patches do not overlap, and within a factor
         √(patches that share a pixel) of it elsewhere.
         """
-        parameter: Tensor = getattr(self.module, self.name)
-        rows = parameter.view(len(parameter), -1).chunk(self.parts)[self.part]
+        return self.part_of(self.parameter)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the matrix is, or is a part of."""
+        parameter: nn.Parameter = getattr(self.module, self.name)
+        return parameter
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The entries of a tensor like the parameter that belong to the matrix, shape (groups, rows, columns)."""
+        rows = whole.view(len(whole), -1).chunk(self.parts)[self.part]
         return rows.view(self.groups, -1, rows.shape[1])
 
     def start(self, generator: torch.Generator) -> Tensor:
@@ -72,37 +86,64 @@ class Matrix:
 
 def matrices(model: nn.Module) -> Iterator[Matrix]:
     """The matrices of all linear maps, convolutions and L2 attentions, in the order of the modules."""
-    for path, module in model.named_modules():
+    for path, module in _named(model):
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             joint = path.rpartition(".")[2] == "qkv" and module.weight.shape[0] % 3 == 0
-            parts = 3 if joint else 1
-            yield from (Matrix(module, "weight", part, parts) for part in range(parts))
+            if joint:
+                yield from (Matrix(path[:-3] + "qkv"[part], module, "weight", part, 3) for part in range(3))
+            else:
+                yield Matrix(path, module, "weight")
         elif isinstance(module, L2Attention):
-            yield Matrix(module, "v_weight")
+            yield Matrix(f"{path}.v", module, "v_weight")
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by their path in the timm model."""
+    yield from ((path.removeprefix("net."), module) for path, module in model.named_modules())
 
 
 class NormHold:
-    """Holds the matrices of a network at spectral norm ≤ ``norm``; queries, keys and values each on their own.
+    """Holds the matrices of a network at a spectral norm; queries, keys and values each on their own.
 
-    The scales of projections are held at ±``norm`` likewise: they are diagonal matrices.
+    The scales of projections are held at ±norm likewise: they are diagonal matrices.
 
-    Attention that is far from one-hot has a small second derivative, and that of the scores is the product of the norms
-    of queries and keys: ``scores`` holds these two lower.
+    The norms may differ by the paths of the modules, such as ``{"*": 1.4, "*.fc1": 1.2, "*.q": 0.3, "*.k": 0.3}``: of
+    several patterns that match, the last one counts, and what none matches is free. A joint ``attn.qkv`` is
+    ``attn.q``, ``attn.k`` and ``attn.v``. Attention that is far from one-hot has a small second derivative, and that
+    of the scores is the product of the norms of queries and keys; and certificates see matrices in front of an
+    activation squared. Both are worth holding lower.
 
     The norms are estimated by power iteration with a vector kept from call to call, one step a call, so they are held
     up to the error of that estimate.
 
     Args:
         model: the network.
-        norm: the largest norm allowed.
-        scores: the same for queries and keys.
+        norm: the largest norm allowed, or several by patterns as in :mod:`fnmatch`.
+
+    Raises:
+        InputError: a pattern that matches no matrix and no projection.
     """
 
-    def __init__(self, model: nn.Module, norm: float = 1.0, scores: float | None = None):
-        self.matrices = list(matrices(model))
-        self.norm = norm
-        self.scales = [module.weight for module in projections(model)]
-        self.norms = [norm if scores is None or not m.scores else scores for m in self.matrices]
+    def __init__(self, model: nn.Module, norm: MaxNorm = 1.0):
+        wanted = norm if isinstance(norm, Mapping) else {"*": norm}
+        missed = set(wanted)
+
+        def norm_at(path: str) -> float | None:
+            matching = [pattern for pattern in wanted if fnmatchcase(path, pattern)]
+            missed.difference_update(matching)
+            return wanted[matching[-1]] if matching else None
+
+        held = [(matrix, norm_at(matrix.path)) for matrix in matrices(model)]
+        scales = [(module.weight, norm_at(path)) for path, module in projections(model)]
+        missed.discard("*")
+        if missed:
+            paths = ", ".join(matrix.path for matrix, _ in held[:8])
+            raise InputError(
+                f"max_norm has {min(missed)!r}, and no layer of the network matches it; there are {paths} …"
+            )
+        self.matrices = [matrix for matrix, largest in held if largest is not None]
+        self.norms = [largest for _, largest in held if largest is not None]
+        self.scales = [(scale, largest) for scale, largest in scales if largest is not None]
         generator = torch.Generator().manual_seed(0)
         self.vectors = [matrix.start(generator) for matrix in self.matrices]
         for _ in range(20):
@@ -111,8 +152,8 @@ class NormHold:
     @torch.no_grad()
     def __call__(self) -> None:
         """One step of power iteration for each matrix; those found too large are divided by their excess."""
-        for scale in self.scales:
-            scale.clamp_(-self.norm, self.norm)
+        for scale, norm in self.scales:
+            scale.clamp_(-norm, norm)
         for index, (matrix, norm) in enumerate(zip(self.matrices, self.norms, strict=True)):
             vector, found = matrix.power(self.vectors[index])
             if bool((found > 0).all()):  # a matrix of zeros leads nowhere
@@ -120,14 +161,16 @@ class NormHold:
             matrix.value().div_((found / norm).clamp_min(1.0))
 
 
-def projections(model: nn.Module) -> Iterator[SmoothProject | LayerProject]:
-    """The projections that stand in place of LayerNorm."""
-    yield from (module for module in model.modules() if isinstance(module, (SmoothProject, LayerProject)))
+def projections(model: nn.Module) -> Iterator[tuple[str, SmoothProject | LayerProject]]:
+    """The projections that stand in place of LayerNorm, by their paths."""
+    for path, module in _named(model):
+        if isinstance(module, (SmoothProject, LayerProject)):
+            yield path, module
 
 
 def hold_projections(model: nn.Module, radius: float) -> None:
     """Gives all projections one radius and a scale of 1 that is not trained, for training from random weights."""
-    for module in projections(model):
+    for _, module in projections(model):
         module.radius.fill_(radius)
         module.weight.data.fill_(1.0)
         module.weight.requires_grad_(False)
