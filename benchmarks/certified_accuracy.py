@@ -27,8 +27,8 @@ import torch
 
 import benchmarks.train_cifar_vit  # noqa: F401  registers its architecture
 import lipcert
+from benchmarks._cifar import EPS, clean, pgd
 from benchmarks._env import environment
-from benchmarks.cifar_pipeline import EPS, clean, pgd
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import margins
 from lipcert.data import open_images
@@ -94,31 +94,13 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("certified_accuracy.jsonl"))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    lines = args.rows.read_text().splitlines(keepends=True) if args.rows.exists() else []
-    written = [json.loads(line) for line in lines if line.endswith("}\n")]  # a killed run may cut one off
-    known = {row["image"]: row for row in written}
+    summary = measure(args.model, args.data, args.images, args.rows, args.processes)
     model = lipcert.load(args.model)
-    tasks = []
-    for batch in open_images(args.data, model, limit=args.images).batches(BATCH):
-        if not set(batch.indices) <= known.keys():
-            tasks.append((args.model, batch.images, batch.labels, list(batch.indices)))
-    with (
-        ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool,
-        args.rows.open("a", encoding="utf-8") as file,
-    ):
-        if lines and not lines[-1].endswith("\n"):
-            file.write("\n")
-        for finished in as_completed([pool.submit(verdicts, *task) for task in tasks]):
-            rows = finished.result()
-            known |= {row["image"]: row for row in rows}
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-            file.flush()
-            print(summary(list(known.values())), flush=True)
     result = {
         "model": Path(args.model).stem,
         "parameters": sum(p.numel() for p in model.parameters()),
         "eps": EPS,
-        **summary(list(known.values())),
+        **summary,
         "clean_all_test_images": clean(model, open_images(args.data, model)),
         "failure_probability_an_image": 1e-9,
         "environment": environment(),
@@ -127,7 +109,32 @@ def main() -> None:
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2) -> dict[str, Any]:
+    """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
+    lines = rows_at.read_text().splitlines(keepends=True) if rows_at.exists() else []
+    written = [json.loads(line) for line in lines if line.endswith("}\n")]  # a killed run may cut one off
+    known = {row["image"]: row for row in written}
+    model = lipcert.load(path)
+    tasks = []
+    for batch in open_images(data, model, limit=images).batches(BATCH):
+        if not set(batch.indices) <= known.keys():
+            tasks.append((path, batch.images, batch.labels, list(batch.indices)))
+    with (
+        ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
+        rows_at.open("a", encoding="utf-8") as file,
+    ):
+        if lines and not lines[-1].endswith("\n"):
+            file.write("\n")
+        for finished in as_completed([pool.submit(verdicts, *task) for task in tasks]):
+            rows = finished.result()
+            known |= {row["image"]: row for row in rows}
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.flush()
+            print(summarized(list(known.values())), flush=True)
+    return summarized(list(known.values()))
+
+
+def summarized(rows: list[dict[str, Any]]) -> dict[str, Any]:
     timed = [row["seconds"] for row in rows if row["seconds"]]
     return {
         "images": len(rows),
