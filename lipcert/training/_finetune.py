@@ -214,7 +214,7 @@ class _Run:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.AdamW
         if optimizer == "muon":
-            self.optimizer = Muon(self.parameters, list(matrices(model)), lr, _WEIGHT_DECAY)
+            self.optimizer = Muon(self.parameters, list(matrices(model)), lr)
         else:
             self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
         self.schedule = CosineLRScheduler(

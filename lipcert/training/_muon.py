@@ -28,11 +28,13 @@ class Muon(torch.optim.AdamW):
         parameters: all that is trained.
         matrices: which of them, or of their parts, are matrices.
         lr: the learning rate.
-        weight_decay: of all parameters.
+        weight_decay: of the matrices. As updates move all directions alike, it is what keeps those small that nothing
+            is learned in: certificates pay for them.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], matrices: list[Matrix], lr: float, weight_decay: float):
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay)
+    def __init__(self, parameters: list[nn.Parameter], matrices: list[Matrix], lr: float, weight_decay: float = 0.5):
+        super().__init__(parameters, lr=lr, weight_decay=0.0)
+        self.decay = weight_decay
         trained = {id(p) for p in parameters}
         self.matrices = [m for m in matrices if id(m.parameter) in trained]
 
@@ -51,7 +53,7 @@ class Muon(torch.optim.AdamW):
             if id(p) not in seen:
                 seen[id(p)] = p
                 momentum.lerp_(p.grad, 1 - _MOMENTUM)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.mul_(1 - group["lr"] * self.decay)
             ahead = orthogonal(matrix.part_of(p.grad.lerp(momentum, _MOMENTUM)))
             matrix.value().sub_(ahead, alpha=group["lr"] * _RMS * max(ahead.shape[1:]) ** 0.5)
         for p in seen.values():
