@@ -298,24 +298,11 @@ class Kinked:
         return bound
 
 
-class KinkedEntries(Kinked):
-    """An entrywise function with kinks.
-
-    By the bounds above Σ w_i |R_i| is at most what it is against g = w or −w, and s ‖√w (1 − k/p)₊‖ ‖√w ∘ δ‖.
-    """
-
-    entrywise = True
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        crossing = weight.sqrt().gather(1, self.order) * self._crossing(rho[-1][:, None])
-        every = self.against(-weight if self.bends > 0 else weight)(rho)
-        return torch.minimum(every, self.slope * crossing.norm(dim=1) * size)
-
-
 @remainder("relu")
-class Relu(KinkedEntries):
+class Relu(Kinked):
     """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
 
+    entrywise = True
     bends = 1
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -323,8 +310,10 @@ class Relu(KinkedEntries):
 
 
 @remainder("leaky_relu")
-class LeakyRelu(KinkedEntries):
+class LeakyRelu(Kinked):
     """As ReLU; the slope changes by 1 − negative_slope."""
+
+    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, Kinked, KinkedEntries, Smooth, arguments, per_image, remainder
+from lipcert.bounds._remainder import Against, Kinked, Smooth, arguments, per_image, remainder
 from lipcert.bounds.rules.pooling import per_axis
 from lipcert.graph import Node
 
 
 @remainder(F.hardtanh, F.relu6, "clamp")
-class Clamp(KinkedEntries):
+class Clamp(Kinked):
     """min(max(z, low), high): slope 0 or 1, constant up to the nearer limit, so :class:`Kinked` with that distance."""
+
+    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         z = operands[0]
@@ -43,11 +45,12 @@ def _limits(node: Node) -> tuple[Any, Any]:
 
 
 @remainder("abs")
-class Absolute(KinkedEntries):
+class Absolute(Kinked):
     """|z|: the slope changes by 2 at 0."""
 
     slope = 2.0
     bends = 1
+    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())
@@ -58,10 +61,11 @@ _FLOAT32 = 1e-8
 
 
 @remainder("hardsigmoid")
-class HardSigmoid(KinkedEntries):
+class HardSigmoid(Kinked):
     """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, from the nearer kink on."""
 
     slope = 1 / 6
+    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__((operands[0].abs() - 3).abs())

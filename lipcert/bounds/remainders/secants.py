@@ -86,13 +86,6 @@ class _Bend:
         falling = (below * torch.minimum(p[:, None], self.k)).sum(1)
         return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)
 
-    def total(self, w: Tensor, rho: Tensor, p: Tensor, size: Tensor) -> Tensor:
-        """Bound on Σ w_i |R_i| for w ≥ 0 and ‖√w ∘ δ‖ ≤ size."""
-        slope = self._slope(p)
-        steep = w * slope
-        plain = torch.minimum(steep.norm(dim=1) * rho, steep.sum(1) * p)
-        return torch.minimum(plain, (w.sqrt() * slope).norm(dim=1) * size)
-
 
 class SecantRelu:
     """Entry by entry; the slope changes by 1."""
@@ -110,9 +103,6 @@ class SecantRelu:
     def against(self, direction: Tensor) -> Against:
         g = self.jump * per_image(direction)
         return lambda rho: self.bend.against(g, rho[0], rho[-1])
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        return abs(self.jump) * self.bend.total(weight, rho[0], rho[-1], size)
 
 
 class SecantLeakyRelu(SecantRelu):

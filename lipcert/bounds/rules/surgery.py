@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
-from lipcert.bounds._remainder import KinkedEntries, Radial, RadialKink, per_image, remainder
+from lipcert.bounds._remainder import Kinked, Radial, RadialKink, per_image, remainder
 from lipcert.bounds._value import Value, largest
 from lipcert.bounds.remainders.radial import ByGroup
 from lipcert.graph import Node
@@ -163,7 +163,7 @@ class GroupLayerProjection(ByGroup, RadialKink):
 
 
 @remainder(ClippedReLU)
-class Clipping(KinkedEntries):
+class Clipping(Kinked):
     """Slope 1 between kinks at 0 and θ and 0 outside: |R_i| ≤ (|δ_i| − distance to the nearer kink)₊."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
