@@ -166,21 +166,26 @@ class Core:
     def _lanczos(self, outer: Tensor, inner: Tensor, delta: float, seed: int) -> Tensor:
         pull = self._pull(inner, self.weight)
         generator = torch.Generator().manual_seed(seed)
-        device = inner.device
 
         def product(v: Tensor) -> Tensor:
-            moved = v.to(device).reshape(inner.shape) * inner
-            return (self.operation(moved, self.weight) * outer).reshape(len(v), -1).cpu()
+            return (self.operation(v.reshape(inner.shape) * inner, self.weight) * outer).reshape(len(v), -1)
 
         def adjoint(u: Tensor) -> Tensor:
-            return (pull(u.to(device).reshape(outer.shape) * outer) * inner).reshape(len(u), -1).cpu()
+            return (pull(u.reshape(outer.shape) * outer) * inner).reshape(len(u), -1)
 
         columns, rows = inner[0].numel(), outer[0].numel()
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
-        found = lanczos_norm(
-            forth, back, len(inner), size, delta=delta, tolerance=0.02, steps=_LANCZOS_STEPS, generator=generator
+        return lanczos_norm(
+            forth,
+            back,
+            len(inner),
+            size,
+            delta=delta,
+            tolerance=0.02,
+            steps=_LANCZOS_STEPS,
+            generator=generator,
+            device=inner.device,
         )
-        return found.to(device)
 
 
 def core_of(node: Node) -> Core | None:

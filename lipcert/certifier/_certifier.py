@@ -156,7 +156,11 @@ class Certifier:
                 return
             if not self._affords(name, _PASSES_A_NORM * method.count):
                 return
-            stage: Stage = lambda images, predicted, gaps: method(images).radius(predicted, gaps)  # noqa: E731
+
+            def stage(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
+                found = method(images).radius(predicted.to(images.device), gaps.to(images.device))
+                return found.to(gaps.device)
+
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
 
     def _linearized(self, name: str) -> LoFAST | Anchored:

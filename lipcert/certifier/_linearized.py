@@ -149,7 +149,7 @@ class Linearized:
         self.widths = widths
         if graph is None:
             whole = lambda module: kept_whole(module, REMAINDERS)  # noqa: E731
-            graph = explicit_attention(capture(model, example, whole, casts=self.casts))
+            graph = explicit_attention(capture(model, example, whole, casts=self.casts), model.device)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = self.graph.input
@@ -403,10 +403,12 @@ class Linearized:
         _, adjoint = self._products(a, b, values, several=True)
         rows = math.prod(b.shape)
         if self.deterministic or rows <= _LONG:
-            return explicit_row_norms(adjoint, 1, rows)
+            return explicit_row_norms(adjoint, 1, rows, device=values[b].device)
         place = 2 * len(self.pairs) + self.linear.index((a, b))
         generator = torch.Generator().manual_seed(self.seed + place)
-        return row_norms(adjoint, 1, rows, delta=self._share, probes=_COLUMN_PROBES, generator=generator)
+        return row_norms(
+            adjoint, 1, rows, delta=self._share, probes=_COLUMN_PROBES, generator=generator, device=values[b].device
+        )
 
     @property
     def _share(self) -> float:
@@ -450,7 +452,7 @@ class Linearized:
         ``place`` is the number of the start vector: one for each pair, the same in every call, so that a radius does
         not depend on what was asked before.
         """
-        count = len(values[a])
+        count, device = len(values[a]), values[a].device
         explicit = self._explicit(a, b)
         product, adjoint = self._products(a, b, values, several=peak or explicit, scale=scale)
         rows, columns = math.prod(b.shape), math.prod(a.shape)
@@ -458,15 +460,24 @@ class Linearized:
             place = self.pairs.index((a, b)) + len(self.pairs) * peak
         generator = torch.Generator().manual_seed(self.seed + place)
         if peak and rows <= _PROBES:
-            return longest_row(adjoint, count, rows)
+            return longest_row(adjoint, count, rows, device=device)
         if peak and (self.deterministic or columns <= _PROBES):
-            return explicit_row_norm(product, count, columns)
+            return explicit_row_norm(product, count, columns, device=device)
         if peak:
-            return row_norm(product, count, columns, delta=self._share, generator=generator)
+            return row_norm(product, count, columns, delta=self._share, generator=generator, device=device)
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
         if explicit:
-            return explicit_norm(forth, count, size)
-        return lanczos_norm(forth, back, count, size, delta=self._share, tolerance=self.tolerance, generator=generator)
+            return explicit_norm(forth, count, size, device=device)
+        return lanczos_norm(
+            forth,
+            back,
+            count,
+            size,
+            delta=self._share,
+            tolerance=self.tolerance,
+            generator=generator,
+            device=device,
+        )
 
 
 def _parts(values: dict[Node, Tensor], images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:

@@ -347,5 +347,15 @@ def _jacobian_norm(x: Tensor, layer: Attention, delta: float, generator: torch.G
     def adjoint(u: Tensor) -> Tensor:
         return torch.autograd.grad(target, source, u.reshape(target.shape), retain_graph=True)[0].flatten(1)
 
-    zeta = lanczos_norm(product, adjoint, len(x), size, delta=delta, tolerance=0.005, steps=128, generator=generator)
+    zeta = lanczos_norm(
+        product,
+        adjoint,
+        len(x),
+        size,
+        delta=delta,
+        tolerance=0.005,
+        steps=128,
+        generator=generator,
+        device=x.device,
+    )
     return zeta, False

@@ -22,14 +22,17 @@ def needed(graph: Graph) -> Graph:
     return Graph(graph.input, graph.output, tuple(node for node in graph.nodes if node in alive))
 
 
-def explicit_attention(graph: Graph) -> Graph:
-    """The same network with fused attention written out as products and a softmax."""
+def explicit_attention(graph: Graph, device: torch.device | None = None) -> Graph:
+    """The same network with fused attention written out as products and a softmax.
+
+    ``device`` is where the network is, for the masks of causal attention; the CPU by default.
+    """
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}
     for node in graph.nodes:
         args, kwargs = map_nodes(lambda n: stands_for.get(n, n), (node.args, dict(node.kwargs)))
         if node.op == "scaled_dot_product_attention":
-            stands_for[node] = _written_out(node, nodes, *args, **kwargs)
+            stands_for[node] = _written_out(node, nodes, device, *args, **kwargs)
         elif any(operand in stands_for for operand in node.operands):
             stands_for[node] = Node(
                 node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
@@ -43,6 +46,7 @@ def explicit_attention(graph: Graph) -> Graph:
 def _written_out(
     node: Node,
     nodes: list[Node],
+    device: torch.device | None,
     query: Any,
     key: Any,
     value: Any,
@@ -66,9 +70,10 @@ def _written_out(
     product = emit("matmul", torch.matmul, (query, keys), scores)
     logits = emit("mul", operator.mul, (product, factor), scores)
     if is_causal:
-        attn_mask = torch.ones(scores[-2:], dtype=torch.bool).tril()
+        attn_mask = torch.ones(scores[-2:], dtype=torch.bool, device=device).tril()
     if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=torch.float64).masked_fill(~attn_mask, -math.inf)
+        still = torch.zeros(attn_mask.shape, dtype=torch.float64, device=attn_mask.device)
+        attn_mask = still.masked_fill(~attn_mask, -math.inf)
     if attn_mask is not None:
         logits = emit("add", operator.add, (logits, attn_mask), scores)
     weights = emit("softmax", torch.softmax, (logits, -1), scores)

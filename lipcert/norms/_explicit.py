@@ -14,7 +14,7 @@ from lipcert.norms._lanczos import SMALLEST, Product
 _TOGETHER = 64
 
 
-def explicit_norm(product: Product, images: int, size: int) -> Tensor:
+def explicit_norm(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
     """Upper bounds on ‖J_n‖₂ for a batch of linear maps, deterministic.
 
     The maps are applied to the unit vectors, and the norms of the matrices that result are verified
@@ -28,13 +28,14 @@ def explicit_norm(product: Product, images: int, size: int) -> Tensor:
         product: v ↦ J v for several v at once, from (several, images, size) to (several, images, anything), float64.
         images: number of maps N.
         size: dimension of the space that ``product`` takes.
+        device: where the products take their vectors; the CPU by default.
 
     Returns:
-        float64, shape (N,).
+        float64, shape (N,), on that device.
     """
-    unit = torch.eye(size, dtype=torch.float64)[:, None].expand(size, images, size)
+    unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
     columns = torch.cat([product(part).flatten(2) for part in unit.split(_TOGETHER)])
-    return torch.tensor([_norm(matrix) for matrix in columns.unbind(1)], dtype=torch.float64)
+    return torch.tensor([_norm(matrix) for matrix in columns.unbind(1)], dtype=torch.float64, device=device)
 
 
 def _norm(matrix: Tensor) -> float:
@@ -45,26 +46,28 @@ def _norm(matrix: Tensor) -> float:
     return max(float(dense_norm(matrix)) * (1 + 1e-9), SMALLEST)
 
 
-def explicit_row_norm(product: Product, images: int, size: int) -> Tensor:
+def explicit_row_norm(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
     """Upper bounds on the largest norm of a row of each J_n, deterministic; arguments and rounding as above."""
-    return explicit_row_norms(product, images, size).amax(1)
+    return explicit_row_norms(product, images, size, device=device).amax(1)
 
 
-def explicit_row_norms(product: Product, images: int, size: int) -> Tensor:
+def explicit_row_norms(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
     """Upper bounds on the norms of the rows of each J_n, deterministic, shape (N, rows)."""
-    return _row_squares(product, torch.eye(size, dtype=torch.float64), images).sqrt() * (1 + 1e-9)
+    unit = torch.eye(size, dtype=torch.float64, device=device)
+    return _row_squares(product, unit, images).sqrt() * (1 + 1e-9)
 
 
-def longest_row(adjoint: Product, images: int, size: int) -> Tensor:
+def longest_row(adjoint: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
     """The same from Jᵀ: row i of J_n is J_nᵀ e_i, so that few rows take few products.
 
     Args:
         adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
         images: number of maps N.
         size: number of rows.
+        device: where the products take their vectors; the CPU by default.
     """
-    longest = torch.zeros(images, dtype=torch.float64)
-    for part in torch.eye(size, dtype=torch.float64).split(_TOGETHER):
+    longest = torch.zeros(images, dtype=torch.float64, device=device)
+    for part in torch.eye(size, dtype=torch.float64, device=device).split(_TOGETHER):
         rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
         squares = rows.square().sum(2).amax(0)  # a maximum with a NaN is NaN
         longest = torch.maximum(longest, torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)))
@@ -72,17 +75,32 @@ def longest_row(adjoint: Product, images: int, size: int) -> Tensor:
 
 
 def row_norm(
-    product: Product, images: int, size: int, *, delta: float, probes: int = 256, generator: torch.Generator
+    product: Product,
+    images: int,
+    size: int,
+    *,
+    delta: float,
+    probes: int = 256,
+    generator: torch.Generator,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``delta``.
 
     The largest of :func:`row_norms`, with its arguments; float64, shape (N,).
     """
-    return row_norms(product, images, size, delta=delta, probes=probes, generator=generator).amax(1)
+    found = row_norms(product, images, size, delta=delta, probes=probes, generator=generator, device=device)
+    return found.amax(1)
 
 
 def row_norms(
-    product: Product, images: int, size: int, *, delta: float, probes: int = 256, generator: torch.Generator
+    product: Product,
+    images: int,
+    size: int,
+    *,
+    delta: float,
+    probes: int = 256,
+    generator: torch.Generator,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Upper bounds on the norms of the rows of each J_n, which fail together with probability at most ``delta``.
 
@@ -97,12 +115,14 @@ def row_norms(
         size: dimension of the space that ``product`` takes.
         delta: failure probability for each image.
         probes: k; more are tighter: 256 come within a factor of some 1.5.
-        generator: source of the vectors, the same for all maps.
+        generator: source of the vectors, the same for all maps, which are drawn on the CPU.
+        device: where the products take their vectors; the CPU by default.
 
     Returns:
-        float64, shape (N, rows), ∞ where products are not finite.
+        float64, shape (N, rows), on that device; ∞ where products are not finite.
     """
-    squares = _row_squares(product, torch.randn(probes, size, dtype=torch.float64, generator=generator), images)
+    vectors = torch.randn(probes, size, dtype=torch.float64, generator=generator).to(device)
+    squares = _row_squares(product, vectors, images)
     wanted = 2 / probes * math.log(delta / squares.shape[1])
     low, high = math.exp(wanted - 1), 1.0  # at low even without the factor e^(−c)
     for _ in range(60):

@@ -24,6 +24,7 @@ def lanczos_norm(
     tolerance: float = 0.05,
     steps: int = 48,
     generator: torch.Generator | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``delta``.
 
@@ -52,20 +53,21 @@ def lanczos_norm(
         delta: failure probability for each image.
         tolerance: stop when every bound is within this of what the iteration has seen.
         steps: largest number of steps; stopping early or late changes how tight the bound is, never whether it holds.
-        generator: source of the start vector.
+        generator: source of the start vector, which is drawn on the CPU, so that it is the same on every device.
+        device: where the products take their vectors; the CPU by default.
 
     Returns:
-        float64, shape (N,).
+        float64, shape (N,), on that device.
     """
     start = torch.randn(1, size, dtype=torch.float64, generator=generator)
-    basis = [(start / start.norm()).expand(images, size)]
+    basis = [(start / start.norm()).to(device).expand(images, size)]
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
     log_reach = -math.log(delta / math.sqrt(2 * size / math.pi))
-    bound = torch.full((images,), math.inf, dtype=torch.float64)
-    settled = torch.zeros(images, dtype=torch.bool)
-    broken = torch.zeros(images, dtype=torch.bool)
-    zero = torch.zeros(images, dtype=torch.bool)
+    bound = torch.full((images,), math.inf, dtype=torch.float64, device=device)
+    settled = torch.zeros(images, dtype=torch.bool, device=device)
+    broken = torch.zeros(images, dtype=torch.bool, device=device)
+    zero = torch.zeros(images, dtype=torch.bool, device=device)
     last = min(steps, size)
     for step in range(1, last + 1):
         current = basis[-1]
