@@ -176,7 +176,7 @@ class Roundoff:
         self.format = Format.of(dtype)
         self.model = model
         graph = capture(model, _example(model), _whole, casts=True)
-        self.graph = needed(explicit_attention(graph))
+        self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
     def deployed(self, stage: Stage) -> Stage:
@@ -214,7 +214,8 @@ class Roundoff:
         Returns:
             float64, shape (N, classes); ∞ where nothing is known, 0 at j = y.
         """
-        errors, local = self._errors(images, radius.to(images.device, torch.float64))
+        predicted = predicted.to(self.model.device)
+        errors, local = self._errors(images, radius.to(self.model.device, torch.float64))
         output = self.graph.output
         found = math.sqrt(2) * errors[output][:, None].expand(-1, output.shape[-1])
         if output.op == "linear" and len(output.shape) == 2:

@@ -181,7 +181,7 @@ def clamp(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     error = _zeros(node, operands)
     for limit in limits:
         if limit is not None:
-            error = torch.maximum(error, _aligned(fmt.cast(limit), node, images=False))
+            error = torch.maximum(error, _aligned(fmt.cast(limit), node, images=False).to(error.device))
     return error
 
 
