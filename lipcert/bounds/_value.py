@@ -244,7 +244,8 @@ class Value:
         offset: that constant as a float64 vector along the last axis; None where it is unknown.
         offset_error: bound on the norm of what rounding left out of ``offset``.
         stochastic: the value is a softmax along its last axis whose ``lip`` is half that of its argument.
-        floor: lower bound on the entries, one number or one for each place on the last axis; -inf says nothing.
+        floor: lower bound on the entries, one number or one for each place on the last axis, always on the CPU; -inf
+            says nothing.
         unbounded: where ``lip`` is infinite, why.
 
     Attributes:

@@ -80,7 +80,7 @@ def _floor(x: Any, factor: float) -> Tensor:
             return x.floor * factor
         return torch.tensor(-float(x.magnitude * abs(factor)), dtype=torch.float64)
     scaled = torch.as_tensor(x, dtype=torch.float64).detach() * factor
-    return scaled if scaled.dim() == 0 or not scaled.numel() else scaled.reshape(-1, scaled.shape[-1]).amin(0)
+    return (scaled if scaled.dim() == 0 or not scaled.numel() else scaled.reshape(-1, scaled.shape[-1]).amin(0)).cpu()
 
 
 def _same_rows(call: Call, *operands: Any) -> bool:
