@@ -135,6 +135,7 @@ def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit
         for name, child in parent._modules.items():
             if child is not None:
                 places.setdefault(child, []).append((parent, name))
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
     edits: list[Edit] = []
     kept: list[Kept] = []
     inside_new: set[nn.Module] = set()
@@ -148,7 +149,7 @@ def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit
         if reason:
             kept.append(Kept(path, type(module).__name__, reason))
         if reason == "":
-            new = _distance_attention(module) if class_name(module) in ATTENTIONS else _projection(module, norm)
+            new = _distance_attention(module) if class_name(module) in ATTENTIONS else _projection(module, norm, device)
             inside_new.update(module.modules())
         elif type(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
             continue
@@ -197,10 +198,10 @@ def _distance_attention(old: Any) -> L2Attention:
     return new.train(old.training)
 
 
-def _projection(norm: Any, kind: Norm) -> nn.Module:
+def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
     how = NORMS[class_name(norm)]
     weight, bias = norm.weight, getattr(norm, "bias", None)
-    reference = weight if weight is not None else torch.empty(0)
+    reference = weight if weight is not None else torch.empty(0, device=device)
     arguments: dict[str, Any] = {
         "bias": bias is not None,
         "device": reference.device,
