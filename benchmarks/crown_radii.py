@@ -4,7 +4,8 @@
 
 CROWN is auto_LiRPA's backward bound in ℓ2, in float32 as it comes, with its tighter relaxations of softmax (``lse``)
 and of products (``middle``); projections are written with square, square root, reciprocal and ReLU, which it knows. It
-is asked about every ε in turn until it cannot verify one. auto_LiRPA must be installed; this project does not need it.
+is asked about every ε in turn until it cannot verify one; with ``--factor 1`` about one ε, the anchored radius, which
+says whose reaches further. auto_LiRPA must be installed; this project does not need it.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=100, help="how many are looked at")
     parser.add_argument("--verified", type=int, default=10, help="how many of those predicted right are taken")
     parser.add_argument("--eps", nargs="+", default=["0.02", "0.05", "0.1", "36/255"])
+    parser.add_argument("--factor", type=float, help="ask about this multiple of the anchored radius instead")
     parser.add_argument("--name", default="crown_radii", help="of the file in benchmarks/results")
     args = parser.parse_args()
     try:
@@ -160,7 +162,7 @@ def main() -> None:
     seconds = (time.process_time() - started) / len(chosen)
     for (index, image, predicted), ours, margin in zip(chosen, radii, gaps.amin(1).tolist(), strict=True):
         row: dict[str, Any] = {"image": index, "margin": margin, "anchored_radius": ours, "crown": []}
-        for eps in sizes:
+        for eps in sizes if args.factor is None else [args.factor * ours]:
             started = time.process_time()
             bound = verified(image, predicted, eps)
             row["crown"].append({"eps": eps, "margin_at_least": bound, "cpu_seconds": time.process_time() - started})
@@ -169,7 +171,8 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         asked = [one for r in rows for one in r["crown"]]
-        compared = [(r["anchored_radius"] > one["eps"], one["margin_at_least"] > 0) for r in rows for one in r["crown"]]
+        pairs = [(r["anchored_radius"], one) for r in rows for one in r["crown"]]
+        compared = [(radius >= one["eps"], one["margin_at_least"] > 0) for radius, one in pairs]
         summary = {
             "model": Path(args.model).stem,
             "images": len(rows),
