@@ -31,7 +31,7 @@ from ._options import (
     parse_shard,
     read_names,
 )
-from ._output import default_name
+from ._output import default_name, move_to
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
 from ._torchrun import torchrun
 
@@ -82,6 +82,9 @@ def certify(
         typer.Option(help="Exit with 1 if the certified accuracy is below this share.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute: cpu, which is the default, cuda, cuda:1.", show_default=False)
+    ] = None,
     annotations: Annotated[
         str | None,
         typer.Option(help=f"Mark the outcome for a CI service: {', '.join(FORMS)}.", show_default=False),
@@ -119,6 +122,7 @@ def certify(
         attack=chosen,
         data=data,
         limit=limit,
+        device=device,
         part=part,
         parts=parts,
         fail_under=fail_under,
@@ -159,6 +163,7 @@ class _Plan:
     attack: Attack | None
     data: str | None
     limit: int | None
+    device: str | None
     part: int
     parts: int
     fail_under: float | None
@@ -214,6 +219,8 @@ def _certify_all(
 def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> _Outcome:
     loaded = load_model(name, plan.checkpoint, plan.no_pretrained, plan.model_args)
     images = open_images(plan.data, loaded, limit=plan.limit)
+    if plan.device is not None:
+        move_to(loaded, plan.device)
     if images.note is not None:
         say(f"note: {images.note}")
     if plan.fail_under is not None and not images.labelled:

@@ -7,6 +7,8 @@ where they meet one that is not on the device, as those of CUDA do.
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
 import lipcert
 from lipcert.attacks import PGD
 from lipcert.bounds._masked import Core
-from lipcert.certifier import METHODS
+from lipcert.certifier import METHODS, Certifier
 from lipcert.certifier._lofast import Attention, attention_sensitivity
+from lipcert.cli import app
 from lipcert.graph import Node
 from lipcert.norms import explicit_norm, explicit_row_norm, explicit_row_norms, lanczos_norm, longest_row, row_norm
 
@@ -331,3 +335,20 @@ def test_lower_norms_give_the_weights_of_the_cpu(device: torch.device, options: 
         lipcert.constrain(model, images, error=0.2, devices=(str(where),), layers=["1"], **options)
         found.append(model.net[1].weight.detach().to("cpu"))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
+def test_the_command_computes_where_it_is_told(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, seen = sys.modules["lipcert.cli._certify"], []
+
+    class Seen(Certifier):
+        def __init__(self, model: lipcert.Model, *arguments: Any, **options: Any):
+            seen.append(model.device.type)
+            super().__init__(model, *arguments, **options)
+
+    monkeypatch.setattr(module, "Certifier", Seen)
+    command = ["certify", "--eps", "36/255", "--limit", "2", "--method", "gloro", "--json"]
+    found = [CliRunner().invoke(app, [*command, *where]) for where in ([], ["--device", device.type])]
+    assert seen == ["cpu", device.type], found[1].output
+    here, there = ({**json.loads(result.stdout)["counts"], "seconds": None} for result in found)
+    assert there == here
+    assert CliRunner().invoke(app, [*command, "--device", "tpu9"]).exit_code == 2
