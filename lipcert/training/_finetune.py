@@ -113,8 +113,8 @@ def finetune(
             run.
         max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, or at different ones
             by patterns of their paths, see :class:`lipcert.training.NormHold`.
-        optimizer: ``"adamw"`` or ``"muon"``, see :class:`lipcert.training.Muon`, which takes several times fewer epochs
-            where norms are held, with a learning rate of 0.01 or so.
+        optimizer: ``"adamw"`` or ``"muon"``, see :class:`lipcert.training.Muon`, which takes fewer epochs where norms
+            are held, with a learning rate of 0.01 or so.
         ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
         amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as they
             are. Not with ``"anchored"``, whose second derivatives would be lost in it.
