@@ -25,7 +25,7 @@ from lipcert.model import Model
 from lipcert.training import _checkpoint
 from lipcert.training._gloro import TrainingBound
 from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twice_differentiable
-from lipcert.training._matrices import MaxNorm, NormHold, matrices
+from lipcert.training._matrices import MaxNorm, NormHold, held_at, matrices
 from lipcert.training._muon import Muon
 
 Loss = Literal["anchored", "ce", "trades", "emma"]
@@ -428,6 +428,8 @@ def check_settings(
         for value in values:
             if not 0 < value < _LARGEST:
                 raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
+    if max_norm is not None:
+        held_at(model, max_norm)
     if optimizer not in OPTIMIZERS:
         raise InputError(f"there is no optimizer {optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
     if ema is not None and not 0 < ema < 1:

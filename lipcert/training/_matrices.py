@@ -125,25 +125,9 @@ class NormHold:
     """
 
     def __init__(self, model: nn.Module, norm: MaxNorm = 1.0):
-        wanted = norm if isinstance(norm, Mapping) else {"*": norm}
-        missed = set(wanted)
-
-        def norm_at(path: str) -> float | None:
-            matching = [pattern for pattern in wanted if fnmatchcase(path, pattern)]
-            missed.difference_update(matching)
-            return wanted[matching[-1]] if matching else None
-
-        held = [(matrix, norm_at(matrix.path)) for matrix in matrices(model)]
-        scales = [(module.weight, norm_at(path)) for path, module in projections(model)]
-        missed.discard("*")
-        if missed:
-            paths = ", ".join(matrix.path for matrix, _ in held[:8])
-            raise InputError(
-                f"max_norm has {min(missed)!r}, and no layer of the network matches it; there are {paths} …"
-            )
-        self.matrices = [matrix for matrix, largest in held if largest is not None]
-        self.norms = [largest for _, largest in held if largest is not None]
-        self.scales = [(scale, largest) for scale, largest in scales if largest is not None]
+        held, self.scales = held_at(model, norm)
+        self.matrices = [matrix for matrix, _ in held]
+        self.norms = [largest for _, largest in held]
         generator = torch.Generator().manual_seed(0)
         self.vectors = [matrix.start(generator) for matrix in self.matrices]
         for _ in range(20):
@@ -159,6 +143,29 @@ class NormHold:
             if bool((found > 0).all()):  # a matrix of zeros leads nowhere
                 self.vectors[index] = vector
             matrix.value().div_((found / norm).clamp_min(1.0))
+
+
+def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]], list[tuple[nn.Parameter, float]]]:
+    """The matrices and the scales of projections that are held, each with its largest norm, see :class:`NormHold`."""
+    wanted = norm if isinstance(norm, Mapping) else {"*": norm}
+    missed = set(wanted) - {"*"}
+    held: list[tuple[Matrix, float]] = []
+    scales: list[tuple[nn.Parameter, float]] = []
+    every = list(matrices(model))
+
+    def norms_at(path: str) -> list[float]:
+        matching = [pattern for pattern in wanted if fnmatchcase(path, pattern)]
+        missed.difference_update(matching)
+        return [wanted[pattern] for pattern in matching[-1:]]
+
+    for matrix in every:
+        held += [(matrix, largest) for largest in norms_at(matrix.path)]
+    for path, module in projections(model):
+        scales += [(module.weight, largest) for largest in norms_at(path)]
+    if missed:
+        paths = ", ".join(matrix.path for matrix in every[:8])
+        raise InputError(f"max_norm has {min(missed)!r}, and no layer of the network matches it; there are {paths} …")
+    return held, scales
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, SmoothProject | LayerProject]]:
