@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, default="stem")
     parser.add_argument("--epochs", type=int, nargs=2, default=(4, 8), help="of training, and of fine-tuning")
     parser.add_argument("--images", type=int, default=1000, help="test images that are attacked and certified")
-    parser.add_argument("--commanded", type=int, default=50, help="how many of them by lipcert certify as well")
+    parser.add_argument("--commanded", type=int, default=16, help="how many of them by lipcert certify as well")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
     train, test = args.data / "train.tar", args.data / "test.tar"
