@@ -360,6 +360,7 @@ def test_muon_moves_matrices_alike_and_the_rest_as_adamw() -> None:
     before, twin = copy.deepcopy(network), copy.deepcopy(network)
     gradients = [torch.randn(p.shape) for p in network.parameters()]
     gradients[0][6:] *= 1e-4
+    gradients[2] = gradients[2].to(memory_format=torch.channels_last)  # as convolutions may leave them
     optimizers = [
         Muon(list(network.parameters()), list(matrices(network)), lr=0.01, weight_decay=0.0),
         torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.0),

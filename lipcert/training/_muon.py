@@ -42,21 +42,20 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update by the gradients in the parameters; those of matrices are taken away."""
         group = self.param_groups[0]
-        seen = {}
+        ahead: dict[nn.Parameter, Tensor] = {}
         for matrix in self.matrices:
             p = matrix.parameter
             if p.grad is None:
                 continue
-            if not self.state[p]:
-                self.state[p].update(step=torch.zeros(()), momentum=torch.zeros_like(p))  # AdamW counts steps likewise
-            momentum = self.state[p]["momentum"]
-            if id(p) not in seen:
-                seen[id(p)] = p
-                momentum.lerp_(p.grad, 1 - _MOMENTUM)
+            if p not in ahead:
+                if not self.state[p]:
+                    self.state[p].update(step=torch.zeros(()), momentum=torch.zeros_like(p))  # AdamW counts steps, too
+                momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - _MOMENTUM)
+                ahead[p] = p.grad.lerp(momentum, _MOMENTUM).contiguous()  # gradients of kernels may be channels-last
                 p.mul_(1 - group["lr"] * self.decay)
-            ahead = orthogonal(matrix.part_of(p.grad.lerp(momentum, _MOMENTUM)))
-            matrix.value().sub_(ahead, alpha=group["lr"] * _RMS * max(ahead.shape[1:]) ** 0.5)
-        for p in seen.values():
+            update = orthogonal(matrix.part_of(ahead[p]))
+            matrix.value().sub_(update, alpha=group["lr"] * _RMS * max(update.shape[1:]) ** 0.5)
+        for p in ahead:
             p.grad = None
         super().step()
 
