@@ -111,9 +111,7 @@ def main() -> None:
 
 def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2) -> dict[str, Any]:
     """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
-    lines = rows_at.read_text().splitlines(keepends=True) if rows_at.exists() else []
-    written = [json.loads(line) for line in lines if line.endswith("}\n")]  # a killed run may cut one off
-    known = {row["image"]: row for row in written}
+    known = known_rows(rows_at)
     model = lipcert.load(path)
     tasks = []
     for batch in open_images(data, model, limit=images).batches(BATCH):
@@ -123,7 +121,7 @@ def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
         rows_at.open("a", encoding="utf-8") as file,
     ):
-        if lines and not lines[-1].endswith("\n"):
+        if rows_at.read_text()[-1:] not in ("", "\n"):
             file.write("\n")
         for finished in as_completed([pool.submit(verdicts, *task) for task in tasks]):
             rows = finished.result()
@@ -132,6 +130,13 @@ def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2
             file.flush()
             print(summarized(list(known.values())), flush=True)
     return summarized(list(known.values()))
+
+
+def known_rows(path: Path) -> dict[int, dict[str, Any]]:
+    """The rows written by image; a killed run may have cut one off."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}\n")]
+    return {row["image"]: row for row in rows}
 
 
 def summarized(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def main() -> None:
     started = time.time()
     summary = certified_accuracy.measure(str(steps.last), str(test), args.images, args.work / "verdicts.jsonl")
     steps.note("certified_accuracy", started)
-    agreement = steps.agreement(test, args.commanded)
+    agreement = steps.agreement(test, min(args.commanded, args.images))
 
     models = {path.stem: lipcert.load(path) for path in steps.made}
     row = {**summary, "gflops_an_image": flops(models["finetuned"]) / 1e9, "minutes": sum(steps.minutes().values())}
@@ -150,9 +150,8 @@ class Steps:
         wanted = ("--data", test, "--limit", str(count), "--method", "anchored", "--eps", "36/255", "--out", rows)
         self.note("certify", started, self.run("certify", self.last, *wanted))
         said = [json.loads(line) for line in rows.read_text().splitlines()]
-        verdicts = [json.loads(line) for line in (self.work / "verdicts.jsonl").read_text().splitlines()]
-        known = {verdict["image"]: verdict["certified"] for verdict in verdicts}
-        agree = sum(known[row["index"]] == (row["certified"] and row["correct"]) for row in said)
+        known = certified_accuracy.known_rows(self.work / "verdicts.jsonl")
+        agree = sum(known[row["index"]]["certified"] == (row["certified"] and row["correct"]) for row in said)
         certified = sum(row["certified"] and row["correct"] for row in said)
         return {"images": len(said), "certified": certified / len(said), "agreeing": agree}
 
