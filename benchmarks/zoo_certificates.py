@@ -1,12 +1,13 @@
 """Every method on the smallest architecture of every registry file: one certificate each, and an attack inside.
 
-    python -m benchmarks.zoo_certificates [NAME ...] [--seconds-each 300] [--seconds 3600]
+    python -m benchmarks.zoo_certificates [NAME ...] [--passes 500] [--seconds-each 300] [--seconds 3600]
 
 Depth and widths are the architecture's own, with 10 classes and at the smallest image it takes. Weights are timm's
 initial ones with seed 0, zeros drawn anew as in ``benchmarks.zoo``. All is in float64, on one random image. A row has
 
 - ``log10``: of the global bound, and ``attained_log10``: of the largest Jacobian norm met by ascent;
-- ``methods``: for each method ``radius``, ``rigor``, or ``error``; CPU ``seconds``; how many ``norms`` of Jacobians;
+- ``methods``: for each method ``radius``, ``rigor``, or ``error``; CPU ``seconds``; how many ``norms`` of Jacobians,
+  and for how many others ``products`` of norms did, as ``--passes`` counts;
 - ``out_of_time``: the limit in CPU seconds, if it came before all was done, and then the last method has no radius;
 - ``attack``: nearest change of class that projected gradient ascent found, and its ratio to the largest radius of any
   method; ``inside``: ascent with restarts within the anchored radius;
@@ -57,7 +58,7 @@ RESOLVED = 1e-13
 STEPS = 12
 
 Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
-Prepare = Callable[[], tuple[Stage, float, int]]
+Prepare = Callable[[], tuple[Stage, float, int, int]]
 
 
 def load(name: str) -> lipcert.Model:
@@ -76,21 +77,22 @@ def load(name: str) -> lipcert.Model:
     return model.double()
 
 
-def stages(certifier: Certifier) -> dict[str, Prepare]:
-    """How each method is made ready, from one analysis; with its δ, and how many norms of Jacobians it takes."""
+def stages(certifier: Certifier, passes: float) -> dict[str, Prepare]:
+    """How each method is made ready, from one analysis; with its δ, and how many norms of Jacobians and products."""
     model, analysis = certifier.model, certifier.analysis
 
-    def of_the_bound(rows: bool) -> tuple[Stage, float, int]:
+    def of_the_bound(rows: bool) -> tuple[Stage, float, int, int]:
         bounds = MarginBounds(analysis, rows)
-        return lambda images, predicted, gaps: radii(gaps, bounds.of(predicted)), 0.0, 0
+        return lambda images, predicted, gaps: radii(gaps, bounds.of(predicted)), 0.0, 0, 0
 
-    def local() -> tuple[Stage, float, int]:
+    def local() -> tuple[Stage, float, int, int]:
         made = Local(model, analysis=analysis, delta=DELTA)
-        return made.radius, made.delta, 0
+        return made.radius, made.delta, 0, 0
 
-    def linearised(method: type[Anchored] | type[LoFAST]) -> tuple[Stage, float, int]:
-        made = method(model, delta=DELTA)
-        return lambda images, predicted, gaps: made(images).radius(predicted, gaps), DELTA, made.count
+    def linearised(method: type[Anchored] | type[LoFAST]) -> tuple[Stage, float, int, int]:
+        made = method(model, delta=DELTA, passes=passes)
+        run: Stage = lambda images, predicted, gaps: made(images).radius(predicted, gaps)  # noqa: E731
+        return run, DELTA, made.count, len(made.chained)
 
     return {
         "global": lambda: of_the_bound(rows=False),
@@ -101,7 +103,7 @@ def stages(certifier: Certifier) -> dict[str, Prepare]:
     }
 
 
-def measure(name: str, tell: Callable[[dict[str, Any]], None]) -> None:
+def measure(name: str, passes: float, tell: Callable[[dict[str, Any]], None]) -> None:
     """One row; ``tell`` is given all that is known after each step."""
     model = load(name)
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).double()
@@ -125,12 +127,12 @@ def measure(name: str, tell: Callable[[dict[str, Any]], None]) -> None:
     row["attack"] = nearest(model, image, predicted)
     tell(row)
     row["methods"] = {}
-    for method, prepare in stages(certifier).items():
+    for method, prepare in stages(certifier, passes).items():
         started = time.process_time()
         row["methods"][method] = entry = {}
         try:
             with torch.no_grad():
-                stage, delta, entry["norms"] = prepare()
+                stage, delta, entry["norms"], entry["products"] = prepare()
                 tell(row)
                 radius = stage(image, predicted, gaps).item()
         except (LipcertError, RuntimeError, MemoryError) as error:
@@ -169,10 +171,10 @@ def nearest(model: lipcert.Model, image: Tensor, predicted: Tensor) -> float | N
     return found.distance.item() if found.broken.item() else None
 
 
-def apart(name: str, seconds: int) -> dict[str, Any]:
+def apart(name: str, passes: float, seconds: int) -> dict[str, Any]:
     """One row, from a process with limits."""
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, seconds, send))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, passes, seconds, send))
     process.start()
     send.close()
     row: dict[str, Any] = {}
@@ -196,11 +198,11 @@ def _as_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _child(name: str, seconds: int, send: Connection) -> None:
+def _child(name: str, passes: float, seconds: int, send: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     try:
-        measure(name, send.send)
+        measure(name, passes, send.send)
     except Exception as error:
         send.send({"error": f"{type(error).__name__}: {error}", "done": True})
 
@@ -208,6 +210,7 @@ def _child(name: str, seconds: int, send: Connection) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures to measure anew; by default all that are missing")
+    parser.add_argument("--passes", type=float, default=500, help="spend so many on norms of Jacobians, a method")
     parser.add_argument("--seconds-each", type=int, default=300, help="CPU seconds for one architecture")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further architecture after so long")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -220,7 +223,7 @@ def main() -> None:
         if time.perf_counter() - started > arguments.seconds:
             break
         if arguments.names or given < arguments.seconds_each:
-            rows[name] = apart(name, arguments.seconds_each)
+            rows[name] = apart(name, arguments.passes, arguments.seconds_each)
             print(json.dumps(rows[name]), flush=True)
             write(arguments.out, list(rows.values()))
 

@@ -58,6 +58,13 @@ def certify(
         str | None,
         typer.Option(help="Perturb a module's output, not the pixels: patch_embed, blocks.0.", show_default=False),
     ] = None,
+    passes: Annotated[
+        float | None,
+        typer.Option(
+            help="Spend about so many forward passes an image on norms of Jacobians; products do for the others.",
+            show_default=False,
+        ),
+    ] = None,
     attack: Annotated[
         bool, typer.Option("--attack", help="Look for perturbations that do change predictions, by PGD.")
     ] = False,
@@ -119,6 +126,7 @@ def certify(
         dtype=dtype,
         rigor=rigor,
         at=at,
+        passes=passes,
         attack=chosen,
         data=data,
         limit=limit,
@@ -160,6 +168,7 @@ class _Plan:
     dtype: str
     rigor: str
     at: str | None
+    passes: float | None
     attack: Attack | None
     data: str | None
     limit: int | None
@@ -233,11 +242,14 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
             dtype=plan.dtype,
             rigor=plan.rigor,
             at=plan.at,
+            passes=plan.passes,
             attack=plan.attack,
             progress=update,
         )
     for stage, reason in certifier.skipped.items():
         say(f"note: {stage} is left out: {reason}")
+    for stage, reason in certifier.notes.items():
+        say(f"note: {stage}: {reason}")
     description = describe(loaded, images, certifier, plan.eps, shlex.join(["lipcert", *sys.argv[1:]]))
     with progress("certifying") as update:
         if out is None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lipcert.data import Batch, Images
 
 # The parts of a summary that must agree before rows of two runs may stand in one file.
-_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "at", "data", "lipcert")
+_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "at", "passes", "data", "lipcert")
 
 
 def describe(
@@ -61,6 +61,7 @@ def describe(
         "dtype": certifier.dtype,
         "rigor": certifier.rigor,
         "at": certifier.at,
+        "passes": certifier.passes,
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,

@@ -13,6 +13,7 @@ from typing import Any
 from lipcert._rows import DAMAGED, RIGOR, check_kinds
 from lipcert.artifact import weights_hash
 from lipcert.certifier import METHODS, Certifier
+from lipcert.certifier._certifier import LINEARISED
 from lipcert.data import Images
 from lipcert.errors import InputError
 from lipcert.model import Model
@@ -126,7 +127,8 @@ def verify(
     claims.check_model(model)
     wanted = {row["index"]: row for row in claims.sample(count)}
     kind = {key: claims.summary[key] for key in ("dtype", "rigor", "at")}
-    certifier = Certifier(model, claims.summary["eps"], claims.summary["method"], **kind)
+    passes = claims.summary.get("passes")
+    certifier = Certifier(model, claims.summary["eps"], claims.summary["method"], passes=passes, **kind)
     order = range(images.total) if images.total is not None else None
     missing = [] if order is None else [index for index in wanted if index not in order]
     if missing:
@@ -140,7 +142,8 @@ def verify(
             method = claimed["method"]
             if method != found["method"] and method in METHODS:  # an attack had made the stronger ones needless
                 if method not in others:
-                    others[method] = Certifier(model, certifier.eps, method, **kind)
+                    counted = passes if method in LINEARISED else None
+                    others[method] = Certifier(model, certifier.eps, method, passes=counted, **kind)
                 one = batch.split(i)[1].split(1)[0]
                 (found,) = rows(one, others[method].run(one.images, one.labels), 0.0)
             done += 1

@@ -1,5 +1,7 @@
 """lofast and what it shares with anchored: no attack gets past a bound, and the bounds stand in their order."""
 
+import math
+
 import pytest
 import timm
 import torch
@@ -7,7 +9,9 @@ from torch import nn
 
 import lipcert
 from lipcert.bounds._remainder import quadratic
+from lipcert.certifier import Certifier, _certifier, certify
 from lipcert.certifier._anchored import Anchored
+from lipcert.certifier._chains import Chains
 from lipcert.certifier._linearized import _BEHIND
 from lipcert.certifier._lofast import (
     Attention,
@@ -19,6 +23,7 @@ from lipcert.certifier._lofast import (
 from lipcert.certifier._margins import margins
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import lanczos_norm
+from lipcert.roundoff import DeployedAnchored
 
 
 def seeded(*shape, seed=0):
@@ -581,3 +586,203 @@ def test_secants_behind_what_is_perturbed():
     for seed in range(200):
         moved = inner + scaled_to(seeded(*inner.shape, seed=seed), 1.0) * radius.reshape(-1, 1, 1, 1)
         assert bool((model.net[3:](moved).argmax(1) == predicted).all())
+
+
+# Products in place of norms ------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Ways that part and meet: parts of a tuple, a value added to itself, a gate, values side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.second = nn.Conv2d(2, 2, 3, padding=1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        a, b = self.first(x).tanh().chunk(2, 1)
+        a = a + a
+        gate = b.mean((2, 3), keepdim=True).sigmoid()
+        a = a * gate + gate
+        b = b - self.second(b).sigmoid()
+        side = torch.cat([a, b, a, torch.nn.functional.gelu(a + 0.5 * b)], 1)
+        return self.head(side.mean((2, 3))).sigmoid() @ torch.tensor([[1.0, -2.0], [0.5, 1.0], [3.0, 0.1]]).to(x)
+
+
+def branching(seed=0):
+    torch.manual_seed(seed)
+    return lipcert.load(Branching().eval(), mean=(0.2,), std=(0.5,), input_size=(1, 5, 5)).double()
+
+
+class Dense(nn.Module):
+    """Every layer reads all before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 4) for width in (25, 29, 33))
+        self.head = nn.Linear(37, 2)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = torch.cat([x, torch.nn.functional.silu(layer(x))], 1)
+        return self.head(x)
+
+
+def dense(seed=0):
+    torch.manual_seed(seed)
+    return lipcert.load(Dense().eval(), mean=(0.2,), std=(0.5,), input_size=(1, 5, 5)).double()
+
+
+def small(count):
+    return torch.rand(count, 1, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def passes_for(model, share, at=None):
+    """So many that part of the norms of anchored can be found."""
+    full, least = Anchored(model, at=at), Anchored(model, passes=0, at=at)
+    return (least.work + share * full.work) / full.work_of_a_pass
+
+
+def jacobian_norms(anchor, a, b):
+    """The largest singular values of G(a → b), shape (N,)."""
+    method = anchor.method
+    found = []
+    for i in range(len(anchor.images)):
+        values = {node: value[i : i + 1] for node, value in anchor.values.items()}
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x, values=values: method.replay(a, x, [b], values)[0], values[a]
+        )
+        found.append(torch.linalg.matrix_norm(jacobian.reshape(math.prod(b.shape), math.prod(a.shape)), 2))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("share", [0, 0.3])
+@pytest.mark.parametrize(("build", "at"), [(branching, None), (branching, "first"), (dense, None), (dense, "layers.0")])
+def test_products_are_above_the_exact_norms(build, at, share):
+    for seed in range(3):
+        model = build(seed)
+        method = Anchored(model, passes=share and passes_for(model, share, at), at=at, tolerance=LOOSE)
+        anchor = method(small(3))
+        assert method.chained
+        assert bool(method.pairs) is (share > 0)
+        for a, b in method.chained:
+            exact, bound = jacobian_norms(anchor, a, b), anchor.gain(a, b)
+            assert bool((bound >= exact * (1 - 1e-9)).all()), (a, b)
+            assert bool(bound.isfinite().all())
+
+
+def test_one_way_alone_costs_nothing():
+    """Where all ways lead through a value, and both norms are known, the product is what is taken."""
+    method = Anchored(dense(), passes=0.0)
+    replay, nodes = method.replay, method.graph.nodes
+    chains = Chains(replay, method.source)
+    first = next(node for node in nodes if node.op == "linear")
+    second = next(node for node in nodes if node.op == "silu")
+    assert chains.on_every_way(first, second)
+    assert not chains.on_every_way(second, method.graph.output)  # the image is beside it
+    two, three = torch.full((1,), 2.0).double(), torch.full((1,), 3.0).double()
+    links = {link: torch.full((1,), 1e6).double() for link in chains.unknown}
+    known = {(method.source, first): two, (first, second): three}
+    assert chains.bounds([(method.source, second)], known, links)[method.source, second].item() == 6.0
+    # Side by side: the root of the sum of squares, of the image's own norm and the branch.
+    (side,) = (n for n in nodes if n.op == "cat" and second in n.operands)
+    past = chains.bounds([(method.source, side)], known, links)[method.source, side].item()
+    image = chains.bounds([(method.source, side.operands[0])], known, links)[method.source, side.operands[0]].item()
+    assert past == pytest.approx(math.hypot(6.0, image))
+
+
+def test_small_products_do_not_vanish():
+    method = Anchored(branching(), passes=0.0)
+    chains = Chains(method.replay, method.source)
+    tiny = {link: torch.full((1,), 1e-130, dtype=torch.float64) for link in chains.unknown}
+    tiny[chains.links[method.graph.output][0]] = torch.tensor([1e300], dtype=torch.float64)
+    pair = (method.source, method.graph.output)
+    assert chains.bounds([pair], {}, tiny)[pair].item() > 0
+
+
+@pytest.mark.parametrize("name", ["dot product, kinked", "distance, smooth", "convolutions", "perceptron"])
+def test_no_attack_passes_radii_from_products(name):
+    model, pixels = MODELS[name](), images(2)
+    predicted, gaps = margins(model(pixels))
+    for kind, passes in ((LoFAST, 0), (Anchored, 300)):
+        method = kind(model, passes=passes, tolerance=LOOSE)
+        assert method.chained
+        anchor = method(pixels)
+        radius = anchor.radius(predicted, gaps)
+        assert bool((radius > 0).all())
+        assert bool((worst_margin(method, anchor, predicted, 0.999 * radius) > 0).all())
+        check_deviations(method, anchor, radius)
+
+
+@pytest.mark.parametrize("share", [0, 0.05, 0.2, 0.6, 2])
+def test_what_one_method_finds_the_stronger_finds_too(share):
+    model, pixels = vit(), images(1)
+    passes = share and passes_for(model, share)
+    layered, anchored = (kind(model, passes=passes, tolerance=LOOSE) for kind in (LoFAST, Anchored))
+
+    def found(method, pairs):
+        place = method.replay.position
+        return {(place[a], place[b]) for a, b in pairs}
+
+    assert found(layered, layered.pairs) <= found(anchored, anchored.pairs)
+    assert found(layered, layered.peaks) <= found(anchored, anchored.peaks)
+    assert bool(anchored.chained) is (share < 2)
+    assert bool(layered.pairs) is (share > 0)
+    if share not in (0, 0.2):
+        return
+    anchor = anchored(pixels)
+    for eps in (1e-4, 0.1):
+        at = torch.full((1,), eps, dtype=torch.float64)
+        assert bool((anchor.deviations(at).logits <= anchor.layers().deviations(at).logits * (1 + 1e-12)).all())
+
+
+def test_more_passes_more_radius():
+    """Radii from products are below those from norms."""
+    model, pixels = vit(), images(1)
+    predicted, gaps = margins(model(pixels))
+    few, some, full = (
+        Anchored(model, passes=passes, tolerance=LOOSE)(pixels).radius(predicted, gaps).item()
+        for passes in (0, passes_for(model, 0.4), None)
+    )
+    assert 0 < 2 * few < some < full
+
+
+def test_products_in_the_deployed_network_and_inside():
+    model, pixels = dense(), small(1)
+    predicted, gaps = margins(model(pixels))
+    passes = passes_for(model, 0.3)
+    method = DeployedAnchored(model, "float32", passes=passes, tolerance=LOOSE)
+    deployed = method(pixels).radius(predicted, gaps)
+    assert method.chained
+    assert 0 < deployed.item() < Anchored(model, passes=passes, tolerance=LOOSE)(pixels).radius(predicted, gaps).item()
+    exact = Anchored(branching(), passes=0.0, rigor="deterministic")
+    assert exact.delta == 0
+    assert exact(small(1)).radius(*margins(branching()(small(1)))).item() > 0
+
+
+def test_staged_takes_products_where_all_norms_take_too_long(monkeypatch):
+    model = branching()
+    norms = Certifier(model, 10.0)
+    assert not norms.notes
+    work = Anchored(model).work
+    monkeypatch.setattr(_certifier, "_WORK_LIMIT", 0.9 * work)
+    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 0.4 * work)
+    products = Certifier(model, 10.0)
+    assert "takes products for the others" in products.notes["anchored"]
+    few, all_of_them = products.run(small(3)), norms.run(small(3))
+    assert (few.radius > 0).all()
+    assert (few.radius < all_of_them.radius).all()
+    monkeypatch.setattr(_certifier, "_WORK_LIMIT", 1e-3 * work)
+    assert "anchored" in Certifier(model, 10.0).skipped
+    assert not Certifier(model, 10.0, passes=0).skipped  # asked for
+
+
+def test_passes_that_mean_nothing():
+    with pytest.raises(InputError, match="0 or more"):
+        Certifier(vit(), 0.1, "anchored", passes=-1)
+    with pytest.raises(InputError, match="0 or more"):
+        Certifier(vit(), 0.1, "anchored", passes=math.nan)
+    with pytest.raises(InputError, match="gloro takes no norms"):
+        certify(vit(), images(1), eps=0.1, method="gloro", passes=10)

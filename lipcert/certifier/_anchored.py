@@ -114,6 +114,17 @@ class Anchored(Linearized):
     def count(self) -> int:
         return super().count + (self.secant.count if self.secant is not None else 0)
 
+    @property
+    def work(self) -> float:
+        bent = {self.operands(v)[0] for v, rule in self.rules.items() if hasattr(rule, "quadratic")}
+        weighed = self.weighings * self.rounds * sum(self._work(a, b) for a, b in self.pairs if b in bent)
+        return super().work + weighed + (self.secant.work if self.secant is not None else 0)
+
+    @property
+    def rounds(self) -> int:
+        """For how many rival classes curvature is weighed: one where passes are counted, as it takes as many again."""
+        return ROUNDS if self.chains is None else 1
+
     def _wanted(self) -> Iterator[tuple[Node, Node]]:
         for index, stage in enumerate(self.stages):
             yield self.source, stage.start
@@ -249,7 +260,7 @@ class Anchor(Linearization):
         """The radii that the rival classes allow, shape (N, classes), with curvature weighed for the least of them."""
         allowed = allowed.clone()
         done = torch.zeros_like(allowed, dtype=torch.bool)
-        for draw in range(ROUNDS):
+        for draw in range(self.method.rounds):
             rivals = allowed.argmin(1, keepdim=True)
             least = allowed.gather(1, rivals)[:, 0]
             left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least)).nonzero()[:, 0]
@@ -291,7 +302,11 @@ class Anchor(Linearization):
                     (u,) = method.operands(v)
                     norms = {u: per_image(scale).amax(1)}
                     for number, a in enumerate((source, stage.start, *stage.nonlinear[:place])):
-                        if a not in norms and (a, u) not in method.unconnected:
+                        if a in norms or (a, u) in method.unconnected:
+                            continue
+                        if (a, u) in method.chained:
+                            norms[a] = norms[u] * self.gain(a, u)
+                        else:
                             norms[a] = method.weighed_norm(a, v.operands[0], self.values, scale, first + number)
                     found[v] = partial(_known, norms)
                 first += 2 + place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +29,25 @@ from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 # From the cheapest to the strongest.
 _SINGLE = ("global", "gloro", "local", "lofast", "anchored")
 METHODS = ("staged", *_SINGLE)
+# These take norms of Jacobians.
+LINEARISED = ("lofast", "anchored")
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
 _STAGES = ("global", "gloro", "local", "anchored")
 
 # These take one forward pass, whatever an attack found.
 _FREE = ("global", "gloro")
 
-# Staged certification does not start what takes more floating-point operations an image than this, some ten seconds on
-# a core. A Jacobian norm is counted as 100 forward passes; the search of the local certificate as 64 trials with 4
-# passes for each operation; an attack as 12 runs of 40 steps.
+# Staged certification does not start what takes more floating-point operations an image than this, a minute or two on a
+# core. Where all norms of Jacobians would take more, it finds those that a tenth of it allows. The search of the local
+# certificate is counted as 64 trials with 4 passes for each operation; an attack as 12 runs of 40 steps.
 _WORK_LIMIT = 1e12
-_PASSES_A_NORM = 100
+_WORK_INSTEAD = 1e11
 _PASSES_AN_OPERATION = 256
 _PASSES_AN_ATTACK = 1500
-# Images are certified together so long as that takes no more than this, a second or so on a core.
+# Images are certified together so long as that takes no more than this, a few seconds on a core, or so long as an
+# operation takes no more than this: calling it then takes longer than its arithmetic, for one image or for all.
 _WORK_TOGETHER = 1e11
+_WORK_OF_A_CALL = 1e7
 _TOGETHER = {"cpu": 8, "cuda": 64}
 # What one image needs at most while a certificate is computed: so many times the results of its forward pass.
 _COPIES = 16
@@ -61,6 +66,7 @@ class Certifier:
     Attributes:
         bound: the global Lipschitz bound.
         skipped: methods that staged certification leaves out for this model, and why.
+        notes: what else there is to say about a method for this model.
         together: how many images are certified at once: few where each takes long, so that little is lost when a run
             is stopped, and no more than memory holds. Halved where memory ends all the same.
 
@@ -75,6 +81,9 @@ class Certifier:
         at: what is perturbed: None for the pixels; the path of a module, such as ``"patch_embed"``, for its output, or
             the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
             Methods lofast and anchored only, and staged then is anchored.
+        passes: of the norms of Jacobians find no more than so many forward passes of an image allow, roughly, and let
+            products of norms do for the others; None for all of them, or, in staged certification, for what takes a
+            reasonable time. Methods lofast, anchored and staged.
         delta: probability, for each image, that a certificate is wrong where it is probabilistic.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
             the global constants on images that it breaks within ε, and each certificate is put to the test.
@@ -95,6 +104,7 @@ class Certifier:
         dtype: str = "real",
         rigor: str = "probabilistic",
         at: str | int | None = None,
+        passes: float | None = None,
         delta: float = 1e-9,
         attack: str | Attack | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -105,9 +115,15 @@ class Certifier:
             raise InputError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         if rigor not in RIGORS:
             raise InputError(f"unknown rigor {rigor!r}; choose one of {', '.join(RIGORS)}")
-        if at is not None and (method in ("global", "gloro", "local") or dtype != "real" or attack is not None):
+        linearised = method == "staged" or method in LINEARISED
+        if at is not None and (not linearised or dtype != "real" or attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
+        if passes is not None and not (isinstance(passes, (int, float)) and passes >= 0):
+            raise InputError(f"passes must be a number of forward passes, 0 or more, got {passes}")
+        if passes is not None and not linearised:
+            raise InputError(f"passes asks for method anchored, lofast or staged; {method} takes no norms of Jacobians")
         self.at = at
+        self.passes = passes
         self.eps = float(eps)
         self.method = method
         self.attack = attack_named(attack)
@@ -121,6 +137,7 @@ class Certifier:
             )
         self.margin_bounds = MarginBounds(self.analysis)
         self.skipped: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         # The methods of an image that are probabilistic share its failure probability.
         self.share = 0.0 if rigor == "deterministic" else delta / 2 if method == "staged" else delta
         self.stages: dict[str, Stage] = {}
@@ -142,20 +159,29 @@ class Certifier:
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
                 return  # nothing that boxes could hold constant: local is global here
-            if not self._affords(name, _PASSES_AN_OPERATION * len(self.analysis.graph.nodes)):
+            if not self._affords(name, _PASSES_AN_OPERATION * len(self.analysis.graph.nodes) * self._flops):
                 return
             self.local = Local(self.model, analysis=self.analysis, delta=self.share)
             self.stages[name] = self._deployed(self.local.radius)
         else:
             try:
-                method = self._linearized(name)
+                method = self._linearized(name, self.passes)
+                in_all = method.count
+                if staged and self.passes is None and method.work > _WORK_LIMIT:
+                    method = self._linearized(name, _WORK_INSTEAD / method.work_of_a_pass)
             except (UnsupportedOperation, InputError) as error:
                 if not staged or self.at is not None:
                     raise
                 self.skipped[name] = str(error)
                 return
-            if not self._affords(name, _PASSES_A_NORM * method.count):
+            if self.passes is None and not self._affords(name, method.work):
                 return
+            self._slowest = max(self._slowest, method.work)
+            if method.chained and self.passes is None:
+                self.notes[name] = (
+                    f"it finds {len(method.pairs)} norms of {in_all}, and takes products for the others; "
+                    f"ask for more with passes, or for all with method {name}"
+                )
 
             def stage(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
                 found = method(images).radius(predicted.to(images.device), gaps.to(images.device))
@@ -163,12 +189,13 @@ class Certifier:
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
 
-    def _linearized(self, name: str) -> LoFAST | Anchored:
+    def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored:
+        arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
         if name == "lofast":
-            return LoFAST(self.model, at=self.at, delta=self.share, rigor=self.rigor)
+            return LoFAST(self.model, at=self.at, **arguments)
         if self.roundoff is None:
-            return Anchored(self.model, at=self.at, delta=self.share, rigor=self.rigor)
-        return DeployedAnchored(self.model, self.dtype, delta=self.share, rigor=self.rigor)
+            return Anchored(self.model, at=self.at, **arguments)
+        return DeployedAnchored(self.model, self.dtype, **arguments)
 
     def _deployed(self, stage: Stage) -> Stage:
         return stage if self.roundoff is None else self.roundoff.deployed(stage)
@@ -181,9 +208,8 @@ class Certifier:
             self.model(image)
         return float(counter.get_total_flops()), float(results)
 
-    def _affords(self, name: str, passes: int) -> bool:
-        """Whether to use a method that takes so many forward passes an image; staged certification has a limit."""
-        work = passes * self._flops
+    def _affords(self, name: str, work: float) -> bool:
+        """Whether to use a method that takes so much work an image; staged certification has a limit."""
         if self.method == "staged" and work > _WORK_LIMIT:
             self.skipped[name] = _TOO_LARGE.format(name)
             return False
@@ -194,7 +220,13 @@ class Certifier:
         """A power of two: images whose work and memory stay within the limits."""
         count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values()))
         left = memory_left(self.model.device)
-        while count > 1 and (count * self._slowest > _WORK_TOGETHER or count * _COPIES * self._results > left / 2):
+        call = self._flops / len(self.analysis.graph.nodes)
+
+        def too_many() -> bool:
+            slow = count * self._slowest > _WORK_TOGETHER and count * call > _WORK_OF_A_CALL
+            return slow or count * _COPIES * self._results > left / 2
+
+        while count > 1 and too_many():
             count //= 2
         return count
 
@@ -339,6 +371,7 @@ def certify(
     dtype: str = "real",
     rigor: str = "probabilistic",
     at: str | int | None = None,
+    passes: float | None = None,
     attack: str | Attack | None = None,
     batch_size: int | None = None,
 ) -> Certificates:
@@ -355,6 +388,8 @@ def certify(
         rigor: ``"deterministic"`` to do without random start vectors; for small networks.
         at: what is perturbed: None for the pixels, or the path of a module for its output, such as ``"patch_embed"``;
             then ε and radii are measured there.
+        passes: find no more norms of Jacobians than so many forward passes of an image allow, roughly, and let products
+            of norms do for the others; None for what :class:`Certifier` takes.
         attack: look for perturbations too that do change it: ``"pgd"``, ``"autoattack"`` or an attack of
             :mod:`lipcert.attacks`. It bounds the radii from above.
         batch_size: how many images run at once; None for what time and memory suggest.
@@ -372,7 +407,7 @@ def certify(
         raise InputError(
             "model is a plain module; wrap it first: lipcert.load(module, mean=..., std=..., input_size=...)"
         )
-    certifier = Certifier(model, eps, method, dtype=dtype, rigor=rigor, at=at, attack=attack)
+    certifier = Certifier(model, eps, method, dtype=dtype, rigor=rigor, at=at, passes=passes, attack=attack)
     size = batch_size or certifier.together
     starts = range(0, max(1, len(images)), size)
     parts = [certifier.run(images[i : i + size], None if labels is None else labels[i : i + size]) for i in starts]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from torch import Tensor
 from lipcert.bounds._registry import NoAnswer, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES
+from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
@@ -57,6 +58,9 @@ _LONG = 4096
 _COLUMN_PROBES = 512
 # Start vectors of norms with weights are drawn from seeds this far behind the others.
 _BEHIND = 2**32
+# Passes that a norm takes, as a rule, and what it takes beside them, in floating-point operations.
+_PASSES = 100
+_SEARCH = 1e8
 # Entries of the Jacobians that are written out at once, 1 GiB.
 _MOST = 2**27
 _ISOMETRIES = frozenset(("identity", "dropout", "reshape", "permute", "transpose", "flip", "roll"))
@@ -99,6 +103,9 @@ class Linearized:
 
     Attributes:
         spare: how many norms may be asked for beside those of all pairs; ``delta`` covers them too.
+        pairs: the (a, b) whose ‖G(a → b)‖ is found by itself.
+        chained: those for which products of norms have to do (:mod:`lipcert.certifier._chains`): with ``passes`` alone.
+        work: floating-point operations that the norms of an image take, roughly.
         linear: the (v, u) with a linear way from a smooth operation v to u.
         columns: the norms of the columns of G(v → u) for these, each of shape (1, entries of v), once they are known.
         ahead: for a smooth operation v the first such u, whose columns its deviation is weighed with.
@@ -111,6 +118,8 @@ class Linearized:
         delta: failure probability for each image, over the certifier's own random start vectors.
         tolerance: how far the norms of Jacobians may be above what Lanczos has seen.
         seed: of the start vectors.
+        passes: find no more norms than so many forward passes allow, roughly, and let products of norms do for the
+            others; None for all norms. Those inside a stage come first.
         rigor: ``"probabilistic"``, or ``"deterministic"`` to write every Jacobian out, for networks that are small
             enough for that.
         graph: the network, if it is not to be captured from the model.
@@ -132,6 +141,7 @@ class Linearized:
         delta: float = 1e-9,
         tolerance: float = 0.05,
         seed: int = 0,
+        passes: float | None = None,
         rigor: str = "probabilistic",
         graph: Graph | None = None,
         widths: tuple[Node, ...] = (),
@@ -156,6 +166,7 @@ class Linearized:
         self._choose(at, example)
         self.head = self._head()
         self.constants: dict[tuple[Node, Node, bool], float] = {}
+        self.link_constants: dict[Link, float] = {}
         self.weighed_constants: dict[tuple[Node, Node], float] = {}
         self.pairs: list[tuple[Node, Node]] = []
         self.unconnected: set[tuple[Node, Node]] = set()
@@ -168,7 +179,12 @@ class Linearized:
                 self.unconnected.add((a, b))
         entries = {u for v in self.rules for u in self.operands(v) if self.entrywise(v)}
         self.peaks = [(a, b) for a, b in self.pairs if b in entries]
-        summed = {v for v, rule in self.rules.items() if hasattr(rule, "total")}
+        self.chained: frozenset[tuple[Node, Node]] = frozenset()
+        self.chains: Chains | None = None
+        self.links: list[Link] = []
+        if passes is not None:
+            self._spend(passes)
+        summed = {v for v, rule in self.rules.items() if hasattr(rule, "total") and passes is None}
         self.linear = [(v, u) for v, u in self.pairs if v in summed and self._linear_way(v, u)]
         self.columns: dict[tuple[Node, Node], Tensor] = {}
         self.ahead = {v: u for v, u in reversed(self.linear) if u not in self.outputs}
@@ -183,19 +199,78 @@ class Linearized:
 
     @property
     def _own(self) -> int:
-        return len(self.pairs) + len(self.peaks) + len(self.linear) + len(self.scaled)
+        return len(self.pairs) + len(self.peaks) + len(self.linear) + len(self.scaled) + len(self.links)
 
     @property
     def seeds(self) -> int:
         """How many seeds from ``seed`` on have been used for start vectors."""
-        return 2 * len(self.pairs) + len(self.linear) + len(self.scaled)
+        return 2 * len(self.pairs) + len(self.linear) + len(self.scaled) + len(self.links)
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations that the norms of an image take, roughly."""
+        return (
+            sum(self._work(a, b) for a, b in self.pairs)
+            + sum(self._work(a, b, peak=True) for a, b in self.peaks)
+            + sum(self._work(a, v.operands[0]) for a, v in self.scaled)
+            + self._work_of_links
+        )
+
+    @property
+    def work_of_a_pass(self) -> float:
+        """The same for one forward pass."""
+        return work(self.graph.nodes)
+
+    @property
+    def _work_of_links(self) -> float:
+        return sum(_PASSES * work(link.path) + _SEARCH for link in self.links)
+
+    def _work(self, a: Node, b: Node, *, peak: bool = False) -> float:
+        """The same for one norm, or for the largest norm of a row."""
+        few = min(math.prod(a.shape), math.prod(b.shape), _PROBES)
+        passes = few if peak or few <= _FEW else _PASSES
+        return passes * work(self.replay.between(a, [b])) + _SEARCH
+
+    def _spend(self, passes: float) -> None:
+        """Leaves the norms to be found that so many passes allow: a part of one order, however many they are.
+
+        Every method of layers takes the norms inside stages first, and all methods in the same order. So what a method
+        with more pairs finds within a number of passes contains what one with fewer finds.
+        """
+        self.chains = Chains(self.replay, self.source)
+        self.links = self.chains.unknown
+        inside = frozenset(self._layerwise())
+        starts = {stage.start for stage in self.stages}
+        ends = {stage.end for stage in self.stages}
+
+        def rank(pair: tuple[Node, Node]) -> int:
+            a, b = pair
+            if pair in inside:
+                return 0 if self._linear_way(a, b) else 1 if a in starts else 2
+            return 5 if a in ends and b in starts else 4  # ways between cuts are products all the same
+
+        place = self.replay.position
+        order = [(rank(pair), self._work(*pair), place[pair[0]], place[pair[1]], False) for pair in self.pairs]
+        order += [
+            (3 if (a, b) in inside else 6, self._work(a, b, peak=True), place[a], place[b], True) for a, b in self.peaks
+        ]
+        left = passes * self.work_of_a_pass - self._work_of_links
+        found: dict[bool, list[tuple[Node, Node]]] = {False: [], True: []}
+        for _, cost, start, end, peak in sorted(order):
+            left -= cost
+            if left < 0:
+                break
+            found[peak].append((self.graph.nodes[start], self.graph.nodes[end]))
+        self.chained = frozenset(self.pairs) - set(found[False])
+        self.pairs, self.peaks = found[False], found[True]
 
     def entrywise(self, v: Node) -> bool:
         """Whether the rule of a nonlinear operation asks how far a single entry of its operand can move."""
         return getattr(self.rules[v], "entrywise", False)
 
     def _check_sizes(self) -> None:
-        a, b = max(self.pairs, key=lambda pair: math.prod(pair[0].shape) * math.prod(pair[1].shape))
+        pairs = [*self.pairs, *((link.operand, link.node) for link in self.links)]
+        a, b = max(pairs, key=lambda pair: math.prod(pair[0].shape) * math.prod(pair[1].shape))
         rows, columns = math.prod(b.shape), math.prod(a.shape)
         if rows * columns > _MOST:
             raise InputError(
@@ -206,6 +281,19 @@ class Linearized:
     def _wanted(self) -> Iterator[tuple[Node, Node]]:
         """The (a, b) whose ‖G(a → b)‖ the certificate needs; pairs that are 1 or 0 among them are left out later."""
         raise NotImplementedError
+
+    def _layerwise(self) -> Iterator[tuple[Node, Node]]:
+        """Those that lead from the source to the first stage, and inside stages."""
+        yield self.source, self.stages[0].start
+        for stage in self.stages:
+            ends = [stage.end, *(self.outputs if stage is self.stages[-1] else [])]
+            for position, v in enumerate(stage.nonlinear):
+                for u in self.operands(v):
+                    yield stage.start, u
+                for u in (*(u for w in stage.nonlinear[position + 1 :] for u in self.operands(w)), *ends):
+                    yield v, u
+            for u in ends:
+                yield stage.start, u
 
     def _choose(self, at: str | int | None, example: Tensor) -> None:
         """Sets ``source``, and the rules and stages behind it."""
@@ -342,7 +430,7 @@ class Linearized:
         for a, b in self.linear:
             if (a, b) not in self.columns:
                 self.columns[a, b] = self._columns(a, b, alone)
-        in_all = self._own - len(self.linear)
+        in_all = self._own - len(self.linear) - len(self.links)
         for peak, pairs in ((False, self.pairs), (True, self.peaks)):
             for a, b in pairs:
                 constant = self.constants.get((a, b, peak))
@@ -358,8 +446,11 @@ class Linearized:
                 (found.peaks if peak else found.gains)[a, b] = bound
                 if progress is not None:
                     progress(len(found.gains) + len(found.peaks), in_all)
+        if self.chains is not None:
+            links = {link: self._link(link, number, values, images) for number, link in enumerate(self.links)}
+            found.gains |= self.chains.bounds(self.chained, found.gains, links)
         for number, (a, v) in enumerate(self.scaled):
-            place = self.seeds - len(self.scaled) + number
+            place = 2 * len(self.pairs) + len(self.linear) + number
             scale = self.columns[v, self.ahead[v]].sqrt().reshape(1, *v.shape)
             if self._linear_way(a, v.operands[0]):
                 if (a, v) not in self.weighed_constants:
@@ -371,6 +462,19 @@ class Linearized:
             if progress is not None:
                 progress(len(found.gains) + len(found.peaks) + len(found.weighed), in_all)
         return found
+
+    def _link(self, link: Link, number: int, values: dict[Node, Tensor], images: int) -> Tensor:
+        """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
+        a, b = link.operand, link.node
+        place = self.seeds - len(self.links) + number
+        if self.rules.keys() & link.path:
+            together = self._together(a, b, images)
+            parts = _parts(values, images, together)
+            return torch.cat([self._norm(a, b, part, False, place=place, path=link.path) for _, part in parts])
+        if link not in self.link_constants:
+            alone = {node: value[:1] for node, value in values.items()}
+            self.link_constants[link] = self._norm(a, b, alone, False, place=place, path=link.path).item()
+        return values[a].new_full((images,), self.link_constants[link])
 
     def _explicit(self, a: Node, b: Node) -> bool:
         return self.deterministic or min(math.prod(a.shape), math.prod(b.shape)) <= _FEW
@@ -416,12 +520,19 @@ class Linearized:
         return self.delta / (self._own + self.spare)
 
     def _products(
-        self, a: Node, b: Node, values: dict[Node, Tensor], *, several: bool, scale: Tensor | None = None
+        self,
+        a: Node,
+        b: Node,
+        values: dict[Node, Tensor],
+        *,
+        several: bool,
+        scale: Tensor | None = None,
+        path: Sequence[Node] | None = None,
     ) -> tuple[Product, Product]:
         """v ↦ Gv and u ↦ Gᵀu for G = diag(scale) G(a → b), by autograd; for several vectors at once if that is said."""
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
-            (target,) = self.replay(a, source, [b], values)
+            (target,) = self.replay(a, source, [b], values, path)
             target = target if scale is None else target * scale
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
@@ -446,15 +557,18 @@ class Linearized:
         peak: bool,
         scale: Tensor | None = None,
         place: int | None = None,
+        path: Sequence[Node] | None = None,
     ) -> Tensor:
         """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd.
+
+        With a ``path``, G is the Jacobian along these operations alone.
 
         ``place`` is the number of the start vector: one for each pair, the same in every call, so that a radius does
         not depend on what was asked before.
         """
         count, device = len(values[a]), values[a].device
         explicit = self._explicit(a, b)
-        product, adjoint = self._products(a, b, values, several=peak or explicit, scale=scale)
+        product, adjoint = self._products(a, b, values, several=peak or explicit, scale=scale, path=path)
         rows, columns = math.prod(b.shape), math.prod(a.shape)
         if place is None:
             place = self.pairs.index((a, b)) + len(self.pairs) * peak

@@ -85,16 +85,7 @@ class LoFAST(Linearized):
     """The layer-by-layer certificate of one model; arguments as for :class:`.Linearized`."""
 
     def _wanted(self) -> Iterator[tuple[Node, Node]]:
-        yield self.source, self.stages[0].start
-        for stage in self.stages:
-            ends = [stage.end, *(self.outputs if stage is self.stages[-1] else [])]
-            for position, v in enumerate(stage.nonlinear):
-                for u in self.operands(v):
-                    yield stage.start, u
-                for u in (*(u for w in stage.nonlinear[position + 1 :] for u in self.operands(w)), *ends):
-                    yield v, u
-            for u in ends:
-                yield stage.start, u
+        return self._layerwise()
 
     def __call__(self, images: Tensor, progress: Progress | None = None) -> Layers:
         """Linearises every stage at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""

@@ -138,7 +138,12 @@ class Replay:
         return [node for index, node in later if wanted >> index & 1 and self.depends(node, source)]
 
     def __call__(
-        self, source: Node, value: Tensor, targets: Sequence[Node], values: dict[Node, Tensor]
+        self,
+        source: Node,
+        value: Tensor,
+        targets: Sequence[Node],
+        values: dict[Node, Tensor],
+        path: Sequence[Node] | None = None,
     ) -> list[Tensor]:
         """The targets as functions of ``source``, everything that does not depend on it at its nominal value.
 
@@ -147,8 +152,9 @@ class Replay:
             value: its value for each image, shape (N, *source.shape).
             targets: nodes to evaluate.
             values: nominal values, each of shape (N, *node.shape); must hold what the ways between read.
+            path: the operations to evaluate, in order; all on the ways between by default.
         """
-        path = self.between(source, targets)
+        path = self.between(source, targets) if path is None else path
         inside = {source, *path}
         given = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
 
