@@ -300,6 +300,8 @@ def test_how_many_images_go_together(monkeypatch):
     assert Certifier(small(), 0.1, "gloro").together == 1
     monkeypatch.setattr(_certifier, "memory_left", lambda _: float("inf"))
     monkeypatch.setattr(_certifier, "_WORK_TOGETHER", 1.0)
+    assert Certifier(small(), 0.1, "anchored").together == 8  # calls take longer than their arithmetic
+    monkeypatch.setattr(_certifier, "_WORK_OF_A_CALL", 1.0)
     assert Certifier(small(), 0.1, "anchored").together == 1
     assert Certifier(small(), 0.1, "gloro").together == 8
     assert Certifier(small(), 0.1, "gloro", attack="pgd").together == 1
