@@ -66,6 +66,7 @@ from lipcert.certifier._linearized import (
     Weighed,
     at_most,
     search,
+    search_each,
 )
 from lipcert.certifier._lofast import Layers
 from lipcert.certifier._secants import with_secants
@@ -275,16 +276,14 @@ class Anchor(Linearization):
         """Radii from how far the logits and the features move at all, shape (N, classes)."""
         spreads = self.spreads(predicted)
         slope = torch.as_tensor(self.gain(self.method.source, self.method.graph.output), dtype=torch.float64)
-        allowed = []
-        for j, gap in enumerate(gaps.unbind(1)):
-            guess = torch.where(torch.isfinite(gap), gap, 0.0).clamp_min(0) / slope
-            row = None if spreads is None else spreads[:, j : j + 1]
-            radius = search(partial(self._left, gap, row), guess)
-            allowed.append(torch.where(torch.isfinite(gap), radius, math.inf))
-        return torch.stack(allowed, 1)
+        rivals = torch.isfinite(gaps)
+        least = torch.where(rivals, gaps, math.inf).amin(1, keepdim=True)
+        finite = torch.where(rivals, gaps, least).clamp_min(0)
 
-    def _left(self, gap: Tensor, spreads: Tensor | None, eps: Tensor) -> Tensor:
-        return gap - self.moved(self.deviations(eps), spreads)[:, 0]
+        def left(eps: Tensor) -> Tensor:
+            return finite - self.moved(self.deviations(eps), spreads)
+
+        return torch.where(rivals, search_each(left, finite / slope.reshape(-1, 1)), math.inf)
 
     def _toward(self, rivals: Tensor, predicted: Tensor, gaps: Tensor) -> Toward:
         """The margins over one rival class for each image."""

@@ -790,3 +790,36 @@ def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
         if bool((high <= low * 1.001).all()):
             break
     return torch.where(good, low, 0.0)
+
+
+def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
+    """The largest ε with left(ε) > 0 for many non-increasing functions, shape (N, functions).
+
+    All functions are known at an ε once one of them is. To 0.1 % for the least of each image, to 2 % within four times
+    it, and to 20 % further away. 0 where 1e-12 of the smallest positive guess is too large.
+
+    Args:
+        left: function of ε, shape (N,), with values of shape (N, functions).
+        guess: ε near which they turn negative, shape (N, functions).
+    """
+    smallest = torch.where(guess > 0, guess, math.inf).amin(1, keepdim=True)
+    low = torch.where(smallest < math.inf, 1e-12 * smallest, 0.0).expand_as(guess)
+    high = guess.amax(1, keepdim=True).expand_as(guess)
+    good = left(low[:, 0]) > 0
+    for _ in range(8):
+        holds = good & (left(high.amax(1)) > 0)
+        if not bool(holds.any()):
+            break
+        low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
+    for _ in range(64 * guess.shape[1]):
+        least = torch.where(good, low, math.inf).amin(1, keepdim=True)
+        near = torch.where(low <= 4 * least, 1.02, 1.2)
+        wide = torch.where(good, high / (low * torch.where(low <= least, 1.001, near)), 0.0)
+        if not bool((wide > 1).any()):
+            break
+        widest = wide.argmax(1, keepdim=True)
+        eps = (low.gather(1, widest) * high.gather(1, widest)).sqrt()
+        holds = left(eps[:, 0]) > 0
+        low = torch.where(holds, torch.maximum(low, eps), low)
+        high = torch.where(holds, high, torch.minimum(high, eps))
+    return torch.where(good, low, 0.0)

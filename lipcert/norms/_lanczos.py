@@ -10,6 +10,8 @@ from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
 
+# A bracket is cut into so many parts so many times.
+_SECTIONS, _NARROWED = 64, 5
 # JᵀJ of a map smaller than this may underflow.
 SMALLEST = 1e-140
 
@@ -107,15 +109,20 @@ def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, 
     scale = top.clamp_min(1e-300)
     log_beside = torch.log(torch.maximum(beside, 1e-12 * scale[:, None]) / scale[:, None]).sum(1)
     low, high = torch.zeros_like(top), torch.ones_like(top)
+    steps = torch.linspace(0, 1, _SECTIONS + 1, dtype=top.dtype, device=top.device)
 
     def too_low(gap: Tensor) -> Tensor:
-        return torch.log((1 + gap)[:, None] - theta / scale[:, None]).sum(1) - log_beside < log_reach
+        distance = (1 + gap)[:, :, None] - (theta / scale[:, None])[:, None]
+        return torch.log(distance).sum(2) - log_beside[:, None] < log_reach
 
-    while bool((rising := too_low(high)).any()):
+    while bool((rising := too_low(high[:, None])[:, 0]).any()):
         low = torch.where(rising, high, low)
         high = torch.where(rising, high * 2, high)
-    for _ in range(60):
-        middle = (low + high) / 2
-        rising = too_low(middle)
-        low, high = torch.where(rising, middle, low), torch.where(rising, high, middle)
+    for _ in range(_NARROWED):
+        gaps = low[:, None] + (high - low)[:, None] * steps
+        gaps[:, -1] = high
+        enough = ~too_low(gaps[:, 1:])
+        enough[:, -1] = True  # known from before, however it rounds among others
+        first = enough.long().argmax(1, keepdim=True)
+        low, high = gaps.gather(1, first)[:, 0], gaps.gather(1, first + 1)[:, 0]
     return top, torch.where(top > 0, scale * (1 + high), 0.0)
