@@ -33,7 +33,7 @@ from benchmarks._env import environment
 from lipcert.bounds import NoAnswer, analyze, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, remainder_of
 from lipcert.errors import LipcertError, UnsupportedOperation
-from lipcert.graph import capture, explicit_attention, needed
+from lipcert.graph import Node, capture, explicit_attention, needed
 from lipcert.graph._graph import run
 
 SETS = Path(__file__).parent / "zoo_sets.json"
@@ -108,15 +108,20 @@ def anchored(model: lipcert.Model) -> dict[str, Any]:
     missing = []
     try:
         graph = needed(explicit_attention(capture(model, images, whole=lambda module: kept_whole(module, REMAINDERS))))
-        with torch.no_grad():
-            values = run(graph.nodes, {graph.input: images})
+        last_read = {operand: node for node in graph.nodes for operand in node.operands}
+        values: dict[Node, Any] = {graph.input: images}
         for node in graph.nodes[1:]:
+            with torch.no_grad():
+                run((node,), values)
             try:
                 rule = remainder_of(node)
                 if rule is not None:
                     rule(node, [values[operand][None] for operand in node.operands], values[node][None])
             except NoAnswer as reason:
                 missing.append((f"{node.name} ({reason})", node.path))
+            for operand in node.operands:  # attention matrices of all layers do not fit into memory together
+                if last_read[operand] is node:
+                    values.pop(operand, None)
     except LipcertError as error:
         return {"anchored": False, "anchored_reason": str(error)}
     return {"anchored": not missing, "anchored_reason": _listed(missing) or None}

@@ -63,6 +63,19 @@ def test_true_rows_stand(results):
     assert run("verify", "bundled", "r.jsonl", "--sample", "5").stdout == "rows\t12\nstand\t5 of 5 computed again\n"
 
 
+def test_rows_with_products_of_norms_are_computed_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ["certify", "--eps", EPS, "--limit", "2", "--out", "r.jsonl"]
+    run(*settings, "--method", "lofast", "--passes", "0")
+    assert json.loads(Path("r.summary.json").read_text())["passes"] == 0
+    assert "2 of 2 computed again" in run("verify", "bundled", "r.jsonl").stdout
+    assert "other passes" in run(*settings, "--method", "lofast", code=2).stderr
+    assert "gloro takes no norms" in run(*settings[:-2], "--method", "gloro", "--passes", "9", code=2).stderr
+    # A staged run whose rows other methods decided.
+    run(*settings[:-1], "s.jsonl", "--passes", "0")
+    assert "2 of 2 computed again" in run("verify", "bundled", "s.jsonl").stdout
+
+
 def test_smaller_claims_stand(results):
     rows, _, verified = results
     assert max(row["radius"] for row in rows) > 2e-6
