@@ -51,6 +51,7 @@ _WORK_OF_A_CALL = 1e7
 _TOGETHER = {"cpu": 8, "cuda": 64}
 # What one image needs at most while a certificate is computed: so many times the results of its forward pass.
 _COPIES = 16
+_TF32 = "on CUDA it holds with torch.backends.cudnn.allow_tf32 = False; torch lets convolutions use TF32 by default"
 _TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
 
 Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -66,7 +67,7 @@ class Certifier:
     Attributes:
         bound: the global Lipschitz bound.
         skipped: methods that staged certification leaves out for this model, and why.
-        notes: what else there is to say about a method for this model.
+        notes: what else there is to say about a method or the ``dtype`` for this model.
         together: how many images are certified at once: few where each takes long, so that little is lost when a run
             is stopped, and no more than memory holds. Halved where memory ends all the same.
 
@@ -138,6 +139,8 @@ class Certifier:
         self.margin_bounds = MarginBounds(self.analysis)
         self.skipped: dict[str, str] = {}
         self.notes: dict[str, str] = {}
+        if dtype == "float32" and any(str(node.op).startswith("conv") for node in self.analysis.graph.nodes):
+            self.notes[dtype] = _TF32
         # The methods of an image that are probabilistic share its failure probability.
         self.share = 0.0 if rigor == "deterministic" else delta / 2 if method == "staged" else delta
         self.stages: dict[str, Stage] = {}
