@@ -800,7 +800,7 @@ def test_staged_takes_products_where_all_norms_take_too_long(monkeypatch):
     few, all_of_them = products.run(small(3)), norms.run(small(3))
     assert (few.radius > 0).all()
     assert (few.radius < all_of_them.radius).all()
-    monkeypatch.setattr(_certifier, "_WORK_LIMIT", 1e-3 * work)
+    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 1e-3 * work)
     assert "anchored" in Certifier(model, 10.0).skipped
     assert not Certifier(model, 10.0, passes=0).skipped  # asked for
 

@@ -38,10 +38,10 @@ _STAGES = ("global", "gloro", "local", "anchored")
 _FREE = ("global", "gloro")
 
 # Staged certification does not start what takes more floating-point operations an image than this, a minute or two on a
-# core. Where all norms of Jacobians would take more, it finds those that a tenth of it allows. The search of the local
-# certificate is counted as 64 trials with 4 passes for each operation; an attack as 12 runs of 40 steps.
+# core. Where all norms of Jacobians would take more, it finds those that some ten seconds allow. The search of the
+# local certificate is counted as 64 trials with 4 passes for each operation; an attack as 12 runs of 40 steps.
 _WORK_LIMIT = 1e12
-_WORK_INSTEAD = 1e11
+_WORK_INSTEAD = 5e10
 _PASSES_AN_OPERATION = 256
 _PASSES_AN_ATTACK = 1500
 # Images are certified together so long as that takes no more than this, a few seconds on a core, or so long as an
@@ -162,22 +162,25 @@ class Certifier:
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
                 return  # nothing that boxes could hold constant: local is global here
-            if not self._affords(name, _PASSES_AN_OPERATION * len(self.analysis.graph.nodes) * self._flops):
+            work = _PASSES_AN_OPERATION * len(self.analysis.graph.nodes) * self._flops
+            if not self._affords(name, work, _WORK_LIMIT):
                 return
             self.local = Local(self.model, analysis=self.analysis, delta=self.share)
             self.stages[name] = self._deployed(self.local.radius)
         else:
+            limit = _WORK_LIMIT
             try:
                 method = self._linearized(name, self.passes)
                 in_all = method.count
-                if staged and self.passes is None and method.work > _WORK_LIMIT:
+                if staged and self.passes is None and method.work > limit:
                     method = self._linearized(name, _WORK_INSTEAD / method.work_of_a_pass)
+                    limit = 2 * _WORK_INSTEAD  # single operations may take more than it by themselves
             except (UnsupportedOperation, InputError) as error:
                 if not staged or self.at is not None:
                     raise
                 self.skipped[name] = str(error)
                 return
-            if self.passes is None and not self._affords(name, method.work):
+            if self.passes is None and not self._affords(name, method.work, limit):
                 return
             self._slowest = max(self._slowest, method.work)
             if method.chained and self.passes is None:
@@ -211,9 +214,9 @@ class Certifier:
             self.model(image)
         return float(counter.get_total_flops()), float(results)
 
-    def _affords(self, name: str, work: float) -> bool:
-        """Whether to use a method that takes so much work an image; staged certification has a limit."""
-        if self.method == "staged" and work > _WORK_LIMIT:
+    def _affords(self, name: str, work: float, limit: float) -> bool:
+        """Whether to use a method that takes so much work an image: staged certification has limits."""
+        if self.method == "staged" and work > limit:
             self.skipped[name] = _TOO_LARGE.format(name)
             return False
         self._slowest = max(self._slowest, work)
