@@ -242,7 +242,9 @@ def check_deviations(method, anchor, radius):
         eps = scale * radius
         found = anchor.deviations(eps)
         rho = [r for node in nodes for r in found.operands[node][: len(node.operands)]] + [found.logits]
-        peaks = {node.operands[0]: found.operands[node][1] for node in nodes if method.entrywise(node)}
+        peaks = {
+            node.operands[0]: (method._block(node), found.operands[node][1]) for node in nodes if method.blockwise(node)
+        }
         delta = scaled_to(seeded(*anchor.values[method.source].shape, seed=4), eps)
         for _ in range(4):
             delta = delta.detach().requires_grad_()
@@ -253,8 +255,9 @@ def check_deviations(method, anchor, radius):
                 assert bool((length.detach() <= bound * (1 + 1e-6) + 1e-12).all())
             for target, deviation in zip(targets, deviations, strict=True):
                 if target in peaks:
-                    largest = deviation.detach().flatten(1).abs().amax(1)
-                    assert bool((largest <= peaks[target] * (1 + 1e-6) + 1e-12).all())
+                    block, bound = peaks[target]
+                    largest = deviation.detach().reshape(len(deviation), -1, block).norm(dim=2).amax(1)
+                    assert bool((largest <= bound * (1 + 1e-6) + 1e-12).all())
             (gradient,) = torch.autograd.grad(moved[-1].sum(), delta)
             delta = scaled_to(gradient, eps)
 
@@ -742,7 +745,7 @@ def test_no_attack_passes_radii_from_products(name):
         check_deviations(method, anchor, radius)
 
 
-@pytest.mark.parametrize("share", [0, 0.05, 0.2, 0.6, 2])
+@pytest.mark.parametrize("share", [0, 0.05, 0.2, 2])
 def test_what_one_method_finds_the_stronger_finds_too(share):
     model, pixels = vit(), images(1)
     passes = share and passes_for(model, share)

@@ -544,6 +544,55 @@ def test_row_norms_are_above_the_longest_row(rows: int, columns: int, seed: int)
     assert bool((bound <= 2 * longest).all())
 
 
+@settings(deadline=None, max_examples=25)
+@given(blocks=st.integers(1, 5), block=st.integers(2, 7), columns=st.integers(1, 30), seed=st.integers(0, 2**16))
+def test_norms_of_blocks_of_rows(blocks: int, block: int, columns: int, seed: int) -> None:
+    """Exact where they are written out; else above the largest, by no more than rows and probes explain."""
+    maps = random_tensor(2, blocks * block, columns, seed=seed)
+    maps[1] *= torch.logspace(0, -6, columns, dtype=torch.float64)  # one long direction
+    exact = torch.linalg.matrix_norm(maps.unflatten(1, (blocks, block)), 2).amax(1)
+    product = lambda v: torch.einsum("nij,knj->kni", maps, v)  # noqa: E731
+    adjoint = lambda u: torch.einsum("nij,kni->knj", maps, u)  # noqa: E731
+    rows = blocks * block
+    for found in (
+        explicit_row_norm(product, 2, columns, block=block),
+        longest_row(adjoint, 2, rows, block=block),
+    ):
+        assert bool((found >= exact).all())
+        torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-100)
+    generator = torch.Generator().manual_seed(seed)
+    bound = row_norm(product, 2, columns, delta=1e-12, block=block, generator=generator)
+    assert bool((bound >= exact).all())
+    assert bool((bound <= 2.5 * exact).all())
+
+
+def test_norms_of_blocks_fail_no_more_often_than_they_say() -> None:
+    """With as large a failure probability as one in five, of matrices with two equal directions."""
+    maps = torch.eye(6, dtype=torch.float64)[None].expand(400, 6, 6) * torch.tensor([1, 1, 0.1, 0.5, 0.5, 0.1]).double()
+    failures = 0
+    for seed in range(5):
+        vectors = [torch.Generator().manual_seed(1000 * seed + i) for i in range(40)]
+        failures += sum(
+            row_norm(
+                lambda v: torch.einsum("nij,knj->kni", maps[:1], v), 1, 6, delta=0.2, probes=4, block=3, generator=g
+            ).item()
+            < 1
+            for g in vectors
+        )
+    assert failures <= 0.2 * 200
+
+
+def test_blocks_say_infinity_where_products_are_not_finite() -> None:
+    scales = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)[:, None]
+    for found in (
+        row_norm(lambda v: scales * v, 3, 6, delta=1e-9, block=3, generator=torch.Generator()),
+        explicit_row_norm(lambda v: scales * v, 3, 6, block=2),
+        longest_row(lambda v: scales * v, 3, 6, block=3),
+    ):
+        assert bool(found[0].isfinite())
+        assert bool(found[1:].isinf().all())
+
+
 def test_row_norms_fail_no_more_often_than_they_say() -> None:
     """With few probes and a large δ failures can be counted: at most δ of them, and not none at all."""
     maps = torch.ones(1, 1, 4, dtype=torch.float64)

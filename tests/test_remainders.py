@@ -327,14 +327,27 @@ def test_remainder_against_a_direction(key, index):
             assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
 
-ENTRYWISE = [(key, index) for key, index in NAMED if getattr(REMAINDERS[key], "entrywise", False)]
+BLOCKWISE = [
+    (key, index)
+    for key, index in NAMED
+    if getattr(REMAINDERS[key], "entrywise", False) or hasattr(REMAINDERS[key], "block")
+]
 
 
-@pytest.mark.parametrize(("key", "index"), ENTRYWISE, ids=lambda value: getattr(value, "__name__", str(value)))
+def blocks_within(delta, block, most):
+    """The deviation with every block of entries shortened to a length of ``most``."""
+    blocks = delta.reshape(len(delta), -1, block)
+    return (blocks * (most / blocks.norm(dim=2, keepdim=True).clamp_min(1e-300)).clamp_max(1)).reshape(delta.shape)
+
+
+@pytest.mark.parametrize(("key", "index"), BLOCKWISE, ids=lambda value: getattr(value, "__name__", str(value)))
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
-def test_entrywise_rules_with_a_bound_on_single_entries(key, index, share):
-    """No deviation of norm at most ρ whose entries are all at most p leaves the linearisation by more."""
+def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
+    """No deviation of norm at most ρ whose entries, or rows, are all at most p leaves the linearisation by more."""
     site = Site(key, index)
+    block = site.rule.block(site.node) if hasattr(site.rule, "block") else 1
+    if not block:
+        pytest.skip("its rows do not lie one behind the other")
     g = seeded(*site.result.shape, seed=3)
     against = site.rule.against(g)
     for rho in RADII:
@@ -349,7 +362,7 @@ def test_entrywise_rules_with_a_bound_on_single_entries(key, index, share):
             (lambda r: -(r * g).flatten(1).sum(1), inner),
         ):
             for start in site.starts([rho]):
-                deltas = [d.clamp(-peak, peak) for d in start]
+                deltas = [blocks_within(d, block, peak) for d in start]
                 for _ in range(4):
                     deltas = [d.detach().requires_grad_() for d in deltas]
                     found = objective(site.remainder(deltas))
@@ -357,7 +370,19 @@ def test_entrywise_rules_with_a_bound_on_single_entries(key, index, share):
                     (ahead,) = torch.autograd.grad(found.sum(), deltas)
                     if not bool(torch.isfinite(ahead).all()):
                         break
-                    deltas = [d.clamp(-peak, peak) for d in site.scaled([ahead], [rho])]
+                    deltas = [blocks_within(d, block, peak) for d in site.scaled([ahead], [rho])]
+
+
+def test_rows_of_softmax_that_move_little_leave_little():
+    """Sixteen rows that share a deviation leave a quarter of what one row may, and no less than what is met."""
+    node = type("Node", (), {"args": (None, -1), "kwargs": {}, "shape": (1, 16, 8)})()
+    nominal = seeded(1, 1, 16, 8, seed=1)
+    rule = REMAINDERS["softmax"](node, [nominal], nominal.softmax(-1))
+    rho = torch.full((1,), 0.4, dtype=torch.float64)
+    assert rule.block(node) == 8
+    assert rule.norm([rho, rho / 4]).item() < 0.26 * rule.norm([rho]).item()
+    g = seeded(1, 1, 16, 8, seed=2)
+    assert rule.against(g)([rho, rho / 4]).item() < 0.9 * rule.against(g)([rho]).item()
 
 
 QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "square", "gelu", "pow", "sqrt", "rsqrt"}

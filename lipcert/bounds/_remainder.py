@@ -44,7 +44,8 @@ class Remainder(Protocol):
         """Upper bound on ‖R‖, shape (N,), for operands that deviate by at most rho[i], shape (N,).
 
         A rule with an attribute ``entrywise`` that is true works entry by entry on one operand, and may find behind its
-        ρ a bound on the deviation of any single entry.
+        ρ a bound on the deviation of any single entry. One with a method ``block(node)`` may find there a bound for any
+        so many entries of the operand that lie one behind the other, from the first on; 0 says that it does not ask.
         """
 
     def against(self, direction: Tensor) -> Against:
@@ -345,27 +346,39 @@ class Softmax:
     for −X.
 
     Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
+
+    Where no row deviates by more than p ≤ ρ, entries of p grow by that alone, ‖R‖² ≤ Σ_rows (½ max(…) ‖w‖²)² is at
+    most (½ max(…) p ρ)², and against c the ‖w‖² of the rows are at most p² each and ρ² together.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        self.dim = self._dim(node) + 1
+        self.largest = per_image(result.amax(self.dim))
+
+    @staticmethod
+    def _dim(node: Node) -> int:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if dim is None:
             raise NoAnswer("softmax without dim")
-        self.dim = dim % len(node.shape) + 1
-        self.largest = per_image(result.amax(self.dim))
+        return int(dim) % len(node.shape)
+
+    @classmethod
+    def block(cls, node: Node) -> int:
+        """Entries of a row, where they lie one behind the other."""
+        return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
 
     def _kappa(self, rho: Tensor) -> tuple[Tensor, Tensor]:
         grown = (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(1.0)
         return grown.clamp_max(0.5), grown
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        kappa, grown = self._kappa(rho[0])
+        kappa, grown = self._kappa(rho[-1])
         curvature = (kappa * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
-        return curvature / 2 * rho[0] ** 2
+        return curvature / 2 * rho[0] * rho[-1]
 
     def against(self, direction: Tensor) -> Against:
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
-        return lambda rho: (spread * self._kappa(rho[0])[0]).amax(1) / 2 * rho[0] ** 2
+        return lambda rho: largest_share(spread * self._kappa(rho[-1])[0] / 2, rho[0], rho[-1])
 
 
 @remainder("matmul")

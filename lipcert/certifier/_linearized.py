@@ -61,6 +61,8 @@ _BEHIND = 2**32
 # Passes that a norm takes, as a rule, and what it takes beside them, in floating-point operations.
 _PASSES = 100
 _SEARCH = 1e8
+# Entries of the Gram matrices of blocks of rows, for an image; beyond, blocks are not told from the whole.
+_GRAMS = 2**25
 # Entries of the Jacobians that are written out at once, 1 GiB.
 _MOST = 2**27
 _ISOMETRIES = frozenset(("identity", "dropout", "reshape", "permute", "transpose", "flip", "roll"))
@@ -85,8 +87,8 @@ class Deviations:
     """How far values can move.
 
     Attributes:
-        operands: ρ for the operands of every nonlinear operation, each of shape (N,); for an entrywise operation the
-            bound on a single entry comes behind it.
+        operands: ρ for the operands of every nonlinear operation, each of shape (N,); where a rule asks for single
+            entries or blocks of them, the bound on these comes behind it.
         logits: ρ for the logits, shape (N,).
         features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
         weighed: for operations with weights s, bounds on ‖s ∘ δ‖ for the deviation δ of their operand, shape (N,).
@@ -177,8 +179,8 @@ class Linearized:
                 self.pairs.append((a, b))
             else:
                 self.unconnected.add((a, b))
-        entries = {u for v in self.rules for u in self.operands(v) if self.entrywise(v)}
-        self.peaks = [(a, b) for a, b in self.pairs if b in entries]
+        self.blocks = self._blocks()
+        self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[tuple[Node, Node]] = frozenset()
         self.chains: Chains | None = None
         self.links: list[Link] = []
@@ -264,9 +266,28 @@ class Linearized:
         self.chained = frozenset(self.pairs) - set(found[False])
         self.pairs, self.peaks = found[False], found[True]
 
-    def entrywise(self, v: Node) -> bool:
-        """Whether the rule of a nonlinear operation asks how far a single entry of its operand can move."""
-        return getattr(self.rules[v], "entrywise", False)
+    def _block(self, v: Node) -> int:
+        """Of how many entries of its operand the rule asks how far they can move; 0 if of all."""
+        rule = self.rules[v]
+        if getattr(rule, "entrywise", False):
+            return 1
+        block = rule.block(v) if hasattr(rule, "block") else 0
+        return block if math.prod(v.shape) * block <= _GRAMS else 0
+
+    def _blocks(self) -> dict[Node, tuple[int, Node]]:
+        """The largest blocks by the value that they are entries of, with the operand that has them in that order."""
+        found: dict[Node, tuple[int, Node]] = {}
+        for v in self.rules:
+            block = self._block(v)
+            if block:
+                (u,) = self.operands(v)
+                found[u] = max(found.get(u, (0, u)), (block, v.operands[0]), key=lambda known: known[0])
+        return found
+
+    def blockwise(self, v: Node) -> bool:
+        """Whether the rule of a nonlinear operation is told how far an entry, or a block of them, can move."""
+        block = self._block(v)
+        return block == 1 or (block > 1 and self.blocks[self.operands(v)[0]] == (block, v.operands[0]))
 
     def _check_sizes(self) -> None:
         pairs = [*self.pairs, *((link.operand, link.node) for link in self.links)]
@@ -438,6 +459,8 @@ class Linearized:
                     constant = self.constants[a, b, peak] = self._norm(a, b, alone, peak).item()
                 if constant is None:
                     together = self._together(a, b, images)
+                    if peak:
+                        together = max(1, min(together, _GRAMS // (math.prod(b.shape) * self.blocks[b][0])))
                     bound = torch.cat([self._norm(a, b, part, peak) for _, part in _parts(values, images, together)])
                 else:
                     bound = values[a].new_full((images,), constant)
@@ -568,17 +591,20 @@ class Linearized:
         """
         count, device = len(values[a]), values[a].device
         explicit = self._explicit(a, b)
-        product, adjoint = self._products(a, b, values, several=peak or explicit, scale=scale, path=path)
+        block, arranged = self.blocks[b] if peak else (1, b)
+        target = b if block == 1 else arranged
+        product, adjoint = self._products(a, target, values, several=peak or explicit, scale=scale, path=path)
         rows, columns = math.prod(b.shape), math.prod(a.shape)
         if place is None:
             place = self.pairs.index((a, b)) + len(self.pairs) * peak
         generator = torch.Generator().manual_seed(self.seed + place)
         if peak and rows <= _PROBES:
-            return longest_row(adjoint, count, rows, device=device)
+            return longest_row(adjoint, count, rows, block=block, device=device)
         if peak and (self.deterministic or columns <= _PROBES):
-            return explicit_row_norm(product, count, columns, device=device)
+            return explicit_row_norm(product, count, columns, block=block, device=device)
         if peak:
-            return row_norm(product, count, columns, delta=self._share, generator=generator, device=device)
+            share = self._share
+            return row_norm(product, count, columns, delta=share, block=block, generator=generator, device=device)
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
         if explicit:
             return explicit_norm(forth, count, size, device=device)
@@ -606,7 +632,7 @@ class Norms:
 
     Attributes:
         gains: ‖G(a → b)‖, by (a, b).
-        peaks: the largest norm of a row of G(a → b), for operands b of entrywise operations.
+        peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules ask for that.
         weighed: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns behind v.
     """
 
@@ -661,7 +687,7 @@ class Linearization:
         return 0.0 if (a, b) in self.method.unconnected else self.norms.gains[a, b]
 
     def peak(self, a: Node, b: Node) -> Tensor | float:
-        """The largest norm of a row of G(a → b) from above, for operands b of entrywise operations."""
+        """The largest norm of a row of G(a → b), or of a block of rows, from above."""
         return self.norms.peaks[a, b] if (a, b) in self.norms.peaks else self.gain(a, b)
 
     def weighed_gain(self, v: Node, a: Node, u: Node) -> Tensor | float:
@@ -684,13 +710,13 @@ class Linearization:
         """Goes through a stage, and adds the ρ of its nonlinear operations' operands to ``operands``.
 
         The same sums with the largest row of each Jacobian in place of its norm bound single entries: entry i of u
-        deviates by at most Σ ‖row i of G(a → u)‖ · (what arises at a).
+        deviates by at most Σ ‖row i of G(a → u)‖ · (what arises at a). So it is with blocks of rows and of entries.
 
         Args:
             stage: the stage.
             linear: upper bounds on the deviation of a value in the stage without the remainders that arise inside it,
                 by ``gain`` or by ``peak``.
-            operands: receives ρ, and for entrywise operations the bound on a single entry behind it.
+            operands: receives ρ, and behind it the bound on single entries or blocks where a rule asks for them.
             gains: of the operations with weights.
 
         Returns:
@@ -708,7 +734,7 @@ class Linearization:
 
         for v in stage.nonlinear:
             operands[v] = [moved(u, self.gain) for u in self.method.operands(v)]
-            if self.method.entrywise(v):
+            if self.method.blockwise(v):
                 operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
@@ -721,7 +747,7 @@ class Linearization:
         """How much the remainder of v moves values behind it, each of shape (N,), as a function of (u, gain).
 
         That is ‖G‖ ‖R‖ for G = G(v → u), or Σ w_i |R_i| where the norms w of G's columns are known and that is smaller;
-        a single entry moves no more than all together.
+        a single entry, or a block, moves no more than all together.
 
         Args:
             v: the operation.

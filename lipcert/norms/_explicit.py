@@ -46,9 +46,15 @@ def _norm(matrix: Tensor) -> float:
     return max(float(dense_norm(matrix)) * (1 + 1e-9), SMALLEST)
 
 
-def explicit_row_norm(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
-    """Upper bounds on the largest norm of a row of each J_n, deterministic; arguments and rounding as above."""
-    return explicit_row_norms(product, images, size, device=device).amax(1)
+def explicit_row_norm(
+    product: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
+) -> Tensor:
+    """Upper bounds on the largest norm of a row of each J_n, deterministic; arguments and rounding as above.
+
+    With a ``block`` on the largest spectral norm of so many rows: of rows 0 to block − 1, block to 2 block − 1, ….
+    """
+    unit = torch.eye(size, dtype=torch.float64, device=device)
+    return _block_squares(product, unit, images, block).amax(1).sqrt() * (1 + 1e-9)
 
 
 def explicit_row_norms(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
@@ -57,19 +63,26 @@ def explicit_row_norms(product: Product, images: int, size: int, *, device: torc
     return _row_squares(product, unit, images).sqrt() * (1 + 1e-9)
 
 
-def longest_row(adjoint: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
-    """The same from Jᵀ: row i of J_n is J_nᵀ e_i, so that few rows take few products.
+def longest_row(
+    adjoint: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
+) -> Tensor:
+    """The same as :func:`explicit_row_norm` from Jᵀ: row i of J_n is J_nᵀ e_i, so that few rows take few products.
 
     Args:
         adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
         images: number of maps N.
         size: number of rows.
+        block: number of rows of a block.
         device: where the products take their vectors; the CPU by default.
     """
     longest = torch.zeros(images, dtype=torch.float64, device=device)
-    for part in torch.eye(size, dtype=torch.float64, device=device).split(_TOGETHER):
+    for part in torch.eye(size, dtype=torch.float64, device=device).split(max(1, _TOGETHER // block) * block):
         rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
-        squares = rows.square().sum(2).amax(0)  # a maximum with a NaN is NaN
+        if block > 1:
+            blocks = rows.unflatten(0, (-1, block)).movedim(1, 2)
+            squares = _top(blocks @ blocks.mT).amax(0)
+        else:
+            squares = rows.square().sum(2).amax(0)  # a maximum with a NaN is NaN
         longest = torch.maximum(longest, torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)))
     return longest.sqrt() * (1 + 1e-9)
 
@@ -81,15 +94,20 @@ def row_norm(
     *,
     delta: float,
     probes: int = 256,
+    block: int = 1,
     generator: torch.Generator,
     device: torch.device | None = None,
 ) -> Tensor:
     """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``delta``.
 
     The largest of :func:`row_norms`, with its arguments; float64, shape (N,).
+
+    With a ``block`` on the largest spectral norm of so many rows B of J: with u the unit vector for which ‖Bᵀu‖ = ‖B‖,
+    Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, as u depends on B alone, and at most the largest eigenvalue of
+    Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue stands in the place of Σ_t (J g_t)_i².
     """
-    found = row_norms(product, images, size, delta=delta, probes=probes, generator=generator, device=device)
-    return found.amax(1)
+    vectors = torch.randn(probes, size, dtype=torch.float64, generator=generator).to(device)
+    return _scaled(_block_squares(product, vectors, images, block), delta, probes).amax(1)
 
 
 def row_norms(
@@ -122,7 +140,11 @@ def row_norms(
         float64, shape (N, rows), on that device; ∞ where products are not finite.
     """
     vectors = torch.randn(probes, size, dtype=torch.float64, generator=generator).to(device)
-    squares = _row_squares(product, vectors, images)
+    return _scaled(_row_squares(product, vectors, images), delta, probes)
+
+
+def _scaled(squares: Tensor, delta: float, probes: int) -> Tensor:
+    """√(squares/(c k)), as in :func:`row_norms`."""
     wanted = 2 / probes * math.log(delta / squares.shape[1])
     low, high = math.exp(wanted - 1), 1.0  # at low even without the factor e^(−c)
     for _ in range(60):
@@ -138,3 +160,26 @@ def _row_squares(product: Product, vectors: Tensor, images: int) -> Tensor:
         total = total + product(part[:, None].expand(-1, images, -1)).flatten(2).square().sum(0)
     assert isinstance(total, Tensor)
     return torch.where(total.isnan(), math.inf, total.clamp_min(1e-280))
+
+
+def _block_squares(product: Product, vectors: Tensor, images: int, block: int) -> Tensor:
+    """The largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ from above, for blocks B of rows, shape (N, blocks)."""
+    if block == 1:
+        return _row_squares(product, vectors, images)
+    total: Tensor | float = 0.0
+    for part in vectors.split(_TOGETHER):
+        moved = product(part[:, None].expand(-1, images, -1)).flatten(2).unflatten(2, (-1, block))
+        total = total + torch.einsum("tnbi,tnbj->nbij", moved, moved)
+    assert isinstance(total, Tensor)
+    return _top(total).clamp_min(1e-280)
+
+
+def _top(gram: Tensor) -> Tensor:
+    """The largest eigenvalues of Gram matrices from above, ∞ where those are not finite.
+
+    Eigenvalues, and the sums that the matrices are made by, are off by some 1e-13 of the trace.
+    """
+    finite = gram.isfinite().flatten(-2).all(-1)
+    safe = torch.where(finite[..., None, None], gram, 0.0)
+    trace = safe.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.where(finite, torch.linalg.eigvalsh(safe)[..., -1].clamp_min(0) + 1e-10 * trace, math.inf)

@@ -242,7 +242,7 @@ class DeployedAnchor(Anchor):
                 continue
             norms = [moved(u, self.gain) for u in self.method.operands(v)]
             operands[v] = norms
-            if self.method.entrywise(v):
+            if self.method.blockwise(v):
                 operands[v] = [*norms, torch.minimum(norms[0], moved(self.method.operands(v)[0], self.peak))]
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
