@@ -109,7 +109,8 @@ def measure(name: str, passes: float, tell: Callable[[dict[str, Any]], None]) ->
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).double()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     claimed = architectures(name)[0].certificates
-    row: dict[str, Any] = {"parameters": parameters, "input_size": model.input_size, "claimed": claimed, "broken": []}
+    row: dict[str, Any] = {"parameters": parameters, "input_size": model.input_size, "claimed": claimed}
+    row |= {"passes": passes, "broken": []}
     tell(row)
     started = time.process_time()
     certifier = Certifier(model, 1e-3, "gloro")
