@@ -8,7 +8,7 @@ certificate leaves something of its margin at ε, without curvature weighed or e
 image counts as not certified, where it is classified wrong, where projected gradient ascent (100 steps of ε/4) flips
 it, or where the first-order limit min m/‖∇m‖ is not above ε.
 
-Rows are written a batch at a time, and a run goes on with the batches that are missing. Results and environment go to
+Rows are written a batch at a time, and a run goes on with the images that are missing. Results and environment go to
 benchmarks/results/certified_accuracy.json. The networks of ``benchmarks.train_cifar_vit`` are known.
 """
 
@@ -115,8 +115,10 @@ def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2
     model = lipcert.load(path)
     tasks = []
     for batch in open_images(data, model, limit=images).batches(BATCH):
-        if not set(batch.indices) <= known.keys():
-            tasks.append((path, batch.images, batch.labels, list(batch.indices)))
+        missing = [place for place, index in enumerate(batch.indices) if index not in known]
+        if missing:
+            places = [batch.indices[place] for place in missing]
+            tasks.append((path, batch.images[missing], batch.labels[missing], places))
     with (
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
         rows_at.open("a", encoding="utf-8") as file,
