@@ -119,7 +119,7 @@ class Certifier:
         linearised = method == "staged" or method in LINEARISED
         if at is not None and (not linearised or dtype != "real" or attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
-        if passes is not None and not (isinstance(passes, (int, float)) and passes >= 0):
+        if passes is not None and not (isinstance(passes, (int, float)) and 0 <= passes < math.inf):
             raise InputError(f"passes must be a number of forward passes, 0 or more, got {passes}")
         if passes is not None and not linearised:
             raise InputError(f"passes asks for method anchored, lofast or staged; {method} takes no norms of Jacobians")
