@@ -171,18 +171,18 @@ class Certifier:
             limit = _WORK_LIMIT
             try:
                 method = self._linearized(name, self.passes)
-                in_all = method.count
-                if staged and self.passes is None and method.work > limit:
+                in_all, work = method.count, method.work
+                if staged and self.passes is None and work > limit:
                     method = self._linearized(name, _WORK_INSTEAD / method.work_of_a_pass)
+                    work = method.work
                     limit = 2 * _WORK_INSTEAD  # single operations may take more than it by themselves
             except (UnsupportedOperation, InputError) as error:
                 if not staged or self.at is not None:
                     raise
                 self.skipped[name] = str(error)
                 return
-            if self.passes is None and not self._affords(name, method.work, limit):
+            if not self._affords(name, work, limit if self.passes is None else math.inf):
                 return
-            self._slowest = max(self._slowest, method.work)
             if method.chained and self.passes is None:
                 self.notes[name] = (
                     f"it finds {len(method.pairs)} norms of {in_all}, and takes products for the others; "

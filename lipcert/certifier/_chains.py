@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from lipcert.graph import Node, Replay
+from lipcert.graph._graph import PIECES
 from lipcert.norms._lanczos import SMALLEST
 
-_PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
 _REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "movedim", "transpose", "flip", "roll", "neg"))
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
 _ADDING = frozenset(("add", "sub", "rsub"))
@@ -57,7 +57,7 @@ class Link:
         """Whether ∂node/∂operand has norm 1 at most, as can be seen from the operation."""
         node = self.node
         if len(self.path) > 1:
-            return self.path[0].op in _PIECES and node.op in ("part", "getitem")
+            return self.path[0].op in PIECES and node.op in ("part", "getitem")
         once = node.operands.count(self.operand) == 1
         if node.op in _REARRANGING or node.op in _SIDE_BY_SIDE:
             return once

@@ -69,6 +69,10 @@ _SYNONYMS = {
 }
 
 
+# Operations that take a value apart: their results are tuples.
+PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
+
+
 def canonical(function: Callable[..., Any]) -> Any:
     """The name under which rules know an operation of torch: ``torch.add``, ``Tensor.__iadd__`` and ``+`` are "add".
 

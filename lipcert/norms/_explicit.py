@@ -101,13 +101,11 @@ def row_norm(
     """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``delta``.
 
     The largest of :func:`row_norms`, with its arguments; float64, shape (N,).
-
-    With a ``block`` on the largest spectral norm of so many rows B of J: with u the unit vector for which ‖Bᵀu‖ = ‖B‖,
-    Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, as u depends on B alone, and at most the largest eigenvalue of
-    Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue stands in the place of Σ_t (J g_t)_i².
     """
-    vectors = torch.randn(probes, size, dtype=torch.float64, generator=generator).to(device)
-    return _scaled(_block_squares(product, vectors, images, block), delta, probes).amax(1)
+    found = row_norms(
+        product, images, size, delta=delta, probes=probes, block=block, generator=generator, device=device
+    )
+    return found.amax(1)
 
 
 def row_norms(
@@ -117,6 +115,7 @@ def row_norms(
     *,
     delta: float,
     probes: int = 256,
+    block: int = 1,
     generator: torch.Generator,
     device: torch.device | None = None,
 ) -> Tensor:
@@ -127,24 +126,25 @@ def row_norms(
     (Chernoff's bound). Over m rows: all ‖row i‖² ≤ Σ_t (J g_t)_i² / (c k), except with probability
     m (c e^(1 − c))^(k/2). The c is found where that is delta, and rounded down.
 
+    With a ``block`` they bound the spectral norms of so many rows B of J: with u the unit vector for which ‖Bᵀu‖ = ‖B‖,
+    Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, as u depends on B alone, and at most the largest eigenvalue of
+    Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue stands in the place of Σ_t (J g_t)_i².
+
     Args:
         product: v ↦ J v for several v at once, as for :func:`explicit_norm`.
         images: number of maps N.
         size: dimension of the space that ``product`` takes.
         delta: failure probability for each image.
         probes: k; more are tighter: 256 come within a factor of some 1.5.
+        block: number of rows of a block: rows 0 to block − 1, block to 2 block − 1, ….
         generator: source of the vectors, the same for all maps, which are drawn on the CPU.
         device: where the products take their vectors; the CPU by default.
 
     Returns:
-        float64, shape (N, rows), on that device; ∞ where products are not finite.
+        float64, shape (N, rows / block), on that device; ∞ where products are not finite.
     """
     vectors = torch.randn(probes, size, dtype=torch.float64, generator=generator).to(device)
-    return _scaled(_row_squares(product, vectors, images), delta, probes)
-
-
-def _scaled(squares: Tensor, delta: float, probes: int) -> Tensor:
-    """√(squares/(c k)), as in :func:`row_norms`."""
+    squares = _block_squares(product, vectors, images, block)
     wanted = 2 / probes * math.log(delta / squares.shape[1])
     low, high = math.exp(wanted - 1), 1.0  # at low even without the factor e^(−c)
     for _ in range(60):
@@ -182,4 +182,5 @@ def _top(gram: Tensor) -> Tensor:
     finite = gram.isfinite().flatten(-2).all(-1)
     safe = torch.where(finite[..., None, None], gram, 0.0)
     trace = safe.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return torch.where(finite, torch.linalg.eigvalsh(safe)[..., -1].clamp_min(0) + 1e-10 * trace, math.inf)
+    largest = torch.linalg.eigvalsh(safe)[..., -1].clamp_min(0) + 1e-10 * trace
+    return torch.where(finite & ~largest.isnan(), largest, math.inf)

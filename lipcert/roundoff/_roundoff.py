@@ -28,7 +28,7 @@ from lipcert.certifier._linearized import SAFETY, at_most
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, explicit_attention, needed
-from lipcert.graph._graph import map_nodes, run
+from lipcert.graph._graph import PIECES, map_nodes, run
 from lipcert.model import Model
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._format import INFLATE, Format, address
@@ -37,7 +37,6 @@ from lipcert.roundoff._rules import ROUNDINGS, Operand, local_error
 Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _WIDER = 1.125
-_PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
 
 
 class Gains:
@@ -135,7 +134,7 @@ def _constants(node: Node, known: set[int]) -> list[Tensor]:
 
 def passes(node: Node) -> bool:
     """Whether a node only takes a value apart: splitting, and picking one of the parts."""
-    return node.op == "part" or node.op in _PIECES
+    return node.op == "part" or node.op in PIECES
 
 
 def _tensors(tree: object, found: list[Tensor]) -> None:
