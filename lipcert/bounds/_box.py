@@ -47,7 +47,7 @@ from lipcert.bounds._registry import key_of
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.graph import Graph, Node, needed
-from lipcert.graph._graph import map_nodes, run
+from lipcert.graph._graph import PIECES, map_nodes, run
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _EVALUATION = 1e-10
@@ -518,16 +518,13 @@ def _part(walk: Walk, node: Node, *operands: State) -> State:
     """One of the parts into which a value was cut."""
     whole = node.args[0]
     source = whole.args[0] if isinstance(whole, Node) and whole.args else None
-    if not (isinstance(whole, Node) and whole.op in _PIECES and source in walk.states and len(operands) == 1):
+    if not (isinstance(whole, Node) and whole.op in PIECES and source in walk.states and len(operands) == 1):
         return _unknown(walk, node, *operands)
     pick = Node(
         "part", lambda x, *a, **k: whole.function(x, *a, **k)[node.args[1]], whole.args, whole.kwargs, node.path
     )
     up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
     return walk.result(node, up, down, operands)
-
-
-_PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
 
 
 def _monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:

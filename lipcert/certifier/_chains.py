@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from lipcert.graph import Node, Replay
-from lipcert.graph._graph import PIECES
+from lipcert.graph._graph import PIECES, REARRANGING
 from lipcert.norms._lanczos import SMALLEST
 
-_REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "movedim", "transpose", "flip", "roll", "neg"))
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
 _ADDING = frozenset(("add", "sub", "rsub"))
 
@@ -59,7 +58,7 @@ class Link:
         if len(self.path) > 1:
             return self.path[0].op in PIECES and node.op in ("part", "getitem")
         once = node.operands.count(self.operand) == 1
-        if node.op in _REARRANGING or node.op in _SIDE_BY_SIDE:
+        if node.op in REARRANGING or node.op in _SIDE_BY_SIDE or node.op == "neg":
             return once
         same = self.operand.shape == node.shape and not node.kwargs.get("alpha")
         return node.op in _ADDING and once and same and len(node.args) == 2

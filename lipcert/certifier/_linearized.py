@@ -24,7 +24,7 @@ from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
-from lipcert.graph._graph import run
+from lipcert.graph._graph import REARRANGING, run
 from lipcert.model import Model
 from lipcert.norms import (
     explicit_norm,
@@ -65,7 +65,6 @@ _SEARCH = 1e8
 _GRAMS = 2**25
 # Entries of the Jacobians that are written out at once, 1 GiB.
 _MOST = 2**27
-_ISOMETRIES = frozenset(("identity", "dropout", "reshape", "permute", "transpose", "flip", "roll"))
 
 
 @dataclass
@@ -403,7 +402,7 @@ class Linearized:
 
     def root(self, node: Node) -> Node:
         """The value whose entries these are, in another arrangement."""
-        while node.op in _ISOMETRIES and len(node.operands) == 1 and node is not self.source:
+        while node.op in REARRANGING and len(node.operands) == 1 and node is not self.source:
             node = node.operands[0]
         return node
 

@@ -69,6 +69,8 @@ _SYNONYMS = {
 }
 
 
+# Operations whose result has the entries of their operand, in another arrangement.
+REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "movedim", "transpose", "flip", "roll"))
 # Operations that take a value apart: their results are tuples.
 PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
 
