@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import lipcert
+from benchmarks._cifar import first_order_limit
 from benchmarks._env import environment
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import margins
@@ -65,7 +66,7 @@ def measure(depth: int, tokens: int, images: int) -> dict[str, float]:
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "mib_before": memory / 1024,
         "median_radius": radius.median().item(),
-        "median_share_of_limit": (radius / anchor.first_order_limit(predicted, gaps)).median().item(),
+        "median_share_of_limit": (radius / first_order_limit(model, pixels, predicted)).median().item(),
     }
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -27,7 +26,7 @@ import torch
 
 import benchmarks.train_cifar_vit  # noqa: F401  registers its architecture
 import lipcert
-from benchmarks._cifar import EPS, clean, pgd
+from benchmarks._cifar import EPS, clean, first_order_limit, pgd
 from benchmarks._env import environment
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import margins
@@ -71,19 +70,6 @@ def verdicts(path: str, images: torch.Tensor, labels: torch.Tensor, places: list
         for index, held in zip(chosen.tolist(), holds.tolist(), strict=True):
             rows[index] |= {"certified": held, "seconds": seconds}
     return rows
-
-
-def first_order_limit(model: lipcert.Model, images: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-    """min_j (f_y − f_j)/‖∇(f_y − f_j)‖, shape (N,)."""
-    images = images.clone().requires_grad_()
-    logits = model(images)
-    found = torch.full((len(images),), math.inf, dtype=torch.float64)
-    for j in range(logits.shape[1]):
-        margin = logits.gather(1, predicted[:, None])[:, 0] - logits[:, j]
-        (gradient,) = torch.autograd.grad(margin.sum(), images, retain_graph=True)
-        ratio = margin.detach() / gradient.flatten(1).norm(dim=1).clamp_min(1e-300)
-        found = torch.where(predicted == j, found, torch.minimum(found, ratio))
-    return found
 
 
 def main() -> None:

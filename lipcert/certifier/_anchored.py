@@ -318,15 +318,6 @@ class Anchor(Linearization):
             left.append(self._toward(rivals, predicted, gaps).left(eps))
         return torch.stack(left).amin(0)
 
-    def first_order_limit(self, predicted: Tensor, gaps: Tensor) -> Tensor:
-        """min_j m_j/‖∇_x m_j‖, shape (N,): what the radius tends to for small ε. An estimate, not a certificate."""
-        ratios = []
-        for rank in range(gaps.shape[1] - 1):
-            rivals = gaps.argsort(1)[:, rank]
-            gradient, _ = self.gradients(rivals, predicted)
-            ratios.append(gaps.gather(1, rivals[:, None])[:, 0] / gradient.norm(dim=1))
-        return torch.stack(ratios, 1).amin(1)
-
 
 def _known(norms: dict[Node, Tensor], a: Node, u: Node) -> Tensor | float:
     return norms.get(a, 0.0)
