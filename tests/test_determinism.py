@@ -25,7 +25,7 @@ def rows(path):
 @pytest.mark.parametrize("method", ["gloro", "anchored"])
 def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
-    limit = "9" if method == "gloro" else "2"
+    limit = "4" if method == "gloro" else "1"
     for name in ("one", "two"):
         torch.manual_seed(len(name) + ord(name[0]))  # the command sets its own
         command = ["certify", "--eps", "36/255", "--limit", limit, "--method", method, "--attack"]
@@ -71,14 +71,14 @@ def test_radii_on_another_number_of_threads(threads, method):
 def test_flags_do_not_depend_on_the_batch(method, activation):
     """At an ε between the radii, so that both verdicts occur; one by one, in threes, and with others beside them."""
     model = small(activation)
-    images = images_of(model, 7)
+    images = images_of(model, 5)
     radius = Certifier(model, 1e3, method).run(images).radius.sort().values  # the largest that any stage finds
-    eps = (radius[3] * radius[4]).sqrt().item()
+    eps = (radius[2] * radius[3]).sqrt().item()
     certifier = Certifier(model, eps, method)
     whole = certifier.run(images)
-    assert 0 < whole.certified.sum() < 7
-    order = [3, 0, 6, 1, 5, 2, 4]
-    for parts in ([[i] for i in range(7)], [[0, 1, 2], [3, 4, 5], [6]], [order]):
+    assert 0 < whole.certified.sum() < 5
+    order = [3, 0, 1, 2, 4]
+    for parts in ([[i] for i in range(5)], [[0, 1, 2], [3, 4]], [order]):
         for part in parts:
             found = certifier.run(images[part])
             assert torch.equal(found.certified, whole.certified[part])

@@ -539,14 +539,14 @@ def test_weighed_curvature(name):
 
 def test_weighing_enlarges_radii_of_each_image_by_itself():
     model = MODELS["no class token"]()
-    pixels = images(3)
+    pixels = images(2)
     predicted, gaps = margins(model(pixels))
-    anchor = Anchored(model)(pixels)
+    anchor = Anchored(model, tolerance=LOOSE)(pixels)
     radius = anchor.radius(predicted, gaps)
     plain = torch.stack([anchor._toward(gaps.topk(r + 1, 1, largest=False).indices[:, r], predicted, gaps).radius()
                          for r in range(4)]).amin(0)  # fmt: skip
     assert bool((radius > 1.01 * plain).all())
-    alone = Anchored(model)(pixels[1:2]).radius(predicted[1:2], gaps[1:2])
+    alone = Anchored(model, tolerance=LOOSE)(pixels[1:2]).radius(predicted[1:2], gaps[1:2])
     torch.testing.assert_close(alone, radius[1:2], rtol=1e-9, atol=0)
 
 

@@ -151,9 +151,9 @@ def killed_and_run_again(start, path, kills):
 
 
 def test_a_killed_run_loses_nothing_that_was_written(folder, monkeypatch):
-    """Killed three times; the rows are those of a run that nothing disturbed."""
-    settings = ["certify", "--eps", EPS, "--method", "gloro", "--attack", "--limit", "16"]
-    monkeypatch.setitem(_certifier._TOGETHER, "cpu", 4)
+    """Killed twice; the rows are those of a run that nothing disturbed."""
+    settings = ["certify", "--eps", EPS, "--method", "gloro", "--attack", "--limit", "10"]
+    monkeypatch.setitem(_certifier._TOGETHER, "cpu", 2)
     run(*settings, "--out", "whole.jsonl")
 
     def start():

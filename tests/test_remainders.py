@@ -249,18 +249,20 @@ class Site:
         return run(self.graph.nodes, {self.graph.input: x})
 
     def remainder(self, deltas):
-        """R for deviations of the distinct operands, each of shape (POINTS, *shape)."""
+        """R for deviations of the distinct operands, each of shape (several · POINTS, *shape)."""
 
         def one(*operands):
             return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
 
         function = torch.vmap(one)
-        base, linear = torch.func.jvp(function, tuple(self.nominal), tuple(deltas))
-        moved = function(*(value + delta for value, delta in zip(self.nominal, deltas, strict=True)))
+        nominal = tuple(repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True))
+        base, linear = torch.func.jvp(function, nominal, tuple(deltas))
+        moved = function(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
         return moved - base - linear
 
     def starts(self, radii):
-        """Deviations of norm ρ: random, along the operand and against it, in one entry, in the entries nearest zero."""
+        """Deviations of norm ρ, each of shape (several · POINTS, *shape): random, along the operand and against it, in
+        one entry, in the entries nearest zero."""
         choices = [[seeded(*value.shape, seed=seed) for value in self.nominal] for seed in (1, 2)]
         choices += [[sign * value + 1e-9 for value in self.nominal] for sign in (1, -1)]
         for value in self.nominal:
@@ -269,7 +271,7 @@ class Site:
                 single = torch.zeros_like(flat).scatter_(1, entry[:, None], 1.0).reshape(value.shape)
                 if all(other.shape == value.shape for other in self.nominal):
                     choices += [[sign * single for _ in self.nominal] for sign in (1, -1)]
-        return [self.scaled(deltas, radii) for deltas in choices]
+        return self.scaled([torch.cat(deltas) for deltas in zip(*choices, strict=True)], radii)
 
     @staticmethod
     def scaled(deltas, radii):
@@ -279,20 +281,38 @@ class Site:
             result.append(radius * delta / length.clamp_min(1e-300))
         return result
 
+    def ascent(self, objective, radii, steps, within=lambda deltas: deltas):
+        """R and the deviations, on the way that the objective rises on the spheres of radius ρ, from all starts."""
+        deltas = within(self.starts(radii))
+        for _ in range(steps):
+            deltas = [delta.detach().requires_grad_() for delta in deltas]
+            found = self.remainder(deltas)
+            yield found.detach(), [delta.detach() for delta in deltas]
+            gradients = torch.autograd.grad(objective(found).sum(), deltas, allow_unused=True)
+            ahead = [
+                d.detach() if g is None else torch.where(torch.isfinite(g), g, d.detach())
+                for g, d in zip(gradients, deltas, strict=True)
+            ]
+            deltas = within(self.scaled(ahead, radii))
+
     def worst(self, objective, radii, steps=5):
         """The largest objective(R) that ascent on the spheres of radius ρ finds, shape (POINTS,)."""
-        best = torch.zeros(POINTS, dtype=torch.float64)
-        for deltas in self.starts(radii):
-            for _ in range(steps):
-                deltas = [delta.detach().requires_grad_() for delta in deltas]
-                value = objective(self.remainder(deltas))
-                best = torch.maximum(best, value.detach())
-                gradients = torch.autograd.grad(value.sum(), deltas, allow_unused=True)
-                ahead = [d.detach() if g is None else g for g, d in zip(gradients, deltas, strict=True)]
-                if not all(bool(torch.isfinite(g).all()) for g in ahead):
-                    break
-                deltas = self.scaled(ahead, radii)
-        return best
+        found = [objective(rest).reshape(-1, POINTS).amax(0) for rest, _ in self.ascent(objective, radii, steps)]
+        return torch.stack(found).amax(0).clamp_min(0)
+
+
+def repeated(value, like):
+    """A tensor of POINTS entries, or more, for as many deviations: one such tensor behind the other."""
+    return value.repeat(len(like) // len(value), *[1] * (value.dim() - 1))
+
+
+def norms(rest):
+    return rest.flatten(1).norm(dim=1)
+
+
+def against(direction):
+    """−⟨direction, R⟩ for every R."""
+    return lambda rest: -(rest * repeated(direction, rest)).flatten(1).sum(1)
 
 
 def radii_of(site, rho):
@@ -305,7 +325,7 @@ def test_remainder_in_norm(key, index):
     site = Site(key, index)
     for rho in RADII:
         radii = radii_of(site, rho)
-        found = site.worst(lambda r: r.flatten(1).norm(dim=1), radii)
+        found = site.worst(norms, radii)
         bound = site.rule.norm([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
         assert bound.shape == (POINTS,)
         holds = (found <= bound * (1 + 1e-9) + 1e-14 * (site.size + rho)) | bound.isinf()
@@ -318,11 +338,11 @@ def test_remainder_against_a_direction(key, index):
     plain = seeded(*site.result.shape, seed=3)
     sparse = torch.where(plain.abs() > 1, plain, 0.0)
     for g in (plain, -plain, sparse, plain.abs(), -plain.abs()):
-        against = site.rule.against(g)
+        answer = site.rule.against(g)
         for rho in RADII[::2]:
             radii = radii_of(site, rho)
-            found = site.worst(lambda r, g=g: -(r * g).flatten(1).sum(1), radii, steps=4)
-            bound = against([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
+            found = site.worst(against(g), radii, steps=4)
+            bound = answer([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
             assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
@@ -349,28 +369,19 @@ def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
     if not block:
         pytest.skip("its rows do not lie one behind the other")
     g = seeded(*site.result.shape, seed=3)
-    against = site.rule.against(g)
+    answer = site.rule.against(g)
     for rho in RADII:
         peak = share * rho
         given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
-        norm, inner = site.rule.norm(given), against(given)
+        norm, inner = site.rule.norm(given), answer(given)
         assert bool((norm <= site.rule.norm(given[:1]) * (1 + 1e-12)).all())
-        assert bool((inner <= against(given[:1]) * (1 + 1e-12)).all())
+        assert bool((inner <= answer(given[:1]) * (1 + 1e-12)).all())
         slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-        for objective, bound in (
-            (lambda r: r.flatten(1).norm(dim=1), norm),
-            (lambda r: -(r * g).flatten(1).sum(1), inner),
-        ):
-            for start in site.starts([rho]):
-                deltas = [blocks_within(d, block, peak) for d in start]
-                for _ in range(4):
-                    deltas = [d.detach().requires_grad_() for d in deltas]
-                    found = objective(site.remainder(deltas))
-                    assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
-                    (ahead,) = torch.autograd.grad(found.sum(), deltas)
-                    if not bool(torch.isfinite(ahead).all()):
-                        break
-                    deltas = [blocks_within(d, block, peak) for d in site.scaled([ahead], [rho])]
+        for objective, bound in ((norms, norm), (against(g), inner)):
+            cut = lambda deltas, peak=peak: [blocks_within(d, block, peak) for d in deltas]  # noqa: E731
+            for rest, _ in site.ascent(objective, [rho], 4, cut):
+                found = objective(rest).reshape(-1, POINTS)
+                assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
 
 def test_rows_of_softmax_that_move_little_leave_little():
@@ -403,11 +414,12 @@ def test_remainder_by_a_quadratic_form(key, index):
                 return
             assert weights.shape == site.nominal[0].shape
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            for (delta,) in site.starts(radii):
-                for part in (delta, delta / 2):
-                    found = -(site.remainder([part]) * g).flatten(1).sum(1)
-                    bound = (weights * part.square()).nan_to_num(nan=math.inf).flatten(1).sum(1)
-                    assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+            (delta,) = site.starts(radii)
+            for part in (delta, delta / 2):
+                found = against(g)(site.remainder([part])).reshape(-1, POINTS)
+                bound = (repeated(weights, part) * part.square()).nan_to_num(nan=math.inf).flatten(1).sum(1)
+                bound = bound.reshape(-1, POINTS)
+                assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
 
 SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | {"hardswish"}]
@@ -430,18 +442,14 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
             bound = total(site.rule, flat, given, torch.full_like(given[0], math.inf))
             slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
-            for start in site.starts([rho]):
-                deltas = [d.clamp(-peak, peak) for d in start]
-                for _ in range(3):
-                    deltas = [d.detach().requires_grad_() for d in deltas]
-                    found = (site.remainder(deltas).abs() * weight).flatten(1).sum(1)
-                    size = (deltas[0].detach() * weight.sqrt()).flatten(1).norm(dim=1)
-                    for limit in (bound, total(site.rule, flat, given, size)):
-                        assert bool(((found <= limit * (1 + 1e-9) + slack) | limit.isinf()).all()), (rho, found, limit)
-                    (ahead,) = torch.autograd.grad(found.sum(), deltas)
-                    if not bool(torch.isfinite(ahead).all()):
-                        break
-                    deltas = [d.clamp(-peak, peak) for d in site.scaled([ahead], [rho])]
+            cut = lambda deltas, peak=peak: [d.clamp(-peak, peak) for d in deltas]  # noqa: E731
+            summed = lambda rest, weight=weight: (rest.abs() * repeated(weight, rest)).flatten(1).sum(1)  # noqa: E731
+            for rest, (delta,) in site.ascent(summed, [rho], 3, cut):
+                found = summed(rest).reshape(-1, POINTS)
+                sizes = norms(delta * repeated(weight, delta).sqrt()).reshape(-1, POINTS)
+                weighed = torch.stack([total(site.rule, flat, given, size) for size in sizes])
+                for limit in (bound, weighed):
+                    assert bool(((found <= limit * (1 + 1e-9) + slack) | limit.isinf()).all()), (rho, found, limit)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -513,25 +521,13 @@ class SecantSite(Site):
 
     def function(self):
         rest = self.node.args[2:]
-        return lambda x: torch.vmap(lambda one, width: self.node.function(one, width, *rest))(x, self.width)
+        one = torch.vmap(lambda x, width: self.node.function(x, width, *rest))
+        return lambda x: one(x, repeated(self.width, x))
 
     def remainder(self, deltas):
-        function = self.function()
-        base, linear = torch.func.jvp(function, tuple(self.nominal), tuple(deltas))
-        return function(self.nominal[0] + deltas[0]) - base - linear
-
-    def on_the_way(self, rho, peak):
-        """Deviations of norm at most ρ and entries at most ``peak``, found by ascent on ‖R‖."""
-        for start in self.starts([rho]):
-            deltas = [d.clamp(-peak, peak) for d in start]
-            for _ in range(4):
-                deltas = [d.detach().requires_grad_() for d in deltas]
-                found = self.remainder(deltas)
-                yield found.detach()
-                (ahead,) = torch.autograd.grad(found.flatten(1).norm(dim=1).sum(), deltas)
-                if not bool(torch.isfinite(ahead).all()):
-                    break
-                deltas = [d.clamp(-peak, peak) for d in self.scaled([ahead], [rho])]
+        function, nominal = self.function(), repeated(self.nominal[0], deltas[0])
+        base, linear = torch.func.jvp(function, (nominal,), tuple(deltas))
+        return function(nominal + deltas[0]) - base - linear
 
 
 @pytest.mark.parametrize("name", KINKED)
@@ -563,10 +559,11 @@ def test_remainder_of_a_secant(name, share):
             given = [torch.full((POINTS,), v, dtype=torch.float64) for v in ((rho, peak) if entrywise else (rho,))]
             norm, inner = rule.norm(given), [rule.against(d)(given) for d in directions]
             slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            for found in site.on_the_way(rho, peak):
-                assert bool((found.flatten(1).norm(dim=1) <= norm * (1 + 1e-9) + slack).all()), (width, rho)
+            cut = lambda deltas, peak=peak: [d.clamp(-peak, peak) for d in deltas]  # noqa: E731
+            for rest, _ in site.ascent(norms, [rho], 4, cut):
+                assert bool((norms(rest).reshape(-1, POINTS) <= norm * (1 + 1e-9) + slack).all()), (width, rho)
                 for d, most in zip(directions, inner, strict=True):
-                    inside = -(found * d).flatten(1).sum(1)
+                    inside = against(d)(rest).reshape(-1, POINTS)
                     assert bool((inside <= most * (1 + 1e-9) + slack).all()), (width, rho)
 
 
