@@ -1,6 +1,7 @@
 """The commands as a user runs them: output, files, exit codes, and one line for everything that goes wrong."""
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -13,6 +14,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -596,6 +598,9 @@ def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
     """--import brings in a module of the user's folder: a registered architecture, and a rule for its operation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, known in list(vars(timm.models._registry).items()):
+        if not name.startswith("__") and isinstance(known, dict | set):  # where timm keeps what is registered, for other tests as it was
+            monkeypatch.setattr(timm.models._registry, name, copy.copy(known))
     (tmp_path / "my_zoo.py").write_text(
         "import torch, lipcert\n"
         "from timm.models import register_model\n"
