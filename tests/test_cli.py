@@ -598,8 +598,8 @@ def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
     """--import brings in a module of the user's folder: a registered architecture, and a rule for its operation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, known in list(vars(timm.models._registry).items()):
-        if not name.startswith("__") and isinstance(known, dict | set):  # where timm keeps what is registered, for other tests as it was
+    for name, known in list(vars(timm.models._registry).items()):  # so that other tests find it as it was
+        if not name.startswith("__") and isinstance(known, dict | set):
             monkeypatch.setattr(timm.models._registry, name, copy.copy(known))
     (tmp_path / "my_zoo.py").write_text(
         "import torch, lipcert\n"
