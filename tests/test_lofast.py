@@ -230,6 +230,7 @@ def test_networks(name):
         for fraction in (0.5, 0.999):
             assert bool((worst_margin(method, anchor, predicted, fraction * radius) > 0).all())
         check_deviations(method, anchor, radius)
+    assert bool(anchored.tokens) == (name == "dot product, kinked")
     assert bool((radii[1] >= radii[2] * (1 - 1e-3)).all())
     assert bool((radii[1] >= radii[0] * 0.4).all())  # with norms of its own, each within 50 % of what Lanczos has seen
 
@@ -258,6 +259,13 @@ def check_deviations(method, anchor, radius):
                     block, bound = peaks[target]
                     largest = deviation.detach().reshape(len(deviation), -1, block).norm(dim=2).amax(1)
                     assert bool((largest <= bound * (1 + 1e-6) + 1e-12).all())
+            for node, token in method.tokens.items():
+                units = anchor.remainders[node].units
+                parts = deviations[targets.index(node.operands[0])].detach() * units
+                along = parts.reshape(len(parts), -1, token).sum(2)
+                together, peak = found.operands[node][-2:]
+                assert bool((along.norm(dim=1) <= together * (1 + 1e-6) + 1e-12).all())
+                assert bool((along.abs().amax(1) <= peak * (1 + 1e-6) + 1e-12).all())
             (gradient,) = torch.autograd.grad(moved[-1].sum(), delta)
             delta = scaled_to(gradient, eps)
 

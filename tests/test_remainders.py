@@ -579,6 +579,75 @@ def test_secant_rules_increase_with_rho(name):
             assert bool((values[1:] >= values[:-1] * (1 - 1e-12)).all())
 
 
+def along(rule, deltas, token):
+    """What tokens deviate by along their unit vectors, and these, for deviations of the operand."""
+    parts = deltas.reshape(len(deltas), -1, token)
+    units = repeated(rule.units, deltas).reshape(parts.shape)
+    return parts, units, (parts * units).sum(-1)
+
+
+def tokens_within(rule, delta, token, together, most):
+    """The deviation with what is along tokens cut to a largest entry, and then to a norm."""
+    parts, units, moved = along(rule, delta, token)
+    kept = moved.clamp(-most, most)
+    kept = kept * (together / kept.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp_max(1)
+    return (parts + (kept - moved)[..., None] * units).reshape(delta.shape)
+
+
+def attack_tokens(site, rule, share):
+    """No deviation of norm ρ whose tokens move little along themselves leaves the linearisation by more."""
+    token = rule.token(site.node)
+    g = seeded(*site.result.shape, seed=3)
+    directions = (g, -g, repeated(rule.units, g).reshape(g.shape), -repeated(rule.units, g).reshape(g.shape))
+    for rho in RADII[::2]:
+        together, peak = share * rho, 0.8 * share * rho
+        given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, together, peak)]
+        norm, inner = rule.norm(given), [rule.against(d)(given) for d in directions]
+        assert bool((norm <= rule.norm(given[:1]) * (1 + 1e-12)).all())
+        slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
+        cut = lambda deltas, t=together, p=peak: [tokens_within(rule, deltas[0], token, t, p)]  # noqa: E731
+        for objective in (norms, *map(against, directions[1:])):
+            for rest, _ in site.ascent(objective, [rho], 3, cut):
+                assert bool((norms(rest).reshape(-1, POINTS) <= norm * (1 + 1e-9) + slack).all()), rho
+                for d, most in zip(directions, inner, strict=True):
+                    inside = against(d)(rest).reshape(-1, POINTS)
+                    assert bool((inside <= most * (1 + 1e-9) + slack).all()), rho
+
+
+TURNED = [(key, index) for key, index in NAMED if hasattr(REMAINDERS[key], "token")]
+
+
+@pytest.mark.parametrize(("key", "index"), TURNED, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_rules_with_a_bound_along_tokens(key, index, share):
+    site = Site(key, index)
+    if not site.rule.token(site.node):
+        pytest.skip("its tokens do not lie one behind the other")
+    attack_tokens(site, site.rule, share)
+
+
+@pytest.mark.parametrize("name", ["project", "project, one token", "project, not centred"])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_secants_with_a_bound_along_tokens(name, share):
+    site = SecantSite(name)
+    for width in WIDTHS[1:5]:
+        attack_tokens(site, site.at(width), share)
+
+
+def test_tokens_that_keep_their_length_keep_their_side():
+    """At a distance of half the deviation from the kink, which is all in other directions: no kink is crossed."""
+    node = type(
+        "Node", (), {"args": (), "kwargs": {}, "shape": (1, 4, 8), "function": RmsLayerProject(8, 9.5).double()}
+    )()
+    x = torch.zeros(1, 1, 4, 8, dtype=torch.float64)
+    x[..., 0] = 10.0
+    rule = REMAINDERS[RmsLayerProject](node, [x], node.function(x))
+    rho, still = torch.ones(1, dtype=torch.float64), torch.full((1,), 0.01, dtype=torch.float64)
+    assert rule.token(node) == 8
+    assert rule.norm([rho]).item() > 0.5
+    assert rule.norm([rho, still, still]).item() < 0.1
+
+
 def test_a_secant_halves_what_a_kink_leaves():
     node = type("Node", (), {"args": (), "kwargs": {}})()
     rho = [torch.ones(1, dtype=torch.float64)]

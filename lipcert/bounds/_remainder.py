@@ -46,6 +46,10 @@ class Remainder(Protocol):
         A rule with an attribute ``entrywise`` that is true works entry by entry on one operand, and may find behind its
         ρ a bound on the deviation of any single entry. One with a method ``block(node)`` may find there a bound for any
         so many entries of the operand that lie one behind the other, from the first on; 0 says that it does not ask.
+
+        A rule on tokens, of ``token(node)`` entries that lie one behind the other, with their unit vectors ``units`` of
+        the operand's shape, may find behind its ρ two bounds on what tokens deviate by along these, ⟨unit_t, δ_t⟩: on
+        the norm over all tokens, and on the absolute value of one. Again 0 says that it does not ask.
         """
 
     def against(self, direction: Tensor) -> Against:

@@ -79,6 +79,8 @@ from lipcert.model import Model
 ROUNDS = 4
 _FURTHER = 2.0
 _WORTH = 0.01
+# Entries of the values that rival classes looked at together have for themselves, 256 MiB.
+_ENTRIES = 2**25
 # Radii come out larger with secants, whose widths are therefore so much more than values move within the one without.
 _WIDENED = 1.5
 
@@ -244,18 +246,30 @@ class Anchor(Linearization):
 
     def _radius(self, predicted: Tensor, gaps: Tensor, limit: int | None) -> Tensor:
         allowed = self._cheap(predicted, gaps)
-        order = allowed.argsort(1)
+        order = allowed.argsort(1)[:, :limit]
         best = torch.full_like(allowed[:, 0], math.inf)
-        for rank in range(allowed.shape[1] if limit is None else min(limit, allowed.shape[1])):
-            rivals = order[:, rank : rank + 1]
-            floor = allowed.gather(1, rivals)[:, 0]
-            if bool((floor >= _FURTHER * best).all()):
+        together = 1
+        while order.shape[1]:
+            rivals, order = order[:, :together], order[:, together:]
+            floor = allowed.gather(1, rivals)
+            if bool((floor[:, 0] >= _FURTHER * best).all()):
                 break
-            exact = torch.maximum(self._toward(rivals[:, 0], predicted, gaps).radius(), floor)
-            allowed.scatter_(1, rivals, exact[:, None])
-            best = torch.minimum(best, exact)
+            images = torch.arange(len(best), device=best.device).repeat_interleave(rivals.shape[1])
+            many = self if rivals.shape[1] == 1 else self.only(images)
+            toward = many._toward(rivals.flatten(), predicted[images], gaps[images])
+            # What is least now does not get further than that when it is weighed.
+            exact = toward.radius(_FURTHER * best[images]).reshape(rivals.shape)
+            exact = torch.maximum(exact, floor)
+            allowed.scatter_(1, rivals, exact)
+            best = torch.minimum(best, exact.amin(1))
+            together = min(2 * together, self._rivals_together)
         best = self._weigh(allowed, predicted, gaps).amin(1)
         return torch.where(torch.isfinite(best), best, 0.0) * (1 - SAFETY)
+
+    @property
+    def _rivals_together(self) -> int:
+        """How many rival classes to look at at once, as if they were images."""
+        return max(1, _ENTRIES // sum(value.numel() for value in self.values.values()))
 
     def _weigh(self, allowed: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
         """The radii that the rival classes allow, shape (N, classes), with curvature weighed for the least of them."""
@@ -348,9 +362,14 @@ class Toward:
             taken = taken + (torch.minimum(bound, found.weighed[v].square()) if v in found.weighed else bound)
         return self.gap - self.slope * eps - taken * (1 + SAFETY)
 
-    def radius(self) -> Tensor:
-        """Radii without weights, shape (N,)."""
-        return search(self.left, self.gap / self.slope)
+    def radius(self, enough: Tensor | None = None) -> Tensor:
+        """Radii without weights, shape (N,); ``enough`` where they are that or more, which saves the search."""
+        guess = self.gap / self.slope
+        known = torch.zeros_like(guess, dtype=torch.bool) if enough is None else torch.isfinite(enough)
+        if enough is None or not bool(known.any()):
+            return search(self.left, guess)
+        known &= self.left(torch.where(known, enough, guess)) > 0
+        return enough if bool(known.all()) else torch.where(known, enough, search(self.left, guess))
 
     def weighed(self, least: Tensor, draw: int) -> Tensor:
         """Radii with curvature weighed, shape (N,).

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lipcert.norms import (
     explicit_norm,
     explicit_row_norm,
     explicit_row_norms,
+    explicit_rows,
     lanczos_norm,
     longest_row,
     row_norm,
@@ -87,7 +88,8 @@ class Deviations:
 
     Attributes:
         operands: ρ for the operands of every nonlinear operation, each of shape (N,); where a rule asks for single
-            entries or blocks of them, the bound on these comes behind it.
+            entries or blocks of them, the bound on these comes behind it, and where it asks for tokens along
+            themselves, the bound on all together and that on one of them.
         logits: ρ for the logits, shape (N,).
         features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
         weighed: for operations with weights s, bounds on ‖s ∘ δ‖ for the deviation δ of their operand, shape (N,).
@@ -110,6 +112,8 @@ class Linearized:
         linear: the (v, u) with a linear way from a smooth operation v to u.
         columns: the norms of the columns of G(v → u) for these, each of shape (1, entries of v), once they are known.
         ahead: for a smooth operation v the first such u, whose columns its deviation is weighed with.
+        tokens: for the operations whose rule asks how far tokens of the operand move along themselves, their entries.
+        along: the (a, v) of G(a → u) for the operands u of these.
         casts: whether casts inside the network are recorded, and not left out as in real arithmetic.
 
     Args:
@@ -190,6 +194,8 @@ class Linearized:
         self.columns: dict[tuple[Node, Node], Tensor] = {}
         self.ahead = {v: u for v, u in reversed(self.linear) if u not in self.outputs}
         self.scaled = [(a, v) for v in self.ahead for a, b in self.pairs if b is self.operands(v)[0]]
+        self.tokens = {v: size for v in self.rules if passes is None and (size := self._token(v))}
+        self.along = [(a, v) for v in self.tokens for a, b in self.pairs if b is self.operands(v)[0]]
         if self.deterministic:
             self._check_sizes()
 
@@ -214,6 +220,7 @@ class Linearized:
             sum(self._work(a, b) for a, b in self.pairs)
             + sum(self._work(a, b, peak=True) for a, b in self.peaks)
             + sum(self._work(a, v.operands[0]) for a, v in self.scaled)
+            + sum(self._rows(v) * work(self.replay.between(a, [v.operands[0]])) for a, v in self.along)
             + self._work_of_links
         )
 
@@ -282,6 +289,16 @@ class Linearized:
                 (u,) = self.operands(v)
                 found[u] = max(found.get(u, (0, u)), (block, v.operands[0]), key=lambda known: known[0])
         return found
+
+    def _token(self, v: Node) -> int:
+        """Entries of a token of the operand, if the rule asks how far tokens move along themselves; 0 if not."""
+        rule = self.rules[v]
+        size = rule.token(v) if hasattr(rule, "token") else 0
+        return size if size and math.prod(v.operands[0].shape) <= _PROBES * size else 0
+
+    def _rows(self, v: Node) -> int:
+        """How many tokens that are."""
+        return math.prod(v.operands[0].shape) // self.tokens[v]
 
     def blockwise(self, v: Node) -> bool:
         """Whether the rule of a nonlinear operation is told how far an entry, or a block of them, can move."""
@@ -450,7 +467,7 @@ class Linearized:
         for a, b in self.linear:
             if (a, b) not in self.columns:
                 self.columns[a, b] = self._columns(a, b, alone)
-        in_all = self._own - len(self.linear) - len(self.links)
+        in_all = self._own + len(self.along) - len(self.linear) - len(self.links)
         for peak, pairs in ((False, self.pairs), (True, self.peaks)):
             for a, b in pairs:
                 constant = self.constants.get((a, b, peak))
@@ -483,7 +500,26 @@ class Linearized:
                 found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, place)
             if progress is not None:
                 progress(len(found.gains) + len(found.peaks) + len(found.weighed), in_all)
+        for a, v in self.along:
+            found.along[a, v] = self._along(a, v, values, images)
+            if progress is not None:
+                progress(sum(map(len, (found.gains, found.peaks, found.weighed, found.along))), in_all)
         return found
+
+    def _along(self, a: Node, v: Node, values: dict[Node, Tensor], images: int) -> Tensor:
+        """Upper bounds on ‖D G(a → u)‖ and on the norms of its rows, shape (N, 2), for the operand u of v.
+
+        Row t of D is the unit vector of token t of u in the entries of that token. So D has norm 1 at most.
+        """
+        rows, (u, *_) = self._rows(v), v.operands
+        together = max(1, min(images, _MOST // (rows * math.prod(a.shape))))
+        found = []
+        for _, part in _parts(values, images, together):
+            rule: Any = self.rules[v](v, [part[operand] for operand in v.operands], part[v])
+            _, adjoint = self._products(a, u, part, several=True, scale=rule.units, token=self.tokens[v])
+            norms = explicit_rows(adjoint, len(rule.units), rows, device=rule.units.device)
+            found.append(torch.stack(norms, 1))
+        return torch.cat(found)
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], images: int) -> Tensor:
         """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
@@ -550,12 +586,17 @@ class Linearized:
         several: bool,
         scale: Tensor | None = None,
         path: Sequence[Node] | None = None,
+        token: int = 1,
     ) -> tuple[Product, Product]:
-        """v ↦ Gv and u ↦ Gᵀu for G = diag(scale) G(a → b), by autograd; for several vectors at once if that is said."""
+        """v ↦ Gv and u ↦ Gᵀu for G = diag(scale) G(a → b), by autograd; for several vectors at once if that is said.
+
+        With ``token``, so many rows of G that lie one behind the other are added up.
+        """
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
             (target,) = self.replay(a, source, [b], values, path)
             target = target if scale is None else target * scale
+            target = target if token == 1 else target.reshape(len(target), -1, token).sum(2)
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
 
@@ -633,11 +674,13 @@ class Norms:
         gains: ‖G(a → b)‖, by (a, b).
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules ask for that.
         weighed: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns behind v.
+        along: how far tokens of b move along themselves, all together and one of them, by (a, v): shape (N, 2).
     """
 
     gains: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     peaks: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     weighed: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
+    along: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
 
 
 class Linearization:
@@ -674,7 +717,7 @@ class Linearization:
         part = copy.copy(self)
         part.images, part.logits = self.images[index], self.logits[index]
         part.values = {node: value[index] for node, value in self.values.items()}
-        known = (self.norms.gains, self.norms.peaks, self.norms.weighed)
+        known = (self.norms.gains, self.norms.peaks, self.norms.weighed, self.norms.along)
         part.norms = Norms(*({pair: norm[index] for pair, norm in norms.items()} for norms in known))
         part.remainders = self.method.remainders(part.values)
         return part
@@ -695,9 +738,35 @@ class Linearization:
             return self.method.columns[v, self.method.ahead[v]].amax().sqrt()
         return 0.0 if (a, u) in self.method.unconnected else self.norms.weighed[a, v]
 
+    def along_gain(self, v: Node, which: int, a: Node, u: Node) -> Tensor | float:
+        """‖D G(a → u)‖ from above for the operand u of v, or the largest row's norm: see :meth:`Linearized._along`."""
+        if a is u:
+            return 1.0
+        return 0.0 if (a, u) in self.method.unconnected else self.norms.along[a, v][:, which]
+
     def deviations(self, eps: Tensor) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,)."""
         raise NotImplementedError
+
+    def reach(self, v: Node, moved: Callable[[Node, Gain], Tensor]) -> list[Tensor]:
+        """ρ for the operands of a nonlinear operation, and behind it what its rule asks for beside.
+
+        The same sums with the largest row of each Jacobian in place of its norm bound single entries: entry i of u
+        deviates by at most Σ ‖row i of G(a → u)‖ · (what arises at a). So it is with blocks of rows and of entries, and
+        with the rows of D G(a → u) for what tokens move along themselves.
+
+        Args:
+            v: the operation.
+            moved: upper bounds on the deviation of any value before it, for any gain.
+        """
+        rho = [moved(u, self.gain) for u in self.method.operands(v)]
+        if self.method.blockwise(v):
+            rho.append(torch.minimum(rho[0], moved(self.method.operands(v)[0], self.peak)))
+        if v in self.method.tokens:
+            for which in (0, 1):
+                gain = partial(self.along_gain, v, which)
+                rho.append(torch.minimum(rho[-1], moved(self.method.operands(v)[0], gain)))
+        return rho
 
     def inside(
         self,
@@ -708,14 +777,11 @@ class Linearization:
     ) -> tuple[Callable[[Node], Tensor], dict[Node, Tensor]]:
         """Goes through a stage, and adds the ρ of its nonlinear operations' operands to ``operands``.
 
-        The same sums with the largest row of each Jacobian in place of its norm bound single entries: entry i of u
-        deviates by at most Σ ‖row i of G(a → u)‖ · (what arises at a). So it is with blocks of rows and of entries.
-
         Args:
             stage: the stage.
             linear: upper bounds on the deviation of a value in the stage without the remainders that arise inside it,
                 by ``gain`` or by ``peak``.
-            operands: receives ρ, and behind it the bound on single entries or blocks where a rule asks for them.
+            operands: receives ρ, and behind it what rules ask for beside: see :meth:`reach`.
             gains: of the operations with weights.
 
         Returns:
@@ -732,9 +798,7 @@ class Linearization:
             return at_most(linear(u, gain) + errors(u, gain))
 
         for v in stage.nonlinear:
-            operands[v] = [moved(u, self.gain) for u in self.method.operands(v)]
-            if self.method.blockwise(v):
-                operands[v].append(torch.minimum(operands[v][0], moved(self.method.operands(v)[0], self.peak)))
+            operands[v] = self.reach(v, moved)
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
             added.append(self.effect(v, operands[v], moved))
@@ -809,11 +873,12 @@ def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
             break
         low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
     for _ in range(44):
+        wide = high > low * 1.001  # the others stay as they are, whoever else is searched for
+        if not bool(wide.any()):
+            break
         middle = (low * high).sqrt()
         holds = left(middle) > 0
-        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
-        if bool((high <= low * 1.001).all()):
-            break
+        low, high = torch.where(wide & holds, middle, low), torch.where(wide & ~holds, middle, high)
     return torch.where(good, low, 0.0)
 
 

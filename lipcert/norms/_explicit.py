@@ -87,6 +87,28 @@ def longest_row(
     return longest.sqrt() * (1 + 1e-9)
 
 
+def explicit_rows(
+    adjoint: Product, images: int, size: int, *, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Upper bounds on the norm of each J_n and on the largest norm of one of its rows, both from the same few products.
+
+    Args:
+        adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
+        images: number of maps N.
+        size: number of rows.
+        device: where the products take their vectors; the CPU by default.
+
+    Returns:
+        Both float64, deterministic, of shape (N,), on that device; rounding as for :func:`explicit_norm`.
+    """
+    unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
+    rows = torch.cat([adjoint(part).flatten(2) for part in unit.split(_TOGETHER)])
+    longest = rows.square().sum(2).amax(0)
+    longest = torch.where(longest.isnan(), math.inf, longest.clamp_min(SMALLEST**2)).sqrt() * (1 + 1e-9)
+    norms = torch.tensor([_norm(matrix) for matrix in rows.unbind(1)], dtype=torch.float64, device=device)
+    return norms, longest
+
+
 def row_norm(
     product: Product,
     images: int,

@@ -240,13 +240,11 @@ class DeployedAnchor(Anchor):
                 assert measuring is not None
                 measuring.linear(v)
                 continue
-            norms = [moved(u, self.gain) for u in self.method.operands(v)]
-            operands[v] = norms
-            if self.method.blockwise(v):
-                operands[v] = [*norms, torch.minimum(norms[0], moved(self.method.operands(v)[0], self.peak))]
+            operands[v] = self.reach(v, moved)
             if v in gains:
                 weighed[v] = moved(self.method.operands(v)[0], gains[v])
             if measuring is not None:
+                norms = operands[v][: len(v.operands)]
                 measuring.nonlinear(v, norms, at_most(self.remainders[v].norm(operands[v])))
             added.append((v, self.effect(v, operands[v], moved)))
         return lambda u: errors(u, self.gain), weighed

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipcert.bounds._remainder import Against, arguments, per_image
 from lipcert.graph import Node
 from lipcert.surgery import LayerProject, RmsLayerProject
 
 _TINY = 1e-300
+_ROUNDED = 1e-15  # more than the difference of two numbers up to 1 loses in float64
 
 
 def secant_relu(z: Tensor, width: Tensor) -> Tensor:
@@ -65,25 +66,26 @@ def _far(distance: Tensor, width: Tensor) -> Tensor:
     return (width - distance).clamp_min(0) / (2 * width).clamp_min(_TINY)
 
 
-class _Bend:
+class Bend:
     """κ of the head of this file for entries at distances k, shape (N, entries), and widths (N, 1)."""
 
     def __init__(self, distance: Tensor, width: Tensor):
         self.k, self.far = distance, _far(distance, width)
 
-    def _slope(self, p: Tensor) -> Tensor:
-        return torch.maximum(self.far, 1 - self.far - self.k / p[:, None].clamp_min(_TINY))
+    def slope(self, p: Tensor) -> Tensor:
+        """κ(p), shape (N, entries), for p of that shape or (N, 1)."""
+        return torch.maximum(self.far, 1 - self.far - self.k / p.clamp_min(_TINY))
 
     def norm(self, rho: Tensor, p: Tensor) -> Tensor:
-        """Bound on ‖R‖ for ‖δ‖ ≤ ρ and |δ_i| ≤ p, each of shape (N,)."""
-        slope = self._slope(p)
-        return torch.minimum(slope.amax(1) * rho, slope.norm(dim=1) * p)
+        """Bound on ‖R‖ for ‖δ‖ ≤ ρ, shape (N,), and |δ_i| ≤ p."""
+        slope = self.slope(p)
+        return torch.minimum(slope.amax(1) * rho, (slope * p).norm(dim=1))
 
     def against(self, g: Tensor, rho: Tensor, p: Tensor) -> Tensor:
         """Bound on −Σ g_i R_i."""
-        above, below = (-g).clamp_min(0) * self._slope(p), g.clamp_min(0) * self.far
-        rising = torch.minimum(above.norm(dim=1) * rho, above.sum(1) * p)
-        falling = (below * torch.minimum(p[:, None], self.k)).sum(1)
+        above, below = (-g).clamp_min(0) * self.slope(p), g.clamp_min(0) * self.far
+        rising = torch.minimum(above.norm(dim=1) * rho, (above * p).sum(1))
+        falling = (below * torch.minimum(p, self.k)).sum(1)
         return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)
 
 
@@ -95,14 +97,14 @@ class SecantRelu:
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         z, width = operands
-        self.bend = _Bend(per_image(z).abs(), per_image(width))
+        self.bend = Bend(per_image(z).abs(), per_image(width))
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return abs(self.jump) * self.bend.norm(rho[0], rho[-1])
+        return abs(self.jump) * self.bend.norm(rho[0], rho[-1][:, None])
 
     def against(self, direction: Tensor) -> Against:
         g = self.jump * per_image(direction)
-        return lambda rho: self.bend.against(g, rho[0], rho[-1])
+        return lambda rho: self.bend.against(g, rho[0], rho[-1][:, None])
 
 
 class SecantLeakyRelu(SecantRelu):
@@ -130,19 +132,26 @@ class SecantProjection:
     ρ)²). And always ‖R_t‖ ≤ 2ρ_t, for u and its linearisation have constant 1.
 
     Tokens together: ‖(|g_t|)_t‖ as for entries, Σ ρ_t⁴ ≤ ρ⁴; and against a direction d with parts d_t, g counts with
-    ⟨d_t, ĥ_t⟩, the rest with ‖d_t‖. As min(n, R) = n − max(n − R, 0), g is −1 times the remainder of max(·, 0).
+    ⟨d_t, ĥ_t⟩, the rest with ‖d_t‖. As min(n, R) = n − max(n − R, 0), g is −1 times the remainder of max(·, 0). Where
+    it is known how far tokens move along themselves, :class:`Crossing` may be less.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        self.module = module = node.args[2]
+        self.module = module = _module(node)
         self.radius = float(module.radius)
-        self.h = self._rows(operands[0])
+        h = self._rows(operands[0])
         if module.centred:
-            self.h = self.h - self.h.mean(-1, keepdim=True)
-        self.length = self.h.norm(dim=-1)
+            h = h - h.mean(-1, keepdim=True)
+        self.length = h.norm(dim=-1)
+        self.unit = h / self.length[..., None].clamp_min(_TINY)
+        self.units = self.unit.reshape(operands[0].shape)
         self.width = per_image(operands[1])
         self.weight = module.weight.detach().double()
-        self.bend = _Bend((self.length - self.radius).abs(), self.width)
+        self.bend = Bend((self.length - self.radius).abs(), self.width)
+
+    @classmethod
+    def token(cls, node: Node) -> int:
+        return 0 if _module(node).channels_first else node.shape[-1]
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """(N, tokens, channels)."""
@@ -161,21 +170,88 @@ class SecantProjection:
         return torch.where(inside, 0.0, torch.where(outside, beyond, near))
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        (moved,) = rho
-        bent = self.bend.norm(moved, moved) + self._curvature(moved).amax(1) * moved.square()
-        return self.weight.abs().max() * torch.minimum(bent, 2 * moved)
+        moved = rho[0]
+        bent = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
+        bound = torch.minimum(bent, 2 * moved)
+        if len(rho) > 1:
+            bound = torch.minimum(bound, Crossing(self.length, self.radius, self.bend, rho).norm())
+        return self.weight.abs().max() * bound
 
     def against(self, direction: Tensor) -> Against:
         d = self._rows(direction) * self.weight
-        along = (d * self.h).sum(-1) / self.length.clamp_min(_TINY)
+        along = (d * self.unit).sum(-1)
         size = d.norm(dim=-1)
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
-            (moved,) = rho
+            moved = rho[0]
             curved = (size * self._curvature(moved)).amax(1) * moved.square()
-            return torch.minimum(self.bend.against(-along, moved, moved) + curved, 2 * size.norm(dim=1) * moved)
+            bent = self.bend.against(-along, moved, moved[:, None]) + curved
+            found = torch.minimum(bent, 2 * size.norm(dim=1) * moved)
+            if len(rho) > 1:
+                crossing = Crossing(self.length, self.radius, self.bend, rho)
+                found = torch.minimum(found, crossing.against(size, along))
+            return found
 
         return bound
+
+
+class Crossing:
+    """What :class:`SecantProjection` leaves where ‖(a_t)_t‖ ≤ α and |a_t| ≤ p: kinks are crossed by far fewer tokens.
+
+    With m = n − p > 0: n' ≥ n + a ≥ m, so q ≤ b²/(2m) and |e| ≤ min(p + ρ²/(2m), ρ). Over the tokens of any set ‖e‖ is
+    at most η = min(α + max ρ²/(2m), ρ), because ‖q‖₂ ≤ Σ q_t and Σ b_t² ≤ ρ². For g only tokens with κ > 0 at their e
+    count.
+
+    The second term, q(s − μ'/n'), lies between −q(min(1, R/(n − e)) − s)₊ and q(s − min(1, R/(n + e)))₊ for the largest
+    e, and sums over tokens Σ q_t w_t are at most max(w/(2m)) ρ². The part across is at most Φ b|e|, with Φ = R/max(R,
+    n − e)² where the token can be outside and 0 elsewhere. Its sum Σ ‖d_t‖Φ b|e| is at most min(max(‖d_t‖Φ) η,
+    ‖(‖d_t‖Φe)_t‖) ρ, with η over tokens with Φ > 0; in norm it is at most max(Φ e) ρ, orthogonal to the rest.
+
+    Args:
+        n: lengths of the tokens, shape (N, tokens).
+        radius: R.
+        bend: of the kinks at R, with the slopes.
+        rho: ρ, α and p, each of shape (N,).
+    """
+
+    def __init__(self, n: Tensor, radius: float, bend: Bend, rho: Sequence[Tensor]):
+        self.rho, self.along, peak = rho
+        self.bend = bend
+        rest = n * (1 - 1e-12) - peak[:, None]
+        self.turned = torch.where(rest > 0, self.rho[:, None] ** 2 / (2 * rest), math.inf)
+        self.moved = torch.minimum(peak[:, None] + self.turned, self.rho[:, None])
+        low, high = (n - self.moved).clamp_min(_TINY), n + self.moved
+        slope = torch.where(n < radius, 1 - bend.far, bend.far)
+        inside = (high <= radius) & (bend.far <= 0)
+        self.above = torch.where(inside, 0.0, ((radius / low).clamp_max(1) - slope).clamp_min(0) + _ROUNDED)
+        self.below = torch.where(inside, 0.0, (slope - (radius / high).clamp_max(1)).clamp_min(0) + _ROUNDED)
+        self.aside = torch.where(high <= radius, 0.0, radius / low.clamp_min(radius).square())
+        self.crossing = self._together(bend.slope(self.moved) > 0)
+        self.outside = self._together(self.aside > 0)
+
+    def _together(self, chosen: Tensor) -> Tensor:
+        """η over the chosen tokens."""
+        return torch.minimum(self.along + torch.where(chosen, self.turned, 0.0).amax(1), self.rho)
+
+    def _straightened(self, weight: Tensor) -> Tensor:
+        return torch.where(weight > 0, weight * self.turned, 0.0).amax(1)
+
+    def norm(self) -> Tensor:
+        """Bound on ‖R‖ without the module's weight; ∞ where nothing is known."""
+        along = self.bend.norm(self.crossing, self.moved) + self._straightened(torch.maximum(self.above, self.below))
+        return torch.hypot(along, (self.aside * self.moved).amax(1) * self.rho)
+
+    def against(self, size: Tensor, along: Tensor) -> Tensor:
+        """Bound on −Σ ⟨d_t, R_t⟩ for parts of these norms, and these components along the tokens, each (N, tokens)."""
+        straightened = self._straightened(along.clamp_min(0) * self.above + (-along).clamp_min(0) * self.below)
+        across = size * self.aside
+        aside = torch.minimum(across.amax(1) * self.outside, (across * self.moved).norm(dim=1)) * self.rho
+        return self.bend.against(-along, self.crossing, self.moved) + straightened + aside
+
+
+def _module(node: Node) -> Any:
+    """The projection, of a secant or by itself."""
+    return node.function if isinstance(node.function, nn.Module) else node.args[2]
 
 
 @dataclass(frozen=True)

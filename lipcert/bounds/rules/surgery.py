@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
-from lipcert.bounds._remainder import Kinked, Radial, RadialKink, per_image, remainder
+from lipcert.bounds._remainder import Against, Kinked, Radial, RadialKink, per_image, remainder
 from lipcert.bounds._value import Value, largest
 from lipcert.bounds.remainders.radial import ByGroup
+from lipcert.bounds.remainders.secants import SecantProjection
 from lipcert.graph import Node
 from lipcert.surgery import (
     ClippedMaxMin,
@@ -130,12 +131,24 @@ class SmoothProjection(Radial):
 
 @remainder(LayerProject, RmsLayerProject)
 class LayerProjection(RadialKink):
-    """u = h·min(1, R/‖h‖): :class:`RadialKink`."""
+    """u = h·min(1, R/‖h‖): :class:`RadialKink`, or a secant of width 0."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
         length, axis = _lengths(module, operands[0])
         super().__init__(length, float(module.radius), module.weight.detach(), axis)
+        self.secant = SecantProjection(node, [operands[0], torch.zeros_like(length[:, :1])], result)
+        self.units = self.secant.units
+
+    token = SecantProjection.token
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        plain = super().norm(rho)
+        return plain if len(rho) == 1 else torch.minimum(plain, self.secant.norm(rho))
+
+    def against(self, direction: Tensor) -> Against:
+        plain, secant = super().against(direction), self.secant.against(direction)
+        return lambda rho: plain(rho) if len(rho) == 1 else torch.minimum(plain(rho), secant(rho))
 
 
 @remainder(GroupSmoothProject)
