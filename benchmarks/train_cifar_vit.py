@@ -32,7 +32,7 @@ and the one in results/anchored_smooth3.json, without a stem, in three, with hal
         --start b.safetensors --epochs 7 --hold 1.3 --curved 1.1 --conv 1.1 --scores 0.3 --eps 0.22 \
         --temperature 0.06 0.035
 
-The one with four blocks in results/anchored_smooth4.json took two, 40 minutes of a core:
+The one with four blocks in results/anchored_smooth4.json took two:
 
     python -m benchmarks.train_cifar_vit --data D --out a.safetensors --depth 4 \
         --epochs 5 --lr 1.5e-3 --hold 1.4 --curved 1.4 --conv 1.4 --eps 0.2 --temperature 0.2 0.07

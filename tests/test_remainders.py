@@ -354,10 +354,17 @@ BLOCKWISE = [
 ]
 
 
-def blocks_within(delta, block, most):
-    """The deviation with every block of entries shortened to a length of ``most``."""
-    blocks = delta.reshape(len(delta), -1, block)
-    return (blocks * (most / blocks.norm(dim=2, keepdim=True).clamp_min(1e-300)).clamp_max(1)).reshape(delta.shape)
+def cut_to(most, block=1):
+    """Shortens every block of entries of deviations to a length of ``most``."""
+
+    def cut(deltas):
+        if block == 1:
+            return [delta.clamp(-most, most) for delta in deltas]
+        parts = [delta.reshape(len(delta), -1, block) for delta in deltas]
+        shares = [(most / part.norm(dim=2, keepdim=True).clamp_min(1e-300)).clamp_max(1) for part in parts]
+        return [(p * share).reshape(d.shape) for p, share, d in zip(parts, shares, deltas, strict=True)]
+
+    return cut
 
 
 @pytest.mark.parametrize(("key", "index"), BLOCKWISE, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -378,8 +385,7 @@ def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
         assert bool((inner <= answer(given[:1]) * (1 + 1e-12)).all())
         slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
         for objective, bound in ((norms, norm), (against(g), inner)):
-            cut = lambda deltas, peak=peak: [blocks_within(d, block, peak) for d in deltas]  # noqa: E731
-            for rest, _ in site.ascent(objective, [rho], 4, cut):
+            for rest, _ in site.ascent(objective, [rho], 4, cut_to(peak, block)):
                 found = objective(rest).reshape(-1, POINTS)
                 assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
 
@@ -442,9 +448,8 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
             bound = total(site.rule, flat, given, torch.full_like(given[0], math.inf))
             slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
-            cut = lambda deltas, peak=peak: [d.clamp(-peak, peak) for d in deltas]  # noqa: E731
             summed = lambda rest, weight=weight: (rest.abs() * repeated(weight, rest)).flatten(1).sum(1)  # noqa: E731
-            for rest, (delta,) in site.ascent(summed, [rho], 3, cut):
+            for rest, (delta,) in site.ascent(summed, [rho], 3, cut_to(peak)):
                 found = summed(rest).reshape(-1, POINTS)
                 sizes = norms(delta * repeated(weight, delta).sqrt()).reshape(-1, POINTS)
                 weighed = torch.stack([total(site.rule, flat, given, size) for size in sizes])
@@ -559,8 +564,7 @@ def test_remainder_of_a_secant(name, share):
             given = [torch.full((POINTS,), v, dtype=torch.float64) for v in ((rho, peak) if entrywise else (rho,))]
             norm, inner = rule.norm(given), [rule.against(d)(given) for d in directions]
             slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            cut = lambda deltas, peak=peak: [d.clamp(-peak, peak) for d in deltas]  # noqa: E731
-            for rest, _ in site.ascent(norms, [rho], 4, cut):
+            for rest, _ in site.ascent(norms, [rho], 4, cut_to(peak)):
                 assert bool((norms(rest).reshape(-1, POINTS) <= norm * (1 + 1e-9) + slack).all()), (width, rho)
                 for d, most in zip(directions, inner, strict=True):
                     inside = against(d)(rest).reshape(-1, POINTS)
@@ -579,16 +583,11 @@ def test_secant_rules_increase_with_rho(name):
             assert bool((values[1:] >= values[:-1] * (1 - 1e-12)).all())
 
 
-def along(rule, deltas, token):
-    """What tokens deviate by along their unit vectors, and these, for deviations of the operand."""
-    parts = deltas.reshape(len(deltas), -1, token)
-    units = repeated(rule.units, deltas).reshape(parts.shape)
-    return parts, units, (parts * units).sum(-1)
-
-
 def tokens_within(rule, delta, token, together, most):
     """The deviation with what is along tokens cut to a largest entry, and then to a norm."""
-    parts, units, moved = along(rule, delta, token)
+    parts = delta.reshape(len(delta), -1, token)
+    units = repeated(rule.units, delta).reshape(parts.shape)
+    moved = (parts * units).sum(-1)
     kept = moved.clamp(-most, most)
     kept = kept * (together / kept.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp_max(1)
     return (parts + (kept - moved)[..., None] * units).reshape(delta.shape)
@@ -598,7 +597,8 @@ def attack_tokens(site, rule, share):
     """No deviation of norm ρ whose tokens move little along themselves leaves the linearisation by more."""
     token = rule.token(site.node)
     g = seeded(*site.result.shape, seed=3)
-    directions = (g, -g, repeated(rule.units, g).reshape(g.shape), -repeated(rule.units, g).reshape(g.shape))
+    along = rule.units.reshape(g.shape)
+    directions = (g, -g, along, -along)
     for rho in RADII[::2]:
         together, peak = share * rho, 0.8 * share * rho
         given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, together, peak)]

@@ -64,6 +64,8 @@ _PASSES = 100
 _SEARCH = 1e8
 # Entries of the Gram matrices of blocks of rows, for an image; beyond, blocks are not told from the whole.
 _GRAMS = 2**25
+# Of how far a value moves, what rounding may hide of how far its tokens move along themselves.
+_ALONG = 1e-12
 # Entries of the Jacobians that are written out at once, 1 GiB.
 _MOST = 2**27
 
@@ -458,7 +460,10 @@ class Linearized:
 
     def remainders(self, values: dict[Node, Tensor]) -> dict[Node, Remainder]:
         """The remainder rules at nominal points."""
-        return {v: rule(v, [values[operand] for operand in v.operands], values[v]) for v, rule in self.rules.items()}
+        return {v: self._rule(v, values) for v in self.rules}
+
+    def _rule(self, v: Node, values: dict[Node, Tensor]) -> Remainder:
+        return self.rules[v](v, [values[operand] for operand in v.operands], values[v])
 
     def norms(self, values: dict[Node, Tensor], images: int, progress: Progress | None = None) -> Norms:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with probability ``delta``."""
@@ -500,25 +505,26 @@ class Linearized:
                 found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, place)
             if progress is not None:
                 progress(len(found.gains) + len(found.peaks) + len(found.weighed), in_all)
+        rules: dict[Node, Any] = {v: self._rule(v, values) for v in self.tokens}
         for a, v in self.along:
-            found.along[a, v] = self._along(a, v, values, images)
+            found.along[a, v] = self._along(a, v, values, rules[v].units)
             if progress is not None:
                 progress(sum(map(len, (found.gains, found.peaks, found.weighed, found.along))), in_all)
         return found
 
-    def _along(self, a: Node, v: Node, values: dict[Node, Tensor], images: int) -> Tensor:
+    def _along(self, a: Node, v: Node, values: dict[Node, Tensor], units: Tensor) -> Tensor:
         """Upper bounds on ‖D G(a → u)‖ and on the norms of its rows, shape (N, 2), for the operand u of v.
 
-        Row t of D is the unit vector of token t of u in the entries of that token. So D has norm 1 at most.
+        Row t of D is the unit vector of token t of u in the entries of that token. So D has norm 1 at most. What is
+        left of G after D may be small against G, and products are off by some 1e-14 ‖G‖: see :data:`_ALONG`.
         """
-        rows, (u, *_) = self._rows(v), v.operands
+        rows, images = self._rows(v), len(units)
         together = max(1, min(images, _MOST // (rows * math.prod(a.shape))))
         found = []
-        for _, part in _parts(values, images, together):
-            rule: Any = self.rules[v](v, [part[operand] for operand in v.operands], part[v])
-            _, adjoint = self._products(a, u, part, several=True, scale=rule.units, token=self.tokens[v])
-            norms = explicit_rows(adjoint, len(rule.units), rows, device=rule.units.device)
-            found.append(torch.stack(norms, 1))
+        for i, part in _parts(values, images, together):
+            scale = units[i : i + together]
+            _, adjoint = self._products(a, v.operands[0], part, several=True, scale=scale, token=self.tokens[v])
+            found.append(torch.stack(explicit_rows(adjoint, len(scale), rows, device=scale.device), 1))
         return torch.cat(found)
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], images: int) -> Tensor:
@@ -764,8 +770,8 @@ class Linearization:
             rho.append(torch.minimum(rho[0], moved(self.method.operands(v)[0], self.peak)))
         if v in self.method.tokens:
             for which in (0, 1):
-                gain = partial(self.along_gain, v, which)
-                rho.append(torch.minimum(rho[-1], moved(self.method.operands(v)[0], gain)))
+                along = moved(self.method.operands(v)[0], partial(self.along_gain, v, which))
+                rho.append(torch.minimum(rho[-1], along + _ALONG * rho[0]))
         return rho
 
     def inside(
