@@ -10,10 +10,17 @@ from torch import Tensor
 
 import lipcert
 from lipcert.attacks._ball import project
-from lipcert.data import Images
+from lipcert.data import Batch, Images
 
 EPS = 36 / 255
 BATCH = 128
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The classes of images, shape (N,); these measurements need them."""
+    if batch.labels is None:
+        raise SystemExit("the images have no labels of the model's classes; give a folder with class folders")
+    return batch.labels
 
 
 def clean(model: lipcert.Model, images: Images) -> float:
@@ -21,7 +28,7 @@ def clean(model: lipcert.Model, images: Images) -> float:
     right = seen = 0
     with torch.no_grad():
         for batch in images.batches(BATCH):
-            right += int((model(batch.images).argmax(1) == batch.labels).sum())
+            right += int((model(batch.images).argmax(1) == labels_of(batch)).sum())
             seen += len(batch)
     return right / seen
 

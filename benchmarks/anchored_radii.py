@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import lipcert
-from benchmarks._cifar import first_order_limit
+from benchmarks._cifar import first_order_limit, labels_of
 from benchmarks._env import environment
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import margins
@@ -70,7 +70,7 @@ def main() -> None:
         seconds += time.process_time() - before
         found["lofast"].append(anchor.layers().radius(predicted, gaps))
         found["limit"].append(first_order_limit(model, images, predicted))
-        found["right"].append(predicted == batch.labels)
+        found["right"].append(torch.eq(predicted, labels_of(batch)))
         found["margin"].append(gaps.amin(1))
         found["attacked"].append(attacked(model, images, predicted, 0.05))
         found["bound"].append(anchor.least_margin(torch.full((len(images),), 0.05).double(), predicted, gaps))

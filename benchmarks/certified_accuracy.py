@@ -26,7 +26,7 @@ import torch
 
 import benchmarks.train_cifar_vit  # noqa: F401  registers its architecture
 import lipcert
-from benchmarks._cifar import EPS, clean, first_order_limit, pgd
+from benchmarks._cifar import EPS, clean, first_order_limit, labels_of, pgd
 from benchmarks._env import environment
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import margins
@@ -104,7 +104,7 @@ def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2
         missing = [place for place, index in enumerate(batch.indices) if index not in known]
         if missing:
             places = [batch.indices[place] for place in missing]
-            tasks.append((path, batch.images[missing], batch.labels[missing], places))
+            tasks.append((path, batch.images[missing], labels_of(batch)[missing], places))
     with (
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
         rows_at.open("a", encoding="utf-8") as file,

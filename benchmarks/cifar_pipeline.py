@@ -76,7 +76,7 @@ def main() -> None:
 
     models = {path.stem: lipcert.load(path) for path in steps.made}
     row = {**summary, "gflops_an_image": flops(models["finetuned"]) / 1e9, "minutes": sum(steps.minutes().values())}
-    result = {
+    result: dict[str, Any] = {
         "arguments": {key: value for key, value in vars(args).items() if key not in ("data", "work")},
         "eps": EPS,
         "row": row,

@@ -1,6 +1,6 @@
 """What one dot-product attention layer does to a perturbation: bounds over the largest change that an attack finds.
 
-Run as ``python benchmarks/lofast_attention.py``; writes ``benchmarks/results/lofast_attention.json``. The layers have
+Run as ``python -m benchmarks.lofast_attention``; writes ``benchmarks/results/lofast_attention.json``. The layers have
 orthogonal weights (so every norm is 1), the inputs tokens of a given norm, as after a projection onto a ball. Each
 ratio is the largest over ``INPUTS`` inputs of bound / attack, so 1 would be exact. ``naive`` and ``ball`` are the
 baselines of ``lipcert.certifier._lofast``.
@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from _env import environment
 from torch import Tensor
 
+from benchmarks._env import environment
 from lipcert.certifier._lofast import Attention, attention_sensitivity, ball_change, naive_change
 
 INPUTS, TOKENS, DIM, HEADS = 4, 16, 64, 4
@@ -28,7 +28,8 @@ RESULT = Path(__file__).parent / "results" / "lofast_attention.json"
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.linalg.qr(torch.randn(DIM, DIM, generator=generator).double())[0] for _ in range(4)]
-    layer = Attention(*weights, heads=HEADS)
+    wq, wk, wv, wo = weights
+    layer = Attention(wq, wk, wv, wo, heads=HEADS)
     directions = torch.randn(INPUTS, TOKENS, DIM, generator=generator).double()
     directions = directions / directions.norm(dim=-1, keepdim=True)
     rows = []

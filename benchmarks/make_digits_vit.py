@@ -84,6 +84,7 @@ def main() -> None:
     save_file({"images": held_images[:BUNDLED], "labels": held_labels[:BUNDLED]}, args.assets / "digits.safetensors")
     count = args.limit or len(held_images)
     result = lipcert.certify(model, held_images[:count].float() / 255, held_labels[:count], eps=EPS)
+    assert result.correct is not None
     print(
         f"{count} held-out images: clean {result.correct.double().mean():.3f}, certified at 36/255 "
         f"{result.certified_accuracy:.3f}, median radius {result.radius.median():.3f}, by {Counter(result.method)}"

@@ -41,7 +41,7 @@ from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import remainder_of
 from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, _capture, explicit_attention, needed
+from lipcert.graph import Graph, Node, explicit_attention, needed, outline
 from lipcert.surgery._swap import plan
 from lipcert.zoo import TABLE
 
@@ -96,13 +96,9 @@ def _class(module: nn.Module) -> str:
 
 
 def structure(net: nn.Module) -> Graph:
-    """The captured network of a model without weights. Nothing is computed, so nothing can be compared."""
-    recorder = _capture._Recorder(kept_whole, {module: path for path, module in net.named_modules()})
-    images = torch.empty(1, *net.default_cfg["input_size"], device="meta")  # type: ignore[index]
-    start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
-    with torch.no_grad(), torch.device("meta"), _capture._module_calls_go_to(recorder):
-        output = net(_capture.Tracked(images, start, recorder))
-    return Graph(start, output.node, (start, *recorder.nodes))
+    """The operations of a model without weights."""
+    size: Any = net.default_cfg
+    return outline(net, size["input_size"], kept_whole)
 
 
 def describe(name: str, known: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import multiprocessing
 import resource
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -25,7 +26,9 @@ from lipcert.certifier import METHODS, Certifier
 NAME = "vit_tiny_patch16_224"
 
 
-def measure(method: str, attention: str, images: int, classes: int, passes: float | None) -> dict[str, object]:
+def measure(
+    method: str, attention: Literal["l2", "keep"], images: int, classes: int, passes: float | None
+) -> dict[str, object]:
     """Runs in a process of its own, so that the peak memory is that of this method."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Rigorous norms against torch's singular values, on the weight matrices of vit_base_patch16_224 with random weights.
 
-Run as ``python benchmarks/operator_norms.py``; writes ``benchmarks/results/operator_norms.json``. The two are timed in
+Run as ``python -m benchmarks.operator_norms``; writes ``benchmarks/results/operator_norms.json``. The two are timed in
 turn, and the best of ``REPEATS`` runs counts. The weights are float32, so torch's figure is one in float32 arithmetic,
 while the bound holds for the exact weights. ``loose`` is relative to the singular value in float64.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import timm
 import torch
-from _env import environment
 
+from benchmarks._env import environment
 from lipcert.norms import dense_norm
 
 MODEL = "vit_base_patch16_224"
@@ -26,7 +26,7 @@ RESULT = Path(__file__).parent / "results" / "operator_norms.json"
 def main() -> None:
     torch.manual_seed(0)
     model = timm.create_model(MODEL)
-    matrices: dict[tuple[int, int], list[torch.Tensor]] = {}
+    matrices: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in model.parameters():
         if parameter.dim() in (2, 4):
             matrix = parameter.detach().flatten(1)

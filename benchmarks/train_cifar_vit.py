@@ -76,7 +76,7 @@ def cifar_vit_stem(stem: Sequence[int] = (96,), patch_size: int = 4, **arguments
     for before, channels in zip((3, *stem), stem, strict=False):
         layers += [nn.Conv2d(before, channels, 5, 2, 2), nn.GELU()]
     embed = partial(HybridEmbed, backbone=nn.Sequential(*layers))
-    net = VisionTransformer(patch_size=patch_size, embed_layer=embed, **arguments)
+    net: Any = VisionTransformer(patch_size=patch_size, embed_layer=embed, **arguments)
     net.pretrained_cfg = {"input_size": (3, 32, 32), "mean": MEAN, "std": STD, "crop_pct": 1.0}
     return net
 

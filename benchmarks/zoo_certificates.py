@@ -130,7 +130,8 @@ def measure(name: str, passes: float, tell: Callable[[dict[str, Any]], None]) ->
     row["methods"] = {}
     for method, prepare in stages(certifier, passes).items():
         started = time.process_time()
-        row["methods"][method] = entry = {}
+        entry: dict[str, Any] = {}
+        row["methods"][method] = entry
         try:
             with torch.no_grad():
                 stage, delta, entry["norms"], entry["products"] = prepare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
+import lipcert
 from lipcert.errors import ConvertError, InputError
 from lipcert.model import Model
 from lipcert.surgery import (
+    GroupSmoothProject,
     L2Attention,
     L2WindowAttention,
     LayerProject,
@@ -271,6 +274,18 @@ def test_layer_norm_2d_and_other_norms() -> None:
     resnet: Any = convert(small("resnet18"), norm="project")
     assert resnet.conversion.kept == ()  # batch norm is linear and folded into the convolution before it
     assert not any(isinstance(module, LayerProject) for module in resnet.modules())
+
+
+@pytest.mark.parametrize(("name", "now"), [("gn", GroupSmoothProject), ("ln", SmoothProject)])
+def test_norms_with_an_activation_keep_it(name: str, now: type[nn.Module], tmp_path: Path) -> None:
+    model: Any = lipcert.load(f"test_efficientnet_{name}", pretrained=False, input_size=(3, 32, 32))
+    before, pixels = lipcert.lipschitz(model).log10, torch.rand(2, 3, 32, 32)
+    convert(model, norm="smooth")
+    assert model.conversion.kept == ()
+    assert [type(part) for part in model.net.bn1] == [now, nn.SiLU]
+    assert lipcert.lipschitz(model).log10 < before - 10
+    lipcert.save(model, tmp_path / "a.safetensors")
+    assert torch.equal(lipcert.load(tmp_path / "a.safetensors")(pixels), model(pixels))
 
 
 def test_norm_without_weight_and_bias() -> None:

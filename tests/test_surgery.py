@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import apply_rot_embed_cat
+from timm.models import metaformer
 from torch import Tensor, nn
 
 from lipcert._upper import Upper
@@ -843,6 +844,14 @@ def test_projections_of_groups(x: Tensor, scale: float, groups: int, kind: Any) 
         (nn.GroupNorm(3, 6), (6, 4, 4)),
         (timm.layers.GroupNorm1(6), (6, 4, 4)),
         (timm.layers.LayerNorm2d(6), (6, 2, 2)),
+        (metaformer.LayerNormNoBias(6), (3, 6)),
+        (metaformer.LayerNorm2dNoBias(6), (6, 2, 2)),
+        (metaformer.GroupNorm1NoBias(6), (6, 4, 4)),
+        (timm.layers.LayerNormAct(6, act_layer=nn.GELU), (3, 6)),
+        (timm.layers.LayerNormAct2d(6), (6, 2, 2)),
+        (timm.layers.RmsNormAct2d(6, act_layer=nn.SiLU), (6, 2, 2)),
+        (timm.layers.GroupNormAct(6, 3, act_layer=nn.SiLU), (6, 4, 4)),
+        (timm.layers.GroupNorm1Act(6, apply_act=False), (6, 4, 4)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -851,12 +860,44 @@ def test_projections_stand_for_their_normalisations(norm: Any, shape: tuple[int,
     norm = copy.deepcopy(norm)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(6))
-    (edit,), kept = plan(nn.Sequential(norm), attention="keep", norm=kind)
+    net = nn.Sequential(norm).eval()
+    (edit,), kept = plan(net, attention="keep", norm=kind)
     assert kept == []
     new: Any = edit.new
     x = torch.randn(1, *shape)
     rows = new.rows(x)
     rows = rows / (rows - rows.mean(-1, keepdim=True) if new.centred else rows).norm(dim=-1, keepdim=True)
-    x = rows.movedim(-1, 1) if type(norm).__name__.endswith("2d") else rows.reshape(x.shape)
+    x = rows.movedim(-1, 1) if new.channels_first and not hasattr(new, "groups") else rows.reshape(x.shape)
     calibrate_projection(new, norm, x)
-    assert torch.allclose(new(x), norm(x), atol=1e-3)
+    expected = norm(x)
+    assert edit.apply().now == type(new).__name__
+    assert not any(module.training for module in net.modules())
+    assert torch.allclose(net(x), expected, atol=1e-3)
+    edit.revert()
+    assert net[0] is norm
+    assert torch.equal(net(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (timm.layers.grn.GlobalResponseNorm(6), "a gate"),
+        (timm.layers.SimpleNorm2d(6), "does not subtract"),
+        (timm.layers.EvoNorm2dS0(8), "a gate"),
+        (timm.layers.filter_response_norm.FilterResponseNormTlu2d(6), "every channel by itself"),
+        (nn.InstanceNorm2d(6), "no projection is known"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_normalisations_without_a_projection_are_named(norm: nn.Module, reason: str) -> None:
+    edits, (kept,) = plan(nn.Sequential(norm), attention="keep", norm="smooth")
+    assert edits == []
+    assert (kept.path, kept.was) == ("0", type(norm).__name__)
+    assert reason in kept.reason
+
+
+def test_a_head_with_a_norm_inside_is_not_taken_for_one() -> None:
+    head = timm.layers.ClNormMlpClassifierHead(6, 0)
+    (edit,), kept = plan(nn.Sequential(head), attention="keep", norm="smooth")
+    assert edit.path == "0.norm"
+    assert kept == []

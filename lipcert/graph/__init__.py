@@ -4,8 +4,8 @@
 ``__torch_function__``, so every operation whose operands depend on the image is seen, control flow included.
 """
 
-from lipcert.graph._capture import capture
+from lipcert.graph._capture import capture, outline
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._stages import Replay, cuts, explicit_attention, needed
 
-__all__ = ["Graph", "Node", "Replay", "canonical", "capture", "cuts", "explicit_attention", "needed"]
+__all__ = ["Graph", "Node", "Replay", "canonical", "capture", "cuts", "explicit_attention", "needed", "outline"]

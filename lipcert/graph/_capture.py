@@ -333,6 +333,16 @@ class _Recorder:
             self.nodes = outer
             self.stack.pop()
 
+    def graph(self, start: Node, outcome: Any) -> Graph:
+        """All that was recorded between the image and the module's outcome."""
+        if not isinstance(outcome, Tracked):
+            raise InputError("the model's output does not depend on the image")
+        self.check_current(outcome)
+        for constant, version, name, path in self.constants:
+            if _version(constant) != version:
+                raise UnsupportedOperation([(f"{name} with a tensor that is written to later", path)])
+        return Graph(start, outcome.node, (start, *self.nodes))
+
 
 def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
@@ -467,15 +477,37 @@ def capture(
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")
         with _module_calls_go_to(recorder):
             outcome = module(Tracked(images.clone(), start, recorder))
-    if not isinstance(outcome, Tracked):
-        raise InputError("the model's output does not depend on the image")
-    recorder.check_current(outcome)
-    for constant, version, name, path in recorder.constants:
-        if _version(constant) != version:
-            raise UnsupportedOperation([(f"{name} with a tensor that is written to later", path)])
+    graph = recorder.graph(start, outcome)
     if not _agree(outcome.tensor, truth):
         raise UnsupportedOperation([("forward code that takes another way when it is captured", "")])
-    return Graph(start, outcome.node, (start, *recorder.nodes))
+    return graph
+
+
+def outline(
+    module: nn.Module, size: tuple[int, ...], whole: Callable[[nn.Module], bool] = lambda module: False
+) -> Graph:
+    """The operations of a network on the meta device, which has shapes and no numbers.
+
+    Nothing is computed, so nothing is compared with the network's own result either: this tells which rules a network
+    needs, and is not a basis for bounds.
+
+    Args:
+        module: the network, with parameters on the meta device.
+        size: of an image, (C, H, W).
+        whole: as for :func:`capture`.
+
+    Returns:
+        The graph from one image to the module's output.
+
+    Raises:
+        InputError: the output does not depend on the image.
+        UnsupportedOperation: as :func:`capture`.
+    """
+    recorder = _Recorder(whole, {child: path for path, child in module.named_modules()}, real=False)
+    images = torch.empty(1, *size, device="meta")
+    start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
+    with torch.no_grad(), torch.device("meta"), _module_calls_go_to(recorder):
+        return recorder.graph(start, module(Tracked(images, start, recorder)))
 
 
 def _agree(captured: Tensor, truth: Tensor) -> bool:

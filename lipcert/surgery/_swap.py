@@ -65,6 +65,7 @@ class Edit:
         path: where it stands.
         old: the module.
         new: what replaces it; None for a linear map, which stays the same object with its hooks and changes its class.
+        after: parts of the old module that stay behind the new one, such as the activation of a norm that has one.
         places: every (parent, name) under which it is registered.
     """
 
@@ -72,6 +73,7 @@ class Edit:
     old: nn.Module
     new: nn.Module | None
     places: Sequence[tuple[nn.Module, str]]
+    after: Sequence[nn.Module] = ()
 
     def __post_init__(self) -> None:
         self.was = type(self.old)
@@ -79,9 +81,13 @@ class Edit:
     def apply(self) -> Swapped:
         if self.new is None:
             self.old.__class__ = _LINEAR[self.was]
+        now = self.new or self.old
+        swapped = Swapped(self.path, self.was.__name__, type(now).__name__)
+        if self.after:
+            now = nn.Sequential(now, *self.after).train(self.old.training)
         for parent, name in self.places:
-            setattr(parent, name, self.new or self.old)
-        return Swapped(self.path, self.was.__name__, type(self.new or self.old).__name__)
+            setattr(parent, name, now)
+        return swapped
 
     def initialise(self, tokens: Tensor | None = None) -> None:
         """First weights of new attention, from the tokens that it sees where they are known."""
@@ -143,18 +149,23 @@ def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit
         if module in inside_new:
             continue
         new: nn.Module | None = None
+        after: list[nn.Module] = []
         reason = attention_reason(module) if attention == "l2" else None
         if reason is None and norm != "keep":
             reason = norm_reason(module)
         if reason:
             kept.append(Kept(path, type(module).__name__, reason))
         if reason == "":
-            new = _distance_attention(module) if class_name(module) in ATTENTIONS else _projection(module, norm, device)
+            if class_name(module) in ATTENTIONS:
+                new = _distance_attention(module)
+            else:
+                new = _projection(module, norm, device)
+                after = [part for part in module.children() if not isinstance(part, nn.Identity)]
             inside_new.update(module.modules())
         elif type(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
             continue
         if new is None or module in places:
-            edits.append(Edit(path, module, new, places.get(module, ())))
+            edits.append(Edit(path, module, new, places.get(module, ()), after))
     return edits, kept
 
 

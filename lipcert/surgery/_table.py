@@ -203,7 +203,7 @@ KEPT: dict[str, str] = {
 }
 
 # Normalisations: what a projection in their place centres and over what it measures. "rms" does not centre, "group" has
-# groups of channels for tokens.
+# groups of channels for tokens. An activation that is part of the class stays behind the projection.
 NORMS: dict[str, str] = {
     "torch.nn.modules.normalization.LayerNorm": "tokens",
     "timm.layers.norm.LayerNorm": "tokens",
@@ -219,6 +219,34 @@ NORMS: dict[str, str] = {
     "torch.nn.modules.normalization.GroupNorm": "group",
     "timm.layers.norm.GroupNorm": "group",
     "timm.layers.norm.GroupNorm1": "group",
+    "timm.models.metaformer.LayerNormNoBias": "tokens",
+    "timm.models.metaformer.LayerNorm2dNoBias": "channels",
+    "timm.models.metaformer.GroupNorm1NoBias": "group",
+    "timm.layers.norm_act.LayerNormAct": "tokens",
+    "timm.layers.norm_act.LayerNormActFp32": "tokens",
+    "timm.layers.norm_act.LayerNormAct2d": "channels",
+    "timm.layers.norm_act.LayerNormAct2dFp32": "channels",
+    "timm.layers.norm_act.RmsNormAct": "rms tokens",
+    "timm.layers.norm_act.RmsNormActFp32": "rms tokens",
+    "timm.layers.norm_act.RmsNormAct2d": "rms channels",
+    "timm.layers.norm_act.RmsNormAct2dFp32": "rms channels",
+    "timm.layers.norm_act.GroupNormAct": "group",
+    "timm.layers.norm_act.GroupNorm1Act": "group",
+}
+
+_DEVIATION = "divides by the deviation from a mean that it does not subtract"
+_EVOLVED = "a gate over a deviation, not a normalisation alone"
+_EVO_NORMS = ("B0", "B1", "B2", "S0", "S0a", "S1", "S1a", "S2", "S2a")
+
+KEPT_NORMS: dict[str, str] = {
+    "timm.layers.grn.GlobalResponseNorm": "a gate: each channel is multiplied by its share of the image",
+    "timm.layers.norm.SimpleNorm": _DEVIATION,
+    "timm.layers.norm.SimpleNormFp32": _DEVIATION,
+    "timm.layers.norm.SimpleNorm2d": _DEVIATION,
+    "timm.layers.norm.SimpleNorm2dFp32": _DEVIATION,
+    **{f"timm.layers.evo_norm.EvoNorm2d{kind}": _EVOLVED for kind in _EVO_NORMS},
+    "timm.layers.filter_response_norm.FilterResponseNormTlu2d": "normalises every channel by itself, with no mean",
+    "timm.layers.filter_response_norm.FilterResponseNormAct2d": "normalises every channel by itself, with no mean",
 }
 
 # What needs no surgery, being linear in evaluation: bounds fold it into the operator before it.
@@ -261,10 +289,14 @@ def norm_reason(module: nn.Module) -> str | None:
     if name in NORMS:
         shape = getattr(module, "normalized_shape", (0,))
         return "" if len(tuple(shape)) == 1 else "it normalises over several dimensions"
+    if name in KEPT_NORMS:
+        return KEPT_NORMS[name]
     if name in LINEAR_NORMS or "norm" not in type(module).__name__.lower():
         return None
-    weighty = any(isinstance(part, (nn.Linear, nn.modules.conv._ConvNd)) for part in module.modules())
-    return None if weighty else "no projection is known for this class"
+    inside = {*NORMS, *KEPT_NORMS, *LINEAR_NORMS}
+    maps = (nn.Linear, nn.modules.conv._ConvNd)
+    contains = any(isinstance(part, maps) or class_name(part) in inside for part in module.modules())
+    return None if contains else "no projection is known for this class"
 
 
 def _called_attention(module: nn.Module) -> bool:
