@@ -7,30 +7,13 @@ from typing import Annotated
 
 import typer
 
-from lipcert._timm import first_line
 from lipcert._version import version
-from lipcert.errors import InputError
+from lipcert.errors import InputError, first_line
 
-from ._certify import certify
-from ._constrain import constrain
-from ._convert import convert
-from ._doctor import doctor
-from ._examples import examples
-from ._finetune import finetune
-from ._inspect import inspect
-from ._models import models
-from ._options import one_line_errors
-from ._report import report
-from ._verify import verify
+from ._commands import SETTINGS, Commands
+from ._errors import one_line_errors
 
-app = typer.Typer(
-    name="lipcert",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for command in (convert, inspect, constrain, finetune, certify, report, verify, models, doctor):
-    app.command(epilog=examples(command.__name__))(command)
+app = typer.Typer(name="lipcert", cls=Commands, no_args_is_help=True, **SETTINGS)
 
 
 def _show_version(wanted: bool) -> None:

@@ -19,6 +19,7 @@ from lipcert.results import Tally, describe, shard_path, summary, summary_path
 from lipcert.roundoff import DTYPES
 from lipcert.runs import certify_in_memory, certify_to_file
 
+from ._errors import one_line_errors
 from ._options import (
     Checkpoint,
     Data,
@@ -26,7 +27,6 @@ from ._options import (
     ModelNames,
     NoPretrained,
     load_model,
-    one_line_errors,
     parse_eps,
     parse_shard,
     read_names,

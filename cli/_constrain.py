@@ -20,7 +20,8 @@ from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
 from lipcert.loading import resolve
 
-from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors
+from ._errors import one_line_errors
+from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, print_table, progress, say, upper
 from ._torchrun import torchrun

@@ -16,7 +16,8 @@ from lipcert.model import Model
 from lipcert.surgery import Adaptation, ConversionReport
 from lipcert.surgery import convert as convert_model
 
-from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model, one_line_errors
+from ._errors import one_line_errors
+from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model
 from ._output import check_out, default_name
 from ._print import busy, print_facts, progress, say, upper
 

@@ -16,7 +16,7 @@ from lipcert._memory import memory_left
 from lipcert._version import version
 from lipcert.loading import BUNDLED
 
-from ._options import one_line_errors
+from ._errors import one_line_errors
 from ._print import busy, print_facts
 
 PACKAGES = ("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "rich", "typer")

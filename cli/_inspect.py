@@ -8,7 +8,8 @@ import typer
 
 from lipcert.bounds import Bound, LayerBound, lipschitz
 
-from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model, one_line_errors
+from ._errors import one_line_errors
+from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model
 from ._print import lower, print_facts, print_table, progress, upper
 
 TOP = 20

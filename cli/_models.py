@@ -12,7 +12,7 @@ import typer
 from lipcert.errors import InputError
 from lipcert.zoo import Architecture, architectures
 
-from ._options import one_line_errors
+from ._errors import one_line_errors
 from ._print import print_table, say
 
 _COLUMNS = ("architecture", "family", "parameters", "bound", "convert", "certificates")

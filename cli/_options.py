@@ -1,20 +1,16 @@
 """Options that several commands share, and what their texts mean."""
 
 import ast
-import functools
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 import timm
 import torch
 import typer
 
-from lipcert._memory import is_out_of_memory
-from lipcert._timm import first_line
-from lipcert.errors import BrokenCertificate, InputError, Interrupted, LipcertError
+from lipcert.errors import InputError
 from lipcert.loading import BUNDLED, load, resolve
 from lipcert.model import Model
 
@@ -54,41 +50,6 @@ Data = Annotated[
         show_default=False,
     ),
 ]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Prints lipcert's errors as one line each and exits with 2; with 130 where the user stopped the run.
-
-    A false certificate is a defect of lipcert: it is said loudly, and the exit code is 3.
-    """
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except Interrupted as error:
-            say(f"lipcert: {error}")
-            raise typer.Exit(130) from error
-        except BrokenCertificate as error:
-            say(f"lipcert: A CERTIFICATE IS FALSE: {error}")
-            say("lipcert: the run is stopped; please report it, with the model and this command")
-            raise typer.Exit(3) from error
-        except LipcertError as error:
-            say(f"lipcert: {error}")
-            raise typer.Exit(2) from error
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            say(f"lipcert: the memory does not suffice ({first_line(error)}); take a smaller model or a larger machine")
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            say("lipcert: interrupted")
-            raise typer.Exit(130) from error
-
-    return wrapped
 
 
 def parse_eps(text: str) -> float:

@@ -8,7 +8,8 @@ import typer
 
 from lipcert.report import OVERVIEW, available, facts, overview, radii_of_interest, read_runs, remarks, text_plot, write
 
-from ._options import one_line_errors, parse_eps
+from ._errors import one_line_errors
+from ._options import parse_eps
 from ._print import busy, print_facts, print_table, say
 
 

@@ -12,7 +12,8 @@ from lipcert.loading import BUNDLED
 from lipcert.verify import Claims
 from lipcert.verify import verify as verify_rows
 
-from ._options import Checkpoint, ModelArgs, NoPretrained, complete_model, load_model, one_line_errors
+from ._errors import one_line_errors
+from ._options import Checkpoint, ModelArgs, NoPretrained, complete_model, load_model
 from ._print import print_facts, progress, say
 
 SAMPLE = 16

@@ -6,16 +6,22 @@
 >>> result = lipcert.certify(model, images, labels, eps=36 / 255)
 """
 
-from lipcert import attacks, bounds, errors, surgery
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 from lipcert._version import version
-from lipcert.artifact import save
-from lipcert.bounds import lipschitz
-from lipcert.certifier import certify
-from lipcert.certvit import constrain
-from lipcert.loading import load
-from lipcert.model import Model
-from lipcert.surgery import convert
-from lipcert.training import finetune
+
+if TYPE_CHECKING:
+    from lipcert import attacks, bounds, errors, surgery
+    from lipcert.artifact import save
+    from lipcert.bounds import lipschitz
+    from lipcert.certifier import certify
+    from lipcert.certvit import constrain
+    from lipcert.loading import load
+    from lipcert.model import Model
+    from lipcert.surgery import convert
+    from lipcert.training import finetune
 
 __version__ = version()
 __all__ = [
@@ -33,3 +39,30 @@ __all__ = [
     "save",
     "surgery",
 ]
+
+# Where a name is imported from when it is first used: ``lipcert --help`` need not wait for torch and timm.
+_HOMES = {
+    "Model": "lipcert.model",
+    "certify": "lipcert.certifier",
+    "constrain": "lipcert.certvit",
+    "convert": "lipcert.surgery",
+    "finetune": "lipcert.training",
+    "lipschitz": "lipcert.bounds",
+    "load": "lipcert.loading",
+    "save": "lipcert.artifact",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"lipcert.{name}"):
+        found = importlib.import_module(f"lipcert.{name}")
+    else:
+        raise AttributeError(f"module 'lipcert' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

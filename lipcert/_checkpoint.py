@@ -18,8 +18,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from lipcert._timm import first_line, shortened
-from lipcert.errors import LoadError
+from lipcert.errors import LoadError, first_line, shortened
 from lipcert.model import unusable
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})

@@ -18,7 +18,7 @@ from huggingface_hub import errors as hub_errors
 from timm.models import load_model_config_from_hf
 from torch import nn
 
-from lipcert.errors import LoadError
+from lipcert.errors import LoadError, first_line, shortened
 
 HUB = ("hf-hub:", "hf_hub:")
 FOLDER = "local-dir:"
@@ -83,17 +83,6 @@ def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("fixed_input_size"):
             implied["img_size"] = list(config["input_size"][1:])
     return {"name": architecture, "arguments": {**implied, **(saved or {}), **given}}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, for messages that stay on one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
-
-
-def shortened(text: str, longest: int = 100) -> str:
-    """Text from a file, cut to what fits into a message."""
-    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 @contextlib.contextmanager

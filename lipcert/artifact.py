@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lipcert._checkpoint import check_finite
 from lipcert._construction import check_described
-from lipcert._timm import WEIGHT_ARGUMENTS, create_net, first_line
+from lipcert._timm import WEIGHT_ARGUMENTS, create_net
 from lipcert._version import version
-from lipcert.errors import InputError, LipcertError, LoadError
+from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.model import Model
 from lipcert.surgery import swap
 

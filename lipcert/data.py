@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
-from lipcert._timm import first_line, is_network_error
-from lipcert.errors import InputError
+from lipcert._timm import is_network_error
+from lipcert.errors import InputError, first_line
 from lipcert.loading import number_of_classes
 from lipcert.model import Model
 

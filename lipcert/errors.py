@@ -77,3 +77,14 @@ class BrokenCertificate(LipcertError):
             f"an attack changes the prediction at distance {self.distance:.9g}, inside the radius {self.radius:.9g} "
             f"that {self.method} certified; this is a defect of lipcert, no certificate of this run can be relied on"
         )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, for messages that stay on one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """Text from a file, cut to what fits into a message."""
+    return text if len(text) <= longest else f"{text[:longest]}…"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._checkpoint import SUFFIXES, check_finite, load_weights, read_checkpoint
-from lipcert._timm import create_net, first_line, is_timm_name, rebuild_recipe
+from lipcert._timm import create_net, is_timm_name, rebuild_recipe
 from lipcert.artifact import is_artifact, load_artifact
-from lipcert.errors import InputError, LoadError
+from lipcert.errors import InputError, LoadError, first_line
 from lipcert.model import Model
 
 BUNDLED = Path(__file__).parent / "assets" / "digits_vit.safetensors"

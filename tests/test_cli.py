@@ -6,7 +6,9 @@ import io
 import json
 import math
 import re
+import subprocess
 import sys
+import textwrap
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -94,6 +96,38 @@ def test_help_and_version():
         assert re.search(rf"\n  Examples:\n(    .*\n)*    lipcert {command}", shown), shown
         assert "\b" not in shown
     assert re.fullmatch(r"lipcert \S+\n", run("--version").stdout)
+    assert "No such command 'certfy'. Did you mean 'certify'" in run("certfy", code=2).stderr
+    assert "No such command 'quux'" in run("quux", code=2).stderr
+
+
+def test_help_waits_for_neither_torch_nor_timm():
+    script = """
+        import sys
+        from lipcert.cli import app
+        for arguments in (["--help"], ["--version"]):
+            app(arguments, standalone_mode=False)
+        assert not {"torch", "timm"} & {*sys.modules}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
+
+
+def test_every_package_can_be_imported_first():
+    script = """
+        import importlib, pkgutil, sys, torch, timm
+        import lipcert
+        packages = [part.name for part in pkgutil.walk_packages(lipcert.__path__, "lipcert.") if part.ispkg]
+        assert len(packages) > 10
+        for name in [*packages, "lipcert.loading", "lipcert.data", "lipcert.runs"]:
+            for loaded in [part for part in sys.modules if part.partition(".")[0] == "lipcert"]:
+                del sys.modules[loaded]
+            importlib.import_module(name)
+        for name in lipcert.__all__:
+            assert getattr(lipcert, name) is not None
+        assert {*lipcert.__all__} <= {*dir(lipcert)}
+        assert lipcert.testing.check_rule
+        assert not hasattr(lipcert, "no_such_name")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(("text", "exact"), [("36/255", Fraction(36, 255)), ("0.5", Fraction(1, 2)), ("1e-3", None)])

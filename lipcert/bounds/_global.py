@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipcert._bound import Bound, LayerBound
 from lipcert._upper import Upper
-from lipcert.bounds._bound import Bound, LayerBound
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, UnsupportedOperation

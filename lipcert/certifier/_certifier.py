@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lipcert import roundoff  # which asks for the certificates themselves
 from lipcert._memory import is_out_of_memory, memory_left
-from lipcert._timm import first_line
 from lipcert.attacks import PGD, Adversarial, Attack, attack_named, smallest
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
@@ -21,9 +21,8 @@ from lipcert.certifier._linearized import RIGORS
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
-from lipcert.errors import BrokenCertificate, InputError, UnsupportedOperation
+from lipcert.errors import BrokenCertificate, InputError, UnsupportedOperation, first_line
 from lipcert.model import Model
-from lipcert.roundoff import DTYPES, DeployedAnchored, Roundoff
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 # From the cheapest to the strongest.
@@ -193,7 +192,7 @@ class Certifier:
                 found = method(images).radius(predicted.to(images.device), gaps.to(images.device))
                 return found.to(gaps.device)
 
-            self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
+            self.stages[name] = stage if isinstance(method, roundoff.DeployedAnchored) else self._deployed(stage)
 
     def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored:
         arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
@@ -201,7 +200,7 @@ class Certifier:
             return LoFAST(self.model, at=self.at, **arguments)
         if self.roundoff is None:
             return Anchored(self.model, at=self.at, **arguments)
-        return DeployedAnchored(self.model, self.dtype, **arguments)
+        return roundoff.DeployedAnchored(self.model, self.dtype, **arguments)
 
     def _deployed(self, stage: Stage) -> Stage:
         return stage if self.roundoff is None else self.roundoff.deployed(stage)
@@ -341,7 +340,7 @@ class Certifier:
         return bottom_logit(logits, self.margin_bounds, self.eps)
 
 
-def _as_deployed(model: Model, dtype: str) -> tuple[Model, Roundoff | None]:
+def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | None]:
     """A copy in float64 with the weights that the deployed model has, and the bounds on its rounding.
 
     Casts inside the network change nothing in real arithmetic; with a ``dtype`` they stay, for the rounding bounds to
@@ -352,11 +351,11 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, Roundoff | None]:
         copied.real = True
         return copied.double(), None
     copied.real = False
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(DTYPES)}")
-    rounded = copied.to(DTYPES[dtype]).double()
+    if dtype not in roundoff.DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(roundoff.DTYPES)}")
+    rounded = copied.to(roundoff.DTYPES[dtype]).double()
     try:
-        return rounded, Roundoff(rounded, dtype)
+        return rounded, roundoff.Roundoff(rounded, dtype)
     except UnsupportedOperation as error:
         raise InputError(f"there is no bound on what {dtype} rounds: {error}; use dtype real") from error
 

@@ -50,7 +50,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lipcert.bounds._bound import Rigor
+from lipcert._bound import Rigor
 from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
 from lipcert.errors import InputError
 from lipcert.graph import Node

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lipcert.bounds._bound import Bound
+from lipcert._bound import Bound
 from lipcert.errors import InputError
 
 

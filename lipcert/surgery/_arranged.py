@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipcert._bound import Bound
 from lipcert._upper import Upper
-from lipcert.bounds._bound import Bound
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.surgery._attention import L2Attention, _biased_gain, _uniform_gain, _worst_masks

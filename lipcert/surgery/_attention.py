@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipcert._bound import Bound
 from lipcert._upper import Upper
-from lipcert.bounds._bound import Bound
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.surgery._distance import attention_gain

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from lipcert.bounds._bound import Bound
+from lipcert._bound import Bound
 from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm, gram_norm
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipcert._bound import Bound
 from lipcert._upper import Upper
-from lipcert.bounds._bound import Bound
 from lipcert.errors import InputError
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from lipcert._timm import first_line
-from lipcert.errors import InputError
+from lipcert.errors import InputError, first_line
 
 
 def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:

@@ -1,0 +1,48 @@
+"""How a command ends when something is wrong."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from lipcert.errors import BrokenCertificate, Interrupted, LipcertError, first_line
+
+from ._print import say
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Prints lipcert's errors as one line each and exits with 2; with 130 where the user stopped the run.
+
+    A false certificate is a defect of lipcert: it is said loudly, and the exit code is 3.
+    """
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except Interrupted as error:
+            say(f"lipcert: {error}")
+            raise typer.Exit(130) from error
+        except BrokenCertificate as error:
+            say(f"lipcert: A CERTIFICATE IS FALSE: {error}")
+            say("lipcert: the run is stopped; please report it, with the model and this command")
+            raise typer.Exit(3) from error
+        except LipcertError as error:
+            say(f"lipcert: {error}")
+            raise typer.Exit(2) from error
+        except (MemoryError, RuntimeError) as error:
+            from lipcert._memory import is_out_of_memory  # imports torch
+
+            if not is_out_of_memory(error):
+                raise
+            say(f"lipcert: the memory does not suffice ({first_line(error)}); take a smaller model or a larger machine")
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            say("lipcert: interrupted")
+            raise typer.Exit(130) from error
+
+    return wrapped
