@@ -20,18 +20,9 @@ from lipcert.roundoff import DTYPES
 from lipcert.runs import certify_in_memory, certify_to_file
 
 from ._errors import one_line_errors
-from ._options import (
-    Checkpoint,
-    Data,
-    ModelArgs,
-    ModelNames,
-    NoPretrained,
-    load_model,
-    parse_eps,
-    parse_shard,
-    read_names,
-)
+from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model
 from ._output import default_name, move_to
+from ._parse import parse_eps, parse_shard, read_names
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
 from ._torchrun import torchrun
 

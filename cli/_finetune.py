@@ -19,8 +19,9 @@ from lipcert.training._finetune import check_settings
 from lipcert.training._matrices import MaxNorm
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model, parse_eps
+from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model
 from ._output import check_out, default_name, move_to
+from ._parse import parse_eps
 from ._print import busy, print_facts, progress, say, share
 from ._torchrun import torchrun
 

@@ -9,7 +9,7 @@ import typer
 from lipcert.report import OVERVIEW, available, facts, overview, radii_of_interest, read_runs, remarks, text_plot, write
 
 from ._errors import one_line_errors
-from ._options import parse_eps
+from ._parse import parse_eps
 from ._print import busy, print_facts, print_table, say
 
 

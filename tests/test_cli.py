@@ -29,7 +29,7 @@ from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
-from lipcert.cli import _doctor, _inspect, _options, _print, app
+from lipcert.cli import _doctor, _inspect, _options, _parse, _print, app
 from lipcert.errors import InputError
 from lipcert.loading import load
 
@@ -104,7 +104,7 @@ def test_help_waits_for_neither_torch_nor_timm():
     script = """
         import sys
         from lipcert.cli import app
-        for arguments in (["--help"], ["--version"]):
+        for arguments in (["--help"], ["--version"], ["report", "--help"]):
             app(arguments, standalone_mode=False)
         assert not {"torch", "timm"} & {*sys.modules}
     """
@@ -132,7 +132,7 @@ def test_every_package_can_be_imported_first():
 
 @pytest.mark.parametrize(("text", "exact"), [("36/255", Fraction(36, 255)), ("0.5", Fraction(1, 2)), ("1e-3", None)])
 def test_eps(text, exact):
-    eps = _options.parse_eps(text)
+    eps = _parse.parse_eps(text)
     exact = exact or Fraction(1, 1000)
     assert Fraction(eps) >= exact
     assert Fraction(math.nextafter(eps, 0)) < exact
@@ -141,7 +141,7 @@ def test_eps(text, exact):
 @settings(deadline=None)
 @given(st.integers(1, 10**30), st.integers(1, 10**30))
 def test_eps_is_the_next_float_above(numerator, denominator):
-    eps = _options.parse_eps(f"{numerator}/{denominator}")
+    eps = _parse.parse_eps(f"{numerator}/{denominator}")
     assert Fraction(math.nextafter(eps, 0)) < Fraction(numerator, denominator) <= Fraction(eps)
 
 
@@ -153,11 +153,11 @@ def test_what_is_no_eps(folder, text):
 def test_model_arguments():
     text = "img_size=32 act_layer=gelu mean=(0.5,) flag=True name=a=b"
     expected = {"img_size": 32, "act_layer": "gelu", "mean": (0.5,), "flag": True, "name": "a=b"}
-    assert _options.parse_model_args(text) == expected
-    assert _options.parse_model_args(None) == {}
+    assert _parse.parse_model_args(text) == expected
+    assert _parse.parse_model_args(None) == {}
     for bad in ("img_size", "=3", "a-b=3", "img_size= 3"):
         with pytest.raises(InputError):
-            _options.parse_model_args(bad)
+            _parse.parse_model_args(bad)
 
 
 def test_certify_prints_and_writes(artifact):
@@ -185,7 +185,7 @@ def test_certify_prints_and_writes(artifact):
     summary = json.loads(Path("r.summary.json").read_text())
     assert summary["model"]["source"]["name"] == "vit_tiny_patch16_224"
     assert summary["model"]["weights_hash"] == read_metadata(artifact)["weights_hash"]
-    assert (summary["eps_typed"], summary["eps"]) == ("36/255", _options.parse_eps("36/255"))
+    assert (summary["eps_typed"], summary["eps"]) == ("36/255", _parse.parse_eps("36/255"))
     assert summary["counts"]["images"] == 7
     assert summary["counts"]["correct"] == correct
     assert summary["bound"]["rigor"] == "deterministic"

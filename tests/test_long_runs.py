@@ -19,7 +19,7 @@ from lipcert._memory import is_out_of_memory, memory_left
 from lipcert._processes import Processes
 from lipcert.artifact import save
 from lipcert.certifier import Certifier, _certifier
-from lipcert.cli import _options, app
+from lipcert.cli import _parse, app
 from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import load
@@ -121,7 +121,7 @@ def test_shards_of_another_run_are_refused(folder):
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
 def test_what_is_no_shard(folder, text):
     with pytest.raises(InputError, match="2/5"):
-        _options.parse_shard(text)
+        _parse.parse_shard(text)
     assert "--out" in run("certify", *GLORO, "--shard", "1/2", code=2).stderr
 
 
