@@ -117,11 +117,11 @@ def _aligned(tensor: Tensor, node: Node, images: bool) -> Tensor:
     return tensor.reshape(*lead, *[1] * (len(node.shape) - len(shape)), *shape)
 
 
-def _two(node: Node, operands: Sequence[Operand], fmt: Format, first: Any, second: Any) -> list[tuple[Tensor, Tensor]]:
-    """For both arguments of an elementwise operation: bounds on the absolute entries, and |cast error| of constants."""
+def _each(node: Node, operands: Sequence[Operand], fmt: Format, *given: Any) -> list[tuple[Tensor, Tensor]]:
+    """For the arguments of an elementwise operation: bounds on the absolute entries, and |cast error| of constants."""
     left = iter(operands)
     found = []
-    for argument in (first, second):
+    for argument in given:
         if isinstance(argument, Node):
             size = _aligned(next(left).most, node, images=True)
             found.append((size, torch.zeros_like(size)))
@@ -211,7 +211,7 @@ def add(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     given = arguments(node, "input", "other")
     alpha = abs(float(given.get("alpha", 1)))
     first, second = (given["input"], given["other"]) if node.op != "rsub" else (given["other"], given["input"])
-    (x, dx), (y, dy) = _two(node, operands, fmt, given["input"], given["other"])
+    (x, dx), (y, dy) = _each(node, operands, fmt, given["input"], given["other"])
     masked = torch.zeros_like(_zeros(node, operands), dtype=torch.bool)
     for constant in (first, second):
         if isinstance(constant, Tensor):
@@ -230,11 +230,11 @@ def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """
     given = arguments(node, "input", "other")
     if node.op == "mul":
-        (x, dx), (y, dy) = _two(node, operands, fmt, given["input"], given["other"])
+        (x, dx), (y, dy) = _each(node, operands, fmt, given["input"], given["other"])
         return fmt.rounded(x * y, 2) + (x * dy + dx * y + dx * dy) * (1 + 4 * fmt.unit) + _zeros(node, operands)
     if given.get("rounding_mode"):
         raise NoAnswer("a quotient that is rounded to a whole number")
-    (x, dx), (c, dc) = _two(node, operands, fmt, given["input"], given["other"])
+    (x, dx), (c, dc) = _each(node, operands, fmt, given["input"], given["other"])
     x = x + dx
     low = c - dc
     if isinstance(given["other"], Node):
@@ -246,6 +246,16 @@ def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     cast = (quotient * torch.where(c > 0, dc / c, 0.0) + torch.where(low > 0, dx / low, 0.0)) * (1 + 4 * fmt.unit)
     error = fmt.rounded(quotient, 4) + cast + inverse + _zeros(node, operands)
     return fmt.safe(error, torch.where(low > 0, 1 / low, math.inf).expand(error.shape))
+
+
+@rounding("addcmul")
+def addcmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x + α·y·z: two products and a sum, with α rounded to the format."""
+    given = arguments(node, "input", "tensor1", "tensor2", "value")
+    alpha = abs(float(given.get("value", 1)))
+    (x, dx), (y, dy), (z, dz) = _each(node, operands, fmt, given["input"], given["tensor1"], given["tensor2"])
+    cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
+    return fmt.rounded(x + dx + alpha * (y + dy) * (z + dz), 5) + cast + _zeros(node, operands)
 
 
 @rounding("square", "pow")
@@ -549,6 +559,13 @@ def _affine(size: Tensor, error: Tensor, weight: Tensor | None, bias: Tensor | N
     return error
 
 
+def _lengths(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """How short the vectors along an axis can be, and bounds on their squared lengths, both with that axis kept."""
+    nominal = x.norm(dim=axis, keepdim=True)
+    square = torch.minimum((nominal + rho).square(), most.square().sum(axis, keepdim=True))
+    return (nominal - rho).clamp_min(0), square
+
+
 def _inverse_root(off: Tensor, fmt: Format) -> Tensor:
     """The relative error of 1/√y, and of a product with it, where y has a relative error of at most ``off`` < ½.
 
@@ -592,6 +609,71 @@ def layer_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     size, error = _standardized(tokens, rho, most, float(given.get("eps", 1e-5)), fmt)
     weight, bias = (None if given.get(k) is None else given[k].flatten() for k in ("weight", "bias"))
     return _affine(size, error, weight, bias, fmt).reshape(x.nominal.shape)
+
+
+@rounding("rms_norm")
+def rms_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """weight ∘ z/√(mean z² + eps). A mean of squares is off by a relative γ, as its terms have one sign."""
+    given = arguments(node, "input", "normalized_shape", "weight", "eps")
+    if given.get("eps") is None:
+        raise NoAnswer("an eps that depends on the format")
+    dims, eps = len(given["normalized_shape"]), float(given["eps"])
+    x = operands[0]
+    tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
+    d = tokens.shape[-1]
+    low, square = _lengths(tokens, most, x.rho.reshape(-1, *[1] * (tokens.dim() - 1)), -1)
+    least = low.square() / d + eps
+    underflow = fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest
+    t = _inverse_root(fmt.sum_gamma(d + EXTRA) + fmt.gamma(4) + underflow / least, fmt)
+    size = torch.minimum(most * least.rsqrt(), torch.full_like(least, math.sqrt(d)))
+    error = fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), square.expand(size.shape))
+    weight = None if given.get("weight") is None else given["weight"].flatten()
+    return _affine(size, error, weight, None, fmt).reshape(x.nominal.shape)
+
+
+@rounding("normalize")
+def normalize(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x/max(‖x‖, eps). With n = ‖x‖ and a the underflow of the sum of squares, n² + a has a root within min(√a, a/n)
+    of n; the γ of the sum, of which the root takes half, and the root's own error are relative to n."""
+    given = arguments(node, "input", "p", "dim", "eps")
+    eps = float(given.get("eps", 1e-12))
+    if given.get("p", 2.0) != 2.0 or not isinstance(given.get("dim", 1), int):
+        raise NoAnswer("another norm than that along one axis")
+    x = operands[0]
+    axis = given.get("dim", 1) % len(node.shape) + 1
+    low, square = _lengths(x.nominal, x.most, x.over(x.rho), axis)
+    least = low.clamp_min(eps)
+    count = x.nominal.shape[axis] + EXTRA
+    underflow = 4 * count * fmt.smallest
+    lost = torch.minimum(torch.full_like(low, math.sqrt(underflow)), underflow / low) + fmt.cast(eps).item()
+    off = fmt.sum_gamma(count) + fmt.library + fmt.gamma(2) + 2 * lost / least
+    t = torch.where(off < 0.5, off / (1 - off), math.inf)
+    size = torch.minimum(x.most / least, torch.ones_like(least))
+    return fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), torch.maximum(square.expand(size.shape), 1 / least))
+
+
+@rounding("norm", "linalg_vector_norm")
+def length(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """‖x‖ over some axes: a relative γ of the sum of squares and the root's own, and the root of what underflows."""
+    given = arguments(node, "input", "p", "dim", "keepdim")
+    if given.get("ord", given.get("p", 2)) not in ("fro", 2, None):
+        raise NoAnswer("another norm than ‖·‖₂")
+    x = operands[0]
+    count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape)) + EXTRA
+    size = _replay(node, [x.most])
+    size = torch.minimum(size, _replay(node, [x.nominal]) + x.rho.reshape(-1, *[1] * (size.dim() - 1)))
+    error = size * (fmt.sum_gamma(count) + fmt.library) + math.sqrt(4 * count * fmt.smallest)
+    return fmt.safe(error + fmt.rounded(size + error), size.square())
+
+
+@rounding("rsqrt")
+def inverse_root(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """1/√x for x in the format's normal range: off by at most 4 ulp, and torch rounds the root to the format first."""
+    x = operands[0]
+    low = x.nominal - x.over(x.rho)
+    normal = low >= torch.finfo(fmt.dtype).smallest_normal
+    size = low.clamp_min(fmt.smallest).rsqrt()
+    return torch.where(normal, fmt.function(size) + fmt.rounded(size, 2), math.inf)
 
 
 @rounding("group_norm")
