@@ -32,6 +32,7 @@ def load_cli() -> None:
 
 
 load_cli()
+sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
 
 # Tests run side by side; a thread each leaves the cores to them.
 torch.set_num_threads(1)

@@ -1,14 +1,10 @@
 """A short soundness campaign, and radii against the exact nearest change of small networks."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
 
 import lipcert
 from benchmarks import campaign

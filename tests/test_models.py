@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -11,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import lipcert
+from benchmarks import make_zoo_table
 from lipcert import zoo
 from lipcert.bounds import Value, rule
 from lipcert.bounds._registry import RULES, key_of
@@ -111,6 +114,30 @@ def test_every_architecture_of_this_timm_is_answered_with_a_bound() -> None:
     sets = json.loads((Path(__file__).parent.parent / "benchmarks" / "zoo_sets.json").read_text())
     assert len(sets["signatures"]) == 338
     assert {*sets["signatures"], *sets["smallest"]} <= {one.name for one in found if one.covered}
+
+
+def test_the_script_makes_what_is_shipped(tmp_path: Path) -> None:
+    content = json.loads(zoo.TABLE.read_text())
+    if content["timm"] != timm.__version__:
+        pytest.skip("the table was made with another timm")
+    names = ["test_efficientnet_gn", "test_mambaout", "test_vit3", "tiny_vit_5m_224"]
+    rows = make_zoo_table.describe_all(names, tmp_path)
+    found = make_zoo_table.answer_all(rows, tmp_path, resume=False, limit=math.inf)
+    made = tmp_path / "zoo.json"
+    make_zoo_table.write(make_zoo_table.table(rows, found), made)
+
+    def in_words(table: dict[str, Any]) -> dict[str, list[Any]]:
+        """Rows with texts in place of their numbers, in the places that hold such."""
+        texts = table["texts"]
+        return {
+            row[0]: [texts[row[1]], *row[2:5], texts[row[5]], texts[row[6]]]
+            + [[(texts[a], texts[b]) for a, b in pairs] for pairs in row[7:]]
+            for row in table["rows"]
+        }
+
+    shipped, anew = in_words(content), in_words(json.loads(made.read_text()))
+    assert anew == {name: shipped[name] for name in names}
+    assert anew["tiny_vit_5m_224"][-1] == [("Attention", "normalises its own input")]
 
 
 def test_networks_without_a_classifier_can_be_inspected() -> None:
