@@ -173,7 +173,7 @@ def test_a_killed_run_loses_nothing_that_was_written(folder, monkeypatch):
 @pytest.mark.slow
 def test_a_killed_command_goes_on(folder):
     """The same with processes of their own and the strongest certificate."""
-    settings = ["--eps", EPS, "--limit", "12"]
+    settings = ["--eps", EPS, "--limit", "100"]
     run("certify", *settings, "--out", "whole.jsonl")
     command = [sys.executable, "-m", "lipcert", "certify", *settings, "--out", "r.jsonl"]
 
@@ -192,18 +192,18 @@ def torchrun(*arguments, **ways):
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(folder):
-    settings = ["--eps", EPS, "--limit", "12"]
+    settings = ["--eps", EPS, "--limit", "40"]
     run("certify", *settings, "--out", "one.jsonl")
     result = torchrun(*settings, "--out", "two.jsonl", "--json")
     assert result.returncode == 0, result.stderr
     assert rows("two.jsonl") == rows("one.jsonl")
-    assert json.loads(result.stdout)["counts"]["images"] == 12
+    assert json.loads(result.stdout)["counts"]["images"] == 40
     assert sorted(path.name for path in folder.glob("two*")) == ["two.jsonl", "two.summary.json"]
 
     # Again, from what a killed run has left: half of the rows, in files of three processes.
     run("certify", *settings, "--out", "three.jsonl", "--shard", "2/3")
     result = torchrun(*settings, "--out", "three.jsonl", "--fail-under", "1")
-    assert "going on behind 4 images" in result.stderr
+    assert "going on behind 8 images" in result.stderr
     assert result.returncode == 1
     assert "the certified accuracy at 36/255 is" in result.stderr
     assert rows("three.jsonl") == rows("one.jsonl")
@@ -292,19 +292,41 @@ def test_a_real_allocation_that_fails_is_recognised():
 
 def test_how_many_images_go_together(monkeypatch):
     assert memory_left(torch.device("cpu")) > 2**20
-    assert Certifier(small(), 0.1, "gloro").together == 8
+    assert Certifier(small(), 0.1, "gloro").together == 32
     monkeypatch.setattr(_certifier, "memory_left", lambda _: 1e5)
     few = Certifier(small(), 0.1, "gloro").together
-    assert few in (1, 2, 4)
+    assert few in (1, 2, 4, 8, 16)
     monkeypatch.setattr(_certifier, "memory_left", lambda _: 0.0)
     assert Certifier(small(), 0.1, "gloro").together == 1
     monkeypatch.setattr(_certifier, "memory_left", lambda _: float("inf"))
     monkeypatch.setattr(_certifier, "_WORK_TOGETHER", 1.0)
-    assert Certifier(small(), 0.1, "anchored").together == 8  # calls take longer than their arithmetic
+    assert Certifier(small(), 0.1, "anchored").together == 32  # calls take longer than their arithmetic
     monkeypatch.setattr(_certifier, "_WORK_OF_A_CALL", 1.0)
     assert Certifier(small(), 0.1, "anchored").together == 1
-    assert Certifier(small(), 0.1, "gloro").together == 8
+    assert Certifier(small(), 0.1, "gloro").together == 32
     assert Certifier(small(), 0.1, "gloro", attack="pgd").together == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(_certifier, "_WORK_OF_A_THREAD", 1.0)
+    assert Certifier(small(), 0.1, "gloro").together == 8  # arithmetic takes longer than calls
+
+
+def test_small_operations_get_one_thread(monkeypatch):
+    seen, before = [], torch.get_num_threads()
+    certifier = Certifier(small(), 0.01, "gloro")
+    monkeypatch.setattr(certifier, "_run", lambda *_: seen.append(torch.get_num_threads()))
+    try:
+        torch.set_num_threads(2)
+        certifier.run(torch.rand(4, 3, 2, 2))
+        monkeypatch.setattr(_certifier, "_WORK_OF_A_THREAD", 1e-3)
+        certifier.run(torch.rand(4, 3, 2, 2))
+        certifier.stages.clear()
+        monkeypatch.undo()
+        with pytest.raises(StopIteration):
+            certifier.run(torch.rand(4, 3, 2, 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 2]
 
 
 def test_a_false_certificate_stops_the_command(folder, monkeypatch):
