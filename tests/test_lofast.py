@@ -672,6 +672,28 @@ def dense(seed=0):
     return lipcert.load(Dense().eval(), mean=(0.2,), std=(0.5,), input_size=(1, 5, 5)).double()
 
 
+class Overwriting(nn.Module):
+    """Values without entries, and one of which nothing stays, as networks have that expect a class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(25, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1)).tanh()
+        none, rest = x[:, :0], x[:, 0:]
+        y = self.second(rest)
+        y[:, 0:] = y[:, 0:] + 0.5 * rest
+        return self.head(torch.cat([none, torch.nn.functional.gelu(y)], 1)).sigmoid()
+
+
+def overwriting(seed=0):
+    torch.manual_seed(seed)
+    return lipcert.load(Overwriting().eval(), mean=(0.2,), std=(0.5,), input_size=(1, 5, 5)).double()
+
+
 def small(count):
     return torch.rand(count, 1, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -696,7 +718,9 @@ def jacobian_norms(anchor, a, b):
 
 
 @pytest.mark.parametrize("share", [0, 0.3])
-@pytest.mark.parametrize(("build", "at"), [(branching, None), (branching, "first"), (dense, None), (dense, "layers.0")])
+@pytest.mark.parametrize(
+    ("build", "at"), [(branching, None), (branching, "first"), (dense, None), (dense, "layers.0"), (overwriting, None)]
+)
 def test_products_are_above_the_exact_norms(build, at, share):
     for seed in range(3):
         model = build(seed)
@@ -708,6 +732,37 @@ def test_products_are_above_the_exact_norms(build, at, share):
             exact, bound = jacobian_norms(anchor, a, b), anchor.gain(a, b)
             assert bool((bound >= exact * (1 - 1e-9)).all()), (a, b)
             assert bool(bound.isfinite().all())
+
+
+@pytest.mark.parametrize("passes", [None, 0])
+def test_what_is_empty_or_overwritten_moves_nothing(passes):
+    model, pixels = overwriting(), small(2)
+    predicted, gaps = margins(model(pixels))
+    for method in (LoFAST(model, passes=passes), Anchored(model, passes=passes)):
+        anchor = method(pixels)
+        radius = anchor.radius(predicted, gaps)
+        assert bool((radius > 0).all())
+        assert bool((worst_margin(method, anchor, predicted, 0.999 * radius) > 0).all())
+        check_deviations(method, anchor, radius)
+
+
+class CutOff(torch.autograd.Function):
+    """x ↦ 2x, whose derivative is right and does not show that it depends on anything."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient.detach()
+
+
+def test_a_derivative_that_is_cut_off_is_not_taken_for_none(monkeypatch):
+    method = LoFAST(dense())
+    monkeypatch.setattr(method, "replay", lambda a, source, targets, values, path=None: [CutOff.apply(source)])
+    with pytest.raises(UnsupportedOperation, match="cannot be differentiated"):
+        method(small(1))
 
 
 def test_one_way_alone_costs_nothing():

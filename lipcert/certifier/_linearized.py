@@ -545,7 +545,7 @@ class Linearized:
 
     def _together(self, a: Node, b: Node, images: int) -> int:
         """How many images to take the norm for at once."""
-        entries = math.prod(a.shape) * math.prod(b.shape)
+        entries = max(1, math.prod(a.shape) * math.prod(b.shape))
         return max(1, min(images, _MOST // entries)) if self._explicit(a, b) else max(1, images)
 
     def weighed_norm(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, draw: int) -> Tensor:
@@ -597,6 +597,12 @@ class Linearized:
         """v ↦ Gv and u ↦ Gᵀu for G = diag(scale) G(a → b), by autograd; for several vectors at once if that is said.
 
         With ``token``, so many rows of G that lie one behind the other are added up.
+
+        Where nothing of a arrives at b, as when all of it is overwritten, Gᵀw is no function of w for autograd. G must
+        be 0 then, which is checked on a random w, as a derivative that was cut off would look the same.
+
+        Raises:
+            UnsupportedOperation: the derivative of an operation on the way cannot be differentiated.
         """
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
@@ -605,6 +611,10 @@ class Linearized:
             target = target if token == 1 else target.reshape(len(target), -1, token).sum(2)
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
+        if not pulled.requires_grad:
+            chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
+            if torch.autograd.grad(target, source, chance.to(target), retain_graph=True)[0].any():
+                raise UnsupportedOperation([(f"{b.name} behind a derivative that cannot be differentiated", b.path)])
 
         def adjoint(u: Tensor) -> Tensor:
             u = u.reshape(*u.shape[:-1], *target.shape[1:])
@@ -613,6 +623,8 @@ class Linearized:
 
         def product(v: Tensor) -> Tensor:
             v = v.reshape(*v.shape[:-1], *source.shape[1:])
+            if not pulled.requires_grad:
+                return v.new_zeros(*v.shape[: v.dim() - source.dim() + 1], target[0].numel())
             (result,) = torch.autograd.grad(pulled, weight, v, retain_graph=True, is_grads_batched=several)
             return result.reshape(*result.shape[: v.dim() - source.dim() + 1], -1)
 
@@ -636,11 +648,13 @@ class Linearized:
         not depend on what was asked before.
         """
         count, device = len(values[a]), values[a].device
+        rows, columns = math.prod(b.shape), math.prod(a.shape)
+        if not rows * columns:  # such as the tokens of a class where there are none
+            return torch.zeros(count, dtype=torch.float64, device=device)
         explicit = self._explicit(a, b)
         block, arranged = self.blocks[b] if peak else (1, b)
         target = b if block == 1 else arranged
         product, adjoint = self._products(a, target, values, several=peak or explicit, scale=scale, path=path)
-        rows, columns = math.prod(b.shape), math.prod(a.shape)
         if place is None:
             place = self.pairs.index((a, b)) + len(self.pairs) * peak
         generator = torch.Generator().manual_seed(self.seed + place)
