@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import lipcert
+from benchmarks import make_class_table
 from lipcert.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,10 @@ def workplace(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
     return tmp_path
+
+
+def test_the_page_on_classes_is_what_convert_does() -> None:
+    assert make_class_table.PAGE.read_text() == make_class_table.page(), "run python -m benchmarks.make_class_table"
 
 
 def save_artifacts() -> None:
