@@ -169,6 +169,7 @@ class Linearized:
             graph = explicit_attention(capture(model, example, whole, casts=self.casts), model.device)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
+        self._costs = {node: work([node]) for node in self.graph.nodes}
         self.source = self.graph.input
         self._choose(at, example)
         self.head = self._head()
@@ -222,7 +223,7 @@ class Linearized:
             sum(self._work(a, b) for a, b in self.pairs)
             + sum(self._work(a, b, peak=True) for a, b in self.peaks)
             + sum(self._work(a, v.operands[0]) for a, v in self.scaled)
-            + sum(self._rows(v) * work(self.replay.between(a, [v.operands[0]])) for a, v in self.along)
+            + sum(self._rows(v) * self._way(a, v.operands[0]) for a, v in self.along)
             + self._work_of_links
         )
 
@@ -239,7 +240,11 @@ class Linearized:
         """The same for one norm, or for the largest norm of a row."""
         few = min(math.prod(a.shape), math.prod(b.shape), _PROBES)
         passes = few if peak or few <= _FEW else _PASSES
-        return passes * work(self.replay.between(a, [b])) + _SEARCH
+        return passes * self._way(a, b) + _SEARCH
+
+    def _way(self, a: Node, b: Node) -> float:
+        """The same for all operations between two values once."""
+        return sum(self._costs[node] for node in self.replay.between(a, [b]))
 
     def _spend(self, passes: float) -> None:
         """Leaves the norms to be found that so many passes allow: a part of one order, however many they are.

@@ -120,10 +120,15 @@ class Replay:
         self.graph = graph
         self.position = {node: index for index, node in enumerate(graph.nodes)}
         self._reads: dict[Node, int] = {}  # a bit for each node that a node depends on, itself included
+        self._feeds = {node: 0 for node in graph.nodes}  # a bit for each other node that depends on it
         for index, node in enumerate(graph.nodes):
             self._reads[node] = 1 << index
             for operand in node.operands:
                 self._reads[node] |= self._reads.get(operand, 0)
+        for index in reversed(range(len(graph.nodes))):
+            node = graph.nodes[index]
+            for operand in {*node.operands} & self._feeds.keys():
+                self._feeds[operand] |= self._feeds[node] | 1 << index
 
     def depends(self, node: Node, source: Node) -> bool:
         """Whether ``node`` is computed from ``source``, or is that."""
@@ -134,8 +139,8 @@ class Replay:
         wanted = 0
         for target in targets:
             wanted |= self._reads.get(target, 0)
-        later = enumerate(self.graph.nodes[self.position[source] + 1 :], self.position[source] + 1)
-        return [node for index, node in later if wanted >> index & 1 and self.depends(node, source)]
+        bits = reversed(f"{wanted & self._feeds[source]:b}")
+        return [node for node, bit in zip(self.graph.nodes, bits, strict=False) if bit == "1"]
 
     def __call__(
         self,
