@@ -100,7 +100,7 @@ def test_help_and_version():
     assert "No such command 'quux'" in run("quux", code=2).stderr
 
 
-def test_help_waits_for_neither_torch_nor_timm():
+def test_help_waits_for_neither_torch_nor_timm(tmp_path):
     script = """
         import sys
         from lipcert.cli import app
@@ -108,10 +108,10 @@ def test_help_waits_for_neither_torch_nor_timm():
             app(arguments, standalone_mode=False)
         assert not {"torch", "timm"} & {*sys.modules}
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=tmp_path)
 
 
-def test_every_package_can_be_imported_first():
+def test_every_package_can_be_imported_first(tmp_path):
     script = """
         import importlib, pkgutil, sys, torch, timm
         import lipcert
@@ -127,7 +127,7 @@ def test_every_package_can_be_imported_first():
         assert lipcert.testing.check_rule
         assert not hasattr(lipcert, "no_such_name")
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(("text", "exact"), [("36/255", Fraction(36, 255)), ("0.5", Fraction(1, 2)), ("1e-3", None)])

@@ -354,6 +354,7 @@ class Certifier:
 
 @contextmanager
 def _at_most_threads(count: int) -> Iterator[None]:
+    """Torch runs with so many threads or fewer, at least one, while the block lasts."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, count)))
     try:
