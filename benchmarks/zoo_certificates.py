@@ -1,6 +1,6 @@
 """Every method on the smallest architecture of every registry file: one certificate each, and an attack inside.
 
-    python -m benchmarks.zoo_certificates [NAME ...] [--passes 500] [--seconds-each 300] [--seconds 3600]
+    python -m benchmarks.zoo_certificates [NAME ...] [--passes 500] [--seconds-each 300] [--gib 8]
 
 Depth and widths are the architecture's own, with 10 classes and at the smallest image it takes. Weights are timm's
 initial ones with seed 0, zeros drawn anew as in ``benchmarks.zoo``. All is in float64, on one random image. A row has
@@ -53,7 +53,6 @@ RESULTS = Path(__file__).parent / "results" / "zoo_certificates.json"
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 CLASSES = 10
 DELTA = 1e-9
-MEMORY = 8 * 2**30
 RESOLVED = 1e-13
 STEPS = 12
 
@@ -173,10 +172,10 @@ def nearest(model: lipcert.Model, image: Tensor, predicted: Tensor) -> float | N
     return found.distance.item() if found.broken.item() else None
 
 
-def apart(name: str, passes: float, seconds: int) -> dict[str, Any]:
+def apart(name: str, passes: float, seconds: int, gib: float) -> dict[str, Any]:
     """One row, from a process with limits."""
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, passes, seconds, send))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, passes, seconds, gib, send))
     process.start()
     send.close()
     row: dict[str, Any] = {}
@@ -200,9 +199,9 @@ def _as_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _child(name: str, passes: float, seconds: int, send: Connection) -> None:
+def _child(name: str, passes: float, seconds: int, gib: float, send: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
     try:
         measure(name, passes, send.send)
     except Exception as error:
@@ -214,6 +213,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="architectures to measure anew; by default all that are missing")
     parser.add_argument("--passes", type=float, default=500, help="spend so many on norms of Jacobians, a method")
     parser.add_argument("--seconds-each", type=int, default=300, help="CPU seconds for one architecture")
+    parser.add_argument("--gib", type=float, default=8, help="memory for one architecture")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further architecture after so long")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -225,7 +225,7 @@ def main() -> None:
         if time.perf_counter() - started > arguments.seconds:
             break
         if arguments.names or given < arguments.seconds_each:
-            rows[name] = apart(name, arguments.passes, arguments.seconds_each)
+            rows[name] = apart(name, arguments.passes, arguments.seconds_each, arguments.gib)
             print(json.dumps(rows[name]), flush=True)
             write(arguments.out, list(rows.values()))
     single = METHODS[1:]
