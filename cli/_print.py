@@ -84,7 +84,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int, int
         TimeElapsedColumn(),
         _Pace(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
+    with _bars(*columns) as bars:
         task = bars.add_task(what, total=total)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -93,9 +93,18 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int, int
 def busy(what: str) -> Iterator[None]:
     """A turning sign on standard error while the block runs, if that is a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
+    with _bars(*columns) as bars:
         bars.add_task(what, total=None)
         yield
+
+
+@contextlib.contextmanager
+def _bars(*columns: ProgressColumn) -> Iterator[Progress]:
+    """Shown on standard error while the block runs, if that is a terminal. Bars that rich has started and does not show
+    ended with an empty line before its version 14.3, so elsewhere they are not started."""
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    with bars if sys.stderr.isatty() else contextlib.nullcontext():
+        yield bars
 
 
 def upper(log10: float) -> str:

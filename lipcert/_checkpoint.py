@@ -122,7 +122,7 @@ class _Lazy(Mapping[str, Tensor]):
         try:
             with safetensors.safe_open(self.path, framework="pt") as file:
                 return file.get_tensor(stored)
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
+        except (safetensors.SafetensorError, OSError, ValueError, AttributeError) as error:  # types that torch lacks
             reason = f"{shortened(key)} cannot be read ({first_line(error)})"
             raise LoadError(f"{self.path} is damaged, or changed while it was read: {reason}; get it again") from error
 

@@ -136,6 +136,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     except (
         safetensors.SafetensorError,
         LipcertError,
+        AttributeError,  # types that torch lacks
         LookupError,
         OSError,
         RuntimeError,
