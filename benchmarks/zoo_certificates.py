@@ -11,6 +11,7 @@ initial ones with seed 0, zeros drawn anew as in ``benchmarks.zoo``. All is in f
 - ``out_of_time``: the limit in CPU seconds, if it came before all was done, and then the last method has no radius;
 - ``attack``: nearest change of class that projected gradient ascent found, and its ratio to the largest radius of any
   method; ``inside``: ascent with restarts within the anchored radius;
+- ``gib``: the limit of memory (rows from before it was kept have none);
 - ``broken``: what is false: an attack inside a radius, or a slope above the global bound. It must be empty.
 
 Random weights have radii down to 1e-300 by global constants. Such a row shows that a method runs and gives a number
@@ -189,7 +190,7 @@ def apart(name: str, passes: float, seconds: int, gib: float) -> dict[str, Any]:
         row["out_of_time"] = seconds
     elif not row.pop("done", False):
         row["error"] = f"ended with {process.exitcode}"
-    return {"name": name, "file": family(name), **_as_json(row)}
+    return {"name": name, "file": family(name), "gib": gib, **_as_json(row)}
 
 
 def _as_json(value: Any) -> Any:

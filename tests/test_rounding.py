@@ -242,6 +242,23 @@ def test_any_order_of_summation_stays_within_the_bound() -> None:
     assert 1e-7 < max(gaps) <= bound
 
 
+@pytest.mark.parametrize(
+    ("alpha", "first", "second"), [(1e-22, 1.1e-22, 1e10), (1e-22, 1e10, 1.1e-22), (1e10, 1.1e-22, 1e-22)]
+)
+def test_a_factor_behind_a_product_that_underflows(alpha: float, first: float, second: float) -> None:
+    node = capture(Function(lambda x: torch.addcmul(*x.chunk(3, 1), value=alpha)).eval(), random(1, 3, 2, 2)).output
+    values = [torch.full((1, 1, 2, 2), value).float().double() for value in (0.0, first, second)]
+    bound = local_error(node, [operand(value, 0.0) for value in values], FORMATS[0])[0]
+    assert ((apply(node, values, torch.float32) - apply(node, values, torch.float64)).abs() <= bound).all()
+    assert bound.max() < 1e-25
+
+
+def test_a_product_that_overflows_on_the_way_has_no_bound() -> None:
+    node = capture(Function(lambda x: torch.addcmul(*x.chunk(3, 1), value=1e-30)).eval(), random(1, 3, 2, 2)).output
+    values = [torch.full((1, 1, 2, 2), value).double() for value in (0.0, 1e25, 1e25)]
+    assert local_error(node, [operand(value, 0.0) for value in values], FORMATS[0]).isinf().all()
+
+
 def test_masked_scores_stay_exact() -> None:
     mask = torch.zeros(6, 6).double().masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
     masked = capture(Constant(torch.add, mask).eval(), random(1, 4, 6, 6)).output

@@ -16,7 +16,8 @@ What is assumed of the machine, and nothing else:
 * float16 and bfloat16: sums and functions inside one operation are computed in float32, truncated or rounded, and the
   result is rounded once (on CUDA: ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its
   bfloat16 counterpart off). ``Format(dtype, sums=dtype)`` does without, at the price of no answer for most networks.
-* exp, erf, tanh, log and rsqrt are off by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|, sigmoid by 4 ulp of 1.
+* exp, erf, tanh, log, square roots and rsqrt are off by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|, sigmoid
+  by 4 ulp of 1.
 * Softmax subtracts the largest score, or what online softmax has seen of it; fused attention is that and two products.
 * Variances may be computed by two passes, by updates, or as E[x²] − E[x]².
 * The whole network runs in one format: no autocast.

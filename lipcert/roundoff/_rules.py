@@ -250,12 +250,19 @@ def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
 @rounding("addcmul")
 def addcmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x + α·y·z: two products and a sum, with α rounded to the format."""
+    """x + α·y·z: two products and a sum, with α rounded to the format.
+
+    The first product may be of any two factors. Where it underflows, the third multiplies that; where it overflows,
+    there is no answer, however small the result.
+    """
     given = arguments(node, "input", "tensor1", "tensor2", "value")
     alpha = abs(float(given.get("value", 1)))
     (x, dx), (y, dy), (z, dz) = _each(node, operands, fmt, given["input"], given["tensor1"], given["tensor2"])
     cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
-    return fmt.rounded(x + dx + alpha * (y + dy) * (z + dz), 5) + cast + _zeros(node, operands)
+    y, z = y + dy, z + dz
+    underflow = 4 * fmt.smallest * (alpha + y + z)
+    error = fmt.rounded(x + dx + alpha * y * z, 5) + cast + underflow + _zeros(node, operands)
+    return fmt.safe(error, torch.maximum(y * z, alpha * torch.maximum(y, z)).expand(error.shape))
 
 
 @rounding("square", "pow")
