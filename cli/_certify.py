@@ -15,9 +15,10 @@ from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import METHODS, Certifier
 from lipcert.data import open_images
 from lipcert.errors import InputError, Interrupted, LipcertError
-from lipcert.results import Tally, describe, shard_path, summary, summary_path
+from lipcert.results import Tally, shard_path, summary, summary_path
+from lipcert.results.description import describe
+from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.roundoff import DTYPES
-from lipcert.runs import certify_in_memory, certify_to_file
 
 from ._errors import one_line_errors
 from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model
@@ -186,7 +187,7 @@ class _Outcome:
     def certified(self) -> float:
         """Share of the images that are certified, and right where that is known."""
         accuracy = self.tally.certified_accuracy
-        return self.tally.certified / max(self.tally.images, 1) if accuracy is None else accuracy
+        return self.tally.certified / max(len(self.tally), 1) if accuracy is None else accuracy
 
 
 def _certify_all(
@@ -264,23 +265,23 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
 
 def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
     tally = outcome.tally
-    facts = [("images", str(tally.images))]
+    facts = [("images", str(len(tally)))]
     if tally.labelled:
-        facts.append(("clean accuracy", share(tally.correct, tally.images)))
+        facts.append(("clean accuracy", share(tally.correct, len(tally))))
         if tally.accuracy_under_attack is not None and plan.attack is not None:
-            facts.append((f"accuracy under {plan.attack.name}", share(tally.withstood, tally.images)))
-        facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, tally.images)))
-    elif tally.images:
-        if tally.looked_for:
-            facts.append((f"attacked at {plan.eps}", share(tally.attacked, tally.images)))
-        facts.append((f"certified at {plan.eps}", share(tally.certified, tally.images)))
+            facts.append((f"accuracy under {plan.attack.name}", share(tally.withstood, len(tally))))
+        facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, len(tally))))
+    elif len(tally):
+        if tally.attacked:
+            facts.append((f"attacked at {plan.eps}", share(tally.broken, len(tally))))
+        facts.append((f"certified at {plan.eps}", share(tally.certified, len(tally))))
     if tally.median_radius is not None:
         facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(tally.median_radius)))
     facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
     facts.append(("rigor", ", ".join(tally.rigors)))
     facts.append(("holds for", "real arithmetic" if plan.dtype == "real" else plan.dtype))
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
-    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(tally.images, 1):.3g} an image)"))
+    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} an image)"))
     if outcome.path is not None:
         facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     print_facts(facts)
@@ -288,7 +289,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan) -> None:
     """A line a model, the one with the largest certified share first."""
-    attacked = any(outcome.tally.looked_for for outcome in outcomes)
+    attacked = any(outcome.tally.attacked for outcome in outcomes)
     columns = ["model", "images", "clean", *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
     columns += ["median radius", "Lipschitz bound", "seconds"]
     rows = []
@@ -298,7 +299,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan) -> None:
         rows.append(
             [
                 outcome.name,
-                str(tally.images),
+                str(len(tally)),
                 percent(tally.accuracy),
                 *([percent(tally.accuracy_under_attack)] if attacked else []),
                 percent(outcome.certified),

@@ -9,8 +9,9 @@ import typer
 from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import BUNDLED
-from lipcert.verify import Claims
-from lipcert.verify import verify as verify_rows
+from lipcert.results import read_run
+from lipcert.results.verify import check_model, miscounted
+from lipcert.results.verify import verify as verify_rows
 
 from ._errors import one_line_errors
 from ._options import Checkpoint, ModelArgs, NoPretrained, complete_model, load_model
@@ -43,25 +44,25 @@ def verify(
     """Compute certificates again from the model and the images; exit with 1 if a row does not stand."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
-    claims = Claims.read(results)
+    run = read_run(results)
     loaded = load_model(str(BUNDLED) if model == "bundled" else model, checkpoint, no_pretrained, model_args)
-    claims.check_model(loaded)
-    spec = data or str(claims.summary["data"].get("spec"))
+    check_model(run, loaded)
+    spec = data or str(run.summary["data"].get("spec"))
     images = open_images(None if spec == "bundled" else spec, loaded)
     if images.note is not None:
         say(f"note: {images.note}")
 
-    objections = [] if (miscounted := claims.miscounted()) is None else [miscounted]
+    objections = [] if (difference := miscounted(run)) is None else [difference]
     with progress("verifying") as update:
-        verdicts = list(verify_rows(claims, loaded, images, None if everything else sample, update))
+        verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
     objections += [f"image {verdict.index}: {verdict.objection}" for verdict in verdicts if verdict.objection]
     fallen = sum(verdict.objection is not None for verdict in verdicts)
     if as_json:
-        outcome = {"verified": len(verdicts), "rows": len(claims.rows), "fallen": fallen, "objections": objections}
+        outcome = {"verified": len(verdicts), "rows": len(run.rows), "fallen": fallen, "objections": objections}
         print(json.dumps(outcome, indent=2))
     else:
         stand = f"{len(verdicts) - fallen} of {len(verdicts)} computed again"
-        print_facts([("rows", str(len(claims.rows))), ("stand", stand)])
+        print_facts([("rows", str(len(run.rows))), ("stand", stand)])
     for objection in objections:
         say(f"lipcert: {objection}")
     if objections:

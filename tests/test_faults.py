@@ -14,13 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert import runs
 from lipcert.certifier import Certifier, _certifier
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.loading import load
 from lipcert.report import read_runs
-from lipcert.results import ResultFile
+from lipcert.results import ResultFile, progress
 
 SETTINGS = ["certify", "--eps", "36/255", "--method", "gloro", "--limit", "24"]
 
@@ -172,7 +171,7 @@ def test_a_user_who_interrupts(whole, monkeypatch, after):
 
 
 def test_a_user_who_interrupts_while_a_row_is_written(whole, monkeypatch):
-    honest = runs.rows
+    honest = progress.rows
 
     def interrupted(*arguments):
         found = honest(*arguments)
@@ -181,7 +180,7 @@ def test_a_user_who_interrupts_while_a_row_is_written(whole, monkeypatch):
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(runs, "rows", interrupted)
+        patched.setattr(progress, "rows", interrupted)
         result = CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"])
     assert "Traceback" not in result.output
     assert len(rows()) == 8

@@ -23,7 +23,7 @@ from lipcert.cli import _parse, app
 from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import load
-from lipcert.runs import Run
+from lipcert.results.progress import Remaining
 
 EPS = "36/255"
 GLORO = ["--eps", EPS, "--method", "gloro", "--limit", "60"]
@@ -60,7 +60,7 @@ def test_blocks_are_the_same_in_every_run(folder):
     seen = {}
     for part in range(2):
         for done in ((), order[:3], order[2:11], order):
-            left = Run(certifier, images, done, part, 2)
+            left = Remaining(certifier, images, done, part, 2)
             blocks = [batch.indices for batch in left._blocks()]
             for block in blocks:
                 start = order.index(block[0])
@@ -88,7 +88,7 @@ class Stream:
 def test_streams_have_blocks_too():
     certifier = Certifier(load(None), 0.1, "gloro")
     certifier.together = 4
-    found = [[row["index"] for row in Run(certifier, Stream(11), {0, 1, 5}, part, 2)] for part in range(2)]
+    found = [[row["index"] for row in Remaining(certifier, Stream(11), {0, 1, 5}, part, 2)] for part in range(2)]
     assert found == [[2, 3, 8, 9, 10], [4, 6, 7]]
 
 
@@ -114,7 +114,7 @@ def test_what_shards_have_left_out_is_added(folder):
 def test_shards_of_another_run_are_refused(folder):
     run("certify", *GLORO, "--out", "r.jsonl", "--shard", "1/2")
     other = run("certify", "--eps", "0.5", *GLORO[2:], "--out", "r.jsonl", code=2)
-    assert other.stderr.endswith("delete the file\n")
+    assert other.stderr.endswith("give another --out\n")
     assert "r.shard-1-of-2.jsonl holds results of another run (other eps)" in other.stderr
 
 

@@ -100,20 +100,20 @@ def refused(*arguments) -> str:
 
 def test_counts_are_strict(results):
     (r,) = read_runs([results()])
-    assert [r.certified(eps) for eps in (0, 0.05, 0.1, 0.15, 0.3)] == [4, 3, 2, 1, 0]
+    assert [r.certified_at(eps) for eps in (0, 0.05, 0.1, 0.15, 0.3)] == [4, 3, 2, 1, 0]
     assert r.correct == 5
-    assert r.surviving(1.0) == 5
+    assert r.surviving_at(1.0) == 5
     assert r.median_radius == 0.1
     assert not r.attacked
 
 
 def test_an_attack_bounds_from_above(results):
     (r,) = read_runs([results(ATTACKED, attack=ATTACK)])
-    assert [r.surviving(eps) for eps in (0.01, 0.02, 0.1, 0.18, 1)] == [5, 4, 3, 2, 2]
+    assert [r.surviving_at(eps) for eps in (0.01, 0.02, 0.1, 0.18, 1)] == [5, 4, 3, 2, 2]
     assert r.attack == "PGD-ℓ2 1.0, steps=5, restarts=2"
     rows = [{**a, "attack_distance": None} for a in ATTACKED]
     (r,) = read_runs([results(rows)])
-    assert [r.surviving(eps) for eps in (0.099, 0.1)] == [5, 3]  # within ε is all that is known
+    assert [r.surviving_at(eps) for eps in (0.099, 0.1)] == [5, 3]  # within ε is all that is known
 
 
 @settings(deadline=None, max_examples=50)

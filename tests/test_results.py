@@ -86,7 +86,7 @@ def test_a_written_radius_is_the_radius(radius):
 
 def test_tally():
     tally = Tally([row(0), row(1, correct=False), row(2), row(3, correct=False), row(4, method="global")])
-    assert (tally.images, tally.correct, tally.certified, tally.certified_correct) == (5, 3, 3, 2)
+    assert (len(tally), tally.correct, tally.certified, tally.certified_correct) == (5, 3, 3, 2)
     assert (tally.accuracy, tally.certified_accuracy) == (0.6, 0.4)
     assert tally.median_radius == 0.2
     assert tally.methods == {"gloro": 4, "global": 1}
@@ -95,7 +95,7 @@ def test_tally():
 
 def test_tally_of_attacks():
     tally = Tally([row(0, attacked=True), row(1, attacked=False), row(2, attacked=False, correct=False)])
-    assert (tally.attacked, tally.withstood, tally.accuracy_under_attack) == (1, 1, 1 / 3)
+    assert (tally.broken, tally.withstood, tally.accuracy_under_attack) == (1, 1, 1 / 3)
     assert tally.counts()["attacked"] == 1
     assert tally.counts()["accuracy_under_attack"] == 1 / 3
     tally.add(row(3))
@@ -141,7 +141,7 @@ def test_a_stopped_run_keeps_its_rows(tmp_path):
     assert json.loads((tmp_path / "r.summary.json").read_text())["complete"] is False
     with ResultFile(path, RUN) as file:
         assert file.done == {4}
-        assert file.tally.images == 1
+        assert len(file.tally) == 1
         file.append(row(5))
     assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [4, 5]
 
@@ -178,7 +178,7 @@ def test_rows_without_their_summary_are_left_alone(tmp_path, summary):
     (tmp_path / "r.summary.json").unlink()
     if summary is not None:
         (tmp_path / "r.summary.json").write_text(summary)
-    with pytest.raises(InputError, match="another run"):
+    with pytest.raises(InputError, match="another file"):
         ResultFile(path, RUN)
     assert path.read_bytes() == before
 
@@ -216,7 +216,7 @@ def test_shards_have_files_of_their_own(tmp_path):
     with ResultFile(path, RUN) as file:
         file.absorb(found, [5, 4, 3, 2, 1, 0])
     assert [r["index"] for r in read_rows(path, RUN)] == [4, 5, 1, 0]
-    assert file.tally.images == 4
+    assert len(file.tally) == 4
 
 
 def test_reading_rows_changes_no_file(tmp_path):

@@ -12,8 +12,8 @@ from lipcert.cli import app
 from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import load
-from lipcert.results import Tally
-from lipcert.verify import Claims, verify
+from lipcert.results import Tally, read_run
+from lipcert.results.verify import check_model, sample, verify
 
 EPS = "1e-6"
 
@@ -92,8 +92,8 @@ CHANGES = [
     ("margin", lambda row: row["margin"] * 1.01, "margin"),
     ("margin", lambda row: None, "margin"),
     ("correct", lambda row: not row["correct"], "contradicts itself about being correct"),
-    ("certified", lambda row: not row["certified"], "contradicts itself about being certified"),
-    ("rigor", lambda row: "estimate", "estimate is claimed"),
+    ("certified", lambda row: not row["certified"], "contradict each other"),
+    ("rigor", lambda row: "estimate", "which is no certificate"),
 ]
 
 
@@ -132,18 +132,28 @@ def test_rows_about_other_models_are_refused(results):
     assert result.stderr == "lipcert: r.jsonl holds rows about other weights; give the model that was certified\n"
 
 
-@pytest.mark.parametrize("damage", ["rows", "summary", "no summary", "empty", "twice"])
+DAMAGES = {
+    "rows": "row 1 of r.jsonl is no result",
+    "summary": "r.summary.json is no summary of results",
+    "no summary": "r.jsonl has no summary r.summary.json beside it",
+    "empty": "r.jsonl holds no rows",
+    "twice": "r.jsonl mixes rows",
+    "no file": "there is no file r.jsonl",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_files_that_are_none(results, damage):
     rows = Path("r.jsonl").read_text()
-    if damage == "no summary":
-        Path("r.summary.json").unlink()
+    if damage.startswith("no "):
+        Path("r.summary.json" if damage == "no summary" else "r.jsonl").unlink()
     elif damage == "summary":
         Path("r.summary.json").write_text("{}")
     else:
         first = rows.splitlines(keepends=True)[0]
         Path("r.jsonl").write_text({"rows": "x" + rows, "empty": "", "twice": rows + first}[damage])
     result = run("verify", "bundled", "r.jsonl", code=2)
-    assert result.stderr.startswith("lipcert: r.jsonl is no result file")
+    assert result.stderr.startswith(f"lipcert: {DAMAGES[damage]}")
     assert result.stderr.count("\n") == 1
 
 
@@ -156,11 +166,11 @@ def test_images_that_are_not_there(results):
 
 def test_from_python(results):
     model = load(None)
-    claims = Claims.read(Path("r.jsonl"))
-    verdicts = list(verify(claims, model, open_images(None, model), count=3))
+    results = read_run(Path("r.jsonl"))
+    verdicts = list(verify(results, model, open_images(None, model), count=3))
     assert [verdict.objection for verdict in verdicts] == [None] * 3
-    assert {verdict.index for verdict in verdicts} == {row["index"] for row in claims.sample(3)}
+    assert {verdict.index for verdict in verdicts} == {row["index"] for row in sample(results, 3)}
     with torch.no_grad():
         next(model.parameters()).add_(1e-3)
     with pytest.raises(InputError, match="other weights"):
-        claims.check_model(model)
+        check_model(results, model)

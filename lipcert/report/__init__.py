@@ -7,9 +7,9 @@ from lipcert.report._build import OVERVIEW, facts, overview, radii_of_interest, 
 from lipcert.report._card import model_card
 from lipcert.report._document import to_html, to_markdown
 from lipcert.report._figures import available
-from lipcert.report._read import Run, read_runs
 from lipcert.report._text import text_plot
 from lipcert.report._write import write
+from lipcert.results import Run, read_runs
 
 __all__ = [
     "OVERVIEW",

@@ -10,9 +10,9 @@ from typing import Any
 from lipcert._version import version
 from lipcert.report import _figures
 from lipcert.report._document import Block, Code, Figure, Heading, Items, Table, Text
-from lipcert.report._read import Run
 from lipcert.report._text import text_plot
 from lipcert.report._words import PROMISES, above, known, listed, radius, share
+from lipcert.results import Run
 
 Eps = Sequence[tuple[float, str]]
 
@@ -75,10 +75,16 @@ def overview(runs: Sequence[Run], eps: Eps) -> Table:
     for run in runs:
         clean = _percent(run.correct, run) if run.labelled else "–"
         for value, typed in eps:
-            row = [run.name, str(len(run)), *([clean] if labelled else []), typed, _percent(run.certified(value), run)]
+            row = [
+                run.name,
+                str(len(run)),
+                *([clean] if labelled else []),
+                typed,
+                _percent(run.certified_at(value), run),
+            ]
             if attacked:
-                row.append(_percent(run.surviving(value), run) if run.attacked else "–")
-            rows.append([*row, radius(run.median_radius), f"{run.delta:g}"])
+                row.append(_percent(run.surviving_at(value), run) if run.attacked else "–")
+            rows.append([*row, radius(run.median_radius or 0.0), f"{run.delta:g}"])
     return Table(columns, rows)
 
 
@@ -88,14 +94,14 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     if run.labelled:
         found.append(("clean accuracy", share(run.correct, len(run))))
     for value, typed in eps:
-        found.append((f"{known(run)} at {typed}", share(run.certified(value), len(run))))
+        found.append((f"{known(run)} at {typed}", share(run.certified_at(value), len(run))))
         if run.attacked:
             what = f"accuracy under {run.attack_name}" if run.labelled else above(run)
-            found.append((f"{what} at {typed}", f"{share(run.surviving(value), len(run))}, an estimate"))
-    found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius)))
+            found.append((f"{what} at {typed}", f"{share(run.surviving_at(value), len(run))}, an estimate"))
+    found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
     found.append(("rigor", run.rigor))
-    decided = Counter(str(row["method"]) for row in run.rows)
-    return [*found, ("decided by", ", ".join(f"{name} {count}" for name, count in decided.most_common()))]
+    decided = run.methods.most_common()
+    return [*found, ("decided by", ", ".join(f"{name} {count}" for name, count in decided))]
 
 
 def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> list[Block]:
@@ -133,13 +139,13 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> lis
 def sentence(run: Run, eps: Eps) -> str:
     """The result of one run in words that stand alone."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
-    part = f"{100 * run.certified(value) / len(run):.1f} % of {len(run)} images"
+    part = f"{100 * run.certified_at(value) / len(run):.1f} % of {len(run)} images"
     what = "are predicted right, and no" if run.labelled else "keep their prediction: no"
     changes = "changes that" if run.labelled else "changes it"
     text = f"{run.name}: {part} {what} ℓ2 perturbation of the pixels up to ε = {typed} {changes} ({run.rigor})."
     if run.attacked:
         text += (
-            f" {run.attack} left {100 * run.surviving(value) / len(run):.1f} % standing there, which is an estimate "
+            f" {run.attack} left {100 * run.surviving_at(value) / len(run):.1f} % standing there, which is an estimate "
             "from above; the truth lies between."
         )
     elif run.labelled:
@@ -174,7 +180,7 @@ def _details(run: Run, eps: Eps, level: int, figure: str | None) -> list[Block]:
 
 def _methods(run: Run, eps: Eps) -> Table:
     rows = []
-    for name, count in Counter(str(row["method"]) for row in run.rows).most_common():
+    for name, count in run.methods.most_common():
         own = [row for row in run.rows if row["method"] == name]
         counted = [sum(row.get("correct", True) and row["radius"] > value for row in own) for value, _ in eps]
         words = Counter(str(row["rigor"]) for row in own)
@@ -214,7 +220,7 @@ def _made(run: Run) -> list[Block]:
         ("holds for dtype", str(summary.get("dtype", "–"))),
         ("global Lipschitz bound", "infinite" if log10 is None else f"10^{log10 + 0.005:.2f}, {bound.get('rigor')}"),
         *([("attack", run.attack)] if run.attacked else []),
-        ("seconds", f"{sum(row.get('seconds', 0.0) for row in run.rows):.1f}"),
+        ("seconds", f"{run.seconds:.1f}"),
         ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
         *((str(key), str(value)) for key, value in summary.get("environment", {}).items()),
     ]

@@ -11,8 +11,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from lipcert.errors import InputError
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._document import Block, Code, Heading, Items, Table, Text, to_markdown
-from lipcert.report._read import Run
 from lipcert.report._words import PROMISES
+from lipcert.results import Run
 
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
@@ -77,7 +77,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
             add(
                 "adversarial_accuracy",
                 f"{run.attack_name} accuracy at ε = {typed}",
-                run.surviving(value),
+                run.surviving_at(value),
                 **ball,
                 rigor="estimate",
                 attack=run.attack,
@@ -85,7 +85,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
         add(
             "certified_accuracy" if run.labelled else "certified_share",
             f"Certified {'accuracy' if run.labelled else 'share'} at ε = {typed}",
-            run.certified(value),
+            run.certified_at(value),
             **ball,
             rigor="probabilistic" if run.delta else "deterministic",
             **({"delta": run.delta} if run.delta else {}),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert.report._read import Run
+from lipcert.results import Run
 
 Array = NDArray[np.float64]
 

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from lipcert.report._curves import Array, attack_curve, certified_curve, span, steps
-from lipcert.report._read import Run
 from lipcert.report._words import above, known
+from lipcert.results import Run
 
 # Okabe and Ito 2008, distinct for every kind of colour vision; black, which is for text, and the light yellow left out.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

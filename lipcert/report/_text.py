@@ -8,8 +8,8 @@ from itertools import cycle
 import numpy as np
 
 from lipcert.report._curves import Array, attack_curve, certified_curve, span
-from lipcert.report._read import Run
 from lipcert.report._words import known
+from lipcert.results import Run
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MARGIN = 6

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decimal import ROUND_FLOOR, Context, Decimal
 
 from lipcert.report._curves import UNBOUNDED
-from lipcert.report._read import Run
+from lipcert.results import Run
 
 PROMISES = (
     "A certified radius r says: every image in [0, 1] whose ℓ2 distance to the given one is smaller than r gets the "

@@ -11,7 +11,7 @@ from lipcert.report import _figures
 from lipcert.report._build import Eps, report, title
 from lipcert.report._card import model_card
 from lipcert.report._document import MARK, Figure, to_html, to_markdown
-from lipcert.report._read import Run
+from lipcert.results import Run
 
 _KINDS = {"html": (".html", ".htm"), "markdown": (".md", ".markdown"), "card": (".md", ".markdown")}
 

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from lipcert._processes import Processes
 from lipcert.data import Batch, Images
 from lipcert.errors import BrokenCertificate, InputError, Interrupted
-from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, summary_path
+from lipcert.results._files import ResultFile, shard_path, shards_of
+from lipcert.results._reading import read_rows, summary_path
+from lipcert.results._rows import rows
+from lipcert.results._statistics import Tally
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, "int | None"], None]
 
 
-class Run:
+class Remaining:
     """What is left of a data set for one of several processes.
 
     Args:
@@ -94,9 +97,9 @@ def certify_in_memory(certifier: Certifier, images: Images, progress: Progress |
     """
     tally = Tally()
     try:
-        _collect(Run(certifier, images), tally.add, progress)
+        _collect(Remaining(certifier, images), tally.add, progress)
     except KeyboardInterrupt as error:
-        raise Interrupted(f"interrupted after {tally.images} images; nothing is kept without --out") from error
+        raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept without --out") from error
     return tally
 
 
@@ -120,7 +123,7 @@ def certify_to_file(
     Args:
         certifier: certifies the images.
         images: the data set.
-        description: from :func:`lipcert.results.describe`.
+        description: from :func:`lipcert.results.description.describe`.
         out: where all rows go in the end.
         part: which part of the run this is, from 0.
         parts: how many there are.
@@ -148,20 +151,21 @@ def certify_to_file(
         done = frozenset().union(*known)
         if done and resumed is not None:
             resumed(len(done))
-        before = file.tally.images
+        before = len(file.tally)
         try:
-            _collect(Run(certifier, images, done, part, parts), file.append, progress)
+            _collect(Remaining(certifier, images, done, part, parts), file.append, progress)
         except KeyboardInterrupt as error:
             raise Interrupted(
-                f"interrupted after {file.tally.images - before} images; {own} keeps {file.tally.images} rows, "
+                f"interrupted after {len(file.tally) - before} images; {own} keeps {len(file.tally)} rows, "
                 "and the same command goes on from there"
             ) from error
     if processes.count == 1:
         return file.tally
-    return _put_together(out, own, description, images, processes) or file.tally
+    together = _put_together(out, own, description, images, processes)
+    return file.tally if together is None else together
 
 
-def _collect(run: Run, write: Callable[[dict[str, Any]], None], progress: Progress | None) -> None:
+def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: Progress | None) -> None:
     for count, row in enumerate(run, 1):
         write(row)
         if progress is not None:

@@ -1,4 +1,4 @@
-"""Result files as :class:`Run`: rows and summary, checked before anything is drawn or claimed."""
+"""Result files as :class:`Run`: rows and summary, checked before anything is drawn, claimed or added to them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,43 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert._rows import DAMAGED, RIGOR, broken_at, check
 from lipcert.errors import InputError
+from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed
+from lipcert.results._statistics import Tally
+
+# The parts of a summary that must agree before rows of two runs may stand in one file.
+_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "at", "passes", "data", "lipcert")
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
+class Run(Tally):
     """The results of one model on one set of images.
 
     Attributes:
         path: the file with the rows.
         name: what tables and figures call the run: the file's name, with its folder where two files share it.
         summary: what ``certify`` wrote beside the rows.
-        rows: one mapping an image.
+        rows: one mapping per image.
+        size: bytes of the whole rows in the file.
         notes: remarks on what is missing, one line each.
     """
 
-    path: Path
-    name: str
-    summary: Mapping[str, Any]
-    rows: tuple[Mapping[str, Any], ...]
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int):
+        super().__init__(rows)
+        self.path = path
+        self.name = path.stem
+        self.summary = summary
+        self.size = size
+        self.notes: list[str] = []
+        if size < path.stat().st_size:
+            self.notes.append(f"{path}: the last row is half-written and left out")
+        if not summary.get("complete", True):
+            self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")
 
     @property
     def eps(self) -> float:
@@ -49,11 +55,6 @@ class Run:
         return str(self.summary.get("eps_typed", f"{self.eps:.6g}"))
 
     @property
-    def labelled(self) -> bool:
-        """Whether the true classes are known."""
-        return "correct" in self.rows[0]
-
-    @property
     def right(self) -> NDArray[np.bool_]:
         """Whether each prediction is the label, shape (N,); True everywhere without labels."""
         return np.array([row.get("correct", True) for row in self.rows], dtype=bool)
@@ -64,38 +65,17 @@ class Run:
         return np.array([row["radius"] for row in self.rows], dtype=float)
 
     @property
-    def attacked(self) -> bool:
-        """Whether any image was attacked."""
-        return any(row.get("attacked") is not None for row in self.rows)
-
-    @property
     def broken_at(self) -> NDArray[np.float64]:
         """Distance at which an attack changed the prediction, shape (N,); ∞ where none did or none was tried."""
         return np.array([broken_at(row, self.eps) for row in self.rows])
 
-    @property
-    def correct(self) -> int:
-        """How many images are predicted right; all of them without labels."""
-        return int(self.right.sum())
-
-    def certified(self, eps: float) -> int:
+    def certified_at(self, eps: float) -> int:
         """How many images are predicted right with a radius larger than ``eps``; a lower bound on the robust ones."""
         return int((self.right & (self.radii > eps)).sum())
 
-    def surviving(self, eps: float) -> int:
+    def surviving_at(self, eps: float) -> int:
         """How many images are predicted right and not broken within ``eps``; an upper bound on the robust ones."""
         return int((self.right & (self.broken_at > eps)).sum())
-
-    @property
-    def median_radius(self) -> float:
-        """Median radius of the images predicted right, or of all without labels, rounded down; 0 if there are none."""
-        radii = np.sort(self.radii[self.right])
-        return float(radii[(len(radii) - 1) // 2]) if len(radii) else 0.0
-
-    @property
-    def delta(self) -> float:
-        """The largest failure probability of one radius; 0 where all are deterministic."""
-        return max(_delta(row["rigor"]) for row in self.rows)
 
     @property
     def rigor(self) -> str:
@@ -131,6 +111,38 @@ class Run:
         settings = known.get("settings") or {}
         return ", ".join([f"{self.attack_name} {known.get('version', '')}".rstrip(), *_pairs(settings)])
 
+    def refuse_contradictions(self) -> None:
+        """Refuses rows that cannot be true.
+
+        Raises:
+            InputError: naming the first of them.
+        """
+        for number, row in enumerate(self.rows, start=1):
+            if reason := contradiction(row, self.eps):
+                raise InputError(_NO_RESULT.format(number, self.path, reason))
+
+
+_NO_RESULT = "row {} of {} is no result ({}); certify the images again, into another file"
+
+
+def summary_path(path: Path) -> Path:
+    """Where the summary of a result file is."""
+    return path.with_suffix(".summary.json")
+
+
+def read_run(path: Path) -> Run:
+    """Reads a result file, and the summary beside it; rows may still contradict themselves.
+
+    Raises:
+        InputError: one of them is missing or damaged, or there are no rows.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; lipcert certify --out {path} writes it")
+    run = _read(path, _summary(path))
+    if not run.rows:
+        raise InputError(f"{path} holds no rows; let lipcert certify finish at least one image")
+    return run
+
 
 def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     """Reads result files.
@@ -145,9 +157,42 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
         InputError: a file that is missing, empty, damaged, or that contradicts itself.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(Path(path))))
-    runs = [_read(file) for file in files]
+    runs = [read_run(file) for file in files]
     shared = {run.name for run in runs if sum(run.name == other.name for other in runs) > 1}
-    return [replace(run, name=run.path.with_suffix("").as_posix()) if run.name in shared else run for run in runs]
+    for run in runs:
+        run.refuse_contradictions()
+        if run.name in shared:
+            run.name = run.path.with_suffix("").as_posix()
+    return runs
+
+
+def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
+    """What an earlier start of a run has left in a file; None where there is no file or nothing in it.
+
+    Args:
+        path: where the rows are.
+        description: of the run that they must belong to.
+
+    Raises:
+        InputError: if they belong to another run, are damaged or contradict themselves, or are no results.
+    """
+    if not os.path.exists(path) or not path.stat().st_size:
+        return None
+    earlier = _summary(path)
+    # Through JSON and back, as the earlier description went: tuples are lists there.
+    own = json.loads(json.dumps(dict(description)))
+    different = [key for key in _IDENTITY if earlier.get(key) != own.get(key)]
+    if different:
+        raise InputError(f"{path} holds results of another run (other {', '.join(different)}); give another --out")
+    run = _read(path, earlier)
+    run.refuse_contradictions()
+    return run
+
+
+def read_rows(path: Path, description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The whole rows of a file; none where there is no file. Arguments and errors are those of ``read_earlier``."""
+    earlier = read_earlier(path, description)
+    return [] if earlier is None else earlier.rows
 
 
 def _files(path: Path) -> list[Path]:
@@ -159,53 +204,39 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> Run:
-    summary = _read_summary(path)
+def _read(path: Path, summary: Mapping[str, Any]) -> Run:
+    """The whole rows of a file, each of the right kind; one half-written at the end is left out."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     whole = content[: content.rfind(b"\n") + 1]
-    notes = []
-    if len(whole) < len(content):
-        notes.append(f"{path}: the last row is half-written and left out")
     rows = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             row = json.loads(line)
-            check(row, summary["eps"])
+            check(row)
         except DAMAGED as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise InputError(f"row {number} of {path} is no result ({reason}); certify the images again") from error
+            raise InputError(_NO_RESULT.format(number, path, reason)) from error
         rows.append(row)
-    if not rows:
-        raise InputError(f"{path} holds no rows; let lipcert certify finish at least one image")
-    if len({"correct" in row for row in rows}) > 1 or len({row["index"] for row in rows}) < len(rows):
-        raise InputError(f"{path} mixes rows that do not belong together; certify the images again")
-    if not summary.get("complete", True):
-        notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")
-    return Run(path, path.stem, summary, tuple(rows), tuple(notes))
+    if mixed(rows):
+        raise InputError(f"{path} mixes rows that do not belong together; certify the images again, into another file")
+    return Run(path, summary, rows, len(whole))
 
 
-def _read_summary(path: Path) -> Mapping[str, Any]:
-    beside = path.with_suffix(".summary.json")
-    if not path.is_file():
-        raise InputError(f"there is no file {path}; lipcert certify --out {path} writes it")
+def _summary(path: Path) -> Mapping[str, Any]:
+    beside = summary_path(path)
     try:
         summary = json.loads(beside.read_text(encoding="utf-8"))
         if not (math.isfinite(summary["eps"]) and summary["eps"] > 0 and isinstance(summary["model"], dict)):
             raise ValueError("no ε or no model")
     except OSError as error:
-        raise InputError(f"{path} needs its summary {beside.name} beside it; copy both files") from error
+        raise InputError(f"{path} has no summary {beside.name} beside it; copy both, or give another file") from error
     except DAMAGED as error:
-        raise InputError(f"{beside} is no summary of results; copy it again, or certify again") from error
+        raise InputError(f"{beside} is no summary of results; copy it again, or give another file") from error
     return dict(summary)
 
 
 def _pairs(known: Mapping[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in known.items()]
-
-
-def _delta(rigor: str) -> float:
-    found = RIGOR.fullmatch(rigor)
-    return float(found["delta"] or 0) if found else 0.0

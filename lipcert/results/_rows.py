@@ -1,0 +1,122 @@
+"""The rows of a result file: how they are made, and what a row must be for everything that reads one."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lipcert.certifier import Certificates
+    from lipcert.data import Batch
+
+_RIGOR = re.compile(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)")
+
+# What reading and checking rows and summaries of a damaged file can raise.
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[str, Any]]:
+    """The rows of one batch.
+
+    Args:
+        batch: the images that were certified.
+        certificates: what was found about them.
+        seconds: time that the batch took; every row gets an equal part.
+
+    Returns:
+        One dict per image: ``index, label, predicted, correct, margin, radius, certified, method, rigor, attacked,
+        attack_distance, seconds``, without ``label`` and ``correct`` where labels are not known. ``attacked`` says
+        whether an attack changed the prediction within ε, ``attack_distance`` how near it did at all; both are None
+        without an attack, the second also where none was found. An infinite radius becomes the largest float64.
+    """
+    count = len(batch.indices)
+    found = []
+    for i, index in enumerate(batch.indices):
+        predicted, margin = int(certificates.predicted[i]), float(certificates.margin[i])
+        row: dict[str, Any] = {"index": index}
+        if batch.labels is not None:
+            row["label"] = int(batch.labels[i])
+        row["predicted"] = predicted
+        if batch.labels is not None:
+            row["correct"] = predicted == row["label"]
+        row["margin"] = margin if math.isfinite(margin) else None
+        row["radius"] = min(float(certificates.radius[i]), sys.float_info.max)
+        row["certified"] = bool(certificates.certified[i])
+        row["method"] = certificates.method[i]
+        row["rigor"] = certificates.rigor[i]
+        row["attacked"] = None if certificates.attacked is None else bool(certificates.attacked[i])
+        distance = math.inf if certificates.attack_distance is None else float(certificates.attack_distance[i])
+        row["attack_distance"] = distance if math.isfinite(distance) else None
+        row["seconds"] = seconds / count
+        found.append(row)
+    return found
+
+
+def check(row: Mapping[str, Any]) -> None:
+    """Refuses a row whose entries are not of their kinds, whatever they say.
+
+    Raises:
+        ValueError: with the reason; others of ``DAMAGED`` where something is missing or of another kind.
+    """
+    whole = [row["index"], row["predicted"], *([row["label"]] if "label" in row else [])]
+    if not all(type(number) is int and 0 <= number < 2**63 for number in whole):
+        raise ValueError("index, prediction or label is no whole number")
+    if not (isinstance(row["method"], str) and row["method"].isprintable()):
+        raise ValueError("its method is no name")
+    if not (isinstance(row["rigor"], str) and row["rigor"].isprintable()):
+        raise ValueError("its rigor is no text")
+    radius, distance = row["radius"], row.get("attack_distance")
+    if not (math.isfinite(radius) and radius >= 0):
+        raise ValueError(f"the radius is {radius}")
+    if not (distance is None or distance >= 0):
+        raise ValueError(f"the distance of an attack is {distance}")
+    if not all(number is None or math.isfinite(number) for number in (row.get("seconds", 0), row.get("margin"))):
+        raise ValueError("its time or margin is no number")
+    flags = [row["certified"], row.get("correct", True), row.get("attacked") or False]
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ValueError("certified, correct or attacked is neither true nor false")
+
+
+def contradiction(row: Mapping[str, Any], eps: float) -> str | None:
+    """Why a row cannot be true, whatever the model: above all nothing but a bound may be called certified.
+
+    Args:
+        row: one that passes :func:`check`.
+        eps: the ε that was asked for.
+
+    Returns:
+        The reason; None where there is no contradiction.
+    """
+    radius = row["radius"]
+    if row["certified"] is not (radius > eps):
+        return f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}"
+    if delta(row["rigor"]) is None:
+        return f"its rigor is {row['rigor']!r}, which is no certificate"
+    if broken_at(row, eps) < radius:
+        return (
+            f"image {row['index']} is certified to {radius:g} and an attack broke it at {broken_at(row, eps):g}: "
+            "one of them is wrong, please report it"
+        )
+    return None
+
+
+def broken_at(row: Mapping[str, Any], eps: float) -> float:
+    """Distance of the nearest image with another prediction that an attack found; ε where only that is known."""
+    distance = row.get("attack_distance")
+    if distance is not None:
+        return float(distance)
+    return eps if row.get("attacked") else math.inf
+
+
+def delta(rigor: str) -> float | None:
+    """The failure probability that a rigor states, 0 for a deterministic one; None for what is no rigor."""
+    form = _RIGOR.fullmatch(rigor)
+    return None if form is None else float(form["delta"] or 0)
+
+
+def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether rows cannot be of one run: two about one image, or labels for some of them only."""
+    return len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1

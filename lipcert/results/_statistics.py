@@ -1,0 +1,125 @@
+"""Statistics over rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lipcert.results._rows import delta
+
+
+class Tally:
+    """Counts and shares over rows.
+
+    Attributes:
+        rows: one mapping per image; :meth:`add` appends to them.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
+        self.rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Counts one more row."""
+        self.rows.append(row)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the true classes are known."""
+        return any("correct" in row for row in self.rows)
+
+    @property
+    def correct(self) -> int:
+        """How many images are predicted right; 0 without labels."""
+        return sum(row.get("correct", False) for row in self.rows)
+
+    @property
+    def certified(self) -> int:
+        """How many images are certified at the ε of the run, predicted right or wrong."""
+        return sum(row["certified"] for row in self.rows)
+
+    @property
+    def certified_correct(self) -> int:
+        """How many images are predicted right and certified at the ε of the run; 0 without labels."""
+        return sum(row["certified"] and row.get("correct", False) for row in self.rows)
+
+    @property
+    def attacked(self) -> bool:
+        """Whether any image was attacked."""
+        return any(row.get("attacked") is not None for row in self.rows)
+
+    @property
+    def broken(self) -> int:
+        """How many predictions an attack changed within the ε of the run."""
+        return sum(row.get("attacked") is True for row in self.rows)
+
+    @property
+    def withstood(self) -> int:
+        """How many images are predicted right and no attack broke them within the ε of the run; 0 without labels."""
+        return sum(row.get("attacked") is False and row.get("correct", False) for row in self.rows)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of images that are predicted right; None without labels."""
+        return self.correct / len(self) if self.labelled else None
+
+    @property
+    def certified_accuracy(self) -> float | None:
+        """Share of images that are predicted right and certified at ε; None without labels."""
+        return self.certified_correct / len(self) if self.labelled else None
+
+    @property
+    def accuracy_under_attack(self) -> float | None:
+        """Share of images that are predicted right and that no attack broke within ε.
+
+        The share that nothing can break lies between the certified accuracy and this. None without labels, and unless
+        all images were attacked.
+        """
+        every = all(row.get("attacked") is not None for row in self.rows)
+        return self.withstood / len(self) if self.labelled and every else None
+
+    @property
+    def median_radius(self) -> float | None:
+        """Median radius of the images predicted right, or of all without labels, rounded down; None without images."""
+        radii = [row["radius"] for row in self.rows if row.get("correct", True)]
+        return statistics.median_low(radii) if radii else None
+
+    @property
+    def seconds(self) -> float:
+        """Time that all images took."""
+        return float(sum(row.get("seconds", 0.0) for row in self.rows))
+
+    @property
+    def methods(self) -> Counter[str]:
+        """How many images each method decided."""
+        return Counter(row["method"] for row in self.rows)
+
+    @property
+    def rigors(self) -> Counter[str]:
+        """How many radii have each rigor."""
+        return Counter(row["rigor"] for row in self.rows)
+
+    @property
+    def delta(self) -> float:
+        """The largest failure probability of one radius; 0 where all are deterministic."""
+        return max((delta(rigor) or 0.0 for rigor in self.rigors), default=0.0)
+
+    def counts(self) -> dict[str, Any]:
+        """The counts as the summary holds them, those about labels only where there are labels."""
+        counts: dict[str, Any] = {"images": len(self), "certified": self.certified}
+        if self.labelled:
+            counts |= {
+                "correct": self.correct,
+                "certified_correct": self.certified_correct,
+                "accuracy": self.accuracy,
+                "certified_accuracy": self.certified_accuracy,
+            }
+        if self.attacked:
+            counts["attacked"] = self.broken
+        if self.accuracy_under_attack is not None:
+            counts["accuracy_under_attack"] = self.accuracy_under_attack
+        return counts | {"median_radius": self.median_radius, "methods": dict(self.methods), "seconds": self.seconds}

@@ -1,0 +1,74 @@
+"""What a run is about: the part of its summary that is known before the first image."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+import timm
+import torch
+
+from lipcert._version import version
+from lipcert.artifact import weights_hash
+from lipcert.attacks import identity
+from lipcert.model import Model
+
+if TYPE_CHECKING:
+    from lipcert.certifier import Certifier
+    from lipcert.data import Images
+
+
+def describe(
+    model: Model, images: Images, certifier: Certifier, typed: str, command: str | None = None
+) -> dict[str, Any]:
+    """What a run is about: the part of its summary that is known before the first image.
+
+    Args:
+        model: the model that is certified.
+        images: the images it is certified on.
+        certifier: made for the model.
+        typed: ε as the user wrote it, such as ``36/255``.
+        command: what was typed to start the run.
+
+    Returns:
+        Values that JSON can hold.
+    """
+    spec, bound = images.spec, certifier.bound
+    return {
+        "model": {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)},
+        "eps": certifier.eps,
+        "method": certifier.method,
+        "attack": identity(certifier.attack),
+        "dtype": certifier.dtype,
+        "rigor": certifier.rigor,
+        "at": certifier.at,
+        "passes": certifier.passes,
+        "data": {
+            "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
+            "images": images.total,
+            "labelled": images.labelled,
+        },
+        "lipcert": version(),
+        "eps_typed": typed,
+        "command": command,
+        "bound": {
+            "value": bound.value if math.isfinite(bound.value) else None,
+            "log10": bound.log10 if math.isfinite(bound.log10) else None,
+            "rigor": bound.rigor,
+            "delta": bound.delta,
+            "method": bound.method,
+            "layers": [
+                {"path": x.path, "operation": x.operation, "gain": x.gain if math.isfinite(x.gain) else None}
+                for x in bound.layers
+            ],
+        },
+        "environment": {
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": str(model.device),
+        },
+    }
