@@ -8,6 +8,7 @@
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lipcert._version import version
@@ -62,6 +63,33 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'lipcert' has no attribute {name!r}")
     globals()[name] = found
     return found
+
+
+class _AfterTimm:
+    """Adds the architectures of ``lipcert.networks`` to timm's registry once timm is imported, by whoever does it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "timm":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        loader = spec.loader
+        run = loader.exec_module
+
+        def run_and_register(module: Any) -> None:
+            run(module)
+            importlib.import_module("lipcert.networks")
+
+        loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if "timm" in sys.modules:
+    importlib.import_module("lipcert.networks")
+else:
+    sys.meta_path.insert(0, _AfterTimm())
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,97 @@
+"""What the architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models import build_model_with_cfg
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin
+
+ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
+    "relu": lambda channels: nn.ReLU(),
+    "clipped-relu": lambda channels: ClippedReLU(),
+    "maxmin": lambda channels: MaxMin(),
+    "clipped-maxmin": lambda channels: ClippedMaxMin(),
+}
+
+
+class NormalizedLinear(nn.Linear):
+    """f_j = ⟨w_j/‖w_j‖, x⟩ + b_j: a head whose rows have norm 1, so that no class has a steeper logit than another.
+
+    Source: last layer normalization of Singla, Singla and Feizi, "Improved deterministic l2 robustness on CIFAR-10 and
+    CIFAR-100", ICLR 2022 (arXiv 2108.04062), section 5.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, F.normalize(self.weight), self.bias)
+
+
+def activation(name: str, channels: int) -> nn.Module:
+    """A module for values with so many channels in dimension 1.
+
+    Raises:
+        InputError: an unknown name, or channels that do not pair up for MaxMin.
+    """
+    if name not in ACTIVATIONS:
+        raise InputError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
+    if "maxmin" in name and channels % 2:
+        raise InputError(f"{name} pairs channels, and {channels} is odd")
+    return ACTIVATIONS[name](channels)
+
+
+def configuration(size: int) -> dict[str, Any]:
+    """timm's default configuration for square images of this size, without pretrained weights.
+
+    All channels are divided by the same number: a bound in ℓ2 charges every channel for the smallest divisor.
+    """
+    return {
+        "num_classes": 200 if size == 64 else 1000 if size == 224 else 10,
+        "input_size": (3, size, size),
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.25, 0.25, 0.25),
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
+        "fixed_input_size": True,
+        "first_conv": None,
+        "classifier": "head",
+    }
+
+
+def build(network: Callable[..., nn.Module], name: str, pretrained: bool, given: dict[str, Any], **own: Any) -> Any:
+    """timm's way to build a model: ``own`` arguments belong to the name, and the caller's go before them."""
+    return build_model_with_cfg(network, name, pretrained, **{**own, **given})
+
+
+class Classifier(nn.Module):
+    """Features, then a head; with the methods that timm's models have.
+
+    Subclasses set ``num_features`` and ``head`` and define ``forward_features``, which gives a vector an image.
+    """
+
+    num_classes: int
+    num_features: int
+    head: nn.Module
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        self.num_classes = num_classes
+        kind = type(self.head) if isinstance(self.head, nn.Linear) else nn.Linear
+        self.head = kind(self.num_features, num_classes) if num_classes else nn.Identity()

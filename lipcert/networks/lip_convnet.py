@@ -1,0 +1,100 @@
+"""Plain convolutional networks of the literature on certified training: 4C3F, 6C2F and 8C2F.
+
+Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training certifiably robust neural networks with efficient local
+Lipschitz bounds", NeurIPS 2021 (arXiv 2111.01395), appendix C.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import to_2tuple
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+from lipcert.networks._parts import Classifier, activation, build, configuration
+
+Convolution = tuple[int, int, int, int]  # channels, kernel, stride, padding
+
+
+class LipConvNet(Classifier):
+    """Convolutions, then dense layers, with an activation after each but the last.
+
+    Args:
+        convolutions: (channels, kernel, stride, padding) of each.
+        dense: widths of the dense layers in front of the head.
+        act_layer: ``clipped-relu``, ``relu``, ``maxmin`` or ``clipped-maxmin``.
+        num_classes: of the head.
+        in_chans: channels of the images.
+        img_size: their side.
+
+    Raises:
+        InputError: images too small for the convolutions.
+    """
+
+    def __init__(
+        self,
+        convolutions: tuple[Convolution, ...],
+        dense: tuple[int, ...] = (512,),
+        act_layer: str = "clipped-relu",
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] = 32,
+    ):
+        super().__init__()
+        self.num_classes, self.num_features = num_classes, dense[-1]
+        layers: list[nn.Module] = []
+        height, width = to_2tuple(img_size)
+        channels = in_chans
+        for out, kernel, stride, padding in convolutions:
+            layers += [nn.Conv2d(channels, out, kernel, stride, padding), activation(act_layer, out)]
+            height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
+            channels = out
+        if min(height, width) < 1:
+            raise InputError(f"the images are too small for the convolutions: img_size={img_size}")
+        layers.append(nn.Flatten())
+        inputs = channels * height * width
+        for out in dense:
+            layers += [nn.Linear(inputs, out), activation(act_layer, out)]
+            inputs = out
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(inputs, num_classes) if num_classes else nn.Identity()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.features(x)
+
+
+_4C = ((32, 3, 1, 1), (32, 4, 2, 1), (64, 3, 1, 1), (64, 4, 2, 1))
+_6C = ((32, 3, 1, 1), (32, 3, 1, 1), (32, 4, 2, 1), (64, 3, 1, 1), (64, 3, 1, 1), (64, 4, 2, 1))
+_8C = (
+    *((64, 3, 1, 1), (64, 3, 1, 1), (64, 4, 2, 0), (128, 3, 1, 1)),
+    *((128, 3, 1, 1), (128, 4, 2, 0), (256, 3, 1, 1), (256, 4, 2, 0)),
+)
+
+default_cfgs = generate_default_cfgs(
+    {
+        "lip_convnet_4c3f": configuration(32),
+        "lip_convnet_6c2f": configuration(32),
+        "lip_convnet_8c2f": configuration(64),
+    }
+)
+
+
+@register_model
+def lip_convnet_4c3f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
+    """4C3F for images of 32×32."""
+    return build(LipConvNet, "lip_convnet_4c3f", pretrained, kwargs, convolutions=_4C, dense=(512, 512))
+
+
+@register_model
+def lip_convnet_6c2f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
+    """6C2F for images of 32×32."""
+    return build(LipConvNet, "lip_convnet_6c2f", pretrained, kwargs, convolutions=_6C)
+
+
+@register_model
+def lip_convnet_8c2f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
+    """8C2F for images of 64×64."""
+    own = {"convolutions": _8C, "dense": (256,), "img_size": 64, "num_classes": 200}
+    return build(LipConvNet, "lip_convnet_8c2f", pretrained, kwargs, **own)

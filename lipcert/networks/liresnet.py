@@ -1,0 +1,142 @@
+"""LiResNet: residual blocks whose branch is linear, so that x + Wx is bounded as one operator.
+
+Source: Hu, Zou, Wang, Leino and Fredrikson, "Unlocking deterministic robustness certification on ImageNet", NeurIPS
+2023 (arXiv 2301.12549), section 3 and appendix B.2. The neck's convolution has W channels, as the paper's parameter
+counts have it (its text says 2W), and an activation follows the neck's dense layer, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+from lipcert.networks._parts import Classifier, NormalizedLinear, activation, build, configuration
+
+
+class LinearResidual(nn.Module):
+    """x + β ∘ Conv(x)/√L, with a factor β for each channel and L the number of blocks."""
+
+    def __init__(self, channels: int, blocks: int, kernel_size: int = 3):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2)
+        self.beta = nn.Parameter(torch.ones(channels, 1, 1))
+        self.scale = blocks**-0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x) * (self.beta * self.scale)
+
+
+def stem_and_blocks(
+    in_chans: int, width: int, depth: int, stem: tuple[int, int, int], act_layer: str
+) -> tuple[nn.Sequential, nn.Sequential]:
+    """The stem, a convolution of (kernel, stride, padding), and the linear residual blocks, with their activations."""
+    kernel, stride, padding = stem
+    first = nn.Sequential(nn.Conv2d(in_chans, width, kernel, stride, padding), activation(act_layer, width))
+    blocks = [(LinearResidual(width, depth), activation(act_layer, width)) for _ in range(depth)]
+    return first, nn.Sequential(*(module for block in blocks for module in block))
+
+
+class LiResNet(Classifier):
+    """Stem, linear residual blocks, neck and normalised head.
+
+    Args:
+        depth: L, the number of blocks.
+        width: W, their channels.
+        neck: channels of the neck's convolution; W by default.
+        features: of the neck's dense layer.
+        stem: kernel, stride and padding of the first convolution.
+        act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
+        num_classes: of the head.
+        in_chans: channels of the images.
+        img_size: their side.
+
+    Raises:
+        InputError: sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        depth: int = 6,
+        width: int = 128,
+        neck: int | None = None,
+        features: int = 2048,
+        stem: tuple[int, int, int] = (5, 2, 2),
+        act_layer: str = "maxmin",
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] = 32,
+    ):
+        super().__init__()
+        kernel, stride, padding = stem
+        sides = [(side + 2 * padding - kernel) // stride + 1 for side in to_2tuple(img_size)]
+        if depth < 1 or min(sides) < 4:
+            raise InputError(f"LiResNet has at least 1 block on 4×4 positions, got depth={depth}, img_size={img_size}")
+        self.num_classes, self.num_features = num_classes, features
+        self.stem, self.blocks = stem_and_blocks(in_chans, width, depth, stem, act_layer)
+        neck = neck or width
+        self.neck = nn.Sequential(
+            nn.Conv2d(width, neck, 4, 4),
+            activation(act_layer, neck),
+            nn.Flatten(),
+            nn.Linear(neck * (sides[0] // 4) * (sides[1] // 4), features),
+            activation(act_layer, features),
+        )
+        self.head = NormalizedLinear(features, num_classes) if num_classes else nn.Identity()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.neck(self.blocks(self.stem(x)))
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "liresnet_l6w64": configuration(32),
+        "liresnet_l6w128": configuration(32),
+        "liresnet_l12w256": configuration(32),
+        "liresnet_l12w512": configuration(32),
+        "liresnet_l12w512_64": configuration(64),
+        "liresnet_l12w588_224": configuration(224),
+    }
+)
+
+
+@register_model
+def liresnet_l6w64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
+    """A small one, for images of 32×32: 1.4 million parameters."""
+    return build(LiResNet, "liresnet_l6w64", pretrained, kwargs, depth=6, width=64, neck=128, features=512)
+
+
+@register_model
+def liresnet_l6w128(pretrained: bool = False, **kwargs: Any) -> LiResNet:
+    """The paper's L6W128."""
+    return build(LiResNet, "liresnet_l6w128", pretrained, kwargs, depth=6, width=128)
+
+
+@register_model
+def liresnet_l12w256(pretrained: bool = False, **kwargs: Any) -> LiResNet:
+    """The paper's L12 with 256 channels."""
+    return build(LiResNet, "liresnet_l12w256", pretrained, kwargs, depth=12, width=256)
+
+
+@register_model
+def liresnet_l12w512(pretrained: bool = False, **kwargs: Any) -> LiResNet:
+    """The paper's L12W512."""
+    return build(LiResNet, "liresnet_l12w512", pretrained, kwargs, depth=12, width=512)
+
+
+@register_model
+def liresnet_l12w512_64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
+    """The paper's L12W512 for images of 64×64."""
+    own = {"depth": 12, "width": 512, "stem": (7, 4, 3), "img_size": 64, "num_classes": 200}
+    return build(LiResNet, "liresnet_l12w512_64", pretrained, kwargs, **own)
+
+
+@register_model
+def liresnet_l12w588_224(pretrained: bool = False, **kwargs: Any) -> LiResNet:
+    """The paper's L12W588 for images of 224×224."""
+    own = {"depth": 12, "width": 588, "features": 4096, "stem": (14, 14, 0), "img_size": 224, "num_classes": 1000}
+    return build(LiResNet, "liresnet_l12w588_224", pretrained, kwargs, **own)

@@ -1,0 +1,88 @@
+"""A hybrid: linear residual blocks on the image, then attention among a few tokens.
+
+The residual blocks are those of :mod:`lipcert.networks.liresnet`, the rest is timm's vision transformer with smooth
+projections in place of LayerNorm. They bound every token, so that dot-product attention has a constant, too; attention
+by distance (:class:`lipcert.surgery.L2Attention`) has one by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import to_2tuple
+from timm.models import generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from lipcert.networks._parts import build, configuration
+from lipcert.networks.liresnet import stem_and_blocks
+from lipcert.surgery._attention import L2Attention
+from lipcert.surgery._projections import SmoothProject
+
+
+class ResidualEmbed(nn.Module):
+    """Stem, linear residual blocks, and a convolution without overlap that makes the tokens.
+
+    Args:
+        img_size: side of the images.
+        patch_size: of a token, in pixels of the image; twice as many as in positions behind the stem.
+        in_chans: channels of the images.
+        embed_dim: width of the tokens.
+        bias: whether the last convolution has one.
+        depth: number of residual blocks.
+        width: their channels.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 32,
+        patch_size: int = 8,
+        in_chans: int = 3,
+        embed_dim: int = 128,
+        bias: bool = True,
+        depth: int = 4,
+        width: int = 64,
+        **_unused: Any,
+    ):
+        super().__init__()
+        height, width_of_image = to_2tuple(img_size)
+        self.grid_size = (height // patch_size, width_of_image // patch_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.stem, self.blocks = stem_and_blocks(in_chans, width, depth, (5, 2, 2), "maxmin")
+        self.proj = nn.Conv2d(width, embed_dim, patch_size // 2, patch_size // 2, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.blocks(self.stem(x))).flatten(2).transpose(1, 2)
+
+
+def _hybrid(**kwargs: Any) -> VisionTransformer:
+    """timm's transformer, with ``attention`` "dot" or "l2"."""
+    attention = kwargs.pop("attention")
+    net = VisionTransformer(embed_layer=ResidualEmbed, norm_layer=SmoothProject, **kwargs)
+    if attention == "l2":
+        for block in net.blocks:
+            block.attn = L2Attention(net.embed_dim, kwargs["num_heads"])
+    return net
+
+
+_SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
+_COMMON = {"class_token": False, "global_pool": "avg", "final_norm": False, "fc_norm": False}
+
+default_cfgs = generate_default_cfgs(
+    {
+        "liresnet_vit_dot": {**configuration(32), "first_conv": "patch_embed.stem.0"},
+        "liresnet_vit_l2": {**configuration(32), "first_conv": "patch_embed.stem.0"},
+    }
+)
+
+
+@register_model
+def liresnet_vit_dot(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """4 residual blocks of 64 channels, then 2 blocks of dot-product attention on 16 tokens of width 128."""
+    return build(_hybrid, "liresnet_vit_dot", pretrained, kwargs, attention="dot", **_SIZES, **_COMMON)
+
+
+@register_model
+def liresnet_vit_l2(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """The same with attention by distance."""
+    return build(_hybrid, "liresnet_vit_l2", pretrained, kwargs, attention="l2", **_SIZES, **_COMMON)

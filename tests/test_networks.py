@@ -1,0 +1,117 @@
+"""The architectures that lipcert adds to timm's registry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import lipcert
+from lipcert.errors import LoadError
+from lipcert.networks._parts import NormalizedLinear
+from lipcert.surgery import MaxMin
+
+SMALL = {
+    "liresnet_l6w64": {"width": 8, "depth": 2, "neck": 8, "features": 16},
+    "lip_convnet_4c3f": {},
+    "lip_convnet_6c2f": {"act_layer": "clipped-maxmin"},
+    "lip_convnet_8c2f": {"act_layer": "relu"},
+    "certvit_mnist": {"depth": 1},
+    "liresnet_vit_dot": {"depth": 1},
+    "liresnet_vit_l2": {"depth": 1},
+}
+
+
+@pytest.mark.parametrize("first", ["import timm, lipcert", "import lipcert, timm", "import lipcert.surgery, timm"])
+def test_timm_has_them_in_whatever_order_the_two_are_imported(first: str) -> None:
+    code = f"{first}\nassert timm.is_model('liresnet_l6w128') and timm.is_model('certvit_cifar10')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_lipcert_imports_neither_torch_nor_timm() -> None:
+    code = "import sys, lipcert\nassert not {'torch', 'timm'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_family_is_built_bounded_and_saved(name: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = lipcert.load(name, pretrained=False, num_classes=5, **SMALL[name])
+    assert lipcert.lipschitz(model).finite
+    image = torch.rand(1, *model.input_size)
+    lipcert.save(model, tmp_path / "a.safetensors")
+    assert torch.equal(lipcert.load(tmp_path / "a.safetensors")(image), model(image))
+    model.net.reset_classifier(3)
+    assert model(image).shape == (1, 3)
+
+
+def test_sizes_are_those_of_the_paper() -> None:
+    """Table 1 of the LiResNet paper: 5 and 49 million parameters."""
+    with torch.device("meta"):
+        sizes = [
+            sum(p.numel() for p in timm.create_model(name).parameters())
+            for name in ("liresnet_l6w128", "liresnet_l12w512")
+        ]
+    assert [round(size / 1e6) for size in sizes] == [5, 49]
+
+
+def test_residual_blocks_are_bounded_as_one_operator() -> None:
+    """log ∏‖I + βW/√L‖ by the matrices of the convolutions, which is far below ∏(1 + ‖βW‖/√L)."""
+    torch.manual_seed(0)
+    model = lipcert.load("liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=3, neck=4, features=8).double()
+    bound = lipcert.lipschitz(model)
+    found = [layer.gain for layer in bound.layers if layer.path.startswith("net.blocks")]
+    truth = []
+    for index in range(0, 6, 2):
+        block = model.net.blocks[index]
+        jacobian = torch.autograd.functional.jacobian(block, torch.zeros(1, 4, 4, 4).double()).reshape(64, 64)
+        truth.append(torch.linalg.matrix_norm(jacobian, 2).log10().item())
+    assert len(found) == 3
+    for gain, exact in zip(found, truth, strict=True):
+        assert exact <= gain + 1e-9 <= exact + 0.06
+
+
+def test_the_heads_rows_have_norm_one() -> None:
+    head = NormalizedLinear(6, 4).double()
+    x = torch.randn(3, 6).double()
+    rows = head.weight / head.weight.norm(dim=1, keepdim=True)
+    assert torch.allclose(head(x), F.linear(x, rows, head.bias))
+    model = lipcert.load("liresnet_l6w64", pretrained=False, width=4, depth=1, neck=4, features=8)
+    from lipcert.bounds import analyze
+    from lipcert.certifier._margins import MarginBounds
+
+    weight = MarginBounds(analyze(model)).weight
+    assert weight is not None
+    assert torch.allclose(weight.norm(dim=1), torch.ones(10).double())
+
+
+def test_maxmin_with_a_gradient_is_maxmin() -> None:
+    """Its form for training has the same values up to roundings, and the same gradient."""
+    x = torch.randn(2, 6, 3, dtype=torch.float64)
+    plain, trained = x.clone(), x.clone().requires_grad_()
+    a, b = trained.chunk(2, 1)
+    truth = torch.cat((torch.maximum(a, b), torch.minimum(a, b)), 1)
+    weights = torch.randn_like(x)
+    (wanted,) = torch.autograd.grad((truth * weights).sum(), trained)
+    (found,) = torch.autograd.grad((MaxMin()(trained) * weights).sum(), trained)
+    assert torch.allclose(MaxMin()(trained), truth, atol=1e-14)
+    assert torch.equal(MaxMin()(plain), truth)
+    assert torch.allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("liresnet_l6w64", {"act_layer": "gelu"}, "there is no activation 'gelu'"),
+        ("liresnet_l6w64", {"width": 7}, "7 is odd"),
+        ("liresnet_l6w64", {"img_size": 4}, "4×4 positions"),
+        ("lip_convnet_8c2f", {"img_size": 8}, "too small"),
+    ],
+)
+def test_what_cannot_be_built_is_said(name: str, arguments: dict, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        lipcert.load(name, pretrained=False, **arguments)
