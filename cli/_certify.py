@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lipcert._processes import Processes
+from lipcert._settings import parse_eps
 from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import METHODS, Certifier
 from lipcert.data import open_images
@@ -23,7 +24,7 @@ from lipcert.roundoff import DTYPES
 from ._errors import one_line_errors
 from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model
 from ._output import default_name, move_to
-from ._parse import parse_eps, parse_shard, read_names
+from ._parse import parse_shard, read_names
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
 from ._torchrun import torchrun
 

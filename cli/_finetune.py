@@ -8,6 +8,7 @@ import typer
 from torch import Tensor
 
 from lipcert._processes import Processes
+from lipcert._settings import parse_eps
 from lipcert.artifact import save
 from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted
@@ -21,7 +22,6 @@ from lipcert.training._matrices import MaxNorm
 from ._errors import one_line_errors
 from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model
 from ._output import check_out, default_name, move_to
-from ._parse import parse_eps
 from ._print import busy, print_facts, progress, say, share
 from ._torchrun import torchrun
 

@@ -1,32 +1,10 @@
 """What the texts of options mean."""
 
 import ast
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from lipcert.errors import InputError
-
-
-def parse_eps(text: str) -> float:
-    """The smallest float64 that is not below the number written, which may be a fraction such as 36/255.
-
-    Raises:
-        InputError: if it is not a positive number.
-    """
-    error = InputError(f"--eps must be a positive number, got {text!r}; for example 36/255, 0.5 or 1e-3")
-    parts = text.split("/")
-    try:
-        # As floats first: an exact 1e-999999999 would have a billion digits.
-        if len(parts) > 2 or not all(0 < float(part) < math.inf for part in parts):
-            raise error
-        numerator, denominator = Fraction(parts[0]), Fraction(parts[1] if len(parts) == 2 else 1)
-        exact = numerator / denominator
-        nearest = float(exact)
-    except (ValueError, OverflowError):
-        raise error from None
-    return nearest if Fraction(nearest) >= exact else math.nextafter(nearest, math.inf)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from lipcert._settings import parse_eps
 from lipcert.report import OVERVIEW, available, facts, overview, radii_of_interest, read_runs, remarks, text_plot, write
 
 from ._errors import one_line_errors
-from ._parse import parse_eps
 from ._print import busy, print_facts, print_table, say
 
 

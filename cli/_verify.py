@@ -1,4 +1,4 @@
-"""``lipcert verify``: computes rows of a result file again and says whether they stand."""
+"""``lipcert verify``: computes a result file again and says whether it stands."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import BUNDLED
 from lipcert.results import read_run
-from lipcert.results.verify import check_model, miscounted
+from lipcert.results.verify import attack_of, check_model
 from lipcert.results.verify import verify as verify_rows
 
 from ._errors import one_line_errors
@@ -41,7 +41,7 @@ def verify(
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
-    """Compute certificates again from the model and the images; exit with 1 if a row does not stand."""
+    """Compute results again from the model and the images; exit with 1 if something in them does not stand."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     run = read_run(results)
@@ -52,17 +52,23 @@ def verify(
     if images.note is not None:
         say(f"note: {images.note}")
 
-    objections = [] if (difference := miscounted(run)) is None else [difference]
+    if run.attacked and attack_of(run) is None:
+        say(f"note: what {run.attack_name} found is taken as stated; only pgd is run again")
     with progress("verifying") as update:
         verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
-    objections += [f"image {verdict.index}: {verdict.objection}" for verdict in verdicts if verdict.objection]
-    fallen = sum(verdict.objection is not None for verdict in verdicts)
+    rows = [verdict for verdict in verdicts if verdict.index is not None]
+    fallen = sum(row.objection is not None for row in rows)
+    objections = [
+        verdict.objection if verdict.index is None else f"image {verdict.index}: {verdict.objection}"
+        for verdict in verdicts
+        if verdict.objection
+    ]
     if as_json:
-        outcome = {"verified": len(verdicts), "rows": len(run.rows), "fallen": fallen, "objections": objections}
+        outcome = {"verified": len(rows), "rows": len(run), "fallen": fallen, "objections": objections}
         print(json.dumps(outcome, indent=2))
     else:
-        stand = f"{len(verdicts) - fallen} of {len(verdicts)} computed again"
-        print_facts([("rows", str(len(run.rows))), ("stand", stand)])
+        stand = f"{len(rows) - fallen} of {len(rows)} computed again"
+        print_facts([("rows", str(len(run))), ("stand", stand)])
     for objection in objections:
         say(f"lipcert: {objection}")
     if objections:

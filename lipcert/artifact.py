@@ -234,9 +234,19 @@ def weights_hash(model: Model) -> str:
     Returns:
         64 hexadecimal digits, the same on every machine and for every device the weights are on.
     """
-    digest = hashlib.sha256()
     state = sorted(model.net.state_dict().items())
-    for name, value in [*state, ("mean", model.mean), ("std", model.std)]:
+    return _tensors_hash([*state, ("mean", model.mean), ("std", model.std)])
+
+
+def buffers_hash(model: Model) -> str:
+    """SHA-256 like :func:`weights_hash`, over the buffers that a state dict leaves out: masks, positions, tables."""
+    saved = model.net.state_dict()
+    return _tensors_hash(sorted((name, value) for name, value in model.net.named_buffers() if name not in saved))
+
+
+def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in tensors:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

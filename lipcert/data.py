@@ -6,6 +6,7 @@ The normalisation that timm's pipelines end with is left out here: it is stage 0
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import random
@@ -55,21 +56,39 @@ class Batch:
         indices: position of each image in the whole data set.
         images: shape (N, C, H, W), float32 in [0, 1].
         labels: shape (N,), int64; None where the data set has none.
+        files: name of each image's file, relative to the data set; None where it has none, () where none has.
     """
 
     indices: tuple[int, ...]
     images: Tensor
     labels: Tensor | None
+    files: tuple[str | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def hashes(self) -> list[str]:
+        """The :func:`image_hash` of each image."""
+        return [image_hash(image) for image in self.images]
 
     def split(self, count: int) -> tuple[Batch, Batch]:
         """The first ``count`` images, and the rest, which may be none."""
         return self._part(slice(None, count)), self._part(slice(count, None))
 
     def _part(self, part: slice) -> Batch:
-        return Batch(self.indices[part], self.images[part], None if self.labels is None else self.labels[part])
+        labels = None if self.labels is None else self.labels[part]
+        return Batch(self.indices[part], self.images[part], labels, self.files[part])
+
+
+def image_hash(image: Tensor) -> str:
+    """What tells an image from others: 32 hexadecimal digits of the SHA-256 of its shape and float32 pixels.
+
+    Args:
+        image: as it is certified, after preprocessing, shape (C, H, W), in [0, 1].
+    """
+    pixels = image.detach().cpu().float().contiguous().numpy().astype("<f4", copy=False)
+    return hashlib.sha256(f"{pixels.shape}\n".encode() + pixels.tobytes()).hexdigest()[:32]
 
 
 class Images(Dataset[tuple[Tensor, "int | None"]]):
@@ -84,14 +103,16 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         note: one line on why labels were left out, or None.
         order: positions in the whole data set, in the order of the run; None for a stream.
         total: images in the whole data set; None for a stream.
+        limit: how many images the run looks at; None for all.
     """
 
     def __init__(self, spec: str | None, *, total: int | None, limit: int | None):
         self.spec = spec
+        self.limit = limit
         self.labelled = True
         self.note: str | None = None
         self.total = total
-        self.order = None if total is None else _order(total, limit)
+        self.order = None if total is None else order_of(total, limit)
 
     @property
     def length(self) -> int | None:
@@ -108,12 +129,24 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
             raise TypeError(f"{self.spec} is a stream; go through it with batches()")
         return self._read(self.order[i])
 
-    def batches(self, size: int, skip: Collection[int] = ()) -> Iterator[Batch]:
-        """All images in order, without those whose index is in ``skip``.
+    @property
+    def digest(self) -> str | None:
+        """SHA-256 of the names of all files, or of the bundled images; None where names are not at hand.
+
+        The content of each image that is certified stands in its row, as :func:`image_hash`.
+        """
+        return None
+
+    def file(self, index: int) -> str | None:
+        """Name of an image's file, relative to the data set; None where it has none."""
+        return None
+
+    def batches(self, size: int, only: Collection[int] | None = None) -> Iterator[Batch]:
+        """All images in order, or some of them.
 
         Args:
-            size: images a batch; the last one may be smaller.
-            skip: indices of images that are not wanted, and not decoded where the data set allows it.
+            size: images per batch; the last one may be smaller.
+            only: indices of the images that are wanted; others are not decoded where the data set allows it.
 
         Yields:
             Batches of ``size`` images.
@@ -121,15 +154,16 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         Raises:
             InputError: naming an image that cannot be read, or a label that is none of the model's classes.
         """
-        items = self._items(skip)
+        items = self._items(only)
         while chunk := list(islice(items, size)):
             labels = torch.tensor([label for _, _, label in chunk]) if self.labelled else None
-            yield Batch(tuple(index for index, _, _ in chunk), torch.stack([image for _, image, _ in chunk]), labels)
+            indices, images = tuple(index for index, _, _ in chunk), torch.stack([image for _, image, _ in chunk])
+            yield Batch(indices, images, labels, tuple(self.file(index) for index in indices))
 
-    def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Tensor, int | None]]:
+    def _items(self, only: Collection[int] | None) -> Iterator[tuple[int, Tensor, int | None]]:
         assert self.order is not None
         for index in self.order:
-            if index not in skip:
+            if only is None or index in only:
                 yield index, *self._read(index)
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
@@ -174,6 +208,17 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
     return _IndexedImages(spec, source, transform, classes, limit)
 
 
+# How files become images, and what timm does where a model's configuration does not say.
+_RESIZING = {"interpolation": "bilinear", "crop_pct": timm.data.DEFAULT_CROP_PCT, "crop_mode": "center"}
+
+
+def preprocessing(model: Model) -> dict[str, Any]:
+    """From a file to the network: ``input_size, mean, std, interpolation, crop_pct, crop_mode``, as JSON holds them."""
+    config = {key: model.data_config.get(key) or default for key, default in _RESIZING.items()}
+    mean, std = (value.flatten().tolist() for value in (model.mean, model.std))
+    return {"input_size": list(model.input_size), "mean": mean, "std": std, **config}
+
+
 class _Transform:
     """From a decoded image to the model's pixels: timm's evaluation transform without the normalisation."""
 
@@ -184,11 +229,11 @@ class _Transform:
                 f"the model takes images of {channels} channels, and image files have 1 or 3; pass tensors from Python"
             )
         self.mode = _MODES[channels]
-        keys = ("interpolation", "crop_pct", "crop_mode")
-        options = {key: model.data_config[key] for key in keys if key in model.data_config}
-        mean = tuple(model.mean.flatten().tolist())
+        known = preprocessing(model)
+        options = {key: known[key] for key in _RESIZING}
+        mean = tuple(known["mean"])
         try:
-            if not (options.get("crop_pct") or 1.0) >= _LEAST_CROP:
+            if not options["crop_pct"] >= _LEAST_CROP:
                 raise ValueError(f"crop_pct is below {_LEAST_CROP}")
             steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
         except Exception as error:
@@ -238,6 +283,10 @@ class _BundledImages(Images):
         super().__init__(None, total=len(self.images), limit=limit)
         self._compare_classes("the bundled images have", int(self.targets.max()) + 1, number_of_classes(model))
 
+    @property
+    def digest(self) -> str | None:
+        return hashlib.sha256(self.images.numpy().tobytes() + self.targets.numpy().tobytes()).hexdigest()
+
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         return self.images[index].float() / 255, int(self.targets[index]) if self.labelled else None
 
@@ -261,6 +310,16 @@ class _IndexedImages(Images):
             raise InputError(f"{spec} has images both in class folders and beside them; move them apart")
         else:
             self._compare_classes(f"{spec} has", len(names), classes)
+
+    @property
+    def digest(self) -> str | None:
+        names = [self.file(index) for index in range(len(self.source))]
+        return hashlib.sha256("\n".join(map(str, names)).encode()).hexdigest() if any(names) else None
+
+    def file(self, index: int) -> str | None:
+        # Others than readers of files have no names, or read the whole image to tell one.
+        named = hasattr(getattr(self.source, "reader", None), "samples")
+        return Path(self.source.filename(index)).as_posix() if named else None
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         image, label = self._decode(index)
@@ -298,7 +357,6 @@ class _StreamImages(Images):
         self.source = source
         self.transform = transform
         self.classes = classes
-        self.limit = limit
         super().__init__(spec, total=None, limit=limit)
         first = next(self._raw(), None)
         if first is None:
@@ -316,9 +374,9 @@ class _StreamImages(Images):
         except Exception as error:
             raise InputError(f"cannot read {self.spec}: {_reason(error)}") from error
 
-    def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Tensor, int | None]]:
+    def _items(self, only: Collection[int] | None) -> Iterator[tuple[int, Tensor, int | None]]:
         for index, (image, label) in enumerate(self._raw()):
-            if index not in skip:
+            if only is None or index in only:
                 where = f"number {index} of {self.spec}"
                 yield index, self.transform(image), _checked(label, self.classes, where) if self.labelled else None
 
@@ -418,7 +476,8 @@ def _class_names(source: Any) -> set[str] | None:
     return None
 
 
-def _order(count: int, limit: int | None) -> Sequence[int]:
+def order_of(count: int, limit: int | None) -> Sequence[int]:
+    """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle where it has a limit."""
     if limit is None or limit >= count:
         return range(count)
     order = list(range(count))

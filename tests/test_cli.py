@@ -25,6 +25,7 @@ from rich.progress import Task, TaskID
 from typer.testing import CliRunner
 
 import lipcert
+from lipcert._settings import parse_eps
 from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
@@ -132,7 +133,7 @@ def test_every_package_can_be_imported_first(tmp_path):
 
 @pytest.mark.parametrize(("text", "exact"), [("36/255", Fraction(36, 255)), ("0.5", Fraction(1, 2)), ("1e-3", None)])
 def test_eps(text, exact):
-    eps = _parse.parse_eps(text)
+    eps = parse_eps(text)
     exact = exact or Fraction(1, 1000)
     assert Fraction(eps) >= exact
     assert Fraction(math.nextafter(eps, 0)) < exact
@@ -141,7 +142,7 @@ def test_eps(text, exact):
 @settings(deadline=None)
 @given(st.integers(1, 10**30), st.integers(1, 10**30))
 def test_eps_is_the_next_float_above(numerator, denominator):
-    eps = _parse.parse_eps(f"{numerator}/{denominator}")
+    eps = parse_eps(f"{numerator}/{denominator}")
     assert Fraction(math.nextafter(eps, 0)) < Fraction(numerator, denominator) <= Fraction(eps)
 
 
@@ -185,7 +186,7 @@ def test_certify_prints_and_writes(artifact):
     summary = json.loads(Path("r.summary.json").read_text())
     assert summary["model"]["source"]["name"] == "vit_tiny_patch16_224"
     assert summary["model"]["weights_hash"] == read_metadata(artifact)["weights_hash"]
-    assert (summary["eps_typed"], summary["eps"]) == ("36/255", _parse.parse_eps("36/255"))
+    assert (summary["eps_typed"], summary["eps"]) == ("36/255", parse_eps("36/255"))
     assert summary["counts"]["images"] == 7
     assert summary["counts"]["correct"] == correct
     assert summary["bound"]["rigor"] == "deterministic"

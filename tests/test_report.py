@@ -47,6 +47,7 @@ RADII = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 def row(index: int, reach: float, **changes):
     known = {"index": index, "label": 1, "predicted": 1, "correct": True, "margin": 0.5, "radius": reach}
     known |= {"certified": reach > EPS, "method": "anchored", "rigor": "probabilistic(5e-10)", "seconds": 0.5}
+    known |= {"label": 1 if changes.get("correct", True) else 2}
     return {**known, **changes}
 
 
@@ -71,6 +72,7 @@ def results(tmp_path, monkeypatch):
         summary = {
             **SUMMARY,
             "model": {**SUMMARY["model"], "weights_hash": changes.pop("weights", "0" * 64)},
+            **({"attack": ATTACK} if rows and rows[0].get("attacked") is not None else {}),
             **changes,
         }
         path.write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
@@ -161,7 +163,7 @@ def test_radii_are_rounded_down(value, text):
 
 def test_rigor_and_delta(results):
     rows = [row(0, 0.2, rigor="deterministic", method="gloro"), *ROWS[1:]]
-    (r,) = read_runs([results(rows)])
+    (r,) = read_runs([results(rows, method="staged")])
     assert r.rigor == "probabilistic, δ ≤ 5e-10 an image"
     assert "gloro 1" in run(r.path).stdout
     (r,) = read_runs([results([row(0, 0.2, rigor="deterministic")])])
@@ -179,7 +181,7 @@ def test_rigor_and_delta(results):
         ({"radius": math.nan, "certified": False}, "radius is nan"),
         ({"radius": None}, "is no result"),
         ({"correct": "yes"}, "correct"),
-        ({"attacked": True, "attack_distance": 0.15}, "please report it"),
+        ({"attacked": False, "attack_distance": 0.15}, "please report it"),
         ({"attacked": True, "attack_distance": None}, "please report it"),
     ],
 )
@@ -264,7 +266,7 @@ def test_unlabelled_results_speak_of_shares_only(results):
 
 def test_text_plots_fit_a_terminal(results):
     one = read_runs([results(ATTACKED, attack=ATTACK)])
-    two = [*one, *read_runs([results(name="other", eps=0.12)])]
+    two = [*one, *read_runs([results(name="other", eps=0.12, eps_typed="0.12")])]
     for runs in (one, two):
         lines = text_plot(runs).splitlines()
         assert max(map(len, lines)) <= 80

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipcert.certifier import Certificates
-from lipcert.data import Batch
+from lipcert.data import Batch, image_hash
 from lipcert.errors import InputError
 from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of
 
@@ -18,7 +19,7 @@ RUN = {
     "model": {"source": {"name": "x", "arguments": {"sizes": (1, 2)}}, "recipe": [], "weights_hash": "0" * 64},
     "eps": 0.1,
     "method": "gloro",
-    "attack": {"name": "pgd-l2", "version": "1", "settings": {"steps": 40}},
+    "attack": None,
     "dtype": "float64",
     "data": {"spec": "x", "images": 6, "labelled": True},
     "lipcert": "1",
@@ -46,12 +47,35 @@ def certificates(labels=None, **changes):
 def test_rows_with_labels():
     labels = torch.tensor([1, 0])
     found = rows(Batch((7, 9), torch.zeros(2, 1, 1, 1), labels), certificates(labels), seconds=3.0)
-    keys = ["index", "label", "predicted", "correct", "margin", "radius", "certified", "method", "rigor"]
+    keys = [
+        "index",
+        "file",
+        "image",
+        "label",
+        "predicted",
+        "correct",
+        "margin",
+        "radius",
+        "certified",
+        "method",
+        "rigor",
+    ]
     assert list(found[0]) == [*keys, "attacked", "attack_distance", "seconds"]
-    first = [7, 1, 1, True, 0.5, 0.1, False, "global", "deterministic", None, None, 1.5]
+    black = image_hash(torch.zeros(1, 1, 1))
+    first = [7, None, black, 1, 1, True, 0.5, 0.1, False, "global", "deterministic", None, None, 1.5]
     assert list(found[0].values()) == first
-    assert list(found[1].values()) == [9, 0, 2, False, 0.25, 1 / 3, True, "gloro", "deterministic", None, None, 1.5]
+    second = [9, None, black, 0, 2, False, 0.25, 1 / 3, True, "gloro", "deterministic", None, None, 1.5]
+    assert list(found[1].values()) == second
     assert all(type(a) is type(b) for a, b in zip(found[0].values(), first, strict=True))
+
+
+def test_hashes_tell_images_apart():
+    """By value and by shape; 8-bit pixels give the same in every way to write them."""
+    image = torch.arange(12).view(3, 2, 2) / 255
+    others = [image.flip(0), image.view(3, 4, 1), image.nextafter(torch.ones(1)), image[:1]]
+    assert len({image_hash(x) for x in (image, *others)}) == 5
+    assert image_hash(image) == image_hash(image.double()) == image_hash(image.permute(2, 1, 0).permute(2, 1, 0))
+    assert re.fullmatch(r"[0-9a-f]{32}", image_hash(image))
 
 
 def test_rows_with_an_attack():
@@ -169,6 +193,24 @@ def test_rows_of_another_run_are_left_alone(tmp_path, key):
         ResultFile(path, {**RUN, key: "other"})
     assert path.read_bytes() == before
     ResultFile(path, {**RUN, "eps_typed": "10/100"}).__exit__(None)
+
+
+def test_rows_of_other_versions_and_preprocessing_are_left_alone(tmp_path):
+    known = {**RUN, "preprocessing": {"crop_pct": 0.9}, "environment": {"torch": "2", "timm": "1", "platform": "x"}}
+    path = written(tmp_path / "r.jsonl", range(2), known)
+    for name in ("torch", "timm"):
+        with pytest.raises(InputError, match=f"another run .other {name}.*--out"):
+            ResultFile(path, {**known, "environment": {**known["environment"], name: "other"}})
+    with pytest.raises(InputError, match="other preprocessing"):
+        ResultFile(path, {**known, "preprocessing": {"crop_pct": 1.0}})
+    ResultFile(path, {**known, "environment": {**known["environment"], "platform": "y"}}).__exit__(None)
+
+
+def test_the_larger_limit_of_two_starts_stays(tmp_path):
+    path = written(tmp_path / "r.jsonl", range(3), {**RUN, "limit": 3})
+    for limit, stated in ((1, 3), (5, 5), (None, None), (5, None)):
+        written(path, [], {**RUN, "limit": limit})
+        assert json.loads((tmp_path / "r.summary.json").read_text())["limit"] == stated
 
 
 @pytest.mark.parametrize("summary", [None, "", "not json", "[]", "3"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from lipcert.artifact import save
@@ -77,23 +78,30 @@ def test_rows_with_products_of_norms_are_computed_as_they_were(tmp_path, monkeyp
 
 
 def test_smaller_claims_stand(results):
-    rows, _, verified = results
+    rows, summary, verified = results
     assert max(row["radius"] for row in rows) > 2e-6
     row = max(rows, key=lambda row: row["radius"])
     row["radius"] *= 0.9
     row["seconds"] = 1e9
+    summary["counts"] = Tally(rows).counts()
     verified()
 
 
 CHANGES = [
     ("radius", lambda row: row["radius"] * 1.001, "is claimed and only"),
-    ("predicted", lambda row: (row["predicted"] + 1) % 10, "predicted"),
+    ("predicted", lambda row: (row["predicted"] + 1) % 10, "prediction"),
     ("label", lambda row: (row["label"] + 1) % 10, "label"),
+    ("image", lambda row: "0" * 32, "another image"),
+    ("file", lambda row: "0.png", "file 0.png is claimed and None found"),
     ("margin", lambda row: row["margin"] * 1.01, "margin"),
     ("margin", lambda row: None, "margin"),
-    ("correct", lambda row: not row["correct"], "contradicts itself about being correct"),
+    ("correct", lambda row: not row["correct"], "contradict"),
     ("certified", lambda row: not row["certified"], "contradict each other"),
     ("rigor", lambda row: "estimate", "which is no certificate"),
+    ("rigor", lambda row: "probabilistic(1e-9)", "which is no certificate of method gloro"),
+    ("method", lambda row: "exact", "which a run of method 'gloro' does not use"),
+    ("method", lambda row: "anchored", "which a run of method 'gloro' does not use"),
+    ("attacked", lambda row: True, "an attack broke it"),
 ]
 
 
@@ -107,20 +115,235 @@ def test_false_rows_fall(results, name, change, word):
     assert word in line
 
 
-def test_counts_that_are_not_those_of_the_rows(results):
-    _, summary, verified = results
+def counted(rows, summary):
+    """A forger who counts again what he has changed."""
+    for row in rows:
+        row["certified"] = row["radius"] > summary["eps"]
+    summary["counts"] = Tally(rows).counts()
+
+
+def smaller_eps(rows, summary):
+    summary["eps"] = 1e-9
+    counted(rows, summary)
+
+
+def larger_eps(rows, summary):
+    summary["eps_typed"] = "36/255"
+
+
+def unreadable_eps(rows, summary):
+    summary["eps_typed"] = "none"
+
+
+def accuracy(rows, summary):
+    summary["counts"]["certified_accuracy"] = 0.99
+
+
+def median(rows, summary):
+    summary["counts"]["median_radius"] *= 2
+
+
+def one_more_certified(rows, summary):
     summary["counts"]["certified"] += 1
-    assert "counts" in verified(code=1).stderr
 
 
-def test_rows_that_an_attack_cut_short_stand(results, tmp_path):
-    """As where an attack has left them to gloro: anchored would find more, with a failure probability."""
-    rows, summary, _ = results
-    summary |= {"method": "staged", "eps": 0.1}
-    rows[:] = [{**rows[0], "certified": False, "attacked": True}]
-    Path("r.jsonl").write_text(json.dumps(rows[0]) + "\n")
+def methods(rows, summary):
+    summary["counts"]["methods"] = {"exact": len(rows)}
+
+
+def fewer_rows(rows, summary):
+    del rows[3:5]
+    counted(rows, summary)
+
+
+def fewer_rows_and_a_lower_limit(rows, summary):
+    fewer_rows(rows, summary)
+    summary["limit"] = len(rows)
+
+
+def fewer_rows_of_a_run_that_did_not_finish(rows, summary):
+    fewer_rows(rows, summary)
+    summary["complete"] = False
+
+
+def no_labels(rows, summary):
+    for row in rows:
+        del row["label"], row["correct"]
+    counted(rows, summary)
+
+
+def swapped_images(rows, summary):
+    rows[0]["image"], rows[1]["image"] = rows[1]["image"], rows[0]["image"]
+
+
+def swapped_rows(rows, summary):
+    rows[0]["index"], rows[1]["index"] = rows[1]["index"], rows[0]["index"]
+
+
+def attack_in_the_rows(rows, summary):
+    rows[0] |= {"attacked": True, "attack_distance": 1e-6}
+    rows[0] |= {"radius": 0.0}
+    counted(rows, summary)
+
+
+def attack_in_rows_and_summary(rows, summary):
+    summary["attack"] = {"name": "pgd-l2", "version": "1", "settings": {"steps": 2, "restarts": 1, "seed": 0}}
+    for row in rows:
+        row |= {"attacked": False, "attack_distance": 0.05}
+    counted(rows, summary)
+
+
+def bound(rows, summary):
+    summary["bound"]["log10"] -= 1
+
+
+def budget(rows, summary):
+    summary["bound"]["layers"][0]["gain"] += 0.5
+
+
+def crop(rows, summary):
+    summary["preprocessing"]["crop_pct"] = 0.5
+
+
+def more_images(rows, summary):
+    summary["data"]["images"] += 1
+
+
+def other_images(rows, summary):
+    summary["data"]["digest"] = "0" * 64
+
+
+def architecture(rows, summary):
+    summary["model"]["source"]["name"] = "vit_large_patch16_224"
+
+
+FORGERIES = {
+    smaller_eps: "the summary says that ε was 1e-6, and that it is 1e-09",
+    larger_eps: "the summary says that ε was 36/255, and that it is 1e-06",
+    unreadable_eps: "which is no radius",
+    accuracy: "the summary counts 0.99 for certified accuracy",
+    median: "for median radius, the rows",
+    one_more_certified: "for certified, the rows",
+    methods: "for methods, the rows",
+    fewer_rows: "the run is about 12 images: 2 have no row, and 0 rows are about others",
+    fewer_rows_and_a_lower_limit: "the run is about 10 images: 2 have no row, and 2 rows are about others",
+    fewer_rows_of_a_run_that_did_not_finish: "the run is about 12 images: 2 have no row",
+    no_labels: "label None is claimed",
+    swapped_images: "it is another image than the one that was certified",
+    swapped_rows: "it is another image than the one that was certified",
+    attack_in_the_rows: "the summary says that the attack was None, and rows differ",
+    attack_in_rows_and_summary: "attack_distance = 0.05 is claimed and None found",
+    bound: "the summary's bound is not what is found again, log10",
+    budget: "the summary's bound is not what is found again, layers",
+    crop: "the summary's preprocessing is not what is found again, crop_pct: 0.5 is claimed",
+    more_images: "the summary's data is not what is found again, images",
+    other_images: "the summary's data is not what is found again, digest",
+    architecture: "the summary's model is not what is found again, source, name",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forged_results_fall(results, forgery):
+    rows, summary, verified = results
+    forgery(rows, summary)
+    result = verified(code=1)
+    lines = [line for line in result.stderr.splitlines() if FORGERIES[forgery] in line]
+    assert lines, result.stderr
+    assert all(line.startswith("lipcert: ") for line in lines)
+
+
+# What a report can see without the model, it refuses to print.
+SEEN = [smaller_eps, larger_eps, unreadable_eps, accuracy, median, one_more_certified, methods, attack_in_the_rows]
+
+
+@pytest.mark.parametrize("forgery", SEEN)
+def test_reports_refuse_what_rows_contradict(results, forgery):
+    rows, summary, verified = results
+    forgery(rows, summary)
+    verified(code=1)
+    result = run("report", "r.jsonl", code=2)
+    assert result.stdout == ""
+    assert FORGERIES[forgery] in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_attacks_are_run_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("certify", "--eps", "1", "--method", "gloro", "--limit", "2", "--attack", "--out", "r.jsonl")
+    assert "2 of 2 computed again" in run("verify", "bundled", "r.jsonl").stdout
+    (first, second) = map(json.loads, Path("r.jsonl").read_text().splitlines())
+    changes = {"attack_distance": first["attack_distance"] * (2 if first["attacked"] else 0.5)}
+    changes["attacked"] = changes["attack_distance"] <= 1
+    rows = [{**first, **changes}, second]
+    summary = json.loads(Path("r.summary.json").read_text())
+    Path("r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("r.summary.json").write_text(json.dumps({**summary, "counts": Tally(rows).counts()}))
-    assert "stand\t1 of 1" in run("verify", "bundled", "r.jsonl").stdout
+    line = run("verify", "bundled", "r.jsonl", code=1).stderr
+    assert f"image {first['index']}: attack" in line
+    assert "is claimed and" in line
+
+
+def test_rows_that_an_attack_cut_short_stand(results):
+    """As where an attack has left them to gloro: anchored would find more, with a failure probability."""
+    rows, summary, verified = results
+    summary |= {"method": "staged", "eps": 0.1, "eps_typed": "0.1", "limit": 1}
+    summary["attack"] = {"name": "autoattack-l2", "version": "x", "settings": {}}
+    rows[1:] = []
+    rows[0] |= {"attacked": True, "attack_distance": 0.05}
+    counted(rows, summary)
+    result = verified()
+    assert "stand\t1 of 1" in result.stdout
+    assert "what autoattack-l2 found is taken as stated" in result.stderr
+
+
+def folder_of_images(name, shift=0):
+    for index in range(3):
+        path = Path(name) / f"{index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = [(37 * index + 11 * i + shift) % 256 for i in range(64)]
+        image = Image.new("RGB", (8, 8))
+        image.putdata([(value, value, value) for value in pixels])
+        image.save(path)
+
+
+def test_images_that_have_changed(tmp_path, monkeypatch):
+    """The same path and names, and other content: nothing is mixed, and nothing stands."""
+    monkeypatch.chdir(tmp_path)
+    folder_of_images("images")
+    command = ["certify", "--eps", EPS, "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
+    run(*command)
+    assert [json.loads(line)["file"] for line in Path("r.jsonl").read_text().splitlines()] == [
+        "0/0.png",
+        "0/2.png",
+        "1/1.png",
+    ]
+    assert "3 of 3" in run("verify", "bundled", "r.jsonl").stdout
+    Path("images").rename("moved")
+    assert "3 of 3" in run("verify", "bundled", "r.jsonl", "--data", "moved").stdout
+    folder_of_images("images", shift=1)
+    before = Path("r.jsonl").read_bytes(), Path("r.summary.json").read_bytes()
+    refused = run(*command, code=2).stderr.splitlines()[-1]
+    assert (
+        refused == "lipcert: r.jsonl holds a row about another image 0/0.png than the data has now; give another --out"
+    )
+    assert (Path("r.jsonl").read_bytes(), Path("r.summary.json").read_bytes()) == before
+    result = run("verify", "bundled", "r.jsonl", code=1)
+    assert result.stderr.count("it is another image than the one that was certified") == 3
+    Path("images/0/0.png").rename("images/0/1.png")
+    assert "other data" in run(*command, code=2).stderr
+
+
+def test_buffers_that_no_state_dict_holds(results):
+    model = load(None)
+    model.net.register_buffer("shift", torch.ones(1), persistent=False)
+    with pytest.raises(InputError, match="other buffers"):
+        check_model(read_run(Path("r.jsonl")), model)
+
+
+def test_one_part_of_a_run_is_no_run(results):
+    for name in ("r.jsonl", "r.summary.json"):
+        Path(name).rename(name.replace("r.", "r.shard-1-of-2."))
+    assert "put the parts together" in run("verify", "bundled", "r.shard-1-of-2.jsonl", code=1).stderr
 
 
 def test_rows_about_other_models_are_refused(results):

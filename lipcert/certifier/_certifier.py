@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff  # which asks for the certificates themselves
 from lipcert._memory import is_out_of_memory, memory_left
+from lipcert._settings import DETERMINISTIC, LINEARISED, METHODS
 from lipcert.attacks import PGD, Adversarial, Attack, attack_named, smallest
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
@@ -26,16 +27,8 @@ from lipcert.errors import BrokenCertificate, InputError, UnsupportedOperation, 
 from lipcert.model import Model
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
-# From the cheapest to the strongest.
-_SINGLE = ("global", "gloro", "local", "lofast", "anchored")
-METHODS = ("staged", *_SINGLE)
-# These take norms of Jacobians.
-LINEARISED = ("lofast", "anchored")
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
 _STAGES = ("global", "gloro", "local", "anchored")
-
-# These take one forward pass, whatever an attack found.
-_FREE = ("global", "gloro")
 
 # Staged certification does not start what takes more floating-point operations an image than this, a minute or two on a
 # core. Where all norms of Jacobians would take more, it finds those that some ten seconds allow. The search of the
@@ -247,7 +240,7 @@ class Certifier:
         return self._flops / len(self.analysis.graph.nodes)
 
     def _rigor(self, name: str) -> str:
-        if name in ("global", "gloro"):
+        if name in DETERMINISTIC:
             delta = 0.0
         else:
             delta = self.local.delta if name == "local" else self.share
@@ -300,7 +293,7 @@ class Certifier:
         radius = torch.zeros(len(images), dtype=torch.float64)
         decided = [next(iter(self.stages))] * len(images)
         for name, stage in self.stages.items():
-            hopeless = broken & (name not in _FREE and self.method == "staged")
+            hopeless = broken & (name not in DETERMINISTIC and self.method == "staged")
             wanted = ((radius <= self.eps) & ~hopeless).nonzero()[:, 0]
             if not len(wanted):
                 continue

@@ -69,6 +69,9 @@ class ResultFile:
             earlier = read_earlier(self.path, self.description)
             if earlier is not None and earlier.size < self.path.stat().st_size:
                 os.truncate(self.path, earlier.size)
+            if earlier is not None and "limit" in self.description:  # rows of an earlier start with more images stay
+                limits: list[Any] = [summary.get("limit") for summary in (earlier.summary, self.description)]
+                self.description["limit"] = None if None in limits else max(limits)
             self.tally = Tally(earlier.rows if earlier else ())
             self.done = {row["index"] for row in self.tally.rows}
             self._file: IO[str] = self.path.open("a", encoding="utf-8")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lipcert._settings import METHODS, parse_eps
 from lipcert.errors import InputError
-from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed
+from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
 from lipcert.results._statistics import Tally
 
 # The parts of a summary that must agree before rows of two runs may stand in one file.
-_IDENTITY = ("model", "eps", "method", "attack", "dtype", "rigor", "at", "passes", "data", "lipcert")
+_IDENTITY = ("model", "preprocessing", "eps", "method", "attack", "dtype", "rigor", "at", "passes", "data", "lipcert")
+_VERSIONS = ("torch", "timm")
 
 
 class Run(Tally):
@@ -111,14 +113,40 @@ class Run(Tally):
         settings = known.get("settings") or {}
         return ", ".join([f"{self.attack_name} {known.get('version', '')}".rstrip(), *_pairs(settings)])
 
-    def refuse_contradictions(self) -> None:
-        """Refuses rows that cannot be true.
+    def contradictions(self) -> Iterator[str]:
+        """What the summary says otherwise than it says elsewhere, or than the rows; nothing where it agrees."""
+        try:
+            if "eps_typed" in self.summary and not math.isclose(parse_eps(self.eps_typed), self.eps, rel_tol=1e-12):
+                yield f"the summary says that ε was {self.eps_typed}, and that it is {self.eps:.9g}"
+        except InputError:
+            yield f"the summary says that ε was {self.eps_typed!r}, which is no radius"
+        method, asked = self.summary.get("method"), self.summary.get("rigor", "probabilistic")
+        if method not in METHODS:
+            yield f"the summary names the method {method!r}, which lipcert does not have"
+        if asked == "deterministic" and self.delta:
+            yield f"the summary says deterministic, and rows state δ = {self.delta:g}"
+        attack = self.summary.get("attack")
+        if any((row.get("attacked") is not None) is not (attack is not None) for row in self.rows):
+            yield f"the summary says that the attack was {self.attack_name if attack else attack}, and rows differ"
+        if self.summary.get("complete", True) and "counts" in self.summary:
+            yield from self.miscounted()
+
+    def miscounted(self) -> Iterator[str]:
+        """What the summary counts otherwise than the rows."""
+        own, claimed = self.counts(), self.summary.get("counts")
+        claimed = claimed if isinstance(claimed, dict) else {}
+        for name in dict.fromkeys((*own, *claimed)):
+            if not same(claimed.get(name), own.get(name)):
+                yield f"the summary counts {claimed.get(name)} for {name.replace('_', ' ')}, the rows {own.get(name)}"
+
+    def refuse_false_rows(self) -> None:
+        """Refuses rows that cannot be true, whatever the model.
 
         Raises:
             InputError: naming the first of them.
         """
         for number, row in enumerate(self.rows, start=1):
-            if reason := contradiction(row, self.eps):
+            if reason := contradiction(row, self.eps, self.summary.get("method")):
                 raise InputError(_NO_RESULT.format(number, self.path, reason))
 
 
@@ -160,7 +188,9 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     runs = [read_run(file) for file in files]
     shared = {run.name for run in runs if sum(run.name == other.name for other in runs) > 1}
     for run in runs:
-        run.refuse_contradictions()
+        run.refuse_false_rows()
+        for reason in run.contradictions():
+            raise InputError(f"{run.path} contradicts itself: {reason}; certify the images again, into another file")
         if run.name in shared:
             run.name = run.path.with_suffix("").as_posix()
     return runs
@@ -182,10 +212,12 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     # Through JSON and back, as the earlier description went: tuples are lists there.
     own = json.loads(json.dumps(dict(description)))
     different = [key for key in _IDENTITY if earlier.get(key) != own.get(key)]
+    known, here = (summary.get("environment") or {} for summary in (earlier, own))
+    different += [key for key in _VERSIONS if known.get(key) != here.get(key)]
     if different:
         raise InputError(f"{path} holds results of another run (other {', '.join(different)}); give another --out")
     run = _read(path, earlier)
-    run.refuse_contradictions()
+    run.refuse_false_rows()
     return run
 
 

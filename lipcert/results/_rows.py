@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lipcert._settings import DETERMINISTIC, SINGLE
+
 if TYPE_CHECKING:
     from lipcert.certifier import Certificates
     from lipcert.data import Batch
@@ -27,16 +29,18 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         seconds: time that the batch took; every row gets an equal part.
 
     Returns:
-        One dict per image: ``index, label, predicted, correct, margin, radius, certified, method, rigor, attacked,
-        attack_distance, seconds``, without ``label`` and ``correct`` where labels are not known. ``attacked`` says
+        One dict per image: ``index, file, image, label, predicted, correct, margin, radius, certified, method, rigor,
+        attacked, attack_distance, seconds``, without ``label`` and ``correct`` where labels are not known. ``file`` is
+        the file's name or None, ``image`` :func:`lipcert.data.image_hash` of what was certified. ``attacked`` says
         whether an attack changed the prediction within ε, ``attack_distance`` how near it did at all; both are None
         without an attack, the second also where none was found. An infinite radius becomes the largest float64.
     """
-    count = len(batch.indices)
+    count, hashes = len(batch.indices), batch.hashes
     found = []
     for i, index in enumerate(batch.indices):
         predicted, margin = int(certificates.predicted[i]), float(certificates.margin[i])
-        row: dict[str, Any] = {"index": index}
+        file = batch.files[i] if batch.files else None
+        row: dict[str, Any] = {"index": index, "file": file, "image": hashes[i]}
         if batch.labels is not None:
             row["label"] = int(batch.labels[i])
         row["predicted"] = predicted
@@ -80,21 +84,28 @@ def check(row: Mapping[str, Any]) -> None:
         raise ValueError("certified, correct or attacked is neither true nor false")
 
 
-def contradiction(row: Mapping[str, Any], eps: float) -> str | None:
+def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | None:
     """Why a row cannot be true, whatever the model: above all nothing but a bound may be called certified.
 
     Args:
         row: one that passes :func:`check`.
         eps: the ε that was asked for.
+        method: the method that was asked for.
 
     Returns:
         The reason; None where there is no contradiction.
     """
-    radius = row["radius"]
+    radius, own, distance = row["radius"], row["method"], row.get("attack_distance")
     if row["certified"] is not (radius > eps):
         return f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}"
-    if delta(row["rigor"]) is None:
-        return f"its rigor is {row['rigor']!r}, which is no certificate"
+    if "label" in row and row.get("correct") is not (row["predicted"] == row["label"]):
+        return f"correct = {row.get('correct')}, label {row['label']} and prediction {row['predicted']} contradict"
+    if own not in SINGLE or method not in ("staged", own):
+        return f"its method is {own!r}, which a run of method {method!r} does not use"
+    if delta(row["rigor"]) is None or (own in DETERMINISTIC and row["rigor"] != "deterministic"):
+        return f"its rigor is {row['rigor']!r}, which is no certificate of method {own}"
+    if distance is not None and row.get("attacked") is not (distance <= eps) and not math.isclose(distance, eps):
+        return f"attacked = {row.get('attacked')} and a distance of {distance:g} contradict each other at {eps:g}"
     if broken_at(row, eps) < radius:
         return (
             f"image {row['index']} is certified to {radius:g} and an attack broke it at {broken_at(row, eps):g}: "
@@ -120,3 +131,15 @@ def delta(rigor: str) -> float | None:
 def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether rows cannot be of one run: two about one image, or labels for some of them only."""
     return len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1
+
+
+def same(claimed: Any, found: Any, relative: float = 1e-9, absolute: float = 0.0) -> bool:
+    """Whether two values of JSON are equal, numbers up to a tolerance."""
+    if isinstance(claimed, dict) and isinstance(found, dict):
+        return claimed.keys() == found.keys() and all(same(claimed[k], found[k], relative, absolute) for k in found)
+    if isinstance(claimed, list) and isinstance(found, list):
+        pairs = zip(claimed, found, strict=False)
+        return len(claimed) == len(found) and all(same(a, b, relative, absolute) for a, b in pairs)
+    if {type(claimed), type(found)} <= {int, float}:
+        return math.isclose(claimed, found, rel_tol=relative, abs_tol=absolute)
+    return type(claimed) is type(found) and bool(claimed == found)

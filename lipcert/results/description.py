@@ -11,8 +11,9 @@ import timm
 import torch
 
 from lipcert._version import version
-from lipcert.artifact import weights_hash
+from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.attacks import identity
+from lipcert.data import preprocessing
 from lipcert.model import Model
 
 if TYPE_CHECKING:
@@ -37,7 +38,12 @@ def describe(
     """
     spec, bound = images.spec, certifier.bound
     return {
-        "model": {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)},
+        "model": {
+            "source": model.source,
+            "recipe": model.recipe,
+            "weights_hash": weights_hash(model),
+            "buffers_hash": buffers_hash(model),
+        },
         "eps": certifier.eps,
         "method": certifier.method,
         "attack": identity(certifier.attack),
@@ -49,8 +55,11 @@ def describe(
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,
             "labelled": images.labelled,
+            "digest": images.digest,
         },
+        "preprocessing": preprocessing(model),
         "lipcert": version(),
+        "limit": images.limit,
         "eps_typed": typed,
         "command": command,
         "bound": {

@@ -8,7 +8,7 @@ number of processes changes a radius.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class Remaining:
     def _blocks(self) -> Iterator[Batch]:
         if self.images.order is not None:
             # What is left are whole blocks, so that these batches are those blocks.
-            yield from self.images.batches(self.size, skip=frozenset(self.images.order) - self._mine())
+            yield from self.images.batches(self.size, only=self._mine())
             return
         for number, batch in enumerate(self.images.batches(self.size)):
             if number % self.parts == self.part and not self.done.issuperset(batch.indices):
@@ -135,7 +135,7 @@ def certify_to_file(
         The counts over all rows of the file that was written last.
 
     Raises:
-        InputError: a file holds rows of another run, or cannot be written.
+        InputError: a file holds rows of another run or of images that have changed since, or cannot be written.
         Interrupted: the user stopped it; the rows found so far are kept.
         BrokenCertificate: an attack contradicts a certificate.
     """
@@ -144,6 +144,8 @@ def certify_to_file(
     processes = processes or Processes()
     own = shard_path(out, part, parts)
     elsewhere = [row for path in (out, *shards_of(out)) if path != own for row in read_rows(path, description)]
+    # Rows of other shards are held against the images by whoever puts them together.
+    _check_images([*read_rows(own, description), *(elsewhere if parts == 1 or processes.first else ())], images, out)
     with ResultFile(own, description) as file:
         if parts == 1:
             file.absorb(elsewhere, images.order)
@@ -170,6 +172,19 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
         write(row)
         if progress is not None:
             progress(count, run.length)
+
+
+def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) -> None:
+    """Refuses to go on where an image has changed since its row was written."""
+    known = {row["index"]: row.get("image") for row in rows}
+    if not known:
+        return
+    for batch in images.batches(1, only=known.keys()):
+        if known.pop(batch.indices[0]) != batch.hashes[0]:
+            name = batch.files[0] if batch.files and batch.files[0] else batch.indices[0]
+            raise InputError(f"{out} holds a row about another image {name} than the data has now; give another --out")
+        if not known:
+            return
 
 
 def _put_together(

@@ -1,37 +1,44 @@
-"""Whether the rows of a result file stand: they are computed again from the model and the images."""
+"""Whether a result file stands: what it says is computed again from the model and the images."""
 
 from __future__ import annotations
 
 import json
-import math
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lipcert.artifact import weights_hash
-from lipcert.certifier import METHODS, Certifier
-from lipcert.certifier._certifier import LINEARISED
-from lipcert.data import Images
+from lipcert._settings import LINEARISED, SINGLE
+from lipcert.artifact import buffers_hash, weights_hash
+from lipcert.attacks import PGD, Attack
+from lipcert.certifier import Certifier
+from lipcert.data import Images, order_of
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.results._reading import Run
-from lipcert.results._rows import contradiction, delta, rows
+from lipcert.results._rows import contradiction, delta, rows, same
+from lipcert.results.description import describe
 
-# Rounding differs between machines and with the images of a batch; it changes a radius by far less than this.
+# Rounding differs between machines and with the images of a batch; it changes a figure by far less than this.
 TOLERANCE = 1e-6
+# A gradient ascent follows rounding further: distances that an attack finds may differ by this share.
+_ATTACK_TOLERANCE = 1e-3
+# What is computed again of a summary. Times, the command, versions and the machine are taken as they are stated.
+_DESCRIBED = ("model", "preprocessing", "data", "eps", "dtype", "bound")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one row.
+    """What came of one row, or of the file as a whole.
 
     Attributes:
-        index: of the image in the data set.
-        objection: why the row does not stand; None if it does.
+        index: of the image in the data set; None for what concerns the whole file.
+        objection: why it does not stand; None if it does.
     """
 
-    index: int
+    index: int | None
     objection: str | None
 
 
@@ -39,13 +46,14 @@ def check_model(run: Run, model: Model) -> None:
     """Refuses a model that the rows are not about.
 
     Raises:
-        InputError: the weights or the surgery differ.
+        InputError: the weights, the other buffers or the surgery differ.
     """
     claimed = run.summary["model"]
-    if claimed.get("weights_hash") != weights_hash(model):
-        raise InputError(f"{run.path} holds rows about other weights; give the model that was certified")
-    if claimed.get("recipe") != json.loads(json.dumps(model.recipe)):
-        raise InputError(f"{run.path} holds rows about other surgery; give the model that was certified")
+    known = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
+    known["buffers_hash"] = buffers_hash(model)
+    for key, what in (("weights_hash", "weights"), ("recipe", "surgery"), ("buffers_hash", "buffers")):
+        if claimed.get(key) != known[key]:
+            raise InputError(f"{run.path} holds rows about other {what}; give the model that was certified")
 
 
 def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
@@ -55,14 +63,15 @@ def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
     return [run.rows[i] for i in sorted(random.Random(0).sample(range(len(run)), count))]
 
 
-def miscounted(run: Run) -> str | None:
-    """What the summary counts otherwise than the rows; None if it agrees with them."""
-    own, claimed = run.counts(), run.summary.get("counts")
-    for name in ("images", "certified", "correct", "certified_correct"):
-        stated = claimed.get(name) if isinstance(claimed, dict) else None
-        if own.get(name) != stated:
-            return f"the summary counts {stated} {name.replace('_', ' and ')}, the rows {own.get(name)}"
-    return None
+def attack_of(run: Run) -> Attack | None:
+    """The attack of a run, where what it finds for an image can be computed again; else None."""
+    known = run.summary.get("attack")
+    if not isinstance(known, Mapping) or (known.get("name"), known.get("version")) != (PGD.name, PGD.version):
+        return None
+    try:
+        return PGD(**known["settings"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{run.path} names settings that {PGD.name} does not have") from error
 
 
 def verify(
@@ -72,78 +81,115 @@ def verify(
     count: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Iterator[Verdict]:
-    """Computes rows again. One stands if its claims follow: no larger radius, no certificate that is not found again.
+    """Computes a result file again. It stands if what it says follows from the model and the images.
 
-    Attacks are not run again: what they found is no certificate.
+    A row stands if its image is the one that was certified, its radius is no larger than what is found again, and its
+    other entries are those that are found again. PGD is run again; what another attack found is taken as stated.
 
     Args:
         run: from :func:`lipcert.results.read_run`.
         model: the model that was certified.
         images: the whole data set that was certified.
-        count: how many rows, chosen at random; None for all.
+        count: how many rows, chosen at random; None for all. The summary and all rows' consistency are always checked.
         progress: called with (rows computed, rows in all).
 
     Yields:
-        A verdict a row.
+        First what speaks against the file as a whole, then a verdict per row.
 
     Raises:
         InputError: another model, ε or method than can be used, or an image that is not there.
     """
     check_model(run, model)
+    summary = run.summary
     wanted = {row["index"]: row for row in sample(run, count)}
-    kind = {key: run.summary[key] for key in ("dtype", "rigor", "at")}
-    passes = run.summary.get("passes")
-    certifier = Certifier(model, run.summary["eps"], run.summary["method"], passes=passes, **kind)
-    order = range(images.total) if images.total is not None else None
-    missing = [] if order is None else [index for index in wanted if index not in order]
-    if missing:
-        raise InputError(f"{run.path} has a row for image {missing[0]}, and the data has {images.total} images")
-    skip = _AllBut(frozenset(wanted))
+    passes = summary.get("passes")
+    kind: dict[str, Any] = {"dtype": summary.get("dtype"), "rigor": summary.get("rigor"), "at": summary.get("at")}
+    attack = attack_of(run)
+    certifier = Certifier(model, run.eps, str(summary.get("method")), passes=passes, attack=attack, **kind)
+    claims = dict(describe(model, images, certifier, run.eps_typed))
+    yield from (Verdict(None, reason) for reason in _against_the_file(run, json.loads(json.dumps(claims)), images))
+    for row in run.rows:
+        if row["index"] not in wanted and (reason := contradiction(row, run.eps, summary.get("method"))):
+            yield Verdict(None, f"image {row['index']}: {reason}")
     others: dict[str, Certifier] = {}
     done = 0
-    for batch in images.batches(certifier.together, skip=skip):
+    for batch in images.batches(certifier.together, only=wanted.keys()):
         for i, found in enumerate(rows(batch, certifier.run(batch.images, batch.labels), 0.0)):
             claimed = wanted[found["index"]]
             method = claimed["method"]
-            if method != found["method"] and method in METHODS:  # an attack had made the stronger ones needless
+            if method != found["method"] and method in SINGLE:  # an attack had made the stronger ones needless
                 if method not in others:
                     counted = passes if method in LINEARISED else None
                     others[method] = Certifier(model, certifier.eps, method, passes=counted, **kind)
                 one = batch.split(i)[1].split(1)[0]
-                (found,) = rows(one, others[method].run(one.images, one.labels), 0.0)
+                (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)
+                found |= {key: other[key] for key in ("radius", "method", "rigor")}
             done += 1
-            yield Verdict(found["index"], _objection(claimed, found, certifier.eps))
+            reason = contradiction(claimed, run.eps, summary.get("method"))
+            yield Verdict(found["index"], reason or _objection(claimed, found, attack is not None))
         if progress is not None:
             progress(done, len(wanted))
     if done < len(wanted):
         raise InputError(f"{run.path} has {len(wanted)} rows to verify, and the data has images for {done} of them")
 
 
-class _AllBut(frozenset[int]):
-    """Everything but some numbers, for ``in``."""
+def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Iterator[str]:
+    """What of the summary does not hold: against itself, the rows, the model and the images."""
+    yield from run.contradictions()
+    if "counts" not in run.summary or not run.summary.get("complete"):
+        yield from run.miscounted()
+    claimed = dict(run.summary)
+    claimed["data"] = {**claimed.get("data", {}), "spec": found["data"]["spec"]}  # it may have been moved
+    for key in _DESCRIBED:
+        if not same(claimed.get(key), found[key], TOLERANCE, TOLERANCE):
+            yield f"the summary's {key} is not what is found again{_first_difference(claimed.get(key), found[key])}"
+    if re.search(r"\.shard-\d+-of-\d+$", run.path.stem):
+        yield "it is one part of a run; put the parts together, and verify the whole"
+        return
+    limit = run.summary.get("limit")
+    if limit is not None and not (type(limit) is int and limit > 0):
+        yield f"the summary says that the limit was {limit!r}, which is no number of images"
+        return
+    indices = {row["index"] for row in run.rows}
+    if images.total is None:
+        more = next(images.batches(1, only=range(len(indices), sys.maxsize)), None) is not None
+        expected = {*range(min(len(indices) + more, limit or sys.maxsize))}
+    else:
+        expected = {*order_of(images.total, limit)}
+        if beyond := indices - {*range(images.total)}:
+            raise InputError(f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images")
+    if indices != expected:
+        missing, others = len(expected - indices), len(indices - expected)
+        yield f"the run is about {len(expected)} images: {missing} have no row, and {others} rows are about others"
+    elif not run.summary.get("complete"):
+        yield "the summary says that the run did not finish; start the same command again"
 
-    def __contains__(self, index: object) -> bool:
-        return not super().__contains__(index)
+
+def _first_difference(claimed: Any, found: Any) -> str:
+    """Where and how two values of JSON differ, in a few words."""
+    if isinstance(claimed, dict) and isinstance(found, dict):
+        for key in dict.fromkeys((*found, *claimed)):
+            if not same(claimed.get(key), found.get(key), TOLERANCE, TOLERANCE):
+                return f", {key}{_first_difference(claimed.get(key), found.get(key))}"
+    if isinstance(found, (dict, list)) or isinstance(claimed, (dict, list)):
+        return ""
+    return f": {claimed!r} is claimed and {found!r} found"
 
 
-def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], eps: float) -> str | None:
-    for name in ("label", "predicted"):
-        if name in claimed and claimed[name] != found.get(name):
-            return f"{name} {claimed[name]} is claimed and {found.get(name)} found"
-    if "correct" in claimed and claimed["correct"] is not (claimed["predicted"] == claimed.get("label")):
-        return "the row contradicts itself about being correct"
-    if reason := contradiction(claimed, eps):
-        return reason
-    if not _close(claimed.get("margin"), found["margin"]):
+def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: bool) -> str | None:
+    if claimed.get("image") != found["image"]:
+        return "it is another image than the one that was certified"
+    for name in ("file", "label", "predicted", "method"):
+        if claimed.get(name) != found.get(name):
+            return f"{name} {claimed.get(name)} is claimed and {found.get(name)} found"
+    if not same(claimed.get("margin"), found["margin"], TOLERANCE, 1e-9):
         return f"margin {claimed.get('margin')} is claimed and {found['margin']} found"
     if claimed["radius"] > found["radius"] * (1 + TOLERANCE):
         return f"radius {claimed['radius']:.9g} is claimed and only {found['radius']:.9g} found"
-    if claimed["radius"] > 0 and not (delta(claimed["rigor"]) or 0.0) >= (delta(found["rigor"]) or 0.0):
+    stated, spent = (delta(row["rigor"]) or 0.0 for row in (claimed, found))
+    if stated < spent or bool(stated) is not bool(spent):
         return f"{claimed['rigor']} is claimed and {found['rigor']} found"
+    for name in ("attacked", "attack_distance") if attacked else ():
+        if not same(claimed.get(name), found[name], _ATTACK_TOLERANCE):
+            return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"
     return None
-
-
-def _close(claimed: Any, found: float | None) -> bool:
-    if claimed is None or found is None:
-        return claimed is found
-    return math.isclose(claimed, found, rel_tol=1e-6, abs_tol=1e-9)
