@@ -1,0 +1,24 @@
+"""Randomized smoothing: certificates for the classifier that Gaussian noise makes of a network, any network, as it is.
+
+What is certified is g(x) = the class that the network gives most often at x + N(0, σ²I), not the network itself. A
+certificate is wrong with probability at most α for each image, over the draws of the noise.
+"""
+
+from lipcert.smoothing._binomial import clopper_pearson, robbins
+from lipcert.smoothing._certificates import SmoothedCertificates
+from lipcert.smoothing._noise import normal
+from lipcert.smoothing._normal import quantile, radius
+from lipcert.smoothing._smoothing import ALPHA, SAMPLES, SELECTION, Smoothing
+
+__all__ = [
+    "ALPHA",
+    "SAMPLES",
+    "SELECTION",
+    "SmoothedCertificates",
+    "Smoothing",
+    "clopper_pearson",
+    "normal",
+    "quantile",
+    "radius",
+    "robbins",
+]

@@ -1,0 +1,57 @@
+"""The answer about the smoothed classifier for a batch of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.certifier._certificates import Certificates
+
+
+@dataclass(frozen=True)
+class SmoothedCertificates(Certificates):
+    """Certificates of the classifier that a network becomes when its pixels are blurred by Gaussian noise.
+
+    They hold for g(x) = the class that the network gives most often at x + N(0, σ²I), and say nothing about the
+    network's own prediction at x. ``predicted`` is that class as far as the draws show it, ``margin`` is NaN: g has no
+    logits. Where ``abstained`` the draws did not show that the class is the most frequent one; the radius is 0.
+
+    Attributes:
+        sigma: σ, the standard deviation of the noise at each pixel.
+        alpha: α, the probability at most with which each radius is too large.
+        seed: of the noise.
+        count: how often the predicted class was drawn, int64, shape (N,).
+        samples: among how many draws, int64, shape (N,).
+        selected: how many further draws selected the class, int64, shape (N,).
+    """
+
+    sigma: float = 0.0
+    alpha: float = 0.0
+    seed: int = 0
+    count: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    selected: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def abstained(self) -> Tensor:
+        """Whether the draws leave open which class is the most frequent; bool, shape (N,)."""
+        return self.radius == 0
+
+    @property
+    def holds_for(self) -> str:
+        """What the certificates are about, such as ``smoothed(0.25)``."""
+        return f"smoothed({self.sigma:g})"
+
+    def entries(self, i: int) -> dict[str, Any]:
+        """What a row says of one image beyond the row of any certificate."""
+        return {
+            "holds_for": self.holds_for,
+            "abstained": bool(self.abstained[i]),
+            "count": int(self.count[i]),
+            "samples": int(self.samples[i]),
+            "selected": int(self.selected[i]),
+            "seed": self.seed,
+        }

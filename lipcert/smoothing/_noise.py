@@ -1,0 +1,64 @@
+"""Gaussian noise as a function of (seed, image, draw), whatever the batch, the shard or the device.
+
+The bits are those of Philox 4×64 with 10 rounds, the counter-based generator of Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011, in NumPy's implementation, whose bit streams are fixed. The key
+is (seed, image), the counter says which draw and which pixel. Box and Muller's transform makes two normal numbers of
+two integers.
+
+What is assumed of it. A bound of :mod:`lipcert.smoothing` counts how often a network gives a class, and its failure
+probability is over independent exactly normal noise. Here the noise is pseudo-random; the transform is computed in
+float32, so each number is off by a few parts in 10⁷, and none is larger than 6.7, which a true one is with probability
+2e-11; and the sum of pixel and noise is rounded to float32. That none of this changes a class's probability by more
+than the bound has left is assumed, as it is by everyone who samples in floating point; it is not proved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.random import Philox
+from torch import Tensor
+
+# Normal numbers that are made at once: they stay in a processor's cache.
+_AT_ONCE = 2**17
+# A step of the counter gives four words of 64 bits, of which eight normal numbers are made.
+_PER_STEP = 8
+
+
+def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """The noise of consecutive draws for one image.
+
+    Args:
+        seed: of the run, from 0 to 2⁶⁴ − 1.
+        image: index of the image in its data set, likewise.
+        draws: numbers of the draws, consecutive and from 0.
+        shape: of one draw, such as (C, H, W).
+        device: where the noise is wanted.
+
+    Returns:
+        Standard normal numbers, float32, shape (len(draws), *shape).
+    """
+    numbers = math.prod(shape)
+    found = torch.empty(len(draws), numbers, device=device)
+    steps = -(-numbers // _PER_STEP)
+    key = np.array([seed, image], dtype=np.uint64)
+    counter = draws.start * steps
+    bits = Philox(key=key, counter=np.array([counter % 2**64, counter // 2**64, 0, 0], dtype=np.uint64))
+    for part in found.split(max(1, _AT_ONCE // numbers)):
+        words = bits.random_raw(len(part) * steps * 4)
+        integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4")).to(device)
+        part.copy_(_box_muller(integers.view(len(part), 2, -1)).flatten(1)[:, :numbers])
+    return found.view(len(draws), *shape)
+
+
+def _box_muller(integers: Tensor) -> Tensor:
+    """Two normal numbers for each pair of 32-bit integers, shape (N, 2, M): one gives the radius, one the angle."""
+    first, second = integers.float().unbind(1)
+    # (|i| + ½)/2³¹ lies between 2⁻³² and 1; in float32 the steps near 0, where the tails come from, stay as fine.
+    radius = first.abs_().add_(0.5).mul_(2.0**-31).log_().mul_(-2).clamp_(min=0).sqrt_()
+    angle = second.mul_(math.pi * 2.0**-31)
+    # cos(x − π/2) = sin x; torch's cosine is the faster of the two
+    return torch.stack([radius * angle.cos(), radius * angle.sub_(math.pi / 2).cos_()], 1)

@@ -1,0 +1,95 @@
+"""The standard normal distribution with directed rounding, and radii of smoothed classifiers from it."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from statistics import NormalDist
+
+from lipcert.smoothing._binomial import DOWN, UP
+
+_ONE, _HALF = Decimal(1), Decimal("0.5")
+# π from below: 1/√(2π) is then rounded up.
+_PI = Decimal("3.141592653589793238462643383")
+_SMALL = Decimal("1e-25")
+# No float64 lies between Φ of this and 1.
+_LARGEST = 9
+_STEP = 2.0**-50
+
+
+def cdf(z: float | Decimal) -> Decimal:
+    """Φ(z) for z ≥ 0, rounded up.
+
+    Φ(z) = ½ + φ(z) (z + z³/3 + z⁵/15 + …), term after term times z²/3, z²/5, …: all positive. Once the next factor r is
+    below 1, the rest of the series is at most the last term times r/(1 − r). The exponential of decimals is rounded to
+    nearest, so the next number up bounds it.
+    """
+    exact = Decimal(z)
+    if exact < 0:
+        raise ValueError(f"z must be at least 0, got {z}")
+    if exact > _LARGEST:
+        return _ONE
+    square = UP.multiply(exact, exact)
+    total = term = UP.plus(exact)
+    divisor = 3
+    while term:
+        ratio = UP.divide(square, Decimal(divisor))
+        if term < _SMALL * total and ratio < _HALF:
+            total = UP.add(total, UP.divide(UP.multiply(term, ratio), DOWN.subtract(_ONE, ratio)))
+            break
+        term = UP.multiply(term, ratio)
+        total = UP.add(total, term)
+        divisor += 2
+    exponent = DOWN.multiply(DOWN.multiply(exact, exact), _HALF).copy_negate()
+    density = UP.divide(UP.next_plus(exponent.exp(UP)), DOWN.sqrt(DOWN.multiply(Decimal(2), _PI)))
+    return min(_ONE, UP.add(_HALF, UP.multiply(density, total)))
+
+
+def quantile(p: float) -> float:
+    """Φ⁻¹(p), rounded down; 0 for p ≤ ½.
+
+    The standard library's value is a guess; it is lowered until Φ of it, rounded up, is no larger than p.
+
+    Args:
+        p: in [0, 1).
+    """
+    if not p > 0.5:
+        return 0.0
+    guess, step = NormalDist().inv_cdf(p), _STEP
+    while cdf(guess) > Decimal(p):
+        guess = max(0.0, guess * (1 - step))
+        step *= 2
+    return guess
+
+
+def radius(p: float, sigma: float) -> float:
+    """The radius σ Φ⁻¹(p) in which a class of probability at least p under noise stays the most probable, rounded down.
+
+    Source: Cohen, Rosenfeld and Kolter, ICML 2019, theorem 1 with the other classes together at most 1 − p. The class
+        is the smoothed classifier's for every image whose ℓ2 distance is smaller than this.
+
+    Args:
+        p: a lower bound on the probability of the class, in [0, 1).
+        sigma: standard deviation of the noise at each pixel.
+
+    Returns:
+        The radius; 0, which is to abstain, for p ≤ ½.
+    """
+    product = DOWN.multiply(Decimal(quantile(p)), Decimal(sigma))
+    nearest = float(product)
+    return nearest if Decimal(nearest) <= product else math.nextafter(nearest, 0.0)
+
+
+def needed(eps: float, sigma: float) -> float:
+    """A probability p with ``radius(p, sigma) > eps``, within a few roundings of the smallest one; 1 where none is
+    below 1.
+
+    Args:
+        eps: ε, at least 0.
+        sigma: standard deviation of the noise.
+    """
+    p = float(cdf(UP.divide(Decimal(eps), Decimal(sigma))))
+    step = 2.0**-52
+    while p < 1 and not radius(p, sigma) > eps:
+        p, step = min(1.0, p + step), 2 * step
+    return p

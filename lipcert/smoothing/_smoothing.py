@@ -1,0 +1,278 @@
+"""Certifying the smoothed classifier of any network."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipcert._memory import is_out_of_memory
+from lipcert.bounds import check_weights
+from lipcert.errors import InputError, first_line
+from lipcert.loading import number_of_classes
+from lipcert.model import Model
+from lipcert.smoothing._binomial import clopper_pearson, robbins
+from lipcert.smoothing._certificates import SmoothedCertificates
+from lipcert.smoothing._noise import normal
+from lipcert.smoothing._normal import radius
+from lipcert.smoothing._votes import Plan, Votes
+
+SAMPLES, ALPHA, SELECTION = 100_000, 1e-3, 100
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Pixels that go through the network at once.
+_PIXELS = {"cpu": 32 * 224 * 224 * 3, "cuda": 1024 * 224 * 224 * 3}
+_DRAWS = {"cpu": 256, "cuda": 4096}
+_MOST_IMAGES = 64
+# How much logits of an image may change, relative to the largest, with the other images of a batch: rounding does less.
+_ROUNDING = 1e-2
+
+Wanted = Sequence[tuple[Tensor, int, range]]
+
+
+class Smoothing:
+    """Certificates for the smoothed classifier of a network: g(x) = the class it gives most often at x + N(0, σ²I).
+
+    Any module is taken as it is: nothing is captured and no operation needs a rule. For each image some draws select a
+    class; further draws bound the probability of that class from below, and the radius is σ Φ⁻¹ of the bound: every
+    image nearer than that has the same g. The noise is a function of seed, image and draw
+    (:mod:`lipcert.smoothing._noise`, which says what is assumed of it), so results are those of the image, whatever the
+    batch, the shard and the device, as far as the network's own rounding gives each draw the same class there.
+
+    Attributes:
+        together: how many images are certified at once, so that their draws fill batches.
+        batch: how many draws go through the network at once; halved where memory ends.
+
+    Args:
+        model: the model; it is not changed, and later changes to it do not reach the certifier.
+        eps: ε in ℓ2 on pixels in [0, 1], positive: what the verdict is about.
+        sigma: σ, the standard deviation of the noise at each pixel.
+        samples: the most draws that are counted for an image.
+        alpha: α, the probability at most with which the radius of an image is too large.
+        selection: the most draws that select an image's class.
+        all_samples: count all samples of every image and bound the probability by Clopper and Pearson, for the largest
+            radius. Else draws end as soon as a confidence sequence decides the verdict at ε either way.
+        dtype: what the network runs in: ``"real"`` for the type of its weights, ``"float32"``, ``"float16"`` or
+            ``"bfloat16"``; the classifier that is smoothed is the network in that type.
+        seed: of the noise.
+        batch: how many draws go through the network at once; None for what suits the device.
+
+    Raises:
+        InputError: arguments that cannot be used, weights that are NaN, a network that draws random numbers or whose
+            logits
+            for an image depend on the other images of a batch.
+    """
+
+    method = "smoothing"
+
+    def __init__(
+        self,
+        model: Model,
+        eps: float,
+        *,
+        sigma: float | None,
+        samples: int = SAMPLES,
+        alpha: float = ALPHA,
+        selection: int = SELECTION,
+        all_samples: bool = False,
+        dtype: str = "real",
+        seed: int = 0,
+        batch: int | None = None,
+    ):
+        _check(eps, sigma, samples, alpha, selection, seed, batch)
+        assert sigma is not None
+        self.plan = Plan(float(eps), float(sigma), samples, float(alpha), selection, all_samples)
+        _check_reach(self.plan)
+        self.eps, self.seed = float(eps), seed
+        if dtype != "real" and dtype not in DTYPES:
+            raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(DTYPES)}")
+        check_weights(model)
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.classes = number_of_classes(self.model)
+        _check_network(self.model)
+        if dtype != "real":
+            self.model = self.model.to(DTYPES[dtype])
+        self.dtype = str(self.model.dtype).removeprefix("torch.")
+        pixels = math.prod(self.model.input_size)
+        kind = "cuda" if self.model.device.type == "cuda" else "cpu"
+        self.batch = batch or max(1, min(_DRAWS[kind], _PIXELS[kind] // pixels))
+        self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
+
+    @property
+    def rigor(self) -> str:
+        """``probabilistic(α)``."""
+        return f"probabilistic({self.plan.alpha:g})"
+
+    @torch.no_grad()
+    def run(
+        self, images: Tensor, labels: Tensor | None = None, indices: Sequence[int] | None = None
+    ) -> SmoothedCertificates:
+        """Certifies a batch.
+
+        Args:
+            images: pixels in [0, 1], shape (N, C, H, W).
+            labels: true classes, shape (N,), or None.
+            indices: of the images in their data set, by which their noise is drawn; 0 to N − 1 where it is left out.
+
+        Raises:
+            InputError: images of a wrong shape or outside [0, 1]; labels that do not fit; one draw that alone does not
+                fit
+                into memory.
+        """
+        self.model.check_images(images)
+        if labels is not None:
+            self._check_labels(labels, len(images))
+        numbers = range(len(images)) if indices is None else indices
+        pixels = images.to(self.model.device, torch.float32)
+        votes = [Votes(self.plan, self.classes) for _ in numbers]
+        while still := [i for i, vote in enumerate(votes) if vote.wanted]:
+            wanted = [(pixels[i], numbers[i], votes[i].wanted) for i in still]
+            for i, classes in zip(still, self._classes(wanted), strict=True):
+                votes[i].take(classes)
+        radii = torch.tensor([radius(v.lower_bound, self.plan.sigma) for v in votes], dtype=torch.float64)
+        return SmoothedCertificates(
+            predicted=torch.tensor([v.predicted for v in votes], dtype=torch.int64),
+            margin=torch.full((len(votes),), math.nan, dtype=torch.float64),
+            radius=radii,
+            certified=radii > self.eps,
+            method=(self.method,) * len(votes),
+            rigor=(self.rigor,) * len(votes),
+            labels=None if labels is None else labels.cpu(),
+            eps=self.eps,
+            dtype=self.dtype,
+            sigma=self.plan.sigma,
+            alpha=self.plan.alpha,
+            seed=self.seed,
+            count=torch.tensor([v.count for v in votes], dtype=torch.int64),
+            samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
+            selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
+        )
+
+    def _check_labels(self, labels: Tensor, count: int) -> None:
+        if tuple(labels.shape) != (count,) or labels.is_floating_point():
+            raise InputError(
+                f"labels must be whole numbers of shape ({count},), got {labels.dtype} of {tuple(labels.shape)}"
+            )
+        if count and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
+            raise InputError(
+                f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
+            )
+
+    def _classes(self, wanted: Wanted) -> list[NDArray[np.int64]]:
+        """The class of each draw, -1 where a logit is NaN: one array for each image."""
+        found: list[list[NDArray[np.int64]]] = [[] for _ in wanted]
+        for pieces in _packed([draws for _, _, draws in wanted], self.batch):
+            noisy = torch.cat([self._noisy(*wanted[i][:2], draws) for i, draws in pieces])
+            classes = self._predict(noisy).cpu()
+            for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
+                found[i].append(part.numpy())
+        return [np.concatenate(parts) for parts in found]
+
+    def _noisy(self, image: Tensor, index: int, draws: range) -> Tensor:
+        noise = normal(self.seed, index, draws, image.shape, image.device)
+        return noise.mul_(self.plan.sigma).add_(image)
+
+    def _predict(self, noisy: Tensor) -> Tensor:
+        """Classes of noisy images, in parts where memory does not hold the whole; -1 where a logit is NaN."""
+        try:
+            logits = self.model(noisy.to(self.model.dtype))
+            return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(noisy) == 1:
+                raise InputError(f"memory does not hold the network's forward pass: {first_line(error)}") from error
+        half = (len(noisy) + 1) // 2
+        self.batch = min(self.batch, half)
+        return torch.cat([self._predict(noisy[:half]), self._predict(noisy[half:])])
+
+
+def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, range]]]:
+    """The ranges cut into pieces, put together to no more than ``size`` draws, each with the number of its range."""
+    pack: list[tuple[int, range]] = []
+    room = size
+    for i, draws in enumerate(ranges):
+        while draws:
+            piece, draws = draws[:room], draws[room:]
+            pack.append((i, piece))
+            room -= len(piece)
+            if not room:
+                yield pack
+                pack, room = [], size
+    if pack:
+        yield pack
+
+
+def _check(
+    eps: float, sigma: float | None, samples: int, alpha: float, selection: int, seed: int, batch: int | None
+) -> None:
+    if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps > 0):
+        raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
+    if sigma is None:
+        raise InputError("method smoothing needs the standard deviation of its noise; for example sigma=0.25")
+    if not (isinstance(sigma, (int, float)) and 0 < sigma < math.inf):
+        raise InputError(f"sigma must be a positive number, got {sigma}; for example 0.25")
+    if not (isinstance(alpha, (int, float)) and 0 < alpha < 1):
+        raise InputError(f"alpha is a failure probability between 0 and 1, got {alpha}; for example 0.001")
+    for name, value in (("samples", samples), ("selection", selection), ("batch", 1 if batch is None else batch)):
+        if not (isinstance(value, int) and 1 <= value < 2**40):
+            raise InputError(f"{name} must be a whole number, at least 1, got {value}")
+    if not (isinstance(seed, int) and 0 <= seed < 2**64):
+        raise InputError(f"seed must be a whole number from 0 to 2^64 - 1, got {seed}")
+
+
+def _check_reach(plan: Plan) -> None:
+    """Refuses a plan under which nothing could be certified, even if all draws agreed."""
+    bound = clopper_pearson if plan.all_samples else robbins
+    best = radius(bound(plan.samples, plan.samples, plan.alpha), plan.sigma)
+    if not best:
+        raise InputError(
+            f"{plan.samples} samples are too few for any radius at alpha {plan.alpha:g}, even if all agreed; take more"
+        )
+    if not best > plan.eps and not plan.all_samples:
+        raise InputError(
+            f"{plan.samples} samples at alpha {plan.alpha:g} and sigma {plan.sigma:g} reach radii of {best:.3g} at "
+            f"most, and eps is {plan.eps:.3g}; take more samples or a larger sigma"
+        )
+
+
+def _check_network(model: Model) -> None:
+    """Refuses a network that is no function of one image: draws would not be independent, and no bound would hold.
+
+    Runs it on a few noisy images: twice, with the states of the random number generators compared, and one by one.
+    """
+    images = 0.5 + 0.25 * normal(0, 0, range(3), model.input_size, model.device).to(model.dtype)
+    before = _random_states(model.device)
+    first, again = model(images), model(images)
+    drew = _random_states(model.device) != before
+    scale = _ROUNDING * float(first.nan_to_num(0, 0, 0).abs().max())
+    if drew or not _same(first, again, scale):
+        raise InputError(
+            "the network draws random numbers in its forward pass, or changes from one pass to the next; smoothing "
+            "needs a fixed function, to whose images it adds noise itself"
+        )
+    if not _same(first, torch.cat([model(image[None]) for image in images]), scale):
+        raise InputError(
+            "the network's logits for an image depend on the other images of a batch; smoothing needs draws that are "
+            "independent of each other"
+        )
+
+
+def _same(first: Tensor, second: Tensor, tolerance: float) -> bool:
+    return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    """States of the generators that forward code may draw from, as values to compare."""
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    states += [part.tobytes() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return states

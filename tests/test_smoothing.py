@@ -1,0 +1,261 @@
+"""Randomized smoothing: its bounds against exact arithmetic, its noise, its coverage, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor, nn
+
+import lipcert
+from lipcert.errors import InputError
+from lipcert.smoothing import Smoothing, clopper_pearson, normal, quantile, radius, robbins
+from lipcert.smoothing._binomial import probability, rejects, tail
+from lipcert.smoothing._normal import cdf, needed
+
+EPS = 36 / 255
+
+
+def exact_probability(k: int, n: int, p: float) -> Fraction:
+    return math.comb(n, k) * Fraction(p) ** k * (1 - Fraction(p)) ** (n - k)
+
+
+@pytest.mark.parametrize(("k", "n", "p"), [(0, 5, 0.3), (5, 5, 0.3), (9, 10, 0.5), (70, 100, 0.6), (60, 100, 0.6)])
+def test_binomial_probabilities_are_rounded_up_from_exact_ones(k: int, n: int, p: float) -> None:
+    point = exact_probability(k, n, p)
+    assert 0 <= Fraction(probability(k, n, p)) - point <= point / 10**24
+    upper = sum(exact_probability(i, n, p) for i in range(k, n + 1))
+    if k > n * p:
+        assert 0 <= Fraction(tail(k, n, p)) - upper <= upper / 10**16
+
+
+@pytest.mark.parametrize("n", [10, 37, 1000, 100_000])
+@pytest.mark.parametrize("alpha", [1e-9, 1e-3, 0.2])
+def test_clopper_pearson_is_the_exact_bound_from_below(n: int, alpha: float) -> None:
+    for k in sorted({1, n // 2, n // 2 + 1, (9 * n) // 10, n - 1, n}):
+        exact = float(stats.beta.ppf(alpha, k, n - k + 1))
+        assert exact - 2e-13 <= clopper_pearson(k, n, alpha) <= exact * (1 + 1e-12)
+    assert clopper_pearson(0, n, alpha) == 0
+
+
+@pytest.mark.parametrize(("k", "n", "alpha"), [(8, 10, 0.05), (55, 60, 1e-3), (60, 60, 1e-3), (3, 60, 0.3)])
+def test_what_is_claimed_satisfies_the_inequality_exactly(k: int, n: int, alpha: float) -> None:
+    fixed, always = clopper_pearson(k, n, alpha), robbins(k, n, alpha)
+    assert sum(exact_probability(i, n, fixed) for i in range(k, n + 1)) <= Fraction(alpha)
+    assert (n + 1) * exact_probability(k, n, always) <= Fraction(alpha)
+    above = math.nextafter(always, 1)
+    assert (n + 1) * exact_probability(k, n, above) > Fraction(alpha) * (1 - Fraction(1, 10**12))
+    assert 0 < always < fixed < k / n or k == n
+
+
+@pytest.mark.parametrize("p", [0.5, 0.71386, 0.9])
+def test_the_confidence_sequence_covers_at_all_times_at_once(p: float) -> None:
+    """The probability that it ever exceeds the truth, exactly: by going through all counts of 250 draws."""
+    alpha, horizon = 0.2, 250
+    alive, wrong = {0: 1.0}, 0.0
+    for t in range(1, horizon + 1):
+        after: dict[int, float] = {}
+        for count, weight in alive.items():
+            after[count] = after.get(count, 0.0) + weight * (1 - p)
+            after[count + 1] = after.get(count + 1, 0.0) + weight * p
+        alive = {}
+        for count, weight in after.items():
+            if count > t * p and rejects(count, t, p, alpha):
+                wrong += weight
+            else:
+                alive[count] = weight
+    assert 0.001 < wrong <= alpha
+    assert sum(alive.values()) + wrong == pytest.approx(1)
+
+
+def test_the_normal_distribution_is_rounded_in_the_safe_direction() -> None:
+    with mpmath.workdps(40):
+        for z in (0.0, 1e-8, 0.3, 0.5647, 1.0, 3.7, 6.5, 8.9):
+            above = mpmath.mpf(str(cdf(z))) - mpmath.ncdf(z)
+            assert 0 <= above < 1e-24
+        for p in (0.5000001, 0.6, 0.75, 0.9772, 0.99993, 1 - 1e-12):
+            exact = mpmath.findroot(lambda x, p=p: mpmath.ncdf(x) - mpmath.mpf(p), stats.norm.ppf(p))
+            assert -1e-14 <= (mpmath.mpf(quantile(p)) - exact) / exact <= 0
+            assert mpmath.mpf(radius(p, 0.25)) <= exact / 4
+    assert quantile(0.5) == quantile(0.1) == radius(0.4, 1.0) == 0
+    assert cdf(1e9) == 1
+
+
+@pytest.mark.parametrize("eps", [1e-9, EPS, 0.5, 1.0])
+def test_the_probability_that_is_needed_is_enough_and_nearly_the_smallest(eps: float) -> None:
+    p = needed(eps, 0.25)
+    assert radius(p, 0.25) > eps
+    assert radius(p - 1e-14, 0.25) <= eps
+    assert needed(5.0, 0.25) == 1
+
+
+def test_noise_is_a_function_of_seed_image_and_draw() -> None:
+    whole = normal(3, 7, range(20), (3, 5, 7))
+    assert torch.equal(torch.cat([normal(3, 7, range(4), (3, 5, 7)), normal(3, 7, range(4, 20), (3, 5, 7))]), whole)
+    assert torch.equal(normal(3, 7, range(11, 12), (3, 5, 7)), whole[11:12])
+    others = [normal(4, 7, range(20), (3, 5, 7)), normal(3, 8, range(20), (3, 5, 7)), whole.roll(1, 0)]
+    assert all(abs(torch.corrcoef(torch.stack([whole.flatten(), x.flatten()]))[0, 1]) < 0.1 for x in others)
+    # What was certified once is computed again from the same noise by every later version.
+    known = torch.tensor([-0.5235123, -1.2003207, 0.5425959, 1.3349401])
+    torch.testing.assert_close(whole[0, 0, 0, :4], known, rtol=0, atol=2e-6)
+
+
+def test_noise_is_normal() -> None:
+    many = torch.cat([normal(0, image, range(500), (1, 32, 32)).flatten() for image in range(4)])
+    assert stats.kstest(many[:: len(many) // 20_000].double().numpy(), "norm").pvalue > 0.01
+    assert abs(many.mean()) < 4 / math.sqrt(len(many))
+    assert abs(many.var() - 1) < 4 * math.sqrt(2 / len(many))
+    beyond = (many.abs() > 4).double().mean().item()
+    assert beyond == pytest.approx(2 * stats.norm.sf(4), rel=0.2)
+    assert many.isfinite().all()
+    assert 4.5 < many.abs().max() < 6.7
+
+
+class HalfSpace(nn.Module):
+    """Class 0 where ⟨w, x⟩ > 0, ‖w‖ = 1. So is the smoothed classifier; p = Φ(⟨w, x⟩/σ), and the radius is ⟨w, x⟩."""
+
+    w: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.tensor([0.6, 0.0, -0.8, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        margin = x.flatten(1) @ self.w
+        return torch.stack([margin, -margin], 1)
+
+
+def wrapped(net: nn.Module, size: tuple[int, int, int] = (1, 2, 2)) -> lipcert.Model:
+    return lipcert.load(net, mean=(0.0,), std=(1.0,), input_size=size)
+
+
+def at_distances(distances: Tensor) -> Tensor:
+    """Images of the box with so large ⟨w, x⟩, at most 0.6, shape (N, 1, 2, 2)."""
+    images = torch.zeros(len(distances), 1, 2, 2)
+    images[:, 0, 0, 0] = distances / 0.6
+    return images
+
+
+@pytest.mark.parametrize("all_samples", [True, False], ids=["fixed", "sequence"])
+def test_false_radii_are_no_more_than_alpha(all_samples: bool) -> None:
+    """400 classifiers whose radius is known and near ε; radii beyond the truth are no more than α = 0.1 explains."""
+    distances = torch.linspace(0.6 * EPS, 1.4 * EPS, 400)
+    smoothing = Smoothing(wrapped(HalfSpace()), EPS, sigma=0.25, samples=1500, alpha=0.1, all_samples=all_samples)
+    found = smoothing.run(at_distances(distances))
+    truth = at_distances(distances)[:, 0, 0, 0].double() * 0.6
+    false = int((found.radius > truth).sum())
+    assert stats.binomtest(false, 400, 0.1, alternative="greater").pvalue > 0.01
+    assert not all_samples or false > 20, "the bound of Clopper and Pearson is exact, and this would not test it"
+    assert found.certified.double().mean() > 0.2
+    assert (found.samples == 1500).all() == all_samples
+
+
+def test_draws_end_as_soon_as_the_verdict_is_known() -> None:
+    far, near, wrong = 0.5, EPS, 0.05
+    images = at_distances(torch.tensor([far, near, wrong]))
+    found = Smoothing(wrapped(HalfSpace()), EPS, sigma=0.25, samples=2000).run(images)
+    assert found.certified.tolist() == [True, False, False]
+    assert found.samples[0] < 100
+    assert found.samples[1] == 2000
+    assert found.samples[2] < 700
+    assert found.radius[0] > EPS >= found.radius[1] > 0
+    assert found.rigor == ("probabilistic(0.001)",) * 3
+    whole = Smoothing(wrapped(HalfSpace()), EPS, sigma=0.25, samples=2000, all_samples=True)
+    assert whole.run(images[:1]).radius[0] > found.radius[0]
+
+
+def test_counts_are_those_of_the_image_alone() -> None:
+    """Neither the batch of draws, nor the other images, nor their order changes a count."""
+    model = lipcert.load(None)
+    images = torch.rand(5, *model.input_size, generator=torch.Generator().manual_seed(1))
+    settings: dict[str, Any] = {"sigma": 0.25, "samples": 400, "seed": 5}
+    whole = Smoothing(model, EPS, **settings).run(images, indices=[3, 1, 8, 0, 2])
+    for size in (1, 7):
+        again = Smoothing(model, EPS, batch=size, **settings).run(images[2:4], indices=[8, 0])
+        for name in ("predicted", "count", "samples", "selected", "radius"):
+            assert torch.equal(getattr(again, name), getattr(whole, name)[2:4]), name
+    other = Smoothing(model, EPS, **settings | {"seed": 6, "all_samples": True}).run(images)
+    same = Smoothing(model, EPS, **settings | {"all_samples": True}).run(images)
+    assert not torch.equal(other.count, same.count)
+
+
+def test_a_draw_without_a_class_counts_for_none() -> None:
+    class Broken(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(x.flatten(1)[:, 3:] > 0.2, math.nan)
+
+    settings: dict[str, Any] = {"sigma": 0.25, "samples": 3000, "all_samples": True}
+    image = at_distances(torch.tensor([0.59]))
+    sound, broken = (Smoothing(wrapped(net()), EPS, **settings).run(image) for net in (HalfSpace, Broken))
+    assert broken.count[0] / 3000 == pytest.approx(stats.norm.cdf(0.8) * stats.norm.cdf(0.59 / 0.25), abs=0.03)
+    assert broken.radius[0] < sound.radius[0]
+
+
+def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
+    model = lipcert.load(None)
+    found = Smoothing(model, EPS, sigma=0.1, samples=50, dtype="bfloat16").run(torch.rand(1, *model.input_size))
+    assert found.dtype == "bfloat16"
+    assert found.holds_for == "smoothed(0.1)"
+    assert model.dtype == torch.float32
+
+
+def test_images_none_at_all() -> None:
+    assert len(Smoothing(wrapped(HalfSpace()), EPS, sigma=1.0).run(torch.zeros(0, 1, 2, 2))) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sigma": None}, "needs the standard deviation"),
+        ({"sigma": 0.0}, "sigma must be a positive number"),
+        ({"sigma": -1.0}, "sigma must be a positive number"),
+        ({"sigma": math.nan}, "sigma must be a positive number"),
+        ({"alpha": 0.0}, "alpha is a failure probability"),
+        ({"alpha": 1.0}, "alpha is a failure probability"),
+        ({"samples": 0}, "samples must be a whole number"),
+        ({"samples": 9}, "too few for any radius"),
+        ({"samples": 9, "all_samples": True}, "too few for any radius"),
+        ({"eps": 2.0, "sigma": 0.25}, "reach radii of"),
+        ({"eps": 0.0}, "eps must be a positive number"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"batch": 0}, "batch must be a whole number"),
+        ({"dtype": "int8"}, "unknown dtype"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        Smoothing(wrapped(HalfSpace()), **{"eps": EPS, "sigma": 0.5, **settings})
+    assert "\n" not in str(error.value)
+
+
+def test_networks_that_are_no_function_of_one_image() -> None:
+    class Noisy(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5, training=True))
+
+    class Mixing(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0, keepdim=True))
+
+    class Counting(HalfSpace):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) + torch.tensor([self.calls, 0.0])
+
+    for net, message in ((Noisy(), "draws random"), (Counting(), "changes from one"), (Mixing(), "other images")):
+        with pytest.raises(InputError, match=message):
+            Smoothing(wrapped(net), EPS, sigma=0.5)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0]), torch.tensor([0, 2]), torch.tensor([0.0, 1.0])])
+def test_labels_that_do_not_fit(labels: Tensor) -> None:
+    with pytest.raises(InputError, match="labels must be"):
+        Smoothing(wrapped(HalfSpace()), EPS, sigma=0.5).run(torch.zeros(2, 1, 2, 2), labels)
