@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.campaign import REAL, attack
 from lipcert.attacks._ball import project
 from lipcert.attacks._found import lead
-from lipcert.certifier import METHODS, Certifier
+from lipcert.certifier import Certifier
 from lipcert.errors import LipcertError
 from lipcert.loading import load
 from lipcert.model import Model
@@ -173,13 +173,13 @@ def examine(subject: Subject) -> dict[str, Any]:
 
 
 def _plan(subject: Subject) -> list[Key]:
-    """In real arithmetic all methods, for a share of the networks staged too; in float32 three, now and then others."""
-    strong = METHODS[3:] + ("staged",)
-    keys = [(method, REAL) for method in METHODS if method != "staged" or subject.seed % 4 == 0]
-    keys += [(method, "float32") for method in ("global", "gloro", strong[subject.seed % 4])]
-    if subject.seed % 6 == 0:
-        small = ("float16", "bfloat16")[subject.seed % 12 == 0]
-        keys += [(method, small) for method in ("global", strong[subject.seed // 6 % 4])]
+    """In real arithmetic the global constants and two other methods, by turns; in float32 two; now and then others."""
+    turn = subject.seed
+    strong = ("anchored", "local", "staged", "lofast")
+    keys = [(method, REAL) for method in ("global", "gloro", strong[turn % 4], strong[(turn + 1) % 4])]
+    keys += [(method, "float32") for method in ("global", (*strong, "gloro")[turn % 5])]
+    if turn % 6 == 0:
+        keys += [(method, ("float16", "bfloat16")[turn % 12 == 0]) for method in ("global", strong[turn // 6 % 4])]
     return keys
 
 
@@ -215,115 +215,139 @@ def _raised(error: BaseException) -> str:
 def _broken(subject: Subject, dtype: str, radii: dict[Key, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
     """Certificates that an attack breaks, with the distance and the lead of another class there."""
     runner = Runner(subject, dtype)
-    images = subject.images if runner.together else subject.images[:2]
-    diameter = math.sqrt(images[0].numel())
-    nearest = {}
-    for number in range(len(images)):
-        given = [(key, float(radius[number]), int(predicted[number])) for key, (radius, predicted) in radii.items()]
-        for own in sorted({predicted for _, radius, predicted in given if radius > 0}):
-            sizes = sorted({min(radius, diameter) for _, radius, predicted in given if predicted == own and radius > 0})
-            if not runner.together:
-                sizes = sizes[-1:]
-            near = _nearest(subject, runner, images[number], own, [sizes[0], sizes[len(sizes) // 2], sizes[-1]])
-            nearest[number, own] = near
-        for key, radius, own in given:
-            if radius <= 0 or (number, own) not in nearest:
-                continue
-            distance, point = nearest[number, own]
-            if distance >= radius:
-                continue
-            ahead = _confirmed(subject, dtype, images[number], point, own)
-            if ahead is not None:
-                yield {"key": " ".join(key), "image": number, "radius": radius, "distance": distance, "lead": ahead}
+    count = len(subject.images) if runner.together else 2
+    diameter = math.sqrt(subject.images[0].numel())
+    given = {
+        (key, number): (float(radius[number]), int(predicted[number]))
+        for key, (radius, predicted) in radii.items()
+        for number in range(count)
+        if radius[number] > 0
+    }
+    cases = []
+    for number, own in sorted({(number, own) for (_, number), (_, own) in given.items()}):
+        sizes = sorted({min(size, diameter) for (_, n), (size, y) in given.items() if (n, y) == (number, own)})
+        chosen = (sizes[0], sizes[len(sizes) // 2], sizes[-1]) if runner.together else sizes[-1:]
+        cases += [(number, own, size) for size in dict.fromkeys(chosen)]
+    nearest = _nearest(subject, runner, cases) if cases else {}
+    for (key, number), (size, own) in given.items():
+        distance, point = nearest[number, own]
+        if distance < size and (ahead := _confirmed(subject, dtype, subject.images[number], point, own)) is not None:
+            yield {"key": " ".join(key), "image": number, "radius": size, "distance": distance, "lead": ahead}
 
 
-def _nearest(subject: Subject, runner: Runner, image: Tensor, own: int, sizes: list[float]) -> tuple[float, Tensor]:
-    """The nearest image that was found with another class than ``own``; ∞ where there is none."""
+def _nearest(
+    subject: Subject, runner: Runner, cases: list[tuple[int, int, float]]
+) -> dict[tuple[int, int], tuple[float, Tensor]]:
+    """The nearest images that were found with another class; ∞ where there are none.
+
+    Args:
+        subject: the network.
+        runner: runs it.
+        cases: number of the image, its class and how far to look.
+
+    Returns:
+        Distance and image by number and class.
+    """
+    numbers, owns = torch.tensor([case[0] for case in cases]), torch.tensor([case[1] for case in cases])
+    sizes = torch.tensor([case[2] for case in cases], dtype=torch.float64)
+    images = subject.images[numbers]
+    best = {(number, own): (math.inf, images[0]) for number, own, _ in cases}
+    for points in _points(subject, runner, images, owns, sizes):
+        apart = (points - images[:, None]).flatten(2).norm(dim=2) * _ROUND_UP
+        inside = (apart < sizes[:, None]) | (apart == 0)
+        hit = _flips(runner, _logits(runner, points), owns[:, None].expand_as(apart).flatten()).reshape(apart.shape)
+        distance, which = torch.where(hit & inside, apart, math.inf).min(1)
+        for place in torch.isfinite(distance).nonzero()[:, 0].tolist():
+            key = cases[place][:2]
+            if distance[place] < best[key][0]:
+                best[key] = distance[place].item(), points[place, which[place]]
+    return best
+
+
+def _logits(runner: Runner, points: Tensor) -> Tensor:
+    """Logits of points (P, K, C, H, W), shape (P·K, classes)."""
+    return runner(points.flatten(0, 1))
+
+
+def _flips(runner: Runner, logits: Tensor, owns: Tensor) -> Tensor:
+    """Whether another class leads, beyond rounding; deployed, a tie is enough."""
+    ahead = lead(logits, owns)
+    return ~(ahead < 0) if runner.dtype != torch.float64 else ~(ahead <= _NOISE * logits.abs().amax(1))
+
+
+def _points(subject: Subject, runner: Runner, images: Tensor, owns: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+    """Images within ``sizes``: by the network's gradient where it has one, and by several ways that ask for none.
+
+    Yields:
+        Shape (P, K, C, H, W), for images (P, C, H, W).
+    """
     generator = torch.Generator().manual_seed(subject.seed)
-    best, where = math.inf, image
-    for size in dict.fromkeys(sizes):
-        for points in _points(subject, runner, image, own, size, generator):
-            apart = (points - image).flatten(1).norm(dim=1) * _ROUND_UP
-            inside = (apart < size) | (apart == 0)
-            hits = (_flips(runner, runner(points), own) & inside).nonzero()[:, 0]
-            if len(hits):
-                nearest = hits[apart[hits].argmin()]
-                if apart[nearest] < best:
-                    best, where = apart[nearest].item(), points[nearest]
-    return best, where
+    within, many = sizes * (1 - 1e-11), runner.together
+    yield images[:, None]
 
+    def reach(directions: Tensor) -> Tensor:
+        count = directions.shape[1]
+        long = directions / _length(directions) * sizes[:, None, None, None, None]
+        centres = images[:, None].expand_as(long)
+        return project(long.flatten(0, 1), centres.flatten(0, 1), within.repeat_interleave(count)).reshape(long.shape)
 
-def _flips(runner: Runner, logits: Tensor, own: int) -> Tensor:
-    classes = torch.full((len(logits),), own)
-    ahead = lead(logits, classes)
-    if runner.dtype != torch.float64:
-        return ~(ahead < 0)  # deployed, a tie is enough
-    return ~(ahead <= _NOISE * logits.abs().amax(1))
-
-
-def _points(
-    subject: Subject, runner: Runner, image: Tensor, own: int, size: float, generator: torch.Generator
-) -> Iterator[Tensor]:
-    """Images within ``size``: by the network's gradient where it has one, and by several ways that ask for none."""
-    within = torch.tensor([size * (1 - 1e-11)], dtype=torch.float64)
-    yield image[None]
-    blind = _blind(subject, image, runner.together, generator)
-    pushed = project(blind * size / _length(blind), image.expand_as(blind), within.expand(len(blind)))
-    spots = torch.cat([(image + part * pushed).clamp(0, 1) for part in _FRACTIONS])
+    pushed = reach(_blind(subject, images, many, generator))
+    centre = images[:, None]
+    spots = torch.cat([(centre + part * pushed).clamp(0, 1) for part in _FRACTIONS], 1)
     yield spots
-    classes = torch.tensor([own])
-    if runner.together:
-        slopes = _differences(runner, image, size)
-        pushed = project(slopes * size / _length(slopes), image.expand_as(slopes), within.expand(len(slopes)))
-        spots = torch.cat([spots, (image + pushed).clamp(0, 1)])
-        yield spots[-len(slopes) :]
-    for _ in range(_CLIMBS if runner.together else 1):  # from the best so far, a little further at random
-        ahead = lead(runner(spots), classes.expand(len(spots))).nan_to_num(math.inf)
-        start = spots[ahead.topk(min(3, len(spots))).indices] - image
-        noise = torch.randn(8 if runner.together else 2, 1, *image.shape, dtype=torch.float64, generator=generator)
-        moved = (start + 0.4 * size * noise / _length(noise.flatten(0, 1))[:, None]).flatten(0, 1)
-        moved = project(moved * size / _length(moved), image.expand_as(moved), within.expand(len(moved)))
-        spots = torch.cat([start + image, (image + moved).clamp(0, 1)])
+    if many:
+        slopes = (centre + reach(_differences(runner, images, sizes, owns))).clamp(0, 1)
+        spots = torch.cat([spots, slopes], 1)
+        yield slopes
+    for _ in range(_CLIMBS if many else 1):  # from the best so far, a little further at random
+        ahead = lead(_logits(runner, spots), owns.repeat_interleave(spots.shape[1])).nan_to_num(math.inf)
+        top = ahead.reshape(spots.shape[:2]).topk(3, 1).indices
+        start = spots[torch.arange(len(spots))[:, None], top] - centre
+        shape = (len(images), 24 if many else 6, *images.shape[1:])
+        noise = torch.randn(shape, dtype=torch.float64, generator=generator)
+        further = 0.4 * sizes[:, None, None, None, None] * noise / _length(noise)
+        moved = start.repeat(1, further.shape[1] // 3, 1, 1, 1) + further
+        spots = torch.cat([start + centre, (centre + reach(moved)).clamp(0, 1)], 1)
         yield spots
-    if runner.together and runner.dtype != torch.float16:
+    if many and runner.dtype != torch.float16:
         with contextlib.suppress(Exception), torch.enable_grad():
             network = Runner(subject, REAL).model if runner.dtype != torch.float64 else runner.model
-            yield torch.cat(list(attack(network, image[None], classes, within, subject.seed)))
+            yield torch.stack(list(attack(network, images, owns, within, subject.seed)), 1)
 
 
-def _blind(subject: Subject, image: Tensor, many: bool, generator: torch.Generator) -> Tensor:
-    """Directions that no gradient is needed for, shape (K, C, H, W)."""
-    entries = image.numel()
-    random = torch.randn(_RANDOM if many else 4, *image.shape, dtype=torch.float64, generator=generator)
-    axes = torch.eye(entries, dtype=torch.float64).reshape(-1, *image.shape)
-    largest, smallest = axes[image.argmax()][None], axes[image.argmin()][None]
-    if many:
-        few = torch.randperm(entries, generator=generator)[:16]
-        axes = torch.cat([axes[few], -axes[few]])
-    else:
-        axes = torch.cat([largest, -smallest])
-    ones = torch.ones_like(image)[None]
-    other = subject.images - image
-    found = [random, random[:4].sign(), axes, largest, -largest, smallest, -smallest, ones, -ones, -image[None]]
-    return torch.cat([*found, 1 - image[None], 0.5 - image[None], other])
+def _blind(subject: Subject, images: Tensor, many: bool, generator: torch.Generator) -> Tensor:
+    """Directions that no gradient is needed for, shape (P, K, C, H, W)."""
+    flat = images.flatten(1)
+    count, entries = flat.shape
+    random = torch.randn(count, _RANDOM if many else 4, entries, dtype=torch.float64, generator=generator)
+    axes = torch.eye(entries, dtype=torch.float64)
+    largest, smallest = axes[flat.argmax(1)][:, None], axes[flat.argmin(1)][:, None]
+    ones = torch.ones_like(flat)[:, None]
+    few = axes[torch.randperm(entries, generator=generator)[: 16 if many else 1]].expand(count, -1, -1)
+    found = [random, random[:, :4].sign(), few, -few, largest, -largest, smallest, -smallest, ones, -ones]
+    found += [-flat[:, None], ones - flat[:, None], 0.5 - flat[:, None]]
+    found.append(subject.images.flatten(1)[None] - flat[:, None])
+    return torch.cat(found, 1).unflatten(2, images.shape[1:])
 
 
-def _differences(runner: Runner, image: Tensor, size: float) -> Tensor:
-    """Directions towards every class by differences of logits: central ones, near and far; shape (K, C, H, W)."""
-    entries = image.numel()
-    axes = torch.eye(entries, dtype=torch.float64).reshape(-1, *image.shape)
+def _differences(runner: Runner, images: Tensor, sizes: Tensor, owns: Tensor) -> Tensor:
+    """Directions towards every class by differences of logits, central ones, near and far; shape (P, K, C, H, W)."""
+    count, entries = len(images), images[0].numel()
+    axes = torch.eye(entries, dtype=torch.float64).reshape(-1, *images.shape[1:])
+    least = 1e-5 if runner.dtype == torch.float64 else 1e-2
     found = []
-    for step in (1e-5, min(size, 0.5)):
-        step = max(step, 1e-2) if runner.dtype != torch.float64 else step
-        logits = runner(torch.cat([image + step * axes, image - step * axes])).nan_to_num()
-        slopes = ((logits[:entries] - logits[entries:]) / (2 * step)).T.reshape(-1, *image.shape)
-        found += [slopes - slopes[i] for i in range(len(slopes))]
-    directions = torch.cat(found)
-    return directions[_length(directions)[:, 0, 0, 0] > 0]
+    for step in (torch.full_like(sizes, least), sizes.clamp(least, 0.5)):
+        wide = step[:, None, None, None, None] * axes
+        logits = _logits(runner, torch.cat([images[:, None] + wide, images[:, None] - wide], 1)).nan_to_num()
+        up, down = logits.reshape(count, 2, entries, -1).unbind(1)
+        slopes = ((up - down) / step[:, None, None]).mT
+        found.append(slopes - slopes[torch.arange(count), owns][:, None])
+    return torch.cat(found, 1).unflatten(2, images.shape[1:])
 
 
 def _length(directions: Tensor) -> Tensor:
-    return directions.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None, None]
+    """Norms of directions (P, K, C, H, W), shape (P, K, 1, 1, 1)."""
+    return directions.flatten(2).norm(dim=2).clamp_min(1e-300)[:, :, None, None, None]
 
 
 def _confirmed(subject: Subject, dtype: str, image: Tensor, point: Tensor, own: int) -> float | None:
@@ -354,7 +378,8 @@ def _alone(runner: Runner, point: Tensor, own: int) -> float | None:
     for number in range(1 if runner.dtype != torch.float64 else 4):
         jitter = _JITTER * torch.randn(point.shape, dtype=torch.float64, generator=generator) if number else 0.0
         logits = runner._run((point * (1 + jitter)).clamp(0, 1)[None])
-        if not bool(_flips(runner, logits, own)):
+        owns = torch.tensor([own])
+        if not bool(_flips(runner, logits, owns)):
             return None
-        leads.append(lead(logits, torch.tensor([own])).item())
+        leads.append(lead(logits, owns).item())
     return min(leads)
