@@ -33,6 +33,7 @@ def load_cli() -> None:
 
 load_cli()
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
+sys.path.append(str(Path(__file__).parent))  # for tests/truth.py
 
 # Tests run side by side; a thread each leaves the cores to them.
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import REMAINDERS, Gelu, Smooth, quadratic, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES, secant_relu
 from lipcert.certifier._secants import with_secants
-from lipcert.graph import capture, needed
+from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run
 from lipcert.surgery import (
     ClippedReLU,
@@ -211,8 +211,8 @@ CASES |= {
         (recurrent(0, biased=False, both=True, gain=3.0), (2, 3, 3)),
         (recurrent(0, batch_first=False, gain=0.5), (5, 1, 3)),
     ],
-    "lstm_hidden": [(recurrent(1, both=True), (1, 3, 3))],
-    "lstm_cell": [(recurrent(2), (1, 4, 3))],
+    "lstm_last_hidden": [(recurrent(1, both=True), (1, 3, 3))],
+    "lstm_last_cell": [(recurrent(2), (1, 4, 3))],
 }
 # Rules that say nothing where a deviation may reach the place at which the function ends.
 LOCAL = {"div", "pow", "sqrt", "rsqrt"}
@@ -392,7 +392,7 @@ def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
 
 def test_rows_of_softmax_that_move_little_leave_little():
     """Sixteen rows that share a deviation leave a quarter of what one row may, and no less than what is met."""
-    node = type("Node", (), {"args": (None, -1), "kwargs": {}, "shape": (1, 16, 8)})()
+    node = Node("softmax", torch.softmax, (None, -1), {}, "", (1, 16, 8))
     nominal = seeded(1, 1, 16, 8, seed=1)
     rule = REMAINDERS["softmax"](node, [nominal], nominal.softmax(-1))
     rho = torch.full((1,), 0.4, dtype=torch.float64)
@@ -683,10 +683,8 @@ def test_curvature_is_the_supremum_rounded_up(key, function):
 
 
 def envelope(approximate):
-    class Node:
-        kwargs = {"approximate": approximate}
-
-    rule = Gelu(Node(), [torch.zeros(1, 1, dtype=torch.float64)], torch.zeros(1, 1))
+    node = Node("gelu", torch.nn.functional.gelu, (None,), {"approximate": approximate}, "")
+    rule = Gelu(node, [torch.zeros(1, 1, dtype=torch.float64)], torch.zeros(1, 1))
     return rule.envelope(GRID.abs())
 
 

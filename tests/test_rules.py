@@ -591,8 +591,8 @@ CASES += [
     ("lstm", tokens, lambda h: recurrent(h, both=True)[0]),
     ("lstm", tokens, lambda h: recurrent(h, biased=False, start=2.0)[0]),
     ("lstm", tokens, lambda h: nn_lstm(h.reshape(3, 2, 4))[0]),
-    ("lstm_cell", tokens, lambda h: recurrent(h, both=True, start=-1.0)[2]),
-    ("lstm_hidden", tokens, lambda h: recurrent(h)[1]),
+    ("lstm_last_cell", tokens, lambda h: recurrent(h, both=True, start=-1.0)[2]),
+    ("lstm_last_hidden", tokens, lambda h: recurrent(h)[1]),
 ]
 
 # Operations for which a row must not be confused with a column.

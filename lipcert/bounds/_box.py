@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._upper import Upper
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import INFLATE, Core, core_of
 from lipcert.bounds._registry import key_of
@@ -219,7 +220,7 @@ class Boxes:
         """The operands, those of an operation with several results in place of it."""
         found: list[Node] = []
         for operand in node.operands:
-            found += [operand] if operand.shape or operand in self.lips else self.sources(operand)
+            found += [operand] if operand.single or operand in self.lips else self.sources(operand)
         return found
 
     @torch.no_grad()
@@ -404,8 +405,7 @@ def _scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
 
 @_box("batch_norm")
 def _batch_norm(walk: Walk, node: Node, x: State) -> State:
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
     if given.get("weight") is not None:
         scale = scale * given["weight"].detach().double()
@@ -427,11 +427,12 @@ def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
 @_box("mul", "div")
 def _times(walk: Walk, node: Node, *operands: State) -> State:
     """By a constant."""
-    first, second = node.args[:2]
+    given = arguments(node)
+    first, second = given["input"], given["other"]
     if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
         return _unknown(walk, node, *operands)
     factor = _constant_factor(node, operands[0], second if isinstance(first, Node) else first)
-    if factor is None or len(node.args) > 2 or node.kwargs:
+    if factor is None:
         return _unknown(walk, node, *operands)
     return _scaled(walk, node, operands[0], 1 / factor if node.op == "div" else factor)
 
@@ -444,13 +445,12 @@ def _negated(walk: Walk, node: Node, x: State) -> State:
 @_box("add", "sub", "rsub")
 def _sum(walk: Walk, node: Node, *operands: State) -> State:
     """x ± α y; a constant shifts. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, and what the global analysis folded."""
-    names = ("input", "other")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     alpha = float(given.get("alpha", 1))
     first, second = given.get("input"), given.get("other")
     signs = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[node.op]
     moving = [(x, sign) for x, sign in ((first, signs[0]), (second, signs[1])) if isinstance(x, Node)]
-    if len(node.args) > 2 or len(given) > 2 + ("alpha" in given) or not moving:
+    if not moving:
         return _unknown(walk, node, *operands)
     states = [(walk.states[x], sign) for x, sign in moving]
     rounding = walk.rounded(node)
@@ -550,7 +550,7 @@ def _clamp(walk: Walk, node: Node, x: State, *others: State) -> State:
 @_box("leaky_relu")
 def _leaky(walk: Walk, node: Node, x: State) -> State:
     """Slopes 1 and s: the smaller one where the box stays on its side."""
-    slope = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01))
+    slope = float(arguments(node).get("negative_slope", 0.01))
     if slope < 0:
         return _entrywise(walk, node, x)
     low, high = x.low, x.high
@@ -601,8 +601,7 @@ def _max_pool(walk: Walk, node: Node, x: State) -> State:
     windows that move and where j can be the largest, ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
     """
     up, down, low, high = _monotone(walk, node, x)
-    names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     if given.get("ceil_mode") or len(node.shape) != 4:
         return walk.result(node, up, down, (x,))
     size, padding, dilation = (

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lipcert._bound import Bound, LayerBound
 from lipcert._upper import Upper
+from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, needed
-from lipcert.graph._graph import map_nodes
+from lipcert.graph._graph import PIECES, map_nodes
 from lipcert.model import Model, unusable
 
 _REFERENCE = "composition of the rules of lipcert.bounds, each with its source"
@@ -172,6 +173,12 @@ def _answer(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NoAnswer()
     if node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"its result is {node.dtype}, not real")
+    if isinstance(node.op, str):
+        if not node.single and node.op not in PIECES:
+            raise NoAnswer("several results")
+        kwargs = named(kwargs)
+        if "input" in kwargs and not args:
+            args = (kwargs.pop("input"),)
     call = Call(node.shape, node.path)
     signature = inspect.signature(rule.answer)
     try:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
 from lipcert.norms import lanczos_norm
 from lipcert.norms._verify import UNIT, _verify, dot_error, sum_squares
@@ -190,11 +191,10 @@ class Core:
 
 def core_of(node: Node) -> Core | None:
     """The operator of a captured linear layer or convolution whose weights do not depend on the image, or None."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     weight, bias = given.get("weight"), given.get("bias")
     if node.op == "matmul":
-        right = node.args[1] if len(node.args) == 2 else None
+        right = given["other"]
         if not isinstance(right, Tensor) or right.dim() != 2 or len(node.operands[0].shape) < 2:
             return None
         return Core(node, right.detach().mT, None, F.linear, len(right))
@@ -204,7 +204,7 @@ def core_of(node: Node) -> Core | None:
     if node.op == "linear":
         return Core(node, weight, bias, F.linear, weight.shape[1])
     function = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}[node.op]
-    geometry = {key: given[key] for key in names[3:] if key in given}
+    geometry = {key: given[key] for key in ("stride", "padding", "dilation", "groups") if key in given}
 
     def convolve(x: Tensor, kernel: Tensor) -> Tensor:
         with torch.backends.cudnn.flags(enabled=False):  # its transforms are not accurate entry by entry

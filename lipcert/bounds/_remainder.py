@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer, key_of
 from lipcert.graph import Node
 
@@ -119,7 +120,7 @@ def remainder_of(node: Node) -> type[Remainder] | None:
         _check_affine(node)
         if node.op in _LINEAR or (node.op in _BILINEAR and operands == 1):
             return None
-        if node.op == "div" and operands == 1 and isinstance(node.args[0], Node):
+        if node.op == "div" and operands == 1 and isinstance(arguments(node)["input"], Node):
             return None
     found = REMAINDERS.get(node.op)
     if found is None:
@@ -133,17 +134,40 @@ def _check_affine(node: Node) -> None:
     Raises:
         NoAnswer: says what the operation does.
     """
-    if node.op == "div" and node.kwargs.get("rounding_mode"):
-        raise NoAnswer("rounds")
-    if node.op == "identity" and node.dtype is not None and not node.dtype.is_floating_point:
+    if node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"rounds to {node.dtype}")
-    if node.op == "batch_norm" and (node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)):
+    if node.op == "reshape" and any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+        raise NoAnswer("another reading of the same bits")
+    if node.op == "div" and arguments(node).get("rounding_mode"):
+        raise NoAnswer("rounds")
+    if node.op == "batch_norm" and arguments(node).get("training", False):
         raise NoAnswer("normalises by the image's own statistics")
+    if node.op == "dropout" and (given := arguments(node)).get("training", True) and given.get("p", 0.5):
+        raise NoAnswer("it is random, training=True")
+    if node.op == "setitem":
+        check_written_once(node.operands[0].shape, arguments(node)["index"])
 
 
-def arguments(node: Node, *names: str) -> dict[str, Any]:
-    """The arguments of an operation by name, given the names of the positional ones."""
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+def check_written_once(shape: tuple[int, ...], index: Any) -> None:
+    """Refuses an assignment to positions of which one occurs twice: torch does not say which of the values stays.
+
+    Raises:
+        NoAnswer: it does, or positions depend on the image.
+    """
+    places = torch.arange(math.prod(shape)).reshape(shape)[_still(index)].flatten()
+    if len(places) != len(places.unique()):
+        raise NoAnswer("positions that are written to twice")
+
+
+def _still(index: Any) -> Any:
+    """An index on the CPU."""
+    if isinstance(index, (tuple, list)):
+        return type(index)(map(_still, index))
+    if isinstance(index, Tensor):
+        return index.cpu()
+    if isinstance(index, (int, slice, type(None), type(Ellipsis))):
+        return index
+    raise NoAnswer("the positions depend on the image")
 
 
 def per_image(tensor: Tensor) -> Tensor:
@@ -236,7 +260,7 @@ class Gelu(Smooth):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        self.slack = 0.0 if node.kwargs.get("approximate", "none") == "none" else 0.0032
+        self.slack = 0.0 if arguments(node).get("approximate", "none") == "none" else 0.0032
 
     def envelope(self, distance: Tensor) -> Tensor:
         density = torch.exp(-(distance**2) / 2) / math.sqrt(2 * math.pi)
@@ -322,7 +346,7 @@ class LeakyRelu(Kinked):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())
-        given = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
+        given = arguments(node).get("negative_slope", 0.01)
         self.slope = abs(1 - float(given))
         self.bends = 1 if given <= 1 else -1
 
@@ -361,7 +385,7 @@ class Softmax:
 
     @staticmethod
     def _dim(node: Node) -> int:
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        dim = arguments(node).get("dim")
         if dim is None:
             raise NoAnswer("softmax without dim")
         return int(dim) % len(node.shape)
@@ -482,8 +506,7 @@ class LayerNorm(Radial):
     """R = √(d·eps), gain √d/R; see :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        names = ("input", "normalized_shape", "weight", "bias", "eps")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        given = arguments(node)
         if len(given["normalized_shape"]) != 1:
             raise NoAnswer("several normalised dimensions")
         size, eps = given["normalized_shape"][0], given.get("eps", 1e-5)

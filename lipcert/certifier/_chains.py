@@ -80,7 +80,7 @@ class Chains:
         self.links: dict[Node, list[Link]] = {}
         self._passed: dict[Node, int] = {source: 1 << replay.position[source]}  # a bit for each node on every way
         for node in replay.between(source, [replay.graph.output]):
-            if not node.shape:
+            if not node.single:
                 continue
             path, operands = _reads(node)
             self.links[node] = [Link(operand, node, path) for operand in operands if operand in self._passed]
@@ -151,7 +151,7 @@ def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:
     path: list[Node] = [node]
     operands: list[Node] = []
     for operand in dict.fromkeys(node.operands):
-        if operand.shape:
+        if operand.single:
             operands.append(operand)
         else:
             before, read = _reads(operand)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES
@@ -66,6 +67,8 @@ _SEARCH = 1e8
 _GRAMS = 2**25
 # Of how far a value moves, what rounding may hide of how far its tokens move along themselves.
 _ALONG = 1e-12
+# Operations whose result is their operand, entry by entry in the same places.
+_UNMOVED = frozenset(("identity", "dropout", "reshape"))
 # Entries of the Jacobians that are written out at once, 1 GiB.
 _MOST = 2**27
 
@@ -354,7 +357,7 @@ class Linearized:
 
     def _output_of(self, path: str) -> Node:
         """The value that the module at ``path`` computes last."""
-        places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.shape}
+        places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.single}
         wanted = path.removeprefix("net.")
         inside = [node for node, place in places.items() if f"{place}.".startswith(f"{wanted}.")]
         if not inside:
@@ -406,15 +409,22 @@ class Linearized:
         return self.replay.position[cut] >= self.replay.position[stage.nonlinear[-1]]
 
     def _head(self) -> tuple[Node, Tensor] | None:
-        """Features h and weight W if the logits are W h + b."""
-        node = self.root(self.graph.output)
-        if node.op != "linear" or len(node.operands) != 1 or len(node.shape) != 2 or node is self.source:
+        """Features h and weight W if the logits are W h + b, for one vector h and with the classes in W's order.
+
+        What moves entries about behind the matrix may give a row to another class, so nothing but identities may.
+        """
+        node = self.graph.output
+        while node.op in _UNMOVED and node is not self.source and node.operands[0].shape == node.shape:
+            node = node.operands[0]
+        if node.op != "linear" or len(node.operands) != 1 or node is self.source:
             return None
-        names = ("input", "weight", "bias")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if not isinstance(given["weight"], Tensor) or not isinstance(given["input"], Node):
+        given = arguments(node)
+        features, weight = given["input"], given["weight"]
+        if not isinstance(weight, Tensor) or not isinstance(features, Node) or weight.dim() != 2:
             return None
-        return self.root(given["input"]), given["weight"].detach().double()
+        if node.shape != (1, len(weight)) or features.shape != (1, weight.shape[1]):
+            return None
+        return self.root(features), weight.detach().double()
 
     @property
     def outputs(self) -> list[Node]:
@@ -440,7 +450,7 @@ class Linearized:
             images: shape (N, 1, C, H, W).
             widths: of the secants, each of shape (N, 1); 0 by default.
         """
-        single = [node for node in self.graph.nodes if node.shape and node is not self.graph.input]
+        single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
         given = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
 
         def one(image: Tensor, *width: Tensor) -> tuple[Tensor, ...]:

@@ -414,7 +414,9 @@ _REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid}
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
     "min": (("amin", torch.amin), ("argmin", torch.argmin)),
-    "lstm": tuple((name, functools.partial(_lstm, i)) for i, name in enumerate(("lstm", "lstm_hidden", "lstm_cell"))),
+    "lstm": tuple(
+        (name, functools.partial(_lstm, i)) for i, name in enumerate(("lstm", "lstm_last_hidden", "lstm_last_cell"))
+    ),
 }
 
 

@@ -69,6 +69,11 @@ _SYNONYMS = {
 }
 
 
+# Modules whose functions work on lists of tensors, or in which anybody may register some.
+_ELSEWHERE = ("torch._ops", "torch.foreach")
+# Functions whose arguments are others than those of their namesakes in torch.nn.functional, or in another order.
+_OF_ANOTHER_FORM = frozenset((torch.batch_norm, torch._C._nn.elu, torch._C._nn.elu_))
+
 # Operations whose result has the entries of their operand, in another arrangement.
 REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "movedim", "transpose", "flip", "roll"))
 # Operations that take a value apart: their results are tuples.
@@ -86,8 +91,8 @@ def canonical(function: Callable[..., Any]) -> Any:
     if module is None:
         ours = not isinstance(function, types.FunctionType)  # methods of Tensor have no module
     else:
-        ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
-    if name is None or not ours:
+        ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith(_ELSEWHERE)
+    if name is None or not ours or function in _OF_ANOTHER_FORM:
         return function
     bare = name.strip("_")
     if bare == "unfold" and module is None:  # windows of a tensor along one axis, unlike torch.nn.functional.unfold
@@ -125,6 +130,11 @@ class Node:
     def name(self) -> str:
         """The operation's name for people."""
         return self.op if isinstance(self.op, str) else getattr(self.op, "__name__", str(self.op))
+
+    @property
+    def single(self) -> bool:
+        """Whether the result is one tensor, with dimensions or without, and not a tuple."""
+        return bool(self.shape) or self.dtype is not None
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:

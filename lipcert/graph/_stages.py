@@ -103,7 +103,7 @@ def cuts(graph: Graph) -> list[Node]:
                 reaches[operand] = max(reaches[operand], position[node])
     found, open_until = [], 0
     for index, node in enumerate(graph.nodes):
-        if open_until <= index and node.shape:
+        if open_until <= index and node.single:
             found.append(node)
         open_until = max(open_until, reaches[node])
     return found

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._masked import verified_norms
-from lipcert.bounds._remainder import arguments, per_image
+from lipcert.bounds._remainder import per_image
 from lipcert.certifier._anchored import ROUNDS, Anchor, Anchored, Toward
 from lipcert.certifier._linearized import (
     NOT_WEIGHED,
@@ -144,11 +145,15 @@ class DeployedAnchor(Anchor):
         return super().deviations(eps, gains) if self.roundings is None else self._walk(eps, None, gains)
 
     def moved(self, found: Deviations, spreads: Tensor | None) -> Tensor:
-        """As :meth:`Linearization.moved`, and what the head itself rounds."""
+        """As :meth:`Linearization.moved`, and what the head itself rounds, with what copies its result."""
         change = super().moved(found, spreads)
         if self.roundings is None or self.method.head is None:
             return change
-        head = per_image(self.roundings.local[self.method.root(self.method.graph.output)]).amax(1, keepdim=True)
+        node, local = self.method.graph.output, self.roundings.local
+        head = per_image(local[node]).amax(1, keepdim=True)
+        while node.op != "linear":
+            node = node.operands[0]
+            head = head + per_image(local[node]).amax(1, keepdim=True)
         return change + 2 * head * (1 + SAFETY)
 
     def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor:
@@ -319,7 +324,7 @@ class _Measuring:
 
     def _standardising(self, node: Node, x: Tensor) -> Tensor:
         """max|γ| over the smallest √(‖x_t − μ‖²/d + eps) of an image's tokens."""
-        given = arguments(node, "input", "normalized_shape", "weight", "bias", "eps")
+        given = arguments(node)
         tokens = x.flatten(-len(given["normalized_shape"]))
         variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean(-1) + given.get("eps", 1e-5)
         weight = given.get("weight")

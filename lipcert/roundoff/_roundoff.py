@@ -246,7 +246,7 @@ class Roundoff:
                 operands = [self._operand(u, nominal[u], radius, errors[u]) for u in node.operands]
                 local[node] = local_error(node, operands, self.gains.format)
                 error = error + length(local[node])
-            if node.shape:
+            if node.single:
                 error = torch.where(error <= self.gains.slack(node), error, math.inf)
             errors[node] = error * INFLATE
         return errors, local
@@ -273,7 +273,7 @@ def _example(model: Model) -> Tensor:
 
 def evaluate(graph: Graph, images: Tensor) -> dict[Node, Tensor]:
     """Values of all nodes with one result, each of shape (N, *node.shape), for images of shape (N, 1, C, H, W)."""
-    single = [node for node in graph.nodes if node.shape and node is not graph.input]
+    single = [node for node in graph.nodes if node.single and node is not graph.input]
 
     def one(image: Tensor) -> tuple[Tensor, ...]:
         known = run(graph.nodes, {graph.input: image})

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._registry import NoAnswer, key_of
-from lipcert.bounds._remainder import arguments
+from lipcert.bounds.rules.pooling import per_axis
 from lipcert.certifier._linearized import at_most
 from lipcert.graph import Node
 from lipcert.graph._graph import map_nodes
@@ -119,11 +120,11 @@ def _aligned(tensor: Tensor, node: Node, images: bool) -> Tensor:
 
 def _each(node: Node, operands: Sequence[Operand], fmt: Format, *given: Any) -> list[tuple[Tensor, Tensor]]:
     """For the arguments of an elementwise operation: bounds on the absolute entries, and |cast error| of constants."""
-    left = iter(operands)
+    known = by_operand(node, operands)
     found = []
     for argument in given:
         if isinstance(argument, Node):
-            size = _aligned(next(left).most, node, images=True)
+            size = _aligned(known[argument].most, node, images=True)
             found.append((size, torch.zeros_like(size)))
         else:
             constant = torch.as_tensor(argument, dtype=torch.float64, device=operands[0].nominal.device).detach()
@@ -154,11 +155,13 @@ def identity(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 @rounding("cat", "stack")
 def side_by_side(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Moves entries; constants among them are those of the deployed format."""
-    given = arguments(node, "tensors", "dim")
-    axis = given.get("dim", given.get("axis", 0))
-    still = [0.0 * operand.nominal[0] for operand in operands]
-    left = iter(still)
-    parts = [next(left) if isinstance(t, Node) else fmt.cast(t) for t in given["tensors"]]
+    given = arguments(node)
+    axis = given.get("dim", 0)
+    device = operands[0].nominal.device
+    parts = [
+        torch.zeros(t.shape, dtype=torch.float64, device=device) if isinstance(t, Node) else fmt.cast(t)
+        for t in given["tensors"]
+    ]
     joined = torch.cat(parts, axis) if node.op == "cat" else torch.stack(parts, axis)
     return joined.expand(len(operands[0].nominal), *node.shape)
 
@@ -166,18 +169,20 @@ def side_by_side(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
 @rounding("pad", "constant_pad_nd")
 def pad(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Moves entries; the constant is the deployed format's."""
-    given = arguments(node, "input", "pad", "mode", "value")
-    value = given.get("value") if node.op == "pad" else given.get("value", given.get("mode"))
-    return _zeros(node, operands) + fmt.cast(float(value or 0.0)).item()
+    given = arguments(node)
+    return _zeros(node, operands) + fmt.cast(float(given.get("value") or 0.0)).item()
 
 
 @rounding("clamp", "hardtanh")
 def clamp(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Comparisons with limits that are those of the deployed format."""
-    names = ("input", "min", "max") if node.op == "clamp" else ("input", "min_val", "max_val")
-    given = arguments(node, *names)
-    defaults = (None, None) if node.op == "clamp" else (-1.0, 1.0)
-    limits = [given.get(name, default) for name, default in zip(names[1:], defaults, strict=True)]
+    given = arguments(node)
+    if node.op == "clamp":
+        limits = [given.get("min"), given.get("max")]
+    else:
+        limits = [given.get("min_val", -1.0), given.get("max_val", 1.0)]
+    if any(isinstance(limit, Node) for limit in limits):
+        raise NoAnswer("limits that depend on the image")
     error = _zeros(node, operands)
     for limit in limits:
         if limit is not None:
@@ -208,7 +213,7 @@ def clipped_max_min(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
 @rounding("add", "sub", "rsub")
 def add(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """x ± αy: one rounding, three with α. Adding −∞, as masks do, is exact."""
-    given = arguments(node, "input", "other")
+    given = arguments(node)
     alpha = abs(float(given.get("alpha", 1)))
     first, second = (given["input"], given["other"]) if node.op != "rsub" else (given["other"], given["input"])
     (x, dx), (y, dy) = _each(node, operands, fmt, given["input"], given["other"])
@@ -228,7 +233,7 @@ def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
     |ŷ| ≥ |y| − ρ for a denominator that depends on the image.
     """
-    given = arguments(node, "input", "other")
+    given = arguments(node)
     if node.op == "mul":
         (x, dx), (y, dy) = _each(node, operands, fmt, given["input"], given["other"])
         return fmt.rounded(x * y, 2) + (x * dy + dx * y + dx * dy) * (1 + 4 * fmt.unit) + _zeros(node, operands)
@@ -238,7 +243,7 @@ def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     x = x + dx
     low = c - dc
     if isinstance(given["other"], Node):
-        denominator = operands[-1]
+        denominator = by_operand(node, operands)[given["other"]]
         low = _aligned((denominator.size - denominator.over(denominator.rho)).clamp_min(0), node, images=True)
     quotient = torch.where(low > 0, x / low, math.inf)
     # 1/c may be rounded by itself, and fall below the normal range.
@@ -255,7 +260,7 @@ def addcmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     The first product may be of any two factors. Where it underflows, the third multiplies that; where it overflows,
     there is no answer, however small the result.
     """
-    given = arguments(node, "input", "tensor1", "tensor2", "value")
+    given = arguments(node)
     alpha = abs(float(given.get("value", 1)))
     (x, dx), (y, dy), (z, dz) = _each(node, operands, fmt, given["input"], given["tensor1"], given["tensor2"])
     cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
@@ -268,8 +273,8 @@ def addcmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 @rounding("square", "pow")
 def power(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """xᵖ for whole p ≥ 1, by products or by a library's function."""
-    p = 2.0 if node.op == "square" else arguments(node, "input", "exponent")["exponent"]
-    if isinstance(p, (Node, Tensor)) or p != int(p) or p < 1:
+    p = 2.0 if node.op == "square" else arguments(node)["exponent"]
+    if isinstance(p, (Node, Tensor)) or not 1 <= p < math.inf or p != int(p):
         raise NoAnswer("the exponent is not a whole number ≥ 1")
     size = operands[0].most ** int(p)
     return fmt.rounded(size, int(p)) + fmt.function(size)
@@ -289,15 +294,18 @@ def sums(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
 @rounding("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def average(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Means over windows, as :func:`sums`; a window has no more entries than the operand has positions."""
+    """Means over windows, as :func:`sums`; a window has no more entries than its kernel, or the operand has positions.
+
+    What is divided by is a number of positions, or is given.
+    """
     dims = int(str(node.op)[-2])
-    positions = math.prod(node.operands[0].shape[-dims:])
-    given = arguments(node, "input", "kernel_size")
-    kernel = given.get("kernel_size")
-    if kernel is not None:
-        positions = kernel**dims if isinstance(kernel, int) else math.prod(kernel)
-    size = _replay(node, [operands[0].most])
-    return fmt.safe(fmt.sum(size, positions, size), size * positions)
+    given = arguments(node)
+    positions = math.prod(
+        per_axis(given["kernel_size"], dims) if "kernel_size" in given else node.operands[0].shape[-dims:]
+    )
+    size = _replay(node, [operands[0].most]).abs()
+    total = size * max(positions, abs(given.get("divisor_override") or 0))
+    return fmt.safe(fmt.sum(size, positions, size), total)
 
 
 def _matrix(
@@ -339,10 +347,18 @@ def _matrix(
     return fmt.safe(fmt.sum(size + cast, terms, result + cast) + cast, torch.maximum(size, largest))
 
 
+def _still(node: Node) -> dict[str, Any]:
+    """The arguments of an operation whose weights must not depend on the image."""
+    given = arguments(node)
+    if isinstance(given["weight"], Node) or isinstance(given.get("bias"), Node):
+        raise NoAnswer("weights that depend on the image")
+    return given
+
+
 @rounding("linear")
 def linear(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_matrix`, sums of ``in_features`` products."""
-    given = arguments(node, "input", "weight", "bias")
+    given = _still(node)
     return _matrix(
         operands[0], given["weight"], given.get("bias"), given["weight"].shape[-1], F.linear,
         lambda weight: weight.norm(dim=-1), fmt,
@@ -352,7 +368,7 @@ def linear(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 @rounding("conv1d", "conv2d", "conv3d")
 def conv(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_matrix`, sums over a kernel and its input channels."""
-    given = arguments(node, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = _still(node)
     geometry: dict[str, Any] = {k: given[k] for k in ("stride", "padding", "dilation", "groups") if k in given}
     return _convolution(node, operands[0], given, geometry, fmt, given["weight"].flatten(1).shape[1])
 
@@ -364,9 +380,9 @@ def conv_transpose(node: Node, operands: Sequence[Operand], fmt: Format) -> Tens
     Kernels add up overlapping results in the format itself, so no better sums are assumed.
     """
     fmt = replace(fmt, sums=fmt.dtype)
-    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    given = arguments(node, *names)
-    geometry: dict[str, Any] = {k: given[k] for k in names[3:] if k in given}
+    given = _still(node)
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    geometry: dict[str, Any] = {k: given[k] for k in names if k in given}
     weight = given["weight"]
     terms = weight.shape[0] // int(given.get("groups", 1)) * math.prod(weight.shape[2:])
     return _convolution(node, operands[0], given, geometry, fmt, terms)
@@ -400,12 +416,11 @@ def matmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     Where both depend on the image, the roundings to the format are relative to |X̂||Ŷ|, as fused attention may put the
     root of its scale on queries and keys before their product.
     """
-    first, second = node.args[:2]
-    left = iter(operands)
+    given, known = arguments(node), by_operand(node, operands)
     parts: list[tuple[Operand, Tensor]] = []
-    for argument in (first, second):
+    for argument in (given["input"], given["other"]):
         if isinstance(argument, Node):
-            operand = next(left)
+            operand = known[argument]
             parts.append((operand, torch.zeros((), dtype=torch.float64, device=operand.nominal.device)))
         else:
             constant = argument.detach().double()
@@ -413,7 +428,7 @@ def matmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
             parts.append((still, fmt.cast(constant)[None]))
     (x, dx), (y, dy) = parts
     dims = {part.nominal.dim() for part, _ in parts}
-    if len(dims) != 1 and len(operands) == 2 or min(dims) < 3:
+    if len(dims) != 1 and (len(operands) == 2 or operands[0].nominal.dim() < max(dims)) or min(dims) < 3:
         raise NoAnswer("operands of different form")
     terms = x.nominal.shape[-1]
     rho_x, rho_y = x.over(x.rho), y.over(y.rho)
@@ -457,22 +472,24 @@ def softsign(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 @rounding("leaky_relu")
 def leaky_relu(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """One product with the slope, which is rounded to the format."""
-    slope = abs(float(arguments(node, "input", "negative_slope").get("negative_slope", 0.01)))
+    slope = abs(float(arguments(node).get("negative_slope", 0.01)))
     return fmt.rounded(operands[0].most * slope, 3) + operands[0].most * fmt.cast(slope).item()
 
 
 @rounding("elu")
 def elu(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """α(eˣ − 1) for x < 0, off by at most 4 ulp of α; x itself for x > 0."""
-    alpha = abs(float(arguments(node, "input", "alpha").get("alpha", 1.0)))
+    alpha = abs(float(arguments(node).get("alpha", 1.0)))
     return fmt.safe(fmt.function(torch.full_like(operands[0].most, alpha)), operands[0].most)
 
 
 @rounding("softplus")
 def softplus(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """log(1 + e^βx)/β, off by at most 4 ulp of |x| + 1/β; where βx passes torch's threshold t it jumps by e⁻ᵗ/β."""
-    given = arguments(node, "input", "beta", "threshold")
+    given = arguments(node)
     beta, threshold = float(given.get("beta", 1.0)), float(given.get("threshold", 20.0))
+    if not beta > 0:
+        raise NoAnswer("a negative beta")
     return fmt.function(operands[0].most + 1 / beta) + math.exp(-threshold) / beta
 
 
@@ -487,7 +504,7 @@ def softmax(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     of the format, to which P may be cast before its product with the values too. In the deviation of a row by w, p_i
     grows by at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are 0 exactly.
     """
-    given = arguments(node, "input", "dim", "dtype")
+    given = arguments(node)
     if given.get("dim") is None or given.get("dtype") is not None:
         raise NoAnswer("softmax without dim, or in another format")
     axis = given["dim"] % len(node.shape) + 1
@@ -608,7 +625,7 @@ def _standardized(tokens: Tensor, rho: Tensor, most: Tensor, eps: float, fmt: Fo
 @rounding("layer_norm")
 def layer_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_standardized` over the normalised axes, then scale and bias."""
-    given = arguments(node, "input", "normalized_shape", "weight", "bias", "eps")
+    given = arguments(node)
     dims = len(given["normalized_shape"])
     x = operands[0]
     tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
@@ -621,7 +638,7 @@ def layer_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 @rounding("rms_norm")
 def rms_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """weight ∘ z/√(mean z² + eps). A mean of squares is off by a relative γ, as its terms have one sign."""
-    given = arguments(node, "input", "normalized_shape", "weight", "eps")
+    given = arguments(node)
     if given.get("eps") is None:
         raise NoAnswer("an eps that depends on the format")
     dims, eps = len(given["normalized_shape"]), float(given["eps"])
@@ -642,7 +659,7 @@ def rms_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 def normalize(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """x/max(‖x‖, eps). With n = ‖x‖ and a the underflow of the sum of squares, n² + a has a root within min(√a, a/n)
     of n; the γ of the sum, of which the root takes half, and the root's own error are relative to n."""
-    given = arguments(node, "input", "p", "dim", "eps")
+    given = arguments(node)
     eps = float(given.get("eps", 1e-12))
     if given.get("p", 2.0) != 2.0 or not isinstance(given.get("dim", 1), int):
         raise NoAnswer("another norm than that along one axis")
@@ -662,7 +679,7 @@ def normalize(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 @rounding("norm", "linalg_vector_norm")
 def length(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """‖x‖ over some axes: a relative γ of the sum of squares and the root's own, and the root of what underflows."""
-    given = arguments(node, "input", "p", "dim", "keepdim")
+    given = arguments(node)
     if given.get("ord", given.get("p", 2)) not in ("fro", 2, None):
         raise NoAnswer("another norm than ‖·‖₂")
     x = operands[0]
@@ -686,7 +703,7 @@ def inverse_root(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
 @rounding("group_norm")
 def group_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_standardized` over the channels of a group and all positions, then scale and bias by channel."""
-    given = arguments(node, "input", "num_groups", "weight", "bias", "eps")
+    given = arguments(node)
     x = operands[0]
     shape = (*x.nominal.shape[:2], given["num_groups"], -1)
     rho = x.rho.reshape(-1, 1, 1, 1)
@@ -703,8 +720,7 @@ def batch_norm(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
     Either way α is off by a relative 10u and what the casts of var, eps and γ do, and the sum by 4u of its terms.
     """
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = arguments(node, *names)
+    given = arguments(node)
     x = operands[0]
     form = (-1, *[1] * (x.nominal.dim() - 3))
 

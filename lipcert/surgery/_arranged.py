@@ -175,7 +175,7 @@ class L2SetAttention(L2Attention):
         """
         tokens = self._set_size(tuple(input_shape))
         reach = self._reach(token_norm)
-        biases = self._biases(tokens, mask, shared)
+        biases = self._biases(tokens, mask, shared, reach)
         if biases is None:
             return self._bound([_uniform_gain(tokens, reach)] * self.num_heads)
         return self._bound([max((_biased_gain(b, reach) for b in head), key=Upper) for head in biases])
@@ -191,13 +191,15 @@ class L2SetAttention(L2Attention):
             return shape[-2]
         return math.prod(shape) // self.dim
 
-    def _biases(self, tokens: int, mask: Tensor | None, shared: Tensor | None) -> list[list[Tensor]] | None:
+    def _biases(
+        self, tokens: int, mask: Tensor | None, shared: Tensor | None, reach: float
+    ) -> list[list[Tensor]] | None:
         """For each head the distinct biases of its sets, float64, shape (tokens, tokens); None if there are none."""
         parts = [part.detach().cpu().double() for part in (shared,) if part is not None]
         if self.bias is not None:
             parts.append(copy.deepcopy(self.bias).cpu().double().eval()().detach())
         if mask is not None:
-            parts.append(_by_window(_worst_masks(mask.detach().cpu().double())))
+            parts.append(_by_window(_worst_masks(mask.detach().cpu().double(), reach)))
         if not parts:
             return None
         total = sum(parts, torch.zeros(1, 1, 1, 1, dtype=torch.float64))

@@ -271,8 +271,11 @@ class L2WindowAttention(L2Attention):
     ) -> Bound:
         """The Lipschitz constant for one window and so for all, since they do not meet.
 
-        A mask that is 0 on the diagonal and at most 0 elsewhere, as Swin's is, lowers every exp(b_ij − b_ii) and so
-        the constant: the bound without it stands.
+        A mask that is 0 on the diagonal and at most 0 elsewhere, as Swin's is, lowers every exp(b_ij − b_ii). Where
+        tokens may be anywhere, that lowers the constant, and the bound without the mask stands. Where their norms are
+        bounded it may raise it: the fewer tokens share a row's weight, the more each of them gets. (With T small, ψ is
+        negative for large V, and the suprema of :mod:`lipcert.surgery._distance` rise as B_i falls.) So each mask has a
+        constant of its own then, and has to be given.
 
         Args:
             input_shape: (area, dim).
@@ -293,7 +296,7 @@ class L2WindowAttention(L2Attention):
             raise InputError(f"a mask has shape (windows, {area}, {area}), got {tuple(mask.shape)}")
         reach = self._reach(token_norm)
         bias = self.position_bias().detach().double().cpu()
-        masks = torch.zeros(1, area, area) if mask is None else _worst_masks(mask.detach().cpu())
+        masks = torch.zeros(1, area, area) if mask is None else _worst_masks(mask.detach().cpu(), reach)
         worst = [max((_biased_gain(head + one.double(), reach) for one in masks), key=Upper) for head in bias]
         return self._bound(worst)
 
@@ -318,9 +321,13 @@ def _biased_gain(bias: Tensor, reach: float) -> Upper:
     return attention_gain(weights * (1 + 1e-9), low, high, reach)
 
 
-def _worst_masks(masks: Tensor) -> Tensor:
-    """The distinct masks, or the zero mask alone where it is among masks that can only lower the gain."""
-    lowering = bool((masks <= 0).all()) and not bool(masks.diagonal(dim1=1, dim2=2).any())
+def _worst_masks(masks: Tensor, reach: float) -> Tensor:
+    """The distinct masks, or the zero mask alone where it is among masks that can only lower the gain.
+
+    They can only lower it where T is ∞: there ψ is positive for every V, as its maximum is w·e^(−t) at t = 1 + (V −
+    a)/w ≥ 0, or a − V > 0 at t = 0, and so the left sides rise with every β_ik.
+    """
+    lowering = math.isinf(reach) and bool((masks <= 0).all()) and not bool(masks.diagonal(dim1=1, dim2=2).any())
     zero = ~masks.flatten(1).any(1)
     return masks[zero][:1] if lowering and bool(zero.any()) else masks.unique(dim=0)
 

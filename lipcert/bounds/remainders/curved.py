@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, Smooth, arguments, per_image, remainder
+from lipcert.bounds._remainder import Against, Smooth, per_image, remainder
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.arithmetic import reduced
 from lipcert.graph import Node
@@ -27,14 +28,17 @@ class Quotient:
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "other")
+        given = arguments(node)
         below = given.get("other")
         if not isinstance(below, Node):
             raise NoAnswer("no remainder rule")
         entries = math.prod(node.shape)
-        self.copies = [math.sqrt(entries / math.prod(operand.shape)) for operand in node.operands]
+        # Where the quotient's operands stand in the order of node.operands.
+        self.above = node.operands.index(given["input"]) if isinstance(given["input"], Node) else None
+        self.below = node.operands.index(below)
+        self.copies = [math.sqrt(entries / max(1, math.prod(operand.shape))) for operand in node.operands]
         axes = (len(node.shape) - len(below.shape)) * (1,)
-        b = operands[-1].reshape(len(result), *axes, *below.shape).expand_as(result)
+        b = operands[self.below].reshape(len(result), *axes, *below.shape).expand_as(result)
         self.b, self.q = per_image(b).abs(), per_image(result).abs()
 
     def _weights(self, rho: Tensor) -> Tensor:
@@ -42,12 +46,12 @@ class Quotient:
 
     def _moved(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """ρ_a and ρ_b, copies counted."""
-        below = rho[-1] * self.copies[-1]
-        return rho[0] * self.copies[0] if len(rho) == 2 else torch.zeros_like(below), below
+        below = rho[self.below] * self.copies[self.below]
+        return torch.zeros_like(below) if self.above is None else rho[self.above] * self.copies[self.above], below
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         above, below = self._moved(rho)
-        weights = self._weights(rho[-1])
+        weights = self._weights(rho[self.below])
         return _known(below * (weights.amax(1) * above + _worst(weights, self.q) * below))
 
     def against(self, direction: Tensor) -> Against:
@@ -55,7 +59,7 @@ class Quotient:
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
             above, below = self._moved(rho)
-            weights = self._weights(rho[-1])
+            weights = self._weights(rho[self.below])
             return _known(below * (_worst(weights, size) * above + _worst(weights, size * self.q) * below))
 
         return bound
@@ -78,7 +82,7 @@ class Power(Smooth):
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
         if node.op == "pow":
-            exponent = arguments(node, "input", "exponent").get("exponent")
+            exponent = arguments(node).get("exponent")
             single = not isinstance(exponent, Tensor) or exponent.numel() == 1
             if len(node.operands) != 1 or not isinstance(node.args[0], Node) or exponent is None or not single:
                 raise NoAnswer("the exponent must be one number")
@@ -105,11 +109,11 @@ class Variance:
     """‖C h‖²/d is quadratic: R = ‖C Δ‖²/d for each group, so ‖R‖ ≤ ρ²/d, and against g at most max|g| ρ²/d."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "dim", "unbiased", "keepdim")
+        given = arguments(node)
         shape = node.operands[0].shape
         size = math.prod(shape[d] for d in reduced(Value(shape, 0), given.get("dim")))
         correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
-        self.divisor = size - (1 if correction is None else correction)
+        self.divisor = size - float(1 if correction is None else correction)
         if isinstance(given.get("dim"), bool) or not self.divisor > 0:
             raise NoAnswer(f"the variance of {size} entries, or arguments in an old form")
 
@@ -129,7 +133,7 @@ class Length:
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "p", "dim")
+        given = arguments(node)
         if given.get("ord", given.get("p", "fro")) not in ("fro", 2, None):
             raise NoAnswer("p is not 2")
         self.length = per_image(result)

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, Kinked, Smooth, arguments, per_image, remainder
-from lipcert.bounds.rules.pooling import per_axis
+from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image, remainder
+from lipcert.bounds.rules.pooling import covered, per_axis
 from lipcert.graph import Node
 
 
@@ -36,9 +37,9 @@ def _limits(node: Node) -> tuple[Any, Any]:
     if node.op == "relu6":
         return 0.0, 6.0
     if node.op == "hardtanh":
-        given = arguments(node, "input", "min_val", "max_val")
+        given = arguments(node)
         return given.get("min_val", -1.0), given.get("max_val", 1.0)
-    given = arguments(node, "input", "min", "max")
+    given = arguments(node)
     if len(node.operands) > 1 or node.shape != node.operands[0].shape:
         raise NoAnswer("limits that depend on the image, or are larger than the value")
     return given.get("min"), given.get("max")
@@ -113,7 +114,7 @@ class Extreme(Kinked):
     spread = math.sqrt(2)
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "dim", "keepdim")
+        given = arguments(node)
         if not node.shape:
             raise NoAnswer("the largest or smallest of all entries")
         dim = given.get("dim")
@@ -163,10 +164,10 @@ class _Windows(Kinked):
 
 @remainder("max_pool1d", "max_pool2d", "max_pool3d")
 class MaxPool(_Windows):
-    """Window o of an axis covers so + dt − p for 0 ≤ t < k, with stride s, dilation d and padding p."""
+    """With the windows of :func:`lipcert.bounds.rules.pooling.covered`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "kernel_size", "stride", "padding", "dilation")
+        given = arguments(node)
         dims = int(str(node.op)[-2])
         kernel, stride, padding, dilation = (
             per_axis(value, dims)
@@ -177,9 +178,7 @@ class MaxPool(_Windows):
                 given.get("dilation", 1),
             )
         )
-        axes = zip(result.shape[-dims:], kernel, stride, padding, dilation, strict=True)
-        windows = [torch.arange(m)[:, None] * s + torch.arange(k) * d - p for m, k, s, p, d in axes]
-        super().__init__(operands[0], windows)
+        super().__init__(operands[0], covered(result.shape[-dims:], kernel, stride, padding, dilation))
 
 
 @remainder("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
@@ -201,7 +200,7 @@ class Larger(Kinked):
     """max(a, b) entry by entry: R ≤ (|δa − δb| − |a − b|)₊, and |δa − δb| ≤ √2 ‖(δa, δb)‖; b may be constant."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "other")
+        given = arguments(node)
         pair = [given.get("input"), given.get("other")]
         values = iter(operands)
         sides = [next(values) if isinstance(item, Node) else torch.as_tensor(item).detach().double() for item in pair]

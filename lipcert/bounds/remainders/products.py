@@ -7,34 +7,47 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, arguments, per_image, remainder
-from lipcert.bounds.rules.contraction import roles
+from lipcert.bounds._remainder import Against, per_image, remainder
+from lipcert.bounds.rules.contraction import sizes, terms
 from lipcert.graph import Node
 
 
 class Product:
-    """f(x, y) linear in each: R = f(δx, δy), with ‖f(x, y)‖ ≤ K‖x‖‖y‖; against g at most ‖g‖ of that."""
+    """f(x, y) linear in each: R = f(δx, δy), with ‖f(x, y)‖ ≤ K‖x‖‖y‖; against g at most ‖g‖ of that.
+
+    ``factors`` are the numbers of x and y among the operands.
+    """
 
     factor = 1.0
+    factors = (0, 1)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.factor * rho[0] * rho[1]
+        x, y = self.factors
+        return self.factor * rho[x] * rho[y]
 
     def against(self, direction: Tensor) -> Against:
-        size = per_image(direction).norm(dim=1) * self.factor
-        return lambda rho: size * rho[0] * rho[1]
+        size = per_image(direction).norm(dim=1)
+        return lambda rho: size * self.norm(rho)
 
 
 @remainder("einsum")
 class Contraction(Product):
-    """A batch of matrix products (lipcert.bounds.rules.contraction): ‖X Y‖_F ≤ ‖X‖_F‖Y‖_F in each, K = 1."""
+    """A batch of matrix products (lipcert.bounds.rules.contraction): ‖X Y‖_F ≤ ‖X‖_F‖Y‖_F in each.
+
+    K = 1, times √m for an operand that is repeated m times along axes where it has size 1.
+    """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         equation = node.args[0]
         if len(operands) != 2 or not isinstance(equation, str):
             raise NoAnswer("other than two tensors")
-        roles(equation)
+        wide = sizes(equation, node.operands)
+        self.factor = math.prod(
+            math.sqrt(math.prod(wide[axis] for axis in term) / max(1, math.prod(operand.shape)))
+            for term, operand in zip(terms(equation), node.operands, strict=True)
+        )
 
 
 @remainder("conv1d", "conv2d", "conv3d")
@@ -42,8 +55,9 @@ class DynamicConvolution(Product):
     """w ∗ x with both from the image: K = √taps, proved in lipcert.bounds.rules.linear."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "weight", "bias")
+        given = arguments(node)
         x, weight = given.get("input"), given.get("weight")
         if not isinstance(x, Node) or not isinstance(weight, Node):
             raise NoAnswer("a bias that depends on the image, and not both the input and the weight")
         self.factor = math.sqrt(math.prod(weight.shape[2:]))
+        self.factors = (node.operands.index(x), node.operands.index(weight))

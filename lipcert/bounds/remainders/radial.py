@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Radial, RadialKink, arguments, per_image, remainder
+from lipcert.bounds._remainder import Radial, RadialKink, per_image, remainder
 from lipcert.graph import Node
 
 
@@ -34,7 +35,7 @@ class GroupNorm(ByGroup, Radial):
     """LayerNorm of every group. See :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "num_groups", "weight", "bias", "eps")
+        given = arguments(node)
         self.groups = given["num_groups"]
         eps = given.get("eps", 1e-5)
         if not eps > 0:
@@ -51,7 +52,7 @@ class RootMeanSquare(Radial):
     """√d h/√(‖h‖² + d·eps), as LayerNorm without centring. See :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "normalized_shape", "weight", "eps")
+        given = arguments(node)
         if len(given["normalized_shape"]) != 1:
             raise NoAnswer("several normalised dimensions")
         size, eps = given["normalized_shape"][0], given.get("eps")
@@ -69,7 +70,7 @@ class Normalized(RadialKink):
     """h/max(‖h‖, eps) is 1/eps times the projection onto the ball of radius eps. See :class:`RadialKink`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node, "input", "p", "dim", "eps")
+        given = arguments(node)
         dim, eps = given.get("dim", 1), given.get("eps", 1e-12)
         if given.get("p", 2.0) != 2.0 or not isinstance(dim, int) or not eps > 0:
             raise NoAnswer("p is not 2, several dimensions, or eps = 0")

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, arguments, per_image, remainder
+from lipcert.bounds._remainder import Against, per_image, remainder
 from lipcert.bounds.rules.recurrent import ways_of
 from lipcert.graph import Node
 from lipcert.norms import dense_norm
@@ -47,7 +48,7 @@ class _Step:
     gate: Tensor
 
 
-@remainder("lstm", "lstm_hidden", "lstm_cell")
+@remainder("lstm", "lstm_last_hidden", "lstm_last_cell")
 class Recurrence:
     """One layer of LSTM cells (lipcert.bounds.rules.recurrent): its second-order terms, carried through the recurrence.
 
@@ -73,18 +74,17 @@ class Recurrence:
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        names = ("input", "state", "weights", "biased", "layers", "dropout", "training", "bidirectional", "batch_first")
-        given = arguments(node, *names)
+        given = arguments(node)
         if len(operands) != 1 or given["input"] is not node.operands[0]:
             raise NoAnswer("a state or weights that depend on the image")
         ways = ways_of(
-            node.operands[0].shape, given["weights"], given["biased"], given["layers"], given["bidirectional"]
+            node.operands[0].shape, given["params"], given["has_biases"], given["num_layers"], given["bidirectional"]
         )
         x = operands[0].movedim(2, 0) if given["batch_first"] else operands[0].movedim(1, 0)  # (T, N, batch, channels)
         self.op = node.op
         self.norms = [tuple(float(dense_norm(weight)) for weight in way[:2]) for way in ways]
         self.steps = [
-            _run(x.flip(0) if index else x, way, given["state"][0][index], given["state"][1][index])
+            _run(x.flip(0) if index else x, way, given["hx"][0][index], given["hx"][1][index])
             for index, way in enumerate(ways)
         ]
 
@@ -93,8 +93,8 @@ class Recurrence:
         for (w, u), steps in zip(self.norms, self.steps, strict=True):
             peaks = _peaks(steps, w, u, rho[0])
             hidden, cell = _left_out(steps, u, *_moved(steps, peaks, w, u))
-            found = {"lstm": hidden.square().sum(0), "lstm_hidden": hidden[-1].square(), "lstm_cell": cell.square()}
-            total = total + found[str(self.op)]
+            last = {"lstm_last_hidden": hidden[-1].square(), "lstm_last_cell": cell.square()}
+            total = total + last.get(str(self.op), hidden.square().sum(0))
         return total.sqrt() * rho[0] ** 2
 
     def against(self, direction: Tensor) -> Against:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert.bounds._remainder import Against, arguments, per_image
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._remainder import Against, per_image
 from lipcert.graph import Node
 from lipcert.surgery import LayerProject, RmsLayerProject
 
@@ -271,7 +272,7 @@ class Secant:
 
 
 def _negative_slope(node: Node) -> tuple[float]:
-    return (float(arguments(node, "input", "negative_slope").get("negative_slope", 0.01)),)
+    return (float(arguments(node).get("negative_slope", 0.01)),)
 
 
 SECANTS: dict[Any, Secant] = {

@@ -299,9 +299,8 @@ def _reduction(mean: bool) -> Any:
     return answer
 
 
-def reduced(x: Value, dim: Any = None, *args: object, axis: Any = None, **kwargs: object) -> tuple[int, ...]:
+def reduced(x: Value, dim: Any = None, *args: object, **kwargs: object) -> tuple[int, ...]:
     """The dimensions over which an operation reduces."""
-    dim = dim if axis is None else axis
     dims: Sequence[int] = range(len(x.shape)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     return tuple(sorted(d % len(x.shape) for d in dims)) or tuple(range(len(x.shape)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,41 @@ from torch import Tensor
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Dense, Value
 from lipcert.bounds.rules.arithmetic import matmul
+from lipcert.bounds.rules.structure import expand
+
+
+def terms(equation: str) -> tuple[str, str]:
+    """The axes of the two tensors of a product.
+
+    Raises:
+        NoAnswer: not two tensors, or axes that are not named.
+    """
+    left, _, output = equation.replace(" ", "").partition("->")
+    both = left.split(",")
+    if len(both) != 2 or "." in equation or "->" not in equation:
+        raise NoAnswer(f"einsum {equation}")
+    if any(len(set(term)) != len(term) for term in (*both, output)):
+        raise NoAnswer(f"einsum {equation}")
+    return both[0], both[1]
+
+
+def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
+    """The sizes of the axes of a product of two tensors, or of values or nodes with a shape.
+
+    An axis of size 1 of one of them is repeated where the other one is longer, as torch does.
+
+    Raises:
+        NoAnswer: as :func:`roles`.
+    """
+    roles(equation)
+    found: dict[str, int] = {}
+    for term, operand in zip(terms(equation), operands, strict=True):
+        for axis, size in zip(term, operand.shape, strict=True):
+            if found.get(axis, 1) == 1:
+                found[axis] = size
+            elif size not in (1, found[axis]):
+                raise NoAnswer(f"einsum {equation}")
+    return found
 
 
 def roles(equation: str) -> tuple[str, str, str, str]:
@@ -18,13 +54,8 @@ def roles(equation: str) -> tuple[str, str, str, str]:
     Raises:
         NoAnswer: not two tensors, an axis that occurs twice in one of them, is left out, or is summed in one alone.
     """
-    left, _, output = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != 2 or "." in equation or "->" not in equation:
-        raise NoAnswer(f"einsum {equation}")
-    a, b = terms
-    if any(len(set(term)) != len(term) for term in (a, b, output)):
-        raise NoAnswer(f"einsum {equation}")
+    a, b = terms(equation)
+    output = equation.replace(" ", "").partition("->")[2]
     both = [axis for axis in a if axis in b]
     batch = "".join(axis for axis in both if axis in output)
     rows = "".join(axis for axis in a if axis not in b)
@@ -38,25 +69,36 @@ def roles(equation: str) -> tuple[str, str, str, str]:
 def einsum(call: Call, equation: str, *tensors: Any) -> Value:
     """Axes in both tensors and the result are a batch, those in both alone are summed over: a batch of products X Y.
 
-    Its norm is that of ``matmul``; moving axes is a bijection of the entries.
+    Its norm is that of ``matmul``; moving axes is a bijection of the entries. An axis of size 1 in one tensor and n in
+    the other is repeated n times first, which has norm √n.
     """
     operands = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+    if not isinstance(equation, str):
+        raise NoAnswer("einsum with axes that are not letters")
     batch, rows, columns, summed = roles(equation)
-    a, b = equation.replace(" ", "").partition("->")[0].split(",")
-    x, y = operands
-    sizes = dict(zip(a + b, (*x.shape, *y.shape), strict=True))
+    a, b = terms(equation)
+    wide = sizes(equation, operands)
+    x, y = (_widened(call, t, term, wide) for t, term in zip(operands, (a, b), strict=True))
 
     def size(axes: str) -> int:
-        return math.prod(sizes[axis] for axis in axes)
+        return math.prod(wide[axis] for axis in axes)
 
-    left = _arranged(x, a, (batch, rows, summed), sizes)
-    right = _arranged(y, b, (batch, summed, columns), sizes)
+    left = _arranged(x, a, (batch, rows, summed), wide)
+    right = _arranged(y, b, (batch, summed, columns), wide)
     product = Call((size(batch), size(rows), size(columns)), call.path)
     if isinstance(left, Tensor):
         norm = Dense(left).norm
         return Value(call.shape, right.lip * norm, magnitude=right.row_norm(-2) * norm)
     result = matmul(product, left, right)
     return Value(call.shape, result.lip, magnitude=result.magnitude, floor=result.lowest)
+
+
+def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:
+    """A tensor or value with its axes of size 1 repeated to the product's sizes."""
+    shape = tuple(wide[axis] for axis in names)
+    if shape == tuple(x.shape):
+        return x
+    return expand(Call(shape, call.path), x) if isinstance(x, Value) else x.expand(shape)
 
 
 def _arranged(x: Any, names: str, groups: tuple[str, str, str], sizes: dict[str, int]) -> Any:

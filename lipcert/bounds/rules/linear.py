@@ -19,6 +19,8 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
     """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry is at most ‖w_o‖₁ max|x|, and at most ‖w_o‖₂ ‖x‖₂."""
     if isinstance(weight, Value):
         raise NoAnswer("the weight depends on the image")
+    if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        raise NoAnswer("a weight that is no matrix, or a bias that is no vector")
     shift = largest(bias) if bias is not None else Upper(0)
     magnitude = min(largest_row_sum(weight) * x.magnitude, largest_row_norm(weight) * x.row_norm(-1)) + shift
     inner, matrix, offset, error = x, Dense(weight), None, Upper(0)
@@ -81,7 +83,7 @@ def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
     """w ∗ x with a weight that depends on the image: δ(w ∗ x) = w' ∗ δx + δw ∗ x, linear in each.
 
     With T taps w ∗ x = Σ_t S_t w_t x, S_t of norm ≤ 1 (shift, stride, padding), w_t a matrix at every position, so
-    ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every position.
+    ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every position, and for every input of a batch.
     """
     x, weight = (v if isinstance(v, Value) else Value.constant(v) for v in (x, weight))
     taps = Upper(math.prod(weight.shape[2:])).sqrt()
@@ -89,7 +91,7 @@ def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
     magnitude = weight.magnitude * x.magnitude * math.prod(weight.shape[1:])
     if bias is not None:
         added = bias if isinstance(bias, Value) else Value.constant(bias)
-        lip = lip + added.lip * Upper(math.prod(call.shape[2:])).sqrt()
+        lip = lip + added.lip * Upper(math.prod(call.shape) // max(1, math.prod(added.shape))).sqrt()
         magnitude = magnitude + added.magnitude
     return Value(call.shape, lip, magnitude=magnitude)
 

@@ -50,6 +50,8 @@ def _standardized(x: Value, shape: tuple[int, ...], size: int, eps: float | None
     The Jacobian is (1/s)(C − x̂x̂ᵀ/size) with C a projection that keeps x̂, and ‖x̂‖² ≤ size: symmetric, between 0 and C,
     so its norm is at most 1/s ≤ 1/√eps. Without eps it has no finite constant.
     """
+    if eps is not None and not eps >= 0:
+        raise NoAnswer(f"eps = {eps:g}")
     lip = x.lip * (Upper(1) / eps).sqrt() if eps else INFINITE if x.lip > 0 else Upper(0)
     root = Upper(size).sqrt()
     unbounded = "" if eps else "eps is 0, so that its slope is unbounded where a group is constant"

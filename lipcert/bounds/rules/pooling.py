@@ -75,16 +75,33 @@ def _maximum(dims: int) -> Callable[..., Value]:
         """
         if return_indices:
             raise NoAnswer("indices of the maxima")
-        kernel, step, gap = (per_axis(v, dims) for v in (kernel_size, stride or kernel_size, dilation))
+        kernel, step, around, gap = (per_axis(v, dims) for v in (kernel_size, stride or kernel_size, padding, dilation))
+        places = covered(call.shape[-dims:], kernel, step, around, gap)
+        if any(not bool(((p >= 0) & (p < n)).any(1).all()) for p, n in zip(places, x.shape[-dims:], strict=True)):
+            raise NoAnswer("a window of padding alone, whose largest entry is −∞")
         windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
         return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
     return answer
 
 
+def covered(
+    results: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[Tensor]:
+    """The positions that each window covers, for every axis: o·s + t·d − p with 0 ≤ t < k, shape (windows, entries)."""
+    axes = zip(results, kernel, stride, padding, dilation, strict=True)
+    return [torch.arange(m)[:, None] * s + torch.arange(k) * d - p for m, k, s, p, d in axes]
+
+
 def _adaptive_maximum(dims: int) -> Callable[..., Value]:
     def answer(call: Call, x: Value, output_size: object, return_indices: bool = False) -> Value:
         """As max pooling. Window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, where window i + 2 starts, if n ≥ m: 2 an axis."""
+        if len(call.shape) != len(x.shape):
+            raise NoAnswer("indices of the maxima")
         sizes = list(zip(x.shape[-dims:], call.shape[-dims:], strict=True))
         if return_indices or any(n < m for n, m in sizes):
             raise NoAnswer("more results than entries, or their indices")

@@ -120,9 +120,10 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
     given = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
     size = math.prod(x.shape[d] for d in dims)
     correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
-    divisor = size - int(1 if correction is None else correction)
-    if divisor < 1:
-        raise NoAnswer(f"the variance of {size} entries")
+    correction = 1 if correction is None else correction
+    divisor = size - int(correction)
+    if divisor < 1 or correction != int(correction):
+        raise NoAnswer(f"the variance of {size} entries with correction {correction:g}")
     length = Upper(size).sqrt() * x.magnitude
     result = Value(call.shape, x.lip * length * 2 / divisor, magnitude=length * length / divisor, floor=0.0)
     if call.shape == kept(x, dims):

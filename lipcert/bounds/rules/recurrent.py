@@ -12,7 +12,7 @@ from lipcert.bounds._value import Value, largest
 from lipcert.norms import dense_norm
 
 
-@rule("lstm", "lstm_hidden")
+@rule("lstm", "lstm_last_hidden")
 def lstm(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """The results of one layer of LSTM cells, in one or both directions, from a constant start |c| ≤ c₀; or the last.
 
@@ -31,7 +31,7 @@ def lstm(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     return Value(call.shape, x.lip * root_sum_squares(*(through_h for through_h, _ in answers)), magnitude=1)
 
 
-@rule("lstm_cell")
+@rule("lstm_last_cell")
 def lstm_cell(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """The last cells, which the proof above bounds too."""
     answers, magnitude = _layer(x, *args, **kwargs)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._remainder import check_written_once
 from lipcert.bounds._value import Scale, Value
 
 
@@ -83,6 +84,8 @@ def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple
     Dimensions are grouped from the left into the smallest blocks of equal product. In its block, an axis that is split
     gives shorter rows on the last of the new axes; axes merged into one give rows made of several.
     """
+    if 0 in old:
+        return None
     i = j = 0
     while i < len(old) and j < len(new):
         start_i, start_j, a, b = i, j, old[i], new[j]
@@ -110,9 +113,10 @@ def _moving(operation: Any) -> Any:
 
 
 def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
-    """``transpose(dim0, dim1)``, and ``t()`` and ``mT``, which name no dimensions."""
-    if dims or kwargs:
-        return tensor.transpose(*dims, **kwargs)
+    """``transpose(dim0, dim1)``, ``swapdims(axis0, axis1)``, and ``t()`` and ``mT``, which name no dimensions."""
+    named = {name.replace("axis", "dim"): dim for name, dim in kwargs.items()}
+    if dims or named:
+        return tensor.transpose(*dims, **named)
     return tensor.mT if tensor.dim() > 1 else tensor
 
 
@@ -191,7 +195,8 @@ def _basic(args: Any) -> bool:
 def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
     """Whether every row along the last axis of the result is made of entries of one row."""
     if operation is torch.roll:
-        return "dims" in kwargs or len(args) > 1  # without dims it rolls the flattened tensor
+        dims = kwargs.get("dims", args[1] if len(args) > 1 else None)
+        return isinstance(dims, int) or bool(dims)  # without dims it rolls the flattened tensor
     if operation is not _getitem or kwargs:
         return False
     if len(args) > 1:  # select(dim, index) and narrow(dim, start, length)
@@ -200,8 +205,10 @@ def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], s
     return all(isinstance(i, (int, slice)) for i in index) and len(index) < len(shape)
 
 
-def _getitem(tensor: Tensor, *index: Any) -> Tensor:
+def _getitem(tensor: Tensor, *index: Any, **named: Any) -> Tensor:
     """``tensor[index]``, and ``Tensor.select(dim, index)`` and ``narrow(dim, start, length)`` as they are called."""
+    if named:
+        return (tensor.narrow if "start" in named or len(index) + len(named) == 3 else tensor.select)(*index, **named)
     if len(index) == 2:
         return tensor.select(*index)
     if len(index) == 3:
@@ -251,9 +258,8 @@ def piece(call: Call, parts: Any, index: int) -> Value:
 
 
 @rule("cat", "stack")
-def cat(call: Call, tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None) -> Value:
+def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Puts values side by side: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants do not move."""
-    dim = dim if axis is None else axis
     parts = [t if isinstance(t, Value) else Value.constant(t) for t in tensors]
     lip = root_sum_squares(*(p.lip for p in parts))
     magnitude = max((p.magnitude for p in parts), default=Upper(0))
@@ -274,9 +280,11 @@ def _smallest(tensor: Value | Tensor) -> float:
 
 @rule("setitem")
 def written(call: Call, x: Value, index: Any, value: Any) -> Value:
-    """Some entries of x are replaced by those of another value: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖², m copies of each entry."""
-    if any(isinstance(leaf, Value) for leaf in _leaves(index)):
-        raise NoAnswer("the positions depend on the image")
+    """Some entries of x are replaced by those of another value: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖², m copies of each entry.
+
+    No position is written to twice.
+    """
+    check_written_once(x.shape, index)
     if not isinstance(value, Value):
         value = Value.constant(torch.as_tensor(value, dtype=torch.float64))
     places = torch.empty(x.shape, device="meta")[_to_meta(index)].numel()
@@ -298,8 +306,15 @@ def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 @rule("repeat_interleave")
 def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | None = None, **kwargs: object) -> Value:
-    """Repeats an entry m times, where m may differ from position to position: norm √(max m)."""
-    return _repeated(call, x, int(torch.as_tensor(repeats).max()))
+    """Repeats an entry m times, where m may differ from position to position: norm √(max m).
+
+    Rows along the last axis stay rows where another axis is repeated.
+    """
+    counts = torch.as_tensor(repeats)
+    result = _repeated(call, x, int(counts.max()) if counts.numel() else 1)
+    if dim is None or dim % len(x.shape) == len(x.shape) - 1:
+        result.rows = None
+    return result
 
 
 def _repeated(call: Call, x: Value, copies: int) -> Value:
@@ -317,7 +332,8 @@ def constant_pad(call: Call, x: Value, pad: Sequence[int], value: float = 0) -> 
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds entries that do not move: norm 1. The other modes repeat entries: √m, counted."""
     if mode == "constant":
-        same_last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and (pad[0] == pad[1] == 0) and not value
+        last = tuple(pad[:2]) in ((), (0, 0))
+        same_last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and last and not value
         result = x.like(call.shape, x.lip, len(call.shape) - 1 if same_last else None)
         filling = float(value or 0.0)
         result.magnitude = max(result.magnitude, Upper(abs(filling)))

@@ -1,0 +1,367 @@
+"""Ways to a false certificate, by mechanism: each network is refused, or its radii hold against its own code."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from truth import Forward, holds_or_refused
+
+from lipcert._upper import Upper
+from lipcert.certifier import METHODS
+from lipcert.graph import capture
+from lipcert.roundoff import Format
+from lipcert.roundoff._rules import Operand, local_error
+from lipcert.surgery import L2SetAttention, L2WindowAttention, SmoothProject
+
+LINEAR = ("lofast", "anchored", "staged")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+# The rows of the last matrix belong to the classes in their order, for one vector of features.
+
+
+def by_token(x, w):
+    return F.linear(x.tanh().reshape(-1, 4), w).reshape(-1, 4)
+
+
+# Rows 0 and 1 are nearly the same. Behind a change of places they are no longer the classes 0 and 1, of which 0 leads
+# by little; class 2 is far behind.
+ALIKE = torch.stack([torch.zeros(6), torch.full((6,), 0.01), torch.ones(6)]).double()
+
+
+def placed(place):
+    centre = F.linear(torch.full((6,), 0.5).double().tanh(), ALIKE)
+    order = place(torch.arange(3)[None])[0]
+    bias = torch.empty(3).double().index_copy(0, order, torch.tensor([0.5, 0.0, -90.0]).double() - centre[order])
+    return lambda x, w: place(F.linear(x.tanh().flatten(1), w, bias))
+
+
+HEADS = {
+    "one token per class": (by_token, (4, 2, 2), random(1, 4)),
+    "rolled": (placed(lambda z: z.roll(1, 1)), (1, 2, 3), ALIKE),
+    "flipped": (placed(lambda z: z.flip(1)), (1, 2, 3), ALIKE),
+    "rolled twice and shaped": (placed(lambda z: z.unflatten(1, (3, 1)).roll(1, 1).flatten(1)), (1, 2, 3), ALIKE),
+    "moved through another shape": (placed(lambda z: z.reshape(-1, 1, 3).flip(-1)[:, 0]), (1, 2, 3), ALIKE),
+    "tokens side by side": (lambda x, w: F.linear(x.tanh().flatten(2), w).flatten(1), (2, 2, 2), random(3, 4)),
+    "turned": (
+        lambda x, w: F.linear(x.tanh().flatten(2), w).transpose(1, 2).reshape(-1, 6),
+        (2, 2, 2),
+        random(3, 4),
+    ),
+    "two groups of classes, moved": (
+        lambda x, w: F.linear(x.tanh().flatten(1), w).unflatten(1, (2, 3)).movedim(1, 2).reshape(-1, 6),
+        (1, 2, 3),
+        random(6, 6),
+    ),
+    "weights that are one vector": (lambda x, w: F.linear(x.tanh().flatten(2), w), (3, 2, 2), random(4)),
+    "a bias for every token": (
+        lambda x, w: F.linear(F.linear(x.tanh().flatten(2), w, random(4, 4)), w).mean(1),
+        (4, 2, 2),
+        random(4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_head(name):
+    forward, size, weight = HEADS[name]
+    holds_or_refused(Forward(forward, w=weight), size, methods=("gloro", *LINEAR))
+
+
+def test_head_with_every_class_predicted():
+    """The row of a class that a matrix does not have was an IndexError."""
+    weight = random(1, 4)
+    images = torch.zeros(4, 4, 2, 2).double()
+    for i in range(4):
+        images[i, i] = weight.sign().reshape(2, 2).clamp_min(0)
+    found = holds_or_refused(Forward(by_token, w=weight), (4, 2, 2), methods=LINEAR, images=images)
+    assert all((radius > 0).all() for radius in found.values())
+
+
+def test_head_of_one_vector_counts():
+    """An ordinary head's rows are still used: they cost less than √2 times its norm."""
+    weight = torch.tensor([[1.0, 0.0], [1.0, 0.1], [5.0, 3.0]])
+    net = Forward(lambda x, w: F.linear(x.tanh().flatten(1), w, torch.tensor([1.0, 0.0, -9.0]).double()), w=weight)
+    found = holds_or_refused(net, (1, 1, 2), methods=("lofast",))
+    radius = found["lofast"]
+    assert not isinstance(radius, str), radius
+    assert radius[2] > 1  # at 0, where √2 ‖W‖ for every class gives at most 0.12
+
+
+# Attention by distance under masks: where tokens are bounded, a mask may raise the constant.
+
+
+def window_attention(mask, table=3.0, heads=1):
+    attention = L2WindowAttention(4, heads, window_size=(2, 2), head_dim=2, value_bias=False, proj_bias=False)
+    with torch.no_grad():
+        attention.relative_position_bias_table.copy_(table * random(9, heads))
+        for weight in (attention.q.weight, attention.v_weight, attention.proj.weight):
+            weight.copy_(random(*weight.shape))
+    return attention, mask
+
+
+def attending(arrange, mask):
+    attention, mask = window_attention(mask)
+    project = SmoothProject(4, radius=0.5)
+
+    def forward(x, attention, project, head):
+        tokens = project(4 * x.flatten(2).mT)
+        tokens = arrange(attention, tokens, mask)
+        return F.linear(tokens.flatten(1), head)
+
+    return Forward(forward, attention=attention, project=project, head=random(3, 16))
+
+
+BLOCK = torch.tensor([[0, 0, -100, -100], [0, 0, -100, -100], [-100, -100, 0, 0], [-100, -100, 0, 0]])[None].double()
+LONELY = torch.full((1, 4, 4), -torch.inf).double().diagonal_scatter(torch.zeros(1, 4).double(), dim1=1, dim2=2)
+
+
+@pytest.mark.parametrize("mask", [BLOCK, LONELY, torch.cat([0 * BLOCK, BLOCK]), torch.tril(BLOCK + 50).clamp(max=0)])
+def test_masks(mask):
+    """For tokens within a norm the constant with the mask covers the true one, which may be above that without it."""
+    attention, _ = window_attention(mask)
+    attention = attention.double()
+    norm = Upper(0.5)
+    claimed = attention.lipschitz((4, 4), token_norm=norm, mask=mask).value
+    met = 0.0
+    for seed in range(40):
+        tokens = torch.randn(len(mask), 4, 4, generator=torch.Generator().manual_seed(seed)).double()
+        tokens = 0.5 * tokens / tokens.norm(dim=-1, keepdim=True) * (seed % 4) / 3
+        slopes = torch.autograd.functional.jacobian(lambda t: attention(t, mask), tokens)
+        met = max(met, torch.linalg.matrix_norm(slopes.reshape(tokens.numel(), -1), 2).item())
+    assert met <= claimed * (1 + 1e-9)
+
+
+def test_a_mask_that_raises_the_constant():
+    """Four tokens that look at their two neighbours average; with one of them masked, two look at the third alone."""
+    mask = torch.zeros(1, 4, 4).double()
+    mask[0, 3, :3] = mask[0, :3, 3] = -100
+    attention = L2WindowAttention(4, 1, window_size=(2, 2), value_bias=False, proj_bias=False).double()
+    with torch.no_grad():
+        attention.relative_position_bias_table.zero_()[[1, 3, 5, 7]] = 5  # up, left, right and down
+        for weight in (attention.q.weight, attention.v_weight, attention.proj.weight):
+            weight.copy_(torch.eye(4))
+    near = {"token_norm": Upper(1e-3)}
+    slopes = torch.autograd.functional.jacobian(lambda t: attention(t, mask), torch.zeros(1, 4, 4).double())
+    met = torch.linalg.matrix_norm(slopes.reshape(16, 16), 2).item()
+    assert met > 1.3 * attention.lipschitz((4, 4), **near).value  # what was claimed with the mask too
+    assert met <= attention.lipschitz((4, 4), **near, mask=mask).value
+    sets = L2SetAttention(4, 1, value_bias=False, proj_bias=False).double()
+    sets.load_state_dict({k: v for k, v in attention.state_dict().items() if "relative" not in k})
+    assert met <= sets.lipschitz((4, 4), **near, mask=mask, shared=attention.position_bias()[None]).value
+
+
+@pytest.mark.parametrize("mask", [BLOCK, LONELY])
+def test_masks_in_a_network(mask):
+    net = attending(lambda attention, tokens, mask: attention(tokens, mask), mask)
+    holds_or_refused(net, (4, 2, 2), methods=("global", "gloro", "local"))
+
+
+@pytest.mark.parametrize("mask", [BLOCK, LONELY])
+def test_masks_of_sets(mask):
+    attention = L2SetAttention(4, 1, head_dim=2, value_bias=False, proj_bias=False).double()
+    with torch.no_grad():
+        for weight in (attention.q.weight, attention.v_weight, attention.proj.weight):
+            weight.copy_(random(*weight.shape))
+    claimed = attention.lipschitz((4, 4), token_norm=Upper(0.5), mask=mask).value
+    tokens = 0.01 * random(1, 4, 4)
+    slopes = torch.autograd.functional.jacobian(lambda t: attention(t, mask=mask), tokens)
+    assert torch.linalg.matrix_norm(slopes.reshape(16, 16), 2) <= claimed * (1 + 1e-9)
+
+
+# Arguments under the wrong name or in the wrong place.
+
+
+def deep(pool, factor=1.0):
+    """Logits that differ by less than float32 rounds, behind a pooling of large numbers."""
+
+    def forward(x, w):
+        pooled = pool(factor * x).flatten(1)
+        return F.linear(torch.cat([pooled, -pooled], 1), w)
+
+    return forward
+
+
+ARGUMENTS = {
+    "adaptive average pooling": (deep(lambda x: F.adaptive_avg_pool2d(x, 2)), (1, 12, 12), random(3, 8)),
+    "adaptive average pooling, one axis": (
+        deep(lambda x: F.adaptive_avg_pool1d(x.flatten(2), 2)),
+        (1, 12, 12),
+        random(3, 4),
+    ),
+    "average pooling, a kernel of one number": (deep(lambda x: F.avg_pool2d(x, (4,))), (1, 12, 12), random(3, 18)),
+    "a negative divisor": (deep(lambda x: F.avg_pool2d(x, 4, divisor_override=-3)), (1, 8, 8), random(3, 8)),
+    "ceil_mode and padding": (
+        deep(lambda x: F.avg_pool2d(x, 4, 3, 1, True, False)),
+        (1, 8, 8),
+        random(3, 18),
+    ),
+    "batch_norm of torch itself": (
+        lambda x, w: F.linear(
+            torch.batch_norm(x, w[0, :1], w[0, 1:2], w[0, 2:3], w[0, 3:4].abs(), False, 0.1, 1e-5, False).flatten(1), w
+        ),
+        (1, 2, 2),
+        random(3, 4),
+    ),
+    "a quotient by names": (
+        lambda x, w: F.linear(torch.div(other=x.flatten(1) + 1, input=1.0), w),
+        (1, 2, 2),
+        random(3, 4),
+    ),
+    "a quotient of two values by names": (
+        lambda x, w: F.linear(torch.div(other=x.flatten(1) + 1, input=8 * x.flatten(1)), w),
+        (1, 2, 2),
+        random(3, 4),
+    ),
+    "elu with a scale": (
+        lambda x, w: F.linear(torch._C._nn.elu(x.flatten(1) - 0.5, 1.0, 50.0), w),
+        (1, 2, 2),
+        random(3, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["real", "float32"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name, dtype):
+    forward, size, weight = ARGUMENTS[name]
+    methods = ("gloro", "anchored") if dtype == "float32" else METHODS
+    holds_or_refused(Forward(forward, w=weight), size, methods=methods, dtype=dtype)
+
+
+def test_pooling_in_float32():
+    """Sums of 576 pixels round by more than those of 4 do, and the deployed class is then another one."""
+    size = 48
+
+    def forward(x, w):
+        return F.linear(F.adaptive_avg_pool2d(x, 2).flatten(1), w, torch.tensor([0.0, -1e-9], dtype=w.dtype))
+
+    net = Forward(forward, w=torch.tensor([[1.0, -1, 1, -1], [1.0, -1, 1, -1]]) * 1e3)
+    holds_or_refused(net, (1, size, size), methods=("gloro",), dtype="float32")
+    pool = F.adaptive_avg_pool2d
+    node = next(n for n in capture(Forward(lambda x: pool(x, 2)).double().eval(), random(1, 1, size, size)).nodes[1:])
+    images = random(4, 1, 1, size, size).abs()
+    zero = torch.zeros(4).double()
+    bound = local_error(node, [Operand(images, zero, zero + math.inf)], Format.of("float32"))
+    least = (size // 2) ** 2 * 2.0**-24 * images.min()
+    assert (bound > least).all(), "fewer terms than the window has"
+
+
+# Sums over named axes, with axes of size 1 in one tensor alone.
+
+
+def over(equation, cut):
+    def forward(x, w):
+        a, b = cut(3 * x)
+        return F.linear(torch.einsum(equation, a, b).flatten(1), w)
+
+    return forward
+
+
+def halves(x):
+    return x[:, :1, :1], x[:, 1:]
+
+
+EINSUMS = {
+    "multi-query": (over("bhid,bhjd->bhij", lambda x: (x[:, :3, None, :2], x[:, :1])), (3, 2, 2), random(3, 12)),
+    "rows of size 1": (over("bchw,bchw->bchw", lambda x: (x[:, :1], x)), (3, 2, 2), random(3, 12)),
+    "a summed axis of size 1": (over("bchw,bcij->bhwij", lambda x: (x[:, :1], x)), (3, 2, 2), random(3, 16)),
+    "a summed axis of size 1 on the right": (
+        over("bcp,bcq->bpq", lambda x: (x.flatten(2), x.flatten(2)[:, :1])),
+        (4, 2, 2),
+        random(3, 16),
+    ),
+    "a constant of size 1": (over("bcp,cq->bpq", lambda x: (x.flatten(2), random(1, 3))), (4, 2, 2), random(3, 12)),
+    "a value of size 1 and a constant": (
+        over("bcp,dcq->bdpq", lambda x: (x.flatten(2)[:, :1], random(2, 4, 3))),
+        (4, 2, 2),
+        random(3, 24),
+    ),
+    "both ways": (over("bhid,bhjd->bhij", lambda x: (x[:, :1], x[:, :, :1])), (3, 2, 2), random(3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum(name):
+    forward, size, weight = EINSUMS[name]
+    holds_or_refused(Forward(forward, w=weight), size, methods=("global", "gloro", "local", "anchored"))
+
+
+# Positions that are written to twice.
+
+
+def assigned(index, value=lambda x: torch.stack([x[:, 0], x[:, 1]], 1)):
+    def forward(x, w):
+        x = x.flatten(1)
+        y = 0.1 * x
+        y[index] = value(x.tanh())
+        return F.linear(y, w)
+
+    return forward
+
+
+ASSIGNMENTS = {
+    "[0, 0]": assigned((slice(None), [0, 0])),
+    "a tensor": assigned((slice(None), torch.tensor([2, 2]))),
+    "from behind": assigned((slice(None), [1, -3])),
+    "pairs": assigned(([0, 0, 0], [1, 2, 1]), lambda x: x[0, :3]),
+    "one value, broadcast": assigned((slice(None), [3, 3]), lambda x: x[:, :1]),
+    "no repetition": assigned((slice(None), [0, 2])),
+    "index_put": lambda x, w: F.linear(
+        x.flatten(1).tanh().index_put((torch.tensor([0, 0]), torch.tensor([1, 1])), x.flatten(1)[0, :2]), w
+    ),
+    "scatter": lambda x, w: F.linear(x.flatten(1).tanh().scatter(1, torch.tensor([[0, 0]]), x.flatten(1)[:, :2]), w),
+    "index_copy": lambda x, w: F.linear(
+        x.flatten(1).tanh().index_copy(1, torch.tensor([0, 0]), x.flatten(1)[:, :2]), w
+    ),
+    "masked_scatter": lambda x, w: F.linear(
+        x.flatten(1).tanh().masked_scatter(torch.tensor([[True, False, True, False]]), x.flatten(1)[:, :2]), w
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_assignment(name):
+    found = holds_or_refused(
+        Forward(ASSIGNMENTS[name], w=random(3, 4)), (1, 2, 2), methods=("global", "local", "anchored")
+    )
+    if name == "no repetition":
+        assert not any(isinstance(radius, str) for radius in found.values()), found
+
+
+# Windows of padding, and other odd windows.
+
+
+WINDOWS = {
+    "padding alone": lambda x: F.max_pool2d(x, 2, 2, 1, dilation=4),
+    "padding alone on one axis": lambda x: F.max_pool2d(x, (2, 1), (2, 1), (1, 0), dilation=(4, 1)),
+    "padding alone, one axis": lambda x: F.max_pool1d(x.flatten(2), 2, 20, 1, 10),
+    "padding alone, ceil_mode": lambda x: F.max_pool2d(x, 3, 2, 1, 2, True),
+    "negative entries": lambda x: F.max_pool2d(x - 5, 3, 2, 1),
+    "overlapping": lambda x: F.max_pool2d(x, 2, 1, 1, 2),
+    "three axes": lambda x: F.max_pool3d(x[:, None], (1, 2, 2), (1, 2, 2), (0, 1, 1), (1, 4, 4)),
+    "average without the padding": lambda x: F.avg_pool2d(x, 3, 1, 1, False, False),
+    "average, ceil_mode": lambda x: F.avg_pool2d(x, 2, 2, 1, True, True),
+    "average by another number": lambda x: F.avg_pool2d(x, 2, 1, 0, False, True, 1),
+    "average by a negative number": lambda x: F.avg_pool2d(x, 2, divisor_override=-1),
+    "the largest and their places": lambda x: torch.adaptive_max_pool1d(x.flatten(2), 2)[0],
+    "adaptive": lambda x: F.adaptive_max_pool2d(x, (2, 1)),
+    "padding that is −∞": lambda x: F.pad(x, (1, 1), value=-math.inf).amax(3).exp(),
+    "no padding at all": lambda x: F.pad(x, []),
+    "cropped": lambda x: F.pad(x, (-1, 0, 1, -1), value=3.0),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name):
+    def forward(x, w):
+        y = WINDOWS[name](x).flatten(1)
+        # Products with another value make use of its largest entry.
+        gated = (y.clamp(-9, 9) * x.flatten(1)[:, :1]).nan_to_num() if "−∞" in name else y * x.flatten(1)[:, :1]
+        return F.linear(gated, w[:, : gated.shape[1]])
+
+    holds_or_refused(Forward(forward, w=random(3, 40)), (1, 3, 3), methods=("global", "gloro", "local", "anchored"))
