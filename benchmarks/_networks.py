@@ -6,11 +6,14 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from timm.models._efficientnet_builder import decode_arch_def
+from timm.models.efficientnet import EfficientNet
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
@@ -260,22 +263,34 @@ def _token_norm(width: int, rng: random.Random) -> nn.Module:
     )
 
 
-def _timm(rng: random.Random, size: Size, classes: int) -> nn.Module:
+def _timm(rng: random.Random, size: Size, classes: int, name: str | None = None) -> nn.Module:
     """A small form of a network of timm, as timm builds it or converted."""
-    name = rng.choice(list(_TIMM))
+    name = name or rng.choice(list(_TIMM))
     arguments = {key: rng.choice(values) for key, values in _TIMM[name].items()}
-    if name == "mixer":  # none of timm's names leaves its size open
-        model = _wrap(MlpMixer(num_classes=classes, **arguments).eval(), (3, 8, 8), rng)
+    if name in _BUILT:  # none of timm's names leaves its size open
+        model = _wrap(_BUILT[name](num_classes=classes, **arguments).eval(), (3, 8, 8), rng)
     else:
         model = lipcert.load(name, pretrained=False, num_classes=classes, **arguments)
     head = _layers(model)[-1]
     if not head.weight.any():  # as timm leaves it
         nn.init.normal_(head.weight, std=0.5)
-    if "resnet" not in name and rng.random() < 0.6:
+    if name not in ("resnet18", "efficientnet") and rng.random() < 0.6:
         lipcert.convert(model, attention=rng.choice(("l2", "keep")), norm=rng.choice(("keep", "project", "smooth")))
     return model
 
 
+def _efficientnet(blocks: tuple[str, ...], num_classes: int) -> nn.Module:
+    """Depthwise and inverted residual blocks, with squeezed channels as their strings say."""
+    return EfficientNet(
+        decode_arch_def([[block] for block in blocks]),
+        num_classes=num_classes,
+        stem_size=4,
+        num_features=8,
+        round_chs_fn=lambda channels: channels,
+    )
+
+
+_BUILT: dict[str, Callable[..., nn.Module]] = {"mixer": MlpMixer, "efficientnet": _efficientnet}
 # Arguments for timm: every value is one of a list.
 _TIMM: dict[str, dict[str, list[Any]]] = {
     "vit_tiny_patch16_224": {
@@ -288,6 +303,12 @@ _TIMM: dict[str, dict[str, list[Any]]] = {
     "mixer": {"img_size": [8], "patch_size": [4], "embed_dim": [8], "num_blocks": [1, 2]},
     "convnext_atto": {
         "input_size": [(3, 8, 8)], "patch_size": [1], "depths": [(1, 1, 1, 1)], "dims": [(4, 4, 8, 8)],
+    },
+    "efficientnet": {
+        "blocks": [
+            ("ds_r1_k3_s1_e1_c4",), ("ds_r1_k3_s1_e1_c4", "ir_r1_k3_s2_e2_c8_se0.25"), ("ir_r1_k3_s1_e2_c4",),
+            ("er_r1_k3_s2_e2_c8_se0.25",), ("ds_r1_k3_s2_e1_c4_nre", "ir_r1_k3_s1_e2_c4_nsw"),
+        ],
     },
     "resnet18": {
         "input_size": [(3, 8, 8)], "layers": [(1, 1, 1, 1)], "channels": [(4, 4, 8, 8)], "stem_type": ["deep"],
@@ -311,8 +332,13 @@ FAMILIES: dict[str, Callable[[random.Random, Size, int], nn.Module]] = {
     "gates": _gates,
     "tokens": _tokens,
     "timm": _timm,
+    "convnext": partial(_timm, name="convnext_atto"),
+    "mixer": partial(_timm, name="mixer"),
+    "efficientnet": partial(_timm, name="efficientnet"),
 }
-_SHARES = ["linear", "relu", *["mlp"] * 4, *["conv"] * 2, *["gates"] * 2, *["tokens"] * 4, *["timm"] * 3]
+# Families whose networks take longer, and have fewer images.
+SLOW = ("timm", "convnext", "mixer", "efficientnet")
+_SHARES = ["linear", "relu", *["mlp"] * 4, *["conv"] * 2, *["gates"] * 2, *["tokens"] * 4, *["timm"] * 2, *SLOW[1:]]
 _SMALL: list[Size] = [(1, 4, 4), (2, 4, 4), (3, 4, 4)]
 _SIZES: dict[str, list[Size]] = dict.fromkeys(FAMILIES, _SMALL) | {
     "relu": [(1, 2, 2), (1, 2, 3), (2, 2, 2)],

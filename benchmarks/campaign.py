@@ -8,6 +8,7 @@ that the network, in real arithmetic or in that dtype, predicts as another class
 
 Within each radius: one step towards every rival, the top singular vectors of the Jacobian, random directions, and
 projected gradient ascent with restarts; for affine and small ReLU networks the exact nearest change, by enumeration.
+In a type of its own, the ascent follows the network's gradients in that type as well as in float64.
 Beyond: the way to the nearest image of another class, the same ascent at growing radii and again at shrinking ones, and
 bisection. These say how far the radius is from the truth; only where a network predicts one class do they find nothing.
 """
@@ -22,7 +23,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from benchmarks._env import environment
 from benchmarks._exact import affine_distances, nearest_change
-from benchmarks._networks import Case, draw
+from benchmarks._networks import SLOW, Case, draw
 from lipcert.attacks._ball import project
 from lipcert.attacks._found import lead
 from lipcert.certifier import METHODS, Certifier
@@ -52,7 +53,9 @@ _BEYOND = (1.02, 1.2, 1.6, 2.5, 5.0, 20.0)
 _ROUND_UP = 1 + 1e-12
 # Evaluated in float64, a lead up to so much of the largest logit may be rounding.
 _NOISE = 1e-12
-_EXACT_IMAGES = 6
+_EXACT_IMAGES = 12
+# Threads of torch, by turns: sums are taken in another order.
+_THREADS = (1, 2, 4)
 _REFINEMENTS = 4
 
 Key = tuple[str, str]
@@ -95,19 +98,25 @@ class Judge:
         self.exact = dtype == REAL
         self.model = model if self.exact else copy.deepcopy(model).to(self.dtype)
 
+    def logits(self, images: Tensor) -> Tensor:
+        """What the network gives as it is deployed, in float64 and for gradients of images in float64."""
+        return self.model(images.to(self.dtype)).double()
+
     @torch.no_grad()
     def broken(self, images: Tensor, classes: Tensor) -> Tensor:
         """Whether images are predicted as another class beyond doubt, shape (P,); deployed, a tie is enough."""
-        logits = self.model(images.to(self.dtype)).double()
+        logits = self.logits(images)
         ahead = lead(logits, classes)
         return ahead > _NOISE * logits.abs().amax(1) if self.exact else ~(ahead < 0)
 
 
-def attack(model: Model, images: Tensor, classes: Tensor, radius: Tensor, seed: int = 0) -> Iterator[Tensor]:
+def attack(
+    model: Callable[[Tensor], Tensor], images: Tensor, classes: Tensor, radius: Tensor, seed: int = 0
+) -> Iterator[Tensor]:
     """Perturbed images within ``radius``, by one attack after the other.
 
     Args:
-        model: in float64.
+        model: takes images in float64.
         images: shape (P, C, H, W).
         classes: what they are predicted as, shape (P,).
         radius: shape (P,).
@@ -138,7 +147,9 @@ def attack(model: Model, images: Tensor, classes: Tensor, radius: Tensor, seed: 
         yield from _ascend(model, images, classes, inside, start)
 
 
-def _ascend(model: Model, images: Tensor, classes: Tensor, radius: Tensor, start: Tensor) -> Iterator[Tensor]:
+def _ascend(
+    model: Callable[[Tensor], Tensor], images: Tensor, classes: Tensor, radius: Tensor, start: Tensor
+) -> Iterator[Tensor]:
     """Projected gradient ascent on the lead of another class."""
     size = radius[:, None, None, None]
     delta = project(size * start / start.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None, None], images, radius)
@@ -151,7 +162,7 @@ def _ascend(model: Model, images: Tensor, classes: Tensor, radius: Tensor, start
         yield (images + delta).clamp(0, 1)
 
 
-def _jacobians(model: Model, images: Tensor) -> Tensor:
+def _jacobians(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     """Gradients of all logits, shape (P, classes, pixels)."""
     point = images.clone().requires_grad_()
     logits = model(point)
@@ -225,18 +236,19 @@ def examine(seed: int, count: int, family: str | None = None) -> dict[str, Any]:
     """Draws a network, certifies its images and attacks every radius.
 
     Returns:
-        ``seed``, ``images``, ``family``, ``spoilt``, ``ratios`` (attack distance / radius of every trial by "method
-        dtype"; None where no attack succeeded at any distance), ``exact`` (the same for exact distances) and
-        ``violations``.
+        ``seed``, ``images``, ``family``, ``spoilt``, ``threads``, ``ratios`` (attack distance / radius of every trial
+        by "method dtype"; None where no attack succeeded at any distance), ``exact`` (the same for exact distances)
+        and ``violations``.
     """
     case = draw(seed, count, family)
-    if case.family == "timm":
+    if case.family in SLOW:
         case = replace(case, images=case.images[::_SHARE_OF_TIMM])
     case.model.requires_grad_(False)
     with torch.no_grad():
         classes = case.model(case.images).argmax(1)
     found = certify(case, classes)
     known = {"seed": seed, "images": len(case.images), "family": case.family, "spoilt": case.spoilt}
+    known["threads"] = torch.get_num_threads()
     row: dict[str, Any] = {**known, "ratios": {}, "exact": {}}
     violations = []
     exact = _exact(case)
@@ -276,7 +288,10 @@ def _attacked(case: Case, classes: Tensor, radius: Tensor, where: Tensor, judge:
     open_ = (radius > 0).nonzero()[:, 0]
     images, own = case.images[where[open_]], classes[where[open_]]
     if len(open_):
-        for point in attack(case.model, images, own, radius[open_], seed):
+        ways = attack(case.model, images, own, radius[open_], seed)
+        if judge.dtype == torch.float32:
+            ways = itertools.chain(ways, attack(judge.logits, images, own, radius[open_], seed + 1))
+        for point in ways:
             distance = torch.where(judge.broken(point, own), _apart(point, images), math.inf)
             best[open_] = torch.minimum(best[open_], distance)
     return best
@@ -308,6 +323,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "by_method_exact": _closeness(rows, "exact"),
         "networks_by_family": _counts(rows, "family"),
         "networks_by_what_was_spoilt": _counts(rows, "spoilt"),
+        "networks_by_threads": _counts(rows, "threads"),
     }
 
 
@@ -327,7 +343,7 @@ def _closeness(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str, Any]:
 
 
 def _counts(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, int]:
-    names = [row[key] for row in rows]
+    names = [str(row[key]) for row in rows]
     return {name: names.count(name) for name in sorted(set(names))}
 
 
@@ -338,14 +354,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="CPU seconds of this chunk")
     parser.add_argument("--rows", type=Path, default=Path("campaign.jsonl"))
     args = parser.parse_args()
-    torch.set_num_threads(1)
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
     trials = sum(len(ratios) for row in rows for ratios in row["ratios"].values())
     seeds = (seed for seed in itertools.count() if seed not in {row["seed"] for row in rows})
     with args.rows.open("a") as file:
         while trials < args.radii and time.process_time() < args.seconds:
             started = time.process_time()
-            row = examine(next(seeds), args.images)
+            seed = next(seeds)
+            torch.set_num_threads(_THREADS[seed % len(_THREADS)])
+            row = examine(seed, args.images)
             row["seconds"] = time.process_time() - started
             rows.append(row)
             file.write(json.dumps(row) + "\n")
