@@ -279,7 +279,9 @@ def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
     if tally.median_radius is not None:
         facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(tally.median_radius)))
     facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
-    facts.append(("rigor", ", ".join(tally.rigors)))
+    rigors = ["deterministic"] if "deterministic" in tally.rigors else []
+    rigors += [f"probabilistic, δ ≤ {tally.delta:g} an image"] if tally.delta else []
+    facts.append(("rigor", ", ".join(rigors)))
     facts.append(("holds for", "real arithmetic" if plan.dtype == "real" else plan.dtype))
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
     facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} an image)"))

@@ -52,6 +52,10 @@ class UnsupportedOperation(LipcertError):
         )
 
 
+class LedgerError(LipcertError):
+    """A random vector was asked for twice, or more failure probability than an image has: a defect of lipcert."""
+
+
 class Interrupted(LipcertError):
     """A run that stopped before its end; what was written stays valid and the same command goes on from there."""
 

@@ -20,6 +20,7 @@ from lipcert.certifier._margins import MarginBounds, margins, radii
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import capture
 from lipcert.graph._graph import run
+from lipcert.norms import Ledger
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin
 
 few = settings(deadline=None, max_examples=40, derandomize=True)
@@ -300,14 +301,14 @@ def test_every_form_of_a_masked_norm_bounds_the_dense_truth(
     exact = torch.stack(
         [torch.linalg.matrix_norm(a[:, None] * dense * b, 2) for a, b in zip(flat(outer), flat(inner), strict=True)]
     )
-    verified = core.norms(outer, inner, 0.0, 0)
+    verified = core.norms(outer, inner, None)
     assert core.exact
     assert ((verified >= exact * (1 - 1e-14)) & (verified <= exact * (1 + 1e-7))).all()
     assert torch.allclose(flat(core.row_norms(inner))[0], (dense * flat(inner)[0]).norm(dim=1))
     monkeypatch.setattr("lipcert.bounds._masked.DENSE_SIDE", 0)
     assert not core.exact
-    schur = core.norms(outer, inner, 0.0, 0)
-    lanczos = core.norms(outer, inner, 1e-9, 0)
+    schur = core.norms(outer, inner, None)
+    lanczos = core.norms(outer, inner, Ledger(1e-9, 4).draw("norm", delta=1e-9))
     assert (schur >= exact * (1 - 1e-14)).all()
     assert ((lanczos >= exact * (1 - 1e-14)) & (lanczos <= exact * 1.05)).all()
 

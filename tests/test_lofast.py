@@ -12,7 +12,7 @@ from lipcert.bounds._remainder import quadratic
 from lipcert.certifier import Certifier, _certifier, certify
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._chains import Chains
-from lipcert.certifier._linearized import _BEHIND, search, search_each
+from lipcert.certifier._linearized import search, search_each
 from lipcert.certifier._lofast import (
     Attention,
     LoFAST,
@@ -22,7 +22,7 @@ from lipcert.certifier._lofast import (
 )
 from lipcert.certifier._margins import margins
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.norms import lanczos_norm
+from lipcert.norms import Ledger, lanczos_norm
 from lipcert.roundoff import DeployedAnchored
 
 
@@ -119,7 +119,7 @@ def test_zeta_is_the_norm_of_the_jacobian_either_way():
 
     wide = attention(64, 2, 8)
     x = seeded(1, 17, 64, seed=25)
-    found = attention_sensitivity(x, wide, 0.1, generator=torch.Generator().manual_seed(1))
+    found = attention_sensitivity(x, wide, 0.1)
     exact = torch.linalg.svdvals(torch.func.jacrev(wide)(x[0]).reshape(17 * 64, 17 * 64))[0]
     assert found.rigor == "probabilistic"
     assert found.delta == 1e-9
@@ -394,9 +394,10 @@ def test_columns_behind_smooth_activations(monkeypatch):
 def test_columns_enlarge_radii():
     model, pixels = MODELS["no class token"](), images(3)
     predicted, gaps = margins(model(pixels))
-    anchor = Anchored(model, tolerance=LOOSE)(pixels)
-    with_columns = anchor.radius(predicted, gaps)
-    anchor.method.columns.clear()
+    method = Anchored(model, tolerance=LOOSE)
+    with_columns = method(pixels).radius(predicted, gaps)
+    anchor = method(pixels)
+    method.columns.clear()
     assert bool((with_columns > 1.05 * anchor.radius(predicted, gaps)).all())
 
 
@@ -482,10 +483,9 @@ def test_lanczos_is_never_below_the_norm(kind, size):
     }[kind]
     matrix = p @ torch.diag(values) @ q.T
     for limit in (4, 8, 48):
-        for _ in range(50):  # one map at a time: all maps of a batch share the start vector
-            bound = lanczos_norm(
-                lambda v: v @ matrix.T, lambda u: u @ matrix, 1, size, delta=1e-9, steps=limit, generator=generator
-            )
+        for seed in range(50):  # one map at a time: all maps of a batch share the start vector
+            draw = Ledger(1e-9, seed=seed).draw(limit, delta=1e-9)
+            bound = lanczos_norm(lambda v: v @ matrix.T, lambda u: u @ matrix, 1, size, draw=draw, steps=limit)
             assert bound.item() >= 1
     assert bound.item() <= 1.06
 
@@ -495,12 +495,10 @@ def test_lanczos_covers_the_share_of_bad_starts_that_delta_allows():
     size, trials, delta = 40, 1000, 0.2
     values = torch.ones(size, dtype=torch.float64)
     values[0] = 1.5
-    generator = torch.Generator().manual_seed(3)
     failed = 0
-    for _ in range(trials):
-        bound = lanczos_norm(
-            lambda v: v * values, lambda u: u * values, 1, size, delta=delta, steps=1, generator=generator
-        )
+    for seed in range(trials):
+        draw = Ledger(delta, seed=seed).draw("start", delta=delta)
+        bound = lanczos_norm(lambda v: v * values, lambda u: u * values, 1, size, draw=draw, steps=1)
         failed += bound.item() < 1.5
     chance = 4 * (delta * (1 - delta) * trials) ** 0.5  # four standard deviations of so many trials
     assert 0 < failed <= delta * trials + chance
@@ -558,25 +556,6 @@ def test_weighing_enlarges_radii_of_each_image_by_itself():
     torch.testing.assert_close(alone, radius[1:2], rtol=1e-9, atol=0)
 
 
-def test_start_vectors_of_weighed_norms_are_used_once():
-    """Weights follow from norms, so that their own norms need start vectors that no norm before them has taken."""
-    seen = []
-
-    class Seen(Anchored):
-        def weighed_norm(self, a, b, values, scale, draw):
-            seen.append(draw)
-            return super().weighed_norm(a, b, values, scale, draw)
-
-    model = MODELS["no class token"]()
-    pixels = images(2)
-    predicted, gaps = margins(model(pixels))
-    method = Seen(model, tolerance=LOOSE)
-    method(pixels).radius(predicted, gaps)
-    assert seen
-    assert len(set(seen)) == len(seen)
-    assert max(seen) < method.spare < 2**32
-
-
 # Secants at kinks ----------------------------------------------------------------------------------------------------
 
 
@@ -599,16 +578,6 @@ def test_secants_enlarge_radii_and_no_attack_gets_inside():
     assert (radius / without).median() > 1.3
     assert bool((worst_margin(anchor.method, anchor, predicted, 0.999 * radius) > 0).all())
     assert bool((worst_margin(anchor.method, anchor, predicted, 20 * radius) < 0).any())
-
-
-def test_start_vectors_of_secants_are_their_own():
-    """Their widths depend on the first ones, and a probabilistic norm needs a start vector that its matrix does not."""
-    method = Anchored(relu_network())
-    taken = set()
-    for each in (method, method.secant):
-        places = [*range(each.seeds), *range(_BEHIND, _BEHIND + each.spare)]
-        assert taken.isdisjoint(each.seed + place for place in places)
-        taken.update(each.seed + place for place in places)
 
 
 def test_secants_behind_what_is_perturbed():

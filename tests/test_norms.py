@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms import (
+    Draw,
+    Ledger,
     _conv,
     _verify,
     conv_norm,
@@ -27,6 +29,11 @@ from lipcert.norms import (
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 TRUTH = 1e-13  # relative accuracy granted to the dense singular value decomposition itself
+
+
+def drawn(delta: float, seed: int = 0) -> Draw:
+    """Start vectors for a norm by itself."""
+    return Ledger(delta, seed=seed).draw("test", delta=delta)
 
 
 def random_tensor(*shape, seed=0, dtype=torch.float64):
@@ -498,7 +505,7 @@ def test_gram_norm_keeps_dtype_and_batch_and_survives_zero():
 
 def test_lanczos_says_infinity_where_products_are_not_finite_and_zero_for_zero_alone() -> None:
     scales = torch.tensor([[float("nan")], [float("inf")], [1.0], [1e-200], [0.0]], dtype=torch.float64)
-    bound = lanczos_norm(lambda v: scales * v, lambda u: scales * u, 5, 6, delta=1e-9)
+    bound = lanczos_norm(lambda v: scales * v, lambda u: scales * u, 5, 6, draw=drawn(1e-9))
     assert torch.isinf(bound[:2]).all()
     assert 1 <= bound[2] <= 1.1
     assert 1e-200 <= bound[3] < 1e-100
@@ -539,7 +546,7 @@ def test_row_norms_are_above_the_longest_row(rows: int, columns: int, seed: int)
     from_rows = longest_row(lambda u: torch.einsum("nij,kni->knj", maps, u), 2, rows)
     torch.testing.assert_close(from_rows, longest)
     assert bool((longest <= from_rows).all())
-    bound = row_norm(product, 2, columns, delta=1e-12, generator=torch.Generator().manual_seed(seed))
+    bound = row_norm(product, 2, columns, draw=drawn(1e-12, seed))
     assert bool((longest <= bound).all())
     assert bool((bound <= 2 * longest).all())
 
@@ -560,8 +567,7 @@ def test_norms_of_blocks_of_rows(blocks: int, block: int, columns: int, seed: in
     ):
         assert bool((found >= exact).all())
         torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-100)
-    generator = torch.Generator().manual_seed(seed)
-    bound = row_norm(product, 2, columns, delta=1e-12, block=block, generator=generator)
+    bound = row_norm(product, 2, columns, draw=drawn(1e-12, seed), block=block)
     assert bool((bound >= exact).all())
     assert bool((bound <= 2.5 * exact).all())
 
@@ -570,22 +576,18 @@ def test_norms_of_blocks_fail_no_more_often_than_they_say() -> None:
     """With as large a failure probability as one in five, of matrices with two equal directions."""
     maps = torch.eye(6, dtype=torch.float64)[None].expand(400, 6, 6) * torch.tensor([1, 1, 0.1, 0.5, 0.5, 0.1]).double()
     failures = 0
-    for seed in range(5):
-        vectors = [torch.Generator().manual_seed(1000 * seed + i) for i in range(40)]
-        failures += sum(
-            row_norm(
-                lambda v: torch.einsum("nij,knj->kni", maps[:1], v), 1, 6, delta=0.2, probes=4, block=3, generator=g
-            ).item()
-            < 1
-            for g in vectors
+    for seed in range(200):
+        bound = row_norm(
+            lambda v: torch.einsum("nij,knj->kni", maps[:1], v), 1, 6, draw=drawn(0.2, seed), probes=4, block=3
         )
+        failures += bound.item() < 1
     assert failures <= 0.2 * 200
 
 
 def test_blocks_say_infinity_where_products_are_not_finite() -> None:
     scales = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)[:, None]
     for found in (
-        row_norm(lambda v: scales * v, 3, 6, delta=1e-9, block=3, generator=torch.Generator()),
+        row_norm(lambda v: scales * v, 3, 6, draw=drawn(1e-9), block=3),
         explicit_row_norm(lambda v: scales * v, 3, 6, block=2),
         longest_row(lambda v: scales * v, 3, 6, block=3),
     ):
@@ -601,9 +603,8 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
             lambda v: torch.einsum("nij,knj->kni", maps, v),
             1,
             4,
-            delta=0.2,
+            draw=drawn(0.2, seed),
             probes=2,
-            generator=torch.Generator().manual_seed(seed),
         )
         for seed in range(2000)
     ]
@@ -614,7 +615,7 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
 def test_row_norms_say_infinity_where_products_are_not_finite() -> None:
     scales = torch.tensor([[float("nan")], [float("inf")], [1.0]], dtype=torch.float64)
     for bound in (
-        row_norm(lambda v: scales * v, 3, 6, delta=1e-9, generator=torch.Generator()),
+        row_norm(lambda v: scales * v, 3, 6, draw=drawn(1e-9)),
         explicit_row_norm(lambda v: scales * v, 3, 6),
         longest_row(lambda v: scales * v, 3, 6),
     ):

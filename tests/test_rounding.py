@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lipcert
 from lipcert.bounds import analyze
 from lipcert.certifier import Certifier
+from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._margins import MarginBounds, margins, radii
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
@@ -24,7 +25,8 @@ from lipcert.graph import Node, capture
 from lipcert.graph._graph import map_nodes
 from lipcert.loading import BUNDLED
 from lipcert.model import Model
-from lipcert.roundoff import DTYPES, DeployedAnchored, Format, Roundoff
+from lipcert.norms import Ledger
+from lipcert.roundoff import DTYPES, DeployedAnchored, Format, Radii, Roundoff
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._roundoff import _whole
 from lipcert.roundoff._rules import Operand, local_error
@@ -485,8 +487,7 @@ def test_the_float32_term_of_the_bundled_model(attack: Callable[..., bool]) -> N
     predicted, gaps = margins(exact(images).detach())
     anchor = DeployedAnchored(exact, "float32")(images)
     deployed_radius = anchor.radius(predicted, gaps)
-    anchor.roundings = None
-    real = super(type(anchor), anchor).radius(predicted, gaps)
+    real = Anchored(exact)(images).radius(predicted, gaps)
     assert (deployed_radius < real).all()
     assert (deployed_radius > 0.99 * real).all()
     for image, radius in zip(images, deployed_radius.tolist(), strict=True):
@@ -499,18 +500,19 @@ def test_any_method_becomes_one_for_the_deployed_network() -> None:
     predicted, gaps = margins(model(images).detach())
     bounds = MarginBounds(analyze(model))
 
-    def stage(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
-        return radii(gaps, bounds.of(predicted))
+    def stage(images: Tensor, predicted: Tensor, ledger: Ledger) -> Radii:
+        return lambda gaps, call: radii(gaps, bounds.of(predicted))
 
-    real = stage(images, predicted, gaps)
+    ledger = Ledger(0.0, len(images))
+    real = stage(images, predicted, ledger)(gaps, 0)
     for name, share in (("float32", 0.99), ("float16", 0.0)):
-        found = Roundoff(model, name).deployed(stage)(images, predicted, gaps)
+        found = Roundoff(model, name).deployed(stage)(images, predicted, ledger)(gaps, 0)
         assert (found < real).all()
         assert (found >= share * real).all()
     strict = Roundoff(model, Format(torch.bfloat16, torch.bfloat16))
-    assert not strict.deployed(stage)(images, predicted, gaps).any()
+    assert not strict.deployed(stage)(images, predicted, ledger)(gaps, 0).any()
     left = gaps - Roundoff(model, "float32").margins(images, predicted, real)
-    assert (found <= stage(images, predicted, left)).all()
+    assert (found <= stage(images, predicted, ledger)(left, 0)).all()
 
 
 def test_a_margin_that_float32_does_not_see_is_not_left() -> None:

@@ -49,6 +49,7 @@ from lipcert.bounds._value import Value
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.graph import Graph, Node, needed
 from lipcert.graph._graph import PIECES, map_nodes, run
+from lipcert.norms import Draw, Ledger
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _EVALUATION = 1e-10
@@ -90,9 +91,9 @@ class Way:
     outer: Tensor
     local: bool = False
 
-    def norm(self, delta: float, seed: int) -> Tensor:
+    def norm(self, node: Node) -> Tensor:
         """The norm for each image, constant units of the base removed; inf where there are none, and nothing is
-        gained."""
+        gained. ``node`` is the operation whose norm it is."""
         inner = self.inner * self.base.moving
         if self.core is None:
             return flat(self.outer * inner).amax(1) * INFLATE
@@ -102,7 +103,8 @@ class Way:
         if self.local:
             pays |= _varies(inner) | _varies(outer)
         if bool(pays.any()):
-            found[pays] = self.core.norms(outer[pays], inner[pays], delta, seed)
+            draw = None if self.core.exact else self.base.walk.draw(node, pays)
+            found[pays] = self.core.norms(outer[pays], inner[pays], draw)
         return found
 
 
@@ -150,7 +152,7 @@ class State:
         if self._constant is not None:
             found = torch.minimum(found, self._constant().nan_to_num(nan=math.inf))
         if self.whole_way is not None:
-            norm = self.whole_way.norm(self.walk.delta, self.walk.seed + self.walk.boxes.graph.nodes.index(self.node))
+            norm = self.whole_way.norm(self.node)
             found = torch.minimum(found, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
         return found
 
@@ -258,8 +260,8 @@ class Walk:
     With ``eps`` = 0 and errors 0 the boxes are those of rounding alone.
 
     Args:
-        delta: failure probability of one norm of one image, where norms are not verified; 0 forbids those.
-        seed: of the start vector of the first operation's norm; the others take the numbers behind it.
+        ledger: of these images, for the start vectors of norms that are not verified; None forbids those.
+        share: what is charged for one of them.
     """
 
     def __init__(
@@ -267,10 +269,10 @@ class Walk:
         boxes: Boxes,
         nominal: Nominal,
         eps: Tensor,
-        delta: float = 0.0,
-        seed: int = 0,
+        ledger: Ledger | None = None,
+        share: float = 0.0,
     ):
-        self.boxes, self.nominal, self.eps, self.delta, self.seed = boxes, nominal, eps, delta, seed
+        self.boxes, self.nominal, self.eps, self.ledger, self.share = boxes, nominal, eps, ledger, share
         self.still = not bool((eps > 0).any())
         self.states: dict[Node, State] = {}
         for node in boxes.graph.nodes:
@@ -284,6 +286,13 @@ class Walk:
     @property
     def output(self) -> State:
         return self.states[self.boxes.graph.output]
+
+    def draw(self, node: Node, images: Tensor) -> Draw | None:
+        """The start vector of an operation's norm, for the images that a mask of shape (N,) chooses."""
+        if self.ledger is None:
+            return None
+        chosen = self.ledger.only(images.nonzero()[:, 0])
+        return chosen.draw(self.boxes.graph.nodes.index(node), delta=self.share)
 
     def _pixels(self, node: Node) -> State:
         value = self.nominal.values[node]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
-from lipcert.norms import lanczos_norm
+from lipcert.norms import Draw, lanczos_norm
 from lipcert.norms._verify import UNIT, _verify, dot_error, sum_squares
 
 # Sums of n < 4e6 products of non-negative float64 numbers are off by at most (n + 8) 2⁻⁵³ relative, below 1e-9.
@@ -117,18 +117,16 @@ class Core:
         """Whether its norms are verified, and not Lanczos bounds."""
         return self.matrix is not None and min(self.matrix.shape) <= DENSE_SIDE
 
-    def norms(self, outer: Tensor, inner: Tensor, delta: float, seed: int) -> Tensor:
+    def norms(self, outer: Tensor, inner: Tensor, draw: Draw | None) -> Tensor:
         """Upper bounds on ‖diag(outer)·A·diag(inner)‖ for each image, for non-negative weights.
 
-        Verified where the matrix is small. Else a probabilistic Lanczos bound, or with ``delta`` = 0 Schur's test on
-        absolute
-        values: ‖B‖ ≤ √(max row sum · max column sum).
+        Verified where the matrix is small. Else a probabilistic Lanczos bound, or without a ``draw`` Schur's test on
+        absolute values: ‖B‖ ≤ √(max row sum · max column sum).
 
         Args:
             outer: shape (N, *shape of the result).
             inner: shape (N, *shape of the operand).
-            delta: failure probability of an image.
-            seed: of the start vector, the same for all images, so that none depends on the others.
+            draw: the start vector, the same for all images, so that none depends on the others.
 
         Returns:
             float64, shape (N,).
@@ -146,12 +144,12 @@ class Core:
                 for a, b in zip(left.split(chunk), right.split(chunk), strict=True)
             ]
             return torch.cat(found) * INFLATE
-        if delta == 0:
+        if draw is None:
             return self._schur(outer, inner)
         size = min(math.prod(self.input_shape), math.prod(self.output_shape))
         chunk = max(1, _CHUNK // (size * _LANCZOS_STEPS))
         pairs = zip(outer.split(chunk), inner.split(chunk), strict=True)
-        return torch.cat([self._lanczos(a, b, delta, seed) for a, b in pairs])
+        return torch.cat([self._lanczos(a, b, draw) for a, b in pairs])
 
     def _pull(self, template: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
         pull: Any = torch.func.vjp(lambda x: self.operation(x, weight), torch.zeros_like(template))[1]
@@ -164,9 +162,8 @@ class Core:
         product = rows.reshape(len(rows), -1).amax(1) * columns.reshape(len(columns), -1).amax(1)
         return product.sqrt() * INFLATE
 
-    def _lanczos(self, outer: Tensor, inner: Tensor, delta: float, seed: int) -> Tensor:
+    def _lanczos(self, outer: Tensor, inner: Tensor, draw: Draw) -> Tensor:
         pull = self._pull(inner, self.weight)
-        generator = torch.Generator().manual_seed(seed)
 
         def product(v: Tensor) -> Tensor:
             return (self.operation(v.reshape(inner.shape) * inner, self.weight) * outer).reshape(len(v), -1)
@@ -181,10 +178,9 @@ class Core:
             back,
             len(inner),
             size,
-            delta=delta,
+            draw=draw,
             tolerance=0.02,
             steps=_LANCZOS_STEPS,
-            generator=generator,
             device=inner.device,
         )
 

@@ -40,8 +40,8 @@ kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds.re
 lie apart follows from the radius that the Jacobians give; the larger of the two radii counts, each with half of δ.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability δ of an
-image. Sums and products here are of non-negative float64 numbers; gradients and margins are reduced by a relative 1e-6
-for the rounding of the nominal forward and backward pass in float64.
+image (lipcert.norms._ledger). Sums and products here are of non-negative float64 numbers; gradients and margins are
+reduced by a relative 1e-6 for the rounding of the nominal forward and backward pass in float64.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ from lipcert.certifier._secants import with_secants
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 from lipcert.model import Model
+from lipcert.norms import Ledger
 
 # For how many rival classes curvature is weighed, how far beyond the radius without it, and from which share of the
 # margin on.
@@ -108,9 +109,7 @@ class Anchored(Linearized):
             graph, self.kinks = with_secants(self.graph)
         if self.kinks:
             self.delta /= 2
-            # Widths follow from the norms here, so the norms there need start vectors that none here has taken.
-            seed = self.seed + self.seeds + self.spare
-            arguments |= {"seed": seed, "graph": graph, "widths": tuple(self.kinks.values())}
+            arguments |= {"graph": graph, "widths": tuple(self.kinks.values())}
             self.secant = Anchored(model, delta=delta / 2, **arguments)
 
     @property
@@ -147,16 +146,16 @@ class Anchored(Linearized):
             for a in (self.source, last.start, *last.nonlinear):
                 yield a, output
 
-    def __call__(self, images: Tensor, progress: Progress | None = None) -> Anchor:
+    def __call__(self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
-        return Anchor(self, *self.linearize(images, progress))
+        return Anchor(self, *self.linearize(images, progress, ledger=ledger))
 
 
 class Anchor(Linearization):
     """The network linearised at N images: bounds for any ε."""
 
     method: Anchored
-    drawn = 0  # how many draws of start vectors are used up
+    weighing = 0  # number of the radius that curvature is weighed for
 
     def layers(self) -> Layers:
         """The layer-by-layer bounds from the same norms, never tighter than these."""
@@ -233,6 +232,9 @@ class Anchor(Linearization):
             predicted: classes y, shape (N,).
             gaps: f_y − f_j, +inf at j = y, shape (N, classes).
             limit: how many rivals to look at in their own direction at most; the others are held to the cheap bound.
+
+        Raises:
+            LedgerError: called again, with start vectors that the first radius has used; linearise the images again.
         """
         best = self._radius(predicted, gaps, limit)
         secant = self.method.secant
@@ -240,8 +242,10 @@ class Anchor(Linearization):
             return best
         moved = self.deviations(best).operands
         still = [torch.zeros_like(best)]  # in front of what is perturbed
+        # Widths follow from the norms here, so the norms there take start vectors that none here has taken.
+        ledger = self.norms.ledger.part("secant")
         widths = {leaf: _WIDENED * moved.get(v, still)[-1][:, None] for v, leaf in self.method.kinks.items()}
-        other = Anchor(secant, *secant.linearize(self.images[:, 0], widths=widths))
+        other = Anchor(secant, *secant.linearize(self.images[:, 0], widths=widths, ledger=ledger))
         return torch.maximum(best, other._radius(predicted, gaps, limit))
 
     def _radius(self, predicted: Tensor, gaps: Tensor, limit: int | None) -> Tensor:
@@ -275,7 +279,7 @@ class Anchor(Linearization):
         """The radii that the rival classes allow, shape (N, classes), with curvature weighed for the least of them."""
         allowed = allowed.clone()
         done = torch.zeros_like(allowed, dtype=torch.bool)
-        for draw in range(self.method.rounds):
+        for round in range(self.method.rounds):
             rivals = allowed.argmin(1, keepdim=True)
             least = allowed.gather(1, rivals)[:, 0]
             left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least)).nonzero()[:, 0]
@@ -283,7 +287,7 @@ class Anchor(Linearization):
                 break
             one = self.only(left)._toward(rivals[left, 0], predicted[left], gaps[left])
             done[left, rivals[left, 0]] = True
-            allowed[left, rivals[left, 0]] = one.weighed(least[left], self.drawn + draw)
+            allowed[left, rivals[left, 0]] = one.weighed(least[left], round)
         return allowed
 
     def _cheap(self, predicted: Tensor, gaps: Tensor) -> Tensor:
@@ -303,10 +307,10 @@ class Anchor(Linearization):
         """The margins over one rival class for each image."""
         return Toward(self, rivals, predicted, gaps.gather(1, rivals[:, None])[:, 0])
 
-    def gains(self, weights: dict[Node, Tensor], draw: int) -> Weighed:
+    def gains(self, weights: dict[Node, Tensor], round: int) -> Weighed:
         """Norms with weights √w, for operations with weights w of the shape of their operand."""
         source, method = self.method.source, self.method
-        first = draw * method.weighable
+        ledger = self.norms.ledger.part("weighed", self.weighing, round)
         found: dict[Node, Gain] = {}
         for stage in method.stages:
             for place, v in enumerate(stage.nonlinear):
@@ -314,15 +318,15 @@ class Anchor(Linearization):
                     scale = weights[v].sqrt()
                     (u,) = method.operands(v)
                     norms = {u: per_image(scale).amax(1)}
-                    for number, a in enumerate((source, stage.start, *stage.nonlinear[:place])):
+                    for a in (source, stage.start, *stage.nonlinear[:place]):
                         if a in norms or (a, u) in method.unconnected:
                             continue
                         if (a, u) in method.chained:
                             norms[a] = norms[u] * self.gain(a, u)
                         else:
-                            norms[a] = method.weighed_norm(a, v.operands[0], self.values, scale, first + number)
+                            part = ledger.part(method.replay.position[v])
+                            norms[a] = method.weighed_norm(a, v.operands[0], self.values, scale, part)
                     found[v] = partial(_known, norms)
-                first += 2 + place
         return found
 
     def least_margin(self, eps: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
@@ -371,12 +375,12 @@ class Toward:
         known &= self.left(torch.where(known, enough, guess)) > 0
         return enough if bool(known.all()) else torch.where(known, enough, search(self.left, guess))
 
-    def weighed(self, least: Tensor, draw: int) -> Tensor:
+    def weighed(self, least: Tensor, round: int) -> Tensor:
         """Radii with curvature weighed, shape (N,).
 
         Args:
             least: radii that hold, shape (N,).
-            draw: number of the start vectors, that have not been used before.
+            round: how many rival classes were weighed before.
         """
         upto = _FURTHER * least
         moved = self.anchor.deviations(upto).operands
@@ -389,5 +393,5 @@ class Toward:
                 weights[v] = torch.where(worth.reshape(-1, *[1] * (found.dim() - 1)), found, math.inf)
         if not weights:
             return least
-        gains = self.anchor.gains(weights, draw)
+        gains = self.anchor.gains(weights, round)
         return torch.maximum(search(lambda eps: torch.where(eps <= upto, self.left(eps, gains), -1.0), least), least)

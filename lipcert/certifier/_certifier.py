@@ -25,6 +25,8 @@ from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
 from lipcert.errors import BrokenCertificate, InputError, UnsupportedOperation, first_line
 from lipcert.model import Model
+from lipcert.norms import Ledger
+from lipcert.norms._ledger import part_of, rigor_of
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
@@ -50,8 +52,6 @@ _FEW = 8
 _COPIES = 16
 _TF32 = "on CUDA it holds with torch.backends.cudnn.allow_tf32 = False; torch lets convolutions use TF32 by default"
 _TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
-
-Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Certifier:
@@ -139,8 +139,9 @@ class Certifier:
         if dtype == "float32" and any(str(node.op).startswith("conv") for node in self.analysis.graph.nodes):
             self.notes[dtype] = _TF32
         # The methods of an image that are probabilistic share its failure probability.
-        self.share = 0.0 if rigor == "deterministic" else delta / 2 if method == "staged" else delta
-        self.stages: dict[str, Stage] = {}
+        self.delta = 0.0 if rigor == "deterministic" else delta
+        self.share = part_of(self.delta, 2) if method == "staged" else self.delta
+        self.stages: dict[str, roundoff.Stage] = {}
         self._flops, self._results = self._forward_pass()
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
         chosen = _STAGES if method == "staged" else (method,)
@@ -155,15 +156,22 @@ class Certifier:
         staged = self.method == "staged"
         if name in ("global", "gloro"):
             bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
-            self.stages[name] = self._deployed(lambda images, predicted, gaps: radii(gaps, bounds.of(predicted)))
+            self.stages[name] = self._deployed(
+                lambda images, predicted, ledger: lambda gaps, call: radii(gaps, bounds.of(predicted))
+            )
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
                 return  # nothing that boxes could hold constant: local is global here
             work = _PASSES_AN_OPERATION * len(self.analysis.graph.nodes) * self._flops
             if not self._affords(name, work, _WORK_LIMIT):
                 return
-            self.local = Local(self.model, analysis=self.analysis, delta=self.share)
-            self.stages[name] = self._deployed(self.local.radius)
+            calls = 1 if self.roundoff is None else 2
+            local = Local(self.model, analysis=self.analysis, delta=self.share, calls=calls)
+            self.stages[name] = self._deployed(
+                lambda images, predicted, ledger: (
+                    lambda gaps, call: local.radius(images, predicted, gaps, ledger=ledger, call=call)
+                )
+            )
         else:
             limit = _WORK_LIMIT
             try:
@@ -186,9 +194,9 @@ class Certifier:
                     f"ask for more with passes, or for all with method {name}"
                 )
 
-            def stage(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
-                found = method(images).radius(predicted.to(images.device), gaps.to(images.device))
-                return found.to(gaps.device)
+            def stage(images: Tensor, predicted: Tensor, ledger: Ledger) -> roundoff.Radii:
+                found, classes = method(images, ledger=ledger), predicted.to(images.device)
+                return lambda gaps, call: found.radius(classes, gaps.to(images.device)).to(gaps.device)
 
             self.stages[name] = stage if isinstance(method, roundoff.DeployedAnchored) else self._deployed(stage)
 
@@ -200,7 +208,7 @@ class Certifier:
             return Anchored(self.model, at=self.at, **arguments)
         return roundoff.DeployedAnchored(self.model, self.dtype, **arguments)
 
-    def _deployed(self, stage: Stage) -> Stage:
+    def _deployed(self, stage: roundoff.Stage) -> roundoff.Stage:
         return stage if self.roundoff is None else self.roundoff.deployed(stage)
 
     def _forward_pass(self) -> tuple[float, float]:
@@ -238,13 +246,6 @@ class Certifier:
     def _call(self) -> float:
         """Floating-point operations of an image in one operation of the network, on average."""
         return self._flops / len(self.analysis.graph.nodes)
-
-    def _rigor(self, name: str) -> str:
-        if name in DETERMINISTIC:
-            delta = 0.0
-        else:
-            delta = self.local.delta if name == "local" else self.share
-        return f"probabilistic({delta:g})" if delta else "deterministic"
 
     @property
     def bound(self) -> Bound:
@@ -292,15 +293,20 @@ class Certifier:
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
         radius = torch.zeros(len(images), dtype=torch.float64)
         decided = [next(iter(self.stages))] * len(images)
+        ledger = Ledger(self.delta, len(images))
+        random = torch.zeros(len(images), dtype=torch.bool)  # whether what decided is
         for name, stage in self.stages.items():
             hopeless = broken & (name not in DETERMINISTIC and self.method == "staged")
             wanted = ((radius <= self.eps) & ~hopeless).nonzero()[:, 0]
             if not len(wanted):
                 continue
-            bounds = stage(images[wanted], predicted[wanted], gaps[wanted])
-            for place, value in zip(wanted.tolist(), bounds.tolist(), strict=True):
+            own = ledger.only(wanted).part(name)
+            before = own.spent
+            bounds = stage(images[wanted], predicted[wanted], own)(gaps[wanted], 0)
+            drew = (own.spent > before).tolist()
+            for place, value, chance in zip(wanted.tolist(), bounds.tolist(), drew, strict=True):
                 if value >= radius[place]:
-                    radius[place] = value
+                    radius[place], random[place] = value, chance
                     decided[place] = name
         distance = None if found is None else self._distance(images, predicted, found, radius)
         if distance is not None:
@@ -312,7 +318,8 @@ class Certifier:
             radius,
             radius > self.eps,
             tuple(decided),
-            tuple(self._rigor(name) for name in decided),
+            # A radius that is random is the largest of all that were looked for: each of them might have been it.
+            tuple(rigor_of(chance, self.delta) for chance in (ledger.spent * random).tolist()),
             None if labels is None else labels.cpu(),
             self.eps,
             None if distance is None else broken | (distance <= self.eps),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer, kept_whole
-from lipcert.bounds._remainder import REMAINDERS, Remainder, remainder_of, total
+from lipcert.bounds._remainder import REMAINDERS, Remainder, per_image, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._margins import row_distances
@@ -28,6 +28,8 @@ from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention
 from lipcert.graph._graph import REARRANGING, run
 from lipcert.model import Model
 from lipcert.norms import (
+    Draw,
+    Ledger,
     explicit_norm,
     explicit_row_norm,
     explicit_row_norms,
@@ -37,6 +39,7 @@ from lipcert.norms import (
     row_norm,
     row_norms,
 )
+from lipcert.norms._ledger import part_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,8 +61,6 @@ _PROBES = 256
 # images.
 _LONG = 4096
 _COLUMN_PROBES = 512
-# Start vectors of norms with weights are drawn from seeds this far behind the others.
-_BEHIND = 2**32
 # Passes that a norm takes, as a rule, and what it takes beside them, in floating-point operations.
 _PASSES = 100
 _SEARCH = 1e8
@@ -111,6 +112,8 @@ class Linearized:
 
     Attributes:
         spare: how many norms may be asked for beside those of all pairs; ``delta`` covers them too.
+        delta: what these norms may spend of the failure probability.
+        budget: what an image may spend in all, other linearisations of the network included.
         pairs: the (a, b) whose ‖G(a → b)‖ is found by itself.
         chained: those for which products of norms have to do (:mod:`lipcert.certifier._chains`): with ``passes`` alone.
         work: floating-point operations that the norms of an image take, roughly.
@@ -160,7 +163,7 @@ class Linearized:
             raise InputError(f"unknown rigor {rigor!r}; choose {' or '.join(RIGORS)}")
         self.model = model
         self.deterministic = rigor == "deterministic"
-        self.delta = 0.0 if self.deterministic else delta
+        self.budget = self.delta = 0.0 if self.deterministic else delta
         self.tolerance = tolerance
         self.seed = seed
         example = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(seed)).to(
@@ -213,11 +216,6 @@ class Linearized:
     @property
     def _own(self) -> int:
         return len(self.pairs) + len(self.peaks) + len(self.linear) + len(self.scaled) + len(self.links)
-
-    @property
-    def seeds(self) -> int:
-        """How many seeds from ``seed`` on have been used for start vectors."""
-        return 2 * len(self.pairs) + len(self.linear) + len(self.scaled) + len(self.links)
 
     @property
     def work(self) -> float:
@@ -461,16 +459,21 @@ class Linearized:
         return {self.graph.input: images, **given, **dict(zip(single, found, strict=True))}
 
     def linearize(
-        self, images: Tensor, progress: Progress | None = None, widths: Mapping[Node, Tensor] | None = None
+        self,
+        images: Tensor,
+        progress: Progress | None = None,
+        widths: Mapping[Node, Tensor] | None = None,
+        ledger: Ledger | None = None,
     ) -> tuple[Tensor, dict[Node, Tensor], Norms, dict[Node, Remainder]]:
         """What :class:`Linearization` is made of, for images of shape (N, C, H, W); widths as for :meth:`values`.
 
-        ``progress`` is called with (norms taken, norms in all).
+        ``progress`` is called with (norms taken, norms in all). ``ledger`` is that of the images, a new one by default.
         """
+        ledger = Ledger(self.budget, len(images), self.seed) if ledger is None else ledger
         images = images.to(self.model.device, self.model.dtype)[:, None]
         with torch.no_grad():
             values = self.values(images, widths)
-        norms = self.norms(values, len(images), progress)
+        norms = self.norms(values, ledger, progress)
         return images, values, norms, self.remainders(values)
 
     def remainders(self, values: dict[Node, Tensor]) -> dict[Node, Remainder]:
@@ -480,24 +483,30 @@ class Linearized:
     def _rule(self, v: Node, values: dict[Node, Tensor]) -> Remainder:
         return self.rules[v](v, [values[operand] for operand in v.operands], values[v])
 
-    def norms(self, values: dict[Node, Tensor], images: int, progress: Progress | None = None) -> Norms:
-        """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with probability ``delta``."""
-        found = Norms()
+    def norms(self, values: dict[Node, Tensor], ledger: Ledger, progress: Progress | None = None) -> Norms:
+        """Upper bounds on ‖G(a → b)‖, shape (N,), for all pairs, which fail together with what ``ledger`` charges.
+
+        A norm that is the same for all images is taken once, and charged to each.
+        """
+        found, images = Norms(ledger), len(ledger.spent)
         alone = {node: value[:1] for node, value in values.items()}
         for a, b in self.linear:
+            draw = self._draw(ledger, "columns", a, b)
             if (a, b) not in self.columns:
-                self.columns[a, b] = self._columns(a, b, alone)
+                self.columns[a, b] = self._columns(a, b, alone, draw)
         in_all = self._own + len(self.along) - len(self.linear) - len(self.links)
         for peak, pairs in ((False, self.pairs), (True, self.peaks)):
             for a, b in pairs:
+                draw = self._draw(ledger, "peak" if peak else "norm", a, b)
                 constant = self.constants.get((a, b, peak))
                 if constant is None and self._linear_way(a, b):
-                    constant = self.constants[a, b, peak] = self._norm(a, b, alone, peak).item()
+                    constant = self.constants[a, b, peak] = self._norm(a, b, alone, draw, peak=peak).item()
                 if constant is None:
                     together = self._together(a, b, images)
                     if peak:
                         together = max(1, min(together, _GRAMS // (math.prod(b.shape) * self.blocks[b][0])))
-                    bound = torch.cat([self._norm(a, b, part, peak) for _, part in _parts(values, images, together)])
+                    parts = _parts(values, images, together)
+                    bound = torch.cat([self._norm(a, b, part, draw, peak=peak) for _, part in parts])
                 else:
                     bound = values[a].new_full((images,), constant)
                 if peak:
@@ -506,18 +515,18 @@ class Linearized:
                 if progress is not None:
                     progress(len(found.gains) + len(found.peaks), in_all)
         if self.chains is not None:
-            links = {link: self._link(link, number, values, images) for number, link in enumerate(self.links)}
+            links = {link: self._link(link, number, values, ledger) for number, link in enumerate(self.links)}
             found.gains |= self.chains.bounds(self.chained, found.gains, links)
-        for number, (a, v) in enumerate(self.scaled):
-            place = 2 * len(self.pairs) + len(self.linear) + number
+        for a, v in self.scaled:
+            draw = self._draw(ledger, "columns weighed", a, v.operands[0], v)
             scale = self.columns[v, self.ahead[v]].sqrt().reshape(1, *v.shape)
             if self._linear_way(a, v.operands[0]):
                 if (a, v) not in self.weighed_constants:
-                    self.weighed_constants[a, v] = self._scaled(a, v.operands[0], alone, scale, place).item()
+                    self.weighed_constants[a, v] = self._scaled(a, v.operands[0], alone, scale, draw).item()
                 found.weighed[a, v] = values[a].new_full((images,), self.weighed_constants[a, v])
             else:
                 scale = scale.expand(images, *v.shape)
-                found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, place)
+                found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, draw)
             if progress is not None:
                 progress(len(found.gains) + len(found.peaks) + len(found.weighed), in_all)
         rules: dict[Node, Any] = {v: self._rule(v, values) for v in self.tokens}
@@ -542,17 +551,17 @@ class Linearized:
             found.append(torch.stack(explicit_rows(adjoint, len(scale), rows, device=scale.device), 1))
         return torch.cat(found)
 
-    def _link(self, link: Link, number: int, values: dict[Node, Tensor], images: int) -> Tensor:
+    def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
-        a, b = link.operand, link.node
-        place = self.seeds - len(self.links) + number
+        a, b, images = link.operand, link.node, len(ledger.spent)
+        draw = self._draw(ledger, "link", a, b, number)
         if self.rules.keys() & link.path:
             together = self._together(a, b, images)
             parts = _parts(values, images, together)
-            return torch.cat([self._norm(a, b, part, False, place=place, path=link.path) for _, part in parts])
+            return torch.cat([self._norm(a, b, part, draw, path=link.path) for _, part in parts])
         if link not in self.link_constants:
             alone = {node: value[:1] for node, value in values.items()}
-            self.link_constants[link] = self._norm(a, b, alone, False, place=place, path=link.path).item()
+            self.link_constants[link] = self._norm(a, b, alone, draw, path=link.path).item()
         return values[a].new_full((images,), self.link_constants[link])
 
     def _explicit(self, a: Node, b: Node) -> bool:
@@ -563,40 +572,45 @@ class Linearized:
         entries = max(1, math.prod(a.shape) * math.prod(b.shape))
         return max(1, min(images, _MOST // entries)) if self._explicit(a, b) else max(1, images)
 
-    def weighed_norm(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, draw: int) -> Tensor:
+    def weighed_norm(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, ledger: Ledger) -> Tensor:
         """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,), for a scale of shape (N, *b.shape).
 
-        The scale may depend on all norms so far. So ``draw`` numbers the start vectors of these norms: one that has not
-        been used for anything that the scale depends on.
+        The scale may depend on all norms so far, so ``ledger`` is a part that none of these has drawn from. Where the
+        scale is not finite nothing is charged, as nothing comes of it.
         """
-        return self._scaled(a, b, values, scale, _BEHIND + draw)
+        draw = self._draw(ledger.only(per_image(scale).isfinite().all(1).nonzero()[:, 0]), "norm", a, b)
+        return self._scaled(a, b, values, scale, draw)
 
-    def _scaled(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, place: int) -> Tensor:
-        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,); ``place`` is the number of the start vector."""
+    def _scaled(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, draw: Draw | None) -> Tensor:
+        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,)."""
         images = len(scale)
         together = self._together(a, b, images)
         parts = [
-            self._norm(a, b, part, False, scale[i : i + together], place)
-            for i, part in _parts(values, images, together)
+            self._norm(a, b, part, draw, scale=scale[i : i + together]) for i, part in _parts(values, images, together)
         ]
         return torch.cat(parts)
 
-    def _columns(self, a: Node, b: Node, values: dict[Node, Tensor]) -> Tensor:
+    def _columns(self, a: Node, b: Node, values: dict[Node, Tensor], draw: Draw | None) -> Tensor:
         """Upper bounds on the norms of the columns of G(a → b), shape (1, entries of a), for a linear way."""
         _, adjoint = self._products(a, b, values, several=True)
         rows = math.prod(b.shape)
-        if self.deterministic or rows <= _LONG:
+        if draw is None:
             return explicit_row_norms(adjoint, 1, rows, device=values[b].device)
-        place = 2 * len(self.pairs) + self.linear.index((a, b))
-        generator = torch.Generator().manual_seed(self.seed + place)
-        return row_norms(
-            adjoint, 1, rows, delta=self._share, probes=_COLUMN_PROBES, generator=generator, device=values[b].device
-        )
+        return row_norms(adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
 
-    @property
-    def _share(self) -> float:
-        """The failure probability of one norm."""
-        return self.delta / (self._own + self.spare)
+    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int) -> Draw | None:
+        """Start vectors for something about G(a → b); None where that is written out, or empty.
+
+        The key is made of the places of the operations in the network: whatever else is asked for, and in which order,
+        a norm has the same vectors.
+        """
+        rows, columns = math.prod(b.shape), math.prod(a.shape)
+        written = {"peak": min(rows, columns) <= _PROBES, "columns": rows <= _LONG}
+        if not rows * columns or self.deterministic or written.get(kind, self._explicit(a, b)):
+            return None
+        place = self.replay.position
+        numbers = [item if isinstance(item, int) else place[item] for item in (a, b, *more)]
+        return ledger.draw(kind, *numbers, delta=part_of(self.delta, self._own + self.spare))
 
     def _products(
         self,
@@ -650,49 +664,34 @@ class Linearized:
         a: Node,
         b: Node,
         values: dict[Node, Tensor],
-        peak: bool,
+        draw: Draw | None,
+        *,
+        peak: bool = False,
         scale: Tensor | None = None,
-        place: int | None = None,
         path: Sequence[Node] | None = None,
     ) -> Tensor:
         """Upper bounds on ‖G(a → b)‖, or on the norms of its rows, shape (N,), from products by autograd.
 
-        With a ``path``, G is the Jacobian along these operations alone.
-
-        ``place`` is the number of the start vector: one for each pair, the same in every call, so that a radius does
-        not depend on what was asked before.
+        With a ``path``, G is the Jacobian along these operations alone. Without a ``draw`` it is written out.
         """
         count, device = len(values[a]), values[a].device
         rows, columns = math.prod(b.shape), math.prod(a.shape)
         if not rows * columns:  # such as the tokens of a class where there are none
             return torch.zeros(count, dtype=torch.float64, device=device)
-        explicit = self._explicit(a, b)
+        explicit = draw is None
         block, arranged = self.blocks[b] if peak else (1, b)
         target = b if block == 1 else arranged
         product, adjoint = self._products(a, target, values, several=peak or explicit, scale=scale, path=path)
-        if place is None:
-            place = self.pairs.index((a, b)) + len(self.pairs) * peak
-        generator = torch.Generator().manual_seed(self.seed + place)
         if peak and rows <= _PROBES:
             return longest_row(adjoint, count, rows, block=block, device=device)
-        if peak and (self.deterministic or columns <= _PROBES):
+        if peak and draw is None:
             return explicit_row_norm(product, count, columns, block=block, device=device)
-        if peak:
-            share = self._share
-            return row_norm(product, count, columns, delta=share, block=block, generator=generator, device=device)
+        if peak and draw is not None:
+            return row_norm(product, count, columns, draw=draw, block=block, device=device)
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
-        if explicit:
+        if draw is None:
             return explicit_norm(forth, count, size, device=device)
-        return lanczos_norm(
-            forth,
-            back,
-            count,
-            size,
-            delta=self._share,
-            tolerance=self.tolerance,
-            generator=generator,
-            device=device,
-        )
+        return lanczos_norm(forth, back, count, size, draw=draw, tolerance=self.tolerance, device=device)
 
 
 def _parts(values: dict[Node, Tensor], images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:
@@ -706,12 +705,14 @@ class Norms:
     """Upper bounds that hold together, each of shape (N,).
 
     Attributes:
+        ledger: of the images, and what the bounds were charged with.
         gains: ‖G(a → b)‖, by (a, b).
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules ask for that.
         weighed: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns behind v.
         along: how far tokens of b move along themselves, all together and one of them, by (a, v): shape (N, 2).
     """
 
+    ledger: Ledger
     gains: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     peaks: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     weighed: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
@@ -753,7 +754,8 @@ class Linearization:
         part.images, part.logits = self.images[index], self.logits[index]
         part.values = {node: value[index] for node, value in self.values.items()}
         known = (self.norms.gains, self.norms.peaks, self.norms.weighed, self.norms.along)
-        part.norms = Norms(*({pair: norm[index] for pair, norm in norms.items()} for norms in known))
+        some = ({pair: norm[index] for pair, norm in norms.items()} for norms in known)
+        part.norms = Norms(self.norms.ledger.only(index), *some)
         part.remainders = self.method.remainders(part.values)
         return part
 

@@ -13,6 +13,8 @@ from lipcert.bounds._masked import INFLATE, Core
 from lipcert.certifier._margins import ROUND_DOWN, MarginBounds, radii
 from lipcert.errors import InputError
 from lipcert.model import Model
+from lipcert.norms import Ledger
+from lipcert.norms._ledger import part_of
 
 _EVALUATIONS = 64
 _ACCURACY = 1.01
@@ -28,26 +30,28 @@ class Local:
     worse than the global one.
 
     Attributes:
-        delta: failure probability of each image in each call, over the random start vectors of the norms of large
-            operators;
-            0 if every norm is deterministic.
+        delta: failure probability of each image, over the random start vectors of the norms of large operators; 0 if
+            every norm is deterministic.
 
     Args:
         model: the model, in float64.
         analysis: the global analysis of this very model, where it is already known.
         delta: what ``delta`` may be at most; 0 for deterministic norms, which are looser for large operators.
         seed: of the start vectors.
+        calls: how many radii of an image share ``delta``.
 
     Raises:
         InputError: the model is not in float64, or does not return logits.
         UnsupportedOperation: names every operation without a rule and where it is.
     """
 
-    def __init__(self, model: Model, *, analysis: Analysis | None = None, delta: float = 1e-9, seed: int = 0):
+    def __init__(
+        self, model: Model, *, analysis: Analysis | None = None, delta: float = 1e-9, seed: int = 0, calls: int = 1
+    ):
         if model.dtype != torch.float64:
             raise InputError(f"local bounds are computed in float64, the model is in {model.dtype}; use model.double()")
         self.model = model
-        self.seed = seed
+        self.seed, self.calls = seed, calls
         self.analysis = analyze(model) if analysis is None else analysis
         if len(self.analysis.output.shape) != 2:
             raise InputError(
@@ -89,7 +93,15 @@ class Local:
         return self._margin_constants(walk, predicted.to(self.model.device)).cpu()
 
     @torch.no_grad()
-    def radius(self, images: Tensor, predicted: Tensor, gaps: Tensor, eps: float | None = None) -> Tensor:
+    def radius(
+        self,
+        images: Tensor,
+        predicted: Tensor,
+        gaps: Tensor,
+        eps: float | None = None,
+        ledger: Ledger | None = None,
+        call: int = 0,
+    ) -> Tensor:
         """Certified radii, rounded down, to 1 %.
 
         A radius r is certified if gap_j exceeds K_yj·r, or what the boxes allow f_j − f_y to rise, for every j, with
@@ -101,12 +113,15 @@ class Local:
             predicted: the classes y, shape (N,).
             gaps: f_y − f_j, +inf at j = y, shape (N, classes).
             eps: a radius that is tried by itself, so that the 1 % cannot cost a certificate at ``eps``.
+            ledger: of the images; a new one by default.
+            call: number of the radius among those that share ``delta``.
 
         Returns:
             float64, shape (N,); 0 where nothing is certified, inf where nothing can move.
         """
         low = radii(gaps.cpu(), self.everywhere.of(predicted.cpu()))
         nominal = self._nominal(images)
+        ledger = (self._ledger(len(images)) if ledger is None else ledger).part("walk", call)
         gaps, predicted = gaps.to(self.model.device, torch.float64), predicted.to(self.model.device)
         start = torch.where(low > 0, low, 1e-12)
         high = torch.full_like(low, math.inf)
@@ -125,7 +140,7 @@ class Local:
                 if step > len(asked):
                     break
                 continue
-            passes = self._passes(nominal, index, trial[index], predicted, gaps, step)
+            passes = self._passes(nominal, index, trial[index], predicted, gaps, ledger.part(step))
             low[index] = torch.where(passes, trial[index], low[index])
             high[index] = torch.where(passes, high[index], trial[index])
             open_ &= (high > _ACCURACY * torch.maximum(low, start)) & (low < 1e12)
@@ -138,15 +153,15 @@ class Local:
         eps: Tensor,
         predicted: Tensor,
         gaps: Tensor,
-        number: int,
+        ledger: Ledger,
     ) -> Tensor:
         """Whether the margins of the images at ``index`` hold in balls of radius ``eps``, both of shape (n,).
 
-        ``number`` is that of the walk: each has start vectors of its own, as its radius depends on those before it. An
-        image that takes part meets the same numbers whatever others are beside it.
+        Each walk has a part of the ledger, as its radius depends on the walks before it. The parts are numbered by the
+        steps of the search, which an image meets whatever others are beside it.
         """
         where = index.to(self.model.device)
-        walk = self._walk(nominal.select(where), eps, number)
+        walk = self._walk(nominal.select(where), eps, ledger.only(index))
         classes, gap = predicted[where], gaps[where]
         reach = self._margin_constants(walk, classes) * walk.eps[:, None]
         reach = torch.minimum(reach, self._margin_boxes(walk, classes))
@@ -158,13 +173,15 @@ class Local:
     def _nominal(self, images: Tensor) -> Nominal:
         return self.boxes.nominal(images.to(self.model.device, torch.float64))
 
-    def _walk(self, nominal: Nominal, eps: Tensor, number: int = 0) -> Walk:
-        # A walk takes at most one norm for each operation, and a call at most _EVALUATIONS walks.
-        nodes = len(self.boxes.graph.nodes)
-        share = self.delta / (_EVALUATIONS * nodes)
-        seed = (self.seed * _EVALUATIONS + number) * nodes
+    def _ledger(self, images: int) -> Ledger:
+        return Ledger(self.delta, images, self.seed)
+
+    def _walk(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Walk:
+        # A walk takes at most one norm for each operation, and a radius at most _EVALUATIONS walks.
+        share = part_of(self.delta, self.calls * _EVALUATIONS * len(self.boxes.graph.nodes))
+        ledger = self._ledger(len(eps)) if ledger is None else ledger
         eps = eps.to(self.model.device, torch.float64).clamp_min(_SMALLEST)
-        return Walk(self.boxes, nominal, eps, share, seed)
+        return Walk(self.boxes, nominal, eps, ledger if self.delta else None, share)
 
     def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
         """The last matrix, the value in front of it, and the weights of its columns; None if the logits are not a

@@ -54,7 +54,7 @@ from lipcert._bound import Rigor
 from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
 from lipcert.errors import InputError
 from lipcert.graph import Node
-from lipcert.norms import lanczos_norm
+from lipcert.norms import Ledger, lanczos_norm
 
 # Singular values from torch are off by some 1e-14 of the largest, and a bound here has a few dozen roundings.
 _ROUNDING = 1 + 1e-9
@@ -87,9 +87,9 @@ class LoFAST(Linearized):
     def _wanted(self) -> Iterator[tuple[Node, Node]]:
         return self._layerwise()
 
-    def __call__(self, images: Tensor, progress: Progress | None = None) -> Layers:
+    def __call__(self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None) -> Layers:
         """Linearises every stage at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
-        return Layers(self, *self.linearize(images, progress))
+        return Layers(self, *self.linearize(images, progress, ledger=ledger))
 
 
 class Layers(Linearization):
@@ -224,7 +224,7 @@ def attention_sensitivity(
     eps: float,
     *,
     delta: float = 1e-9,
-    generator: torch.Generator | None = None,
+    seed: int = 0,
 ) -> AttentionSensitivity:
     """How far attention moves when its tokens move by at most ε: the formulas at the head of this file.
 
@@ -236,7 +236,7 @@ def attention_sensitivity(
         layer: the attention layer.
         eps: ε, in the units of x.
         delta: failure probability of the Lanczos bound for each input.
-        generator: source of its start vectors.
+        seed: of its start vector.
 
     Raises:
         InputError: ε is not a positive finite number.
@@ -244,7 +244,7 @@ def attention_sensitivity(
     if not 0 < eps < math.inf:
         raise InputError(f"eps must be a positive number, got {eps}")
     x = x.double()
-    zeta, dense = _jacobian_norm(x, layer, delta, generator)
+    zeta, dense = _jacobian_norm(x, layer, Ledger(delta, seed=seed))
     q, k, v = (layer.project(x, w, b) for w, b in ((layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)))
     wq, wk, wv = layer.split(layer.wq), layer.split(layer.wk), layer.split(layer.wv)
     bent = layer.s * _product_norm(wq, wk)
@@ -321,7 +321,7 @@ def _product_norm(first: Tensor, second: Tensor) -> Tensor:
     return _top(first @ second.mT) + _CANCELLED * frobenius
 
 
-def _jacobian_norm(x: Tensor, layer: Attention, delta: float, generator: torch.Generator | None) -> tuple[Tensor, bool]:
+def _jacobian_norm(x: Tensor, layer: Attention, ledger: Ledger) -> tuple[Tensor, bool]:
     size = x[0].numel()
     if size <= _DENSE:
         jacobian = torch.func.vmap(torch.func.jacrev(layer))(x)
@@ -343,10 +343,9 @@ def _jacobian_norm(x: Tensor, layer: Attention, delta: float, generator: torch.G
         adjoint,
         len(x),
         size,
-        delta=delta,
+        draw=ledger.draw("attention", delta=ledger.delta),
         tolerance=0.005,
         steps=128,
-        generator=generator,
         device=x.device,
     )
     return zeta, False

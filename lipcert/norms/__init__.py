@@ -13,8 +13,11 @@ from lipcert.norms._explicit import (
 )
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import lanczos_norm
+from lipcert.norms._ledger import Draw, Ledger
 
 __all__ = [
+    "Draw",
+    "Ledger",
     "conv_norm",
     "conv_transpose_norm",
     "dense_norm",

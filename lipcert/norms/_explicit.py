@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._lanczos import SMALLEST, Product
+from lipcert.norms._ledger import Draw
 
 # Unit vectors that are sent through at once.
 _TOGETHER = 64
@@ -114,20 +115,16 @@ def row_norm(
     images: int,
     size: int,
     *,
-    delta: float,
+    draw: Draw,
     probes: int = 256,
     block: int = 1,
-    generator: torch.Generator,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``delta``.
+    """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``draw.delta``.
 
     The largest of :func:`row_norms`, with its arguments; float64, shape (N,).
     """
-    found = row_norms(
-        product, images, size, delta=delta, probes=probes, block=block, generator=generator, device=device
-    )
-    return found.amax(1)
+    return row_norms(product, images, size, draw=draw, probes=probes, block=block, device=device).amax(1)
 
 
 def row_norms(
@@ -135,18 +132,17 @@ def row_norms(
     images: int,
     size: int,
     *,
-    delta: float,
+    draw: Draw,
     probes: int = 256,
     block: int = 1,
-    generator: torch.Generator,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Upper bounds on the norms of the rows of each J_n, which fail together with probability at most ``delta``.
+    """Upper bounds on the norms of the rows of each J_n, which fail together with probability at most ``draw.delta``.
 
     For Gaussian vectors g_1 … g_k the entry i of J g_t has variance ‖row i‖², so Σ_t (J g_t)_i² is ‖row i‖² times a
     χ² variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
     (Chernoff's bound). Over m rows: all ‖row i‖² ≤ Σ_t (J g_t)_i² / (c k), except with probability
-    m (c e^(1 − c))^(k/2). The c is found where that is delta, and rounded down.
+    m (c e^(1 − c))^(k/2). The c is found where that is δ, and rounded down.
 
     With a ``block`` they bound the spectral norms of so many rows B of J: with u the unit vector for which ‖Bᵀu‖ = ‖B‖,
     Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, as u depends on B alone, and at most the largest eigenvalue of
@@ -156,18 +152,18 @@ def row_norms(
         product: v ↦ J v for several v at once, as for :func:`explicit_norm`.
         images: number of maps N.
         size: dimension of the space that ``product`` takes.
-        delta: failure probability for each image.
+        draw: the vectors, the same for all maps, and their failure probability for each image, from a
+            :class:`~lipcert.norms.Ledger`. They are drawn on the CPU.
         probes: k; more are tighter: 256 come within a factor of some 1.5.
         block: number of rows of a block: rows 0 to block − 1, block to 2 block − 1, ….
-        generator: source of the vectors, the same for all maps, which are drawn on the CPU.
         device: where the products take their vectors; the CPU by default.
 
     Returns:
         float64, shape (N, rows / block), on that device; ∞ where products are not finite.
     """
-    vectors = torch.randn(probes, size, dtype=torch.float64, generator=generator).to(device)
+    vectors = draw.normal(probes, size).to(device)
     squares = _block_squares(product, vectors, images, block)
-    wanted = 2 / probes * math.log(delta / squares.shape[1])
+    wanted = 2 / probes * math.log(draw.delta / squares.shape[1])
     low, high = math.exp(wanted - 1), 1.0  # at low even without the factor e^(−c)
     for _ in range(60):
         middle = (low + high) / 2

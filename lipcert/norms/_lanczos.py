@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipcert.norms._ledger import Draw
+
 Product = Callable[[Tensor], Tensor]
 
 # A bracket is cut into so many parts so many times.
@@ -22,17 +24,16 @@ def lanczos_norm(
     images: int,
     size: int,
     *,
-    delta: float,
+    draw: Draw,
     tolerance: float = 0.05,
     steps: int = 48,
-    generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``delta``.
+    """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``draw.delta``.
 
     All maps start from the same random vector and each keeps the first bound that is tight enough, so that the result
-    for one map does not depend on the others in its batch. ``delta`` is a probability for each map, not for all
-    together.
+    for one map does not depend on the others in its batch. ``draw.delta`` is a probability for each map, not for all
+    together, and holds for maps that do not depend on the vector.
 
     Lanczos on A = JᵀJ from a uniformly random unit vector v gives, after k steps, a unit vector p_k(A)v with
     p_k(λ) = ∏(λ − θ_i)/∏β_j, θ_i the Ritz values and β_j the off-diagonal entries of the tridiagonal matrix. Its part
@@ -52,20 +53,20 @@ def lanczos_norm(
         adjoint: u ↦ Jᵀ u, back to (images, size).
         images: number of maps N.
         size: dimension n of the space that ``product`` takes.
-        delta: failure probability for each image.
+        draw: the start vector and its failure probability for each image, from a :class:`~lipcert.norms.Ledger`. It is
+            drawn on the CPU, so that it is the same on every device.
         tolerance: stop when every bound is within this of what the iteration has seen.
         steps: largest number of steps; stopping early or late changes how tight the bound is, never whether it holds.
-        generator: source of the start vector, which is drawn on the CPU, so that it is the same on every device.
         device: where the products take their vectors; the CPU by default.
 
     Returns:
         float64, shape (N,), on that device.
     """
-    start = torch.randn(1, size, dtype=torch.float64, generator=generator)
+    start = draw.normal(1, size)
     basis = [(start / start.norm()).to(device).expand(images, size)]
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
-    log_reach = -math.log(delta / math.sqrt(2 * size / math.pi))
+    log_reach = -math.log(draw.delta / math.sqrt(2 * size / math.pi))
     bound = torch.full((images,), math.inf, dtype=torch.float64, device=device)
     settled = torch.zeros(images, dtype=torch.bool, device=device)
     broken = torch.zeros(images, dtype=torch.bool, device=device)

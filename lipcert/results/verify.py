@@ -120,7 +120,9 @@ def verify(
             if method != found["method"] and method in SINGLE:  # an attack had made the stronger ones needless
                 if method not in others:
                     counted = passes if method in LINEARISED else None
-                    others[method] = Certifier(model, certifier.eps, method, passes=counted, **kind)
+                    others[method] = Certifier(
+                        model, certifier.eps, method, passes=counted, delta=certifier.share, **kind
+                    )
                 one = batch.split(i)[1].split(1)[0]
                 (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)
                 found |= {key: other[key] for key in ("radius", "method", "rigor")}

@@ -28,6 +28,6 @@ known here have no bound.
 
 from lipcert.roundoff._anchored import DeployedAnchored
 from lipcert.roundoff._format import DTYPES, Format
-from lipcert.roundoff._roundoff import Roundoff
+from lipcert.roundoff._roundoff import Radii, Roundoff, Stage
 
-__all__ = ["DTYPES", "DeployedAnchored", "Format", "Roundoff"]
+__all__ = ["DTYPES", "DeployedAnchored", "Format", "Radii", "Roundoff", "Stage"]

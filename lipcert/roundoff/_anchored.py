@@ -30,7 +30,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._masked import verified_norms
 from lipcert.bounds._remainder import per_image
-from lipcert.certifier._anchored import ROUNDS, Anchor, Anchored, Toward
+from lipcert.certifier._anchored import Anchor, Anchored, Toward
 from lipcert.certifier._linearized import (
     NOT_WEIGHED,
     SAFETY,
@@ -44,6 +44,7 @@ from lipcert.certifier._linearized import (
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 from lipcert.model import Model
+from lipcert.norms import Ledger
 from lipcert.roundoff._format import Format
 from lipcert.roundoff._roundoff import Gains, length, passes
 from lipcert.roundoff._rules import Operand, local_error
@@ -77,9 +78,11 @@ class DeployedAnchored(Anchored):
         super().__init__(model, **arguments)
         self.ranges = Gains(self.graph, model, self.format)
 
-    def __call__(self, images: Tensor, progress: Progress | None = None) -> DeployedAnchor:
+    def __call__(
+        self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None
+    ) -> DeployedAnchor:
         """Linearises the network at images, shape (N, C, H, W)."""
-        return DeployedAnchor(self, *self.linearize(images, progress))
+        return DeployedAnchor(self, *self.linearize(images, progress, ledger=ledger))
 
 
 @dataclass
@@ -114,7 +117,7 @@ class DeployedAnchor(Anchor):
         Rounding errors are measured at the radius in real arithmetic, and a radius found with them is valid up to
         there. Where it comes out much smaller, smaller balls are tried, in which values move less.
         """
-        self.roundings, self.drawn = None, 0
+        self.roundings, self.weighing = None, 0
         real = super().radius(predicted, gaps, limit)
         best = torch.zeros_like(real)
         for share in _SHARES:
@@ -122,7 +125,7 @@ class DeployedAnchor(Anchor):
             if not bool(left.any()):
                 break
             self.measure(share * real)
-            self.drawn += ROUNDS  # what is measured depends on the norms so far
+            self.weighing += 1  # what is measured depends on the norms so far
             found = torch.minimum(super().radius(predicted, gaps, limit), share * real)
             best = torch.where(left, torch.maximum(best, found), best)
         entry = self.method.format.entry(self.images, real)

@@ -30,11 +30,14 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, explicit_attention, needed
 from lipcert.graph._graph import PIECES, map_nodes, run
 from lipcert.model import Model
+from lipcert.norms import Ledger
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._format import INFLATE, Format, address
 from lipcert.roundoff._rules import ROUNDINGS, Operand, local_error
 
-Stage = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (images, predicted, ledger) ↦ (gaps f_y − f_j, number of the call) ↦ radii of shape (N,).
+Radii = Callable[[Tensor, int], Tensor]
+Stage = Callable[[Tensor, Tensor, Ledger], Radii]
 
 _WIDER = 1.125
 
@@ -182,21 +185,27 @@ class Roundoff:
         """A method for the network in real arithmetic, turned into one for the deployed network.
 
         Args:
-            stage: (images, predicted, gaps) ↦ radii, shape (N,), that do not fall as the gaps f_y − f_j rise.
+            stage: gives radii that do not fall as the gaps rise. It is asked twice for an image, with the number of the
+                call: what is random in both must hold together.
 
         Returns:
             The same with the gaps reduced by :meth:`margins` at the radius in real arithmetic, which bounds the result,
             and with :meth:`entry` taken off.
         """
 
-        def radii(images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
-            real = stage(images, predicted, gaps)
-            lost = self.margins(images, predicted, real).to(gaps.device)
-            found = torch.minimum(stage(images, predicted, (gaps - lost).clamp_min(0)), real)
-            entry = self.entry(images, found).to(found.device)
-            return torch.where(found > entry, (found - entry) * (1 - SAFETY), 0.0)
+        def deployed(images: Tensor, predicted: Tensor, ledger: Ledger) -> Radii:
+            radii = stage(images, predicted, ledger)
 
-        return radii
+            def taken_off(gaps: Tensor, call: int) -> Tensor:
+                real = radii(gaps, 2 * call)
+                lost = self.margins(images, predicted, real).to(gaps.device)
+                found = torch.minimum(radii((gaps - lost).clamp_min(0), 2 * call + 1), real)
+                entry = self.entry(images, found).to(found.device)
+                return torch.where(found > entry, (found - entry) * (1 - SAFETY), 0.0)
+
+            return taken_off
+
+        return deployed
 
     @torch.no_grad()
     def margins(self, images: Tensor, predicted: Tensor, radius: Tensor) -> Tensor:
