@@ -3,26 +3,27 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lipcert._processes import Processes
-from lipcert._settings import parse_eps
-from lipcert.attacks import PGD, Attack, AutoAttack
-from lipcert.certifier import METHODS, Certifier
+from lipcert._settings import CertifySettings
+from lipcert.attacks import PGD, AutoAttack
+from lipcert.certifier import Certifier
 from lipcert.data import open_images
 from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.model import Model
 from lipcert.results import Tally, shard_path, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.roundoff import DTYPES
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model
+from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model, options_of
 from ._output import default_name, move_to
 from ._parse import parse_shard, read_names
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
@@ -31,33 +32,15 @@ from ._torchrun import torchrun
 FORMS = ("github",)
 
 
+@options_of(CertifySettings)
 @one_line_errors
 def certify(
-    eps: Annotated[str, typer.Option(help="l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3.")],
+    settings: Callable[..., CertifySettings],
     models: ModelNames = None,
     models_file: Annotated[
         Path | None, typer.Option("--models", help="A text file with a model a line.", show_default=False)
     ] = None,
     data: Data = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = METHODS[0],
-    dtype: Annotated[
-        str,
-        typer.Option(help=f"What certificates hold for: real arithmetic, or a forward pass in {', '.join(DTYPES)}."),
-    ] = "real",
-    rigor: Annotated[
-        str, typer.Option(help="probabilistic, or deterministic: no random start vectors, for small networks.")
-    ] = "probabilistic",
-    at: Annotated[
-        str | None,
-        typer.Option(help="Perturb a module's output, not the pixels: patch_embed, blocks.0.", show_default=False),
-    ] = None,
-    passes: Annotated[
-        float | None,
-        typer.Option(
-            help="Spend about so many forward passes an image on norms of Jacobians; products do for the others.",
-            show_default=False,
-        ),
-    ] = None,
     attack: Annotated[
         bool, typer.Option("--attack", help="Look for perturbations that do change predictions, by PGD.")
     ] = False,
@@ -94,9 +77,7 @@ def certify(
     model_args: ModelArgs = None,
 ) -> None:
     """Certify images: no perturbation of the pixels smaller than the radius changes the prediction."""
-    radius = parse_eps(eps)
-    if method not in METHODS:
-        raise InputError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
+    asked = settings(attack=AutoAttack() if autoattack else PGD() if attack else None)
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under is a share between 0 and 1, got {fail_under}")
     if annotations is not None and annotations not in FORMS:
@@ -111,26 +92,8 @@ def certify(
     several = models_file is not None or len(names) > 1
     if several and checkpoint is not None:
         raise InputError("--checkpoint holds weights of one model; certify several one by one")
-    chosen = AutoAttack() if autoattack else PGD() if attack else None
-    plan = _Plan(
-        eps=eps,
-        radius=radius,
-        method=method,
-        dtype=dtype,
-        rigor=rigor,
-        at=at,
-        passes=passes,
-        attack=chosen,
-        data=data,
-        limit=limit,
-        device=device,
-        part=part,
-        parts=parts,
-        fail_under=fail_under,
-        checkpoint=checkpoint,
-        no_pretrained=no_pretrained,
-        model_args=model_args,
-    )
+    load = partial(load_model, checkpoint=checkpoint, no_pretrained=no_pretrained, model_args=model_args)
+    plan = _Plan(asked, load, data, limit, device, part, parts, fail_under)
     with torchrun():
         if several:
             outcomes, failed = _certify_all(plan, names, out, processes)
@@ -155,23 +118,19 @@ def certify(
 class _Plan:
     """What is asked about every model."""
 
-    eps: str
-    radius: float
-    method: str
-    dtype: str
-    rigor: str
-    at: str | None
-    passes: float | None
-    attack: Attack | None
+    settings: CertifySettings
+    load: Callable[[str | None], Model]
     data: str | None
     limit: int | None
     device: str | None
     part: int
     parts: int
     fail_under: float | None
-    checkpoint: Path | None
-    no_pretrained: bool
-    model_args: str | None
+
+    @property
+    def eps(self) -> str:
+        """ε as it was typed."""
+        return self.settings.eps_typed
 
 
 @dataclass(frozen=True)
@@ -219,7 +178,7 @@ def _certify_all(
 
 
 def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> _Outcome:
-    loaded = load_model(name, plan.checkpoint, plan.no_pretrained, plan.model_args)
+    loaded = plan.load(name)
     images = open_images(plan.data, loaded, limit=plan.limit)
     if plan.device is not None:
         move_to(loaded, plan.device)
@@ -228,22 +187,12 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have none that belong to the model's classes")
     with progress("bounding the network") as update:
-        certifier = Certifier(
-            loaded,
-            plan.radius,
-            plan.method,
-            dtype=plan.dtype,
-            rigor=plan.rigor,
-            at=plan.at,
-            passes=plan.passes,
-            attack=plan.attack,
-            progress=update,
-        )
+        certifier = Certifier(loaded, plan.settings, progress=update)
     for stage, reason in certifier.skipped.items():
         say(f"note: {stage} is left out: {reason}")
     for stage, reason in certifier.notes.items():
         say(f"note: {stage}: {reason}")
-    description = describe(loaded, images, certifier, plan.eps, shlex.join(["lipcert", *sys.argv[1:]]))
+    description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
     with progress("certifying") as update:
         if out is None:
             tally = certify_in_memory(certifier, images, update)
@@ -269,8 +218,8 @@ def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
     facts = [("images", str(len(tally)))]
     if tally.labelled:
         facts.append(("clean accuracy", share(tally.correct, len(tally))))
-        if tally.accuracy_under_attack is not None and plan.attack is not None:
-            facts.append((f"accuracy under {plan.attack.name}", share(tally.withstood, len(tally))))
+        if tally.accuracy_under_attack is not None and (attack := outcome.summary["attack"]):
+            facts.append((f"accuracy under {attack['name']}", share(tally.withstood, len(tally))))
         facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, len(tally))))
     elif len(tally):
         if tally.attacked:
@@ -282,7 +231,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
     rigors = ["deterministic"] if "deterministic" in tally.rigors else []
     rigors += [f"probabilistic, δ ≤ {tally.delta:g} an image"] if tally.delta else []
     facts.append(("rigor", ", ".join(rigors)))
-    facts.append(("holds for", "real arithmetic" if plan.dtype == "real" else plan.dtype))
+    facts.append(("holds for", "real arithmetic" if plan.settings.dtype == "real" else plan.settings.dtype))
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
     facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} an image)"))
     if outcome.path is not None:

@@ -1,12 +1,17 @@
 """Options that several commands share, and the model they name."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import timm
 import torch
 import typer
 
+from lipcert._settings import settings_of
 from lipcert.loading import BUNDLED, load, resolve
 from lipcert.model import Model
 
@@ -65,3 +70,32 @@ def load_model(
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
         return load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
+
+
+def options_of(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each field of settings that has a help text, in place of its ``settings``.
+
+    What the command gets as ``settings`` makes them: it takes the fields that are no options.
+    """
+    own = [one for one in fields(kind) if "help" in one.metadata]
+
+    def parameter(name: str, typed: Any, default: Any, text: str) -> inspect.Parameter:
+        shown = typer.Option(help=text, show_default=default is not None)
+        default = inspect.Parameter.empty if default is MISSING else default
+        annotation = Annotated[typed, shown]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    options = [parameter(one.name, one.metadata["typed"], one.default, one.metadata["help"]) for one in own]
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {one.name: given.pop(one.name) for one in own}
+            command(settings=functools.partial(settings_of, kind, **chosen), **given)
+
+        signature = inspect.signature(command)
+        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "settings"]
+        run.__signature__ = signature.replace(parameters=[*options, *others])  # type: ignore[attr-defined]
+        return run
+
+    return decorated

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff  # which asks for the certificates themselves
 from lipcert._memory import is_out_of_memory, memory_left
-from lipcert._settings import DETERMINISTIC, LINEARISED, METHODS
-from lipcert.attacks import PGD, Adversarial, Attack, attack_named, smallest
+from lipcert._settings import DETERMINISTIC, CertifySettings, settings_of, takes
+from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._certificates import Certificates
-from lipcert.certifier._linearized import RIGORS
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
@@ -70,63 +69,33 @@ class Certifier:
 
     Args:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
-        eps: ε in ℓ2 on pixels in [0, 1], positive.
+        eps: ε in ℓ2 on pixels in [0, 1], or all settings.
         method: one of ``METHODS``.
-        dtype: ``"real"`` for real arithmetic, or the format of the deployed forward pass: ``"float32"``, ``"float16"``
-            or ``"bfloat16"``.
-        rigor: ``"deterministic"`` for certificates without random start vectors, which needs Jacobians written out and
-            is for small networks; else ``"probabilistic"``.
-        at: what is perturbed: None for the pixels; the path of a module, such as ``"patch_embed"``, for its output, or
-            the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
-            Methods lofast and anchored only, and staged then is anchored.
-        passes: of the norms of Jacobians find no more than so many forward passes of an image allow, roughly, and let
-            products of norms do for the others; None for all of them, or, in staged certification, for what takes a
-            reasonable time. Methods lofast, anchored and staged.
-        delta: probability, for each image, that a certificate is wrong where it is probabilistic.
-        attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
-            the global constants on images that it breaks within ε, and each certificate is put to the test.
         progress: called with (operations done, operations in all) while the bound is computed.
+        **settings: the other fields of :class:`CertifySettings`.
 
     Raises:
-        InputError: an ε that is not a positive number, an unknown method, attack, dtype or rigor, weights that are NaN,
-            a network without a bound on its rounding, or too large for deterministic norms.
+        InputError: settings that cannot be used, weights that are NaN, a network without a bound on its rounding, or
+            too large for deterministic norms.
         UnsupportedOperation: the model has operations without a rule.
     """
 
+    @takes(CertifySettings)
     def __init__(
         self,
         model: Model,
-        eps: float,
+        eps: float | str | CertifySettings,
         method: str = "staged",
         *,
-        dtype: str = "real",
-        rigor: str = "probabilistic",
-        at: str | int | None = None,
-        passes: float | None = None,
-        delta: float = 1e-9,
-        attack: str | Attack | None = None,
         progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
     ):
-        if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps > 0):
-            raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
-        if method not in METHODS:
-            raise InputError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-        if rigor not in RIGORS:
-            raise InputError(f"unknown rigor {rigor!r}; choose one of {', '.join(RIGORS)}")
-        linearised = method == "staged" or method in LINEARISED
-        if at is not None and (not linearised or dtype != "real" or attack is not None):
-            raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
-        if passes is not None and not (isinstance(passes, (int, float)) and 0 <= passes < math.inf):
-            raise InputError(f"passes must be a number of forward passes, 0 or more, got {passes}")
-        if passes is not None and not linearised:
-            raise InputError(f"passes asks for method anchored, lofast or staged; {method} takes no norms of Jacobians")
-        self.at = at
-        self.passes = passes
-        self.eps = float(eps)
-        self.method = method
-        self.attack = attack_named(attack)
-        self.dtype = dtype
-        self.rigor = rigor
+        if not isinstance(eps, CertifySettings):
+            eps = settings_of(CertifySettings, eps, method, **settings)
+        self.settings = eps
+        self.eps, self.method, self.dtype, self.rigor = eps.eps, eps.method, eps.dtype, eps.rigor
+        self.at, self.passes, self.attack = eps.at, eps.passes, cast("Attack | None", eps.attack)
+        dtype, rigor, delta = eps.dtype, eps.rigor, eps.delta
         self.model, self.roundoff = _as_deployed(model, dtype)
         self.analysis = analyze(self.model, progress=progress)
         if len(self.analysis.output.shape) != 2:
@@ -140,12 +109,12 @@ class Certifier:
             self.notes[dtype] = _TF32
         # The methods of an image that are probabilistic share its failure probability.
         self.delta = 0.0 if rigor == "deterministic" else delta
-        self.share = part_of(self.delta, 2) if method == "staged" else self.delta
+        self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta
         self.stages: dict[str, roundoff.Stage] = {}
         self._flops, self._results = self._forward_pass()
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
-        chosen = _STAGES if method == "staged" else (method,)
-        for name in chosen if at is None else chosen[-1:]:
+        chosen = _STAGES if self.method == "staged" else (self.method,)
+        for name in chosen if self.at is None else chosen[-1:]:
             self._prepare(name)
         if not self.stages:
             raise InputError(f"no method is left for this model: {'; '.join(self.skipped.values())}")
@@ -374,8 +343,6 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
         copied.real = True
         return copied.double(), None
     copied.real = False
-    if dtype not in roundoff.DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(roundoff.DTYPES)}")
     rounded = copied.to(roundoff.DTYPES[dtype]).double()
     try:
         return rounded, roundoff.Roundoff(rounded, dtype)
@@ -389,19 +356,14 @@ def _piecewise_linear(analysis: Analysis) -> bool:
     return any(node.op in kinds for node in analysis.graph.nodes)
 
 
+@takes(CertifySettings)
 def certify(
     model: Model,
     images: Tensor,
     labels: Tensor | None = None,
     *,
-    eps: float,
-    method: str = "staged",
-    dtype: str = "real",
-    rigor: str = "probabilistic",
-    at: str | int | None = None,
-    passes: float | None = None,
-    attack: str | Attack | None = None,
     batch_size: int | None = None,
+    **settings: Any,
 ) -> Certificates:
     """Certifies images: which predictions does no ℓ2 perturbation of the pixels up to ε change?
 
@@ -409,25 +371,16 @@ def certify(
         model: from :func:`lipcert.load`.
         images: pixels in [0, 1], shape (N, C, H, W).
         labels: true classes, shape (N,), or None.
-        eps: ε in ℓ2 on pixels in [0, 1], such as ``36 / 255``.
-        method: one of ``lipcert.certifier.METHODS``.
-        dtype: what the certificates hold for: ``"real"`` arithmetic, or a forward pass in ``"float32"``, ``"float16"``
-            or ``"bfloat16"``.
-        rigor: ``"deterministic"`` to do without random start vectors; for small networks.
-        at: what is perturbed: None for the pixels, or the path of a module for its output, such as ``"patch_embed"``;
-            then ε and radii are measured there.
-        passes: find no more norms of Jacobians than so many forward passes of an image allow, roughly, and let products
-            of norms do for the others; None for what :class:`Certifier` takes.
-        attack: look for perturbations too that do change it: ``"pgd"``, ``"autoattack"`` or an attack of
-            :mod:`lipcert.attacks`. It bounds the radii from above.
         batch_size: how many images run at once; None for what time and memory suggest.
+        **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``eps``, which is required, ``method``,
+            ``dtype``, ``rigor``, ``at``, ``passes``, ``delta``, ``attack``. An attack bounds the radii from above.
 
     Returns:
         :class:`Certificates` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of
         length N, and with an attack also ``attacked`` and ``attack_distance``.
 
     Raises:
-        InputError: images, labels, ε, method, dtype, rigor or attack that cannot be used.
+        InputError: images, labels or settings that cannot be used.
         BrokenCertificate: the attack changed a prediction inside its certified radius: a defect of lipcert.
         UnsupportedOperation: the model has operations without a rule.
     """
@@ -435,7 +388,7 @@ def certify(
         raise InputError(
             "model is a plain module; wrap it first: lipcert.load(module, mean=..., std=..., input_size=...)"
         )
-    certifier = Certifier(model, eps, method, dtype=dtype, rigor=rigor, at=at, passes=passes, attack=attack)
+    certifier = Certifier(model, settings_of(CertifySettings, **settings))
     size = batch_size or certifier.together
     starts = range(0, max(1, len(images)), size)
     parts = [certifier.run(images[i : i + size], None if labels is None else labels[i : i + size]) for i in starts]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lipcert._settings import RIGORS
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer, kept_whole
 from lipcert.bounds._remainder import REMAINDERS, Remainder, per_image, remainder_of, total
@@ -52,7 +53,6 @@ Weighed = Mapping[Node, Gain]
 
 NOT_WEIGHED: Weighed = MappingProxyType({})
 SAFETY = 1e-6
-RIGORS = ("probabilistic", "deterministic")
 # A Jacobian with so few rows or columns is written out: that takes fewer products than Lanczos.
 _FEW = 64
 # The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.

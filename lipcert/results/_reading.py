@@ -6,19 +6,21 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert._settings import METHODS, parse_eps
+from lipcert._settings import METHODS, CertifySettings, parse_eps, settings_of
 from lipcert.errors import InputError
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
 from lipcert.results._statistics import Tally
 
 # The parts of a summary that must agree before rows of two runs may stand in one file.
-_IDENTITY = ("model", "preprocessing", "eps", "method", "attack", "dtype", "rigor", "at", "passes", "data", "lipcert")
+_SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
+_IDENTITY = ("model", "preprocessing", *_SETTINGS, "data", "lipcert")
 _VERSIONS = ("torch", "timm")
 
 
@@ -112,6 +114,15 @@ class Run(Tally):
             return self.attack_name
         settings = known.get("settings") or {}
         return ", ".join([f"{self.attack_name} {known.get('version', '')}".rstrip(), *_pairs(settings)])
+
+    def settings(self, attack: Any = None) -> CertifySettings:
+        """What was asked of the run, with an attack in place of the one that the summary names.
+
+        Raises:
+            InputError: the summary names settings that cannot be used.
+        """
+        known = {name: self.summary[name] for name in _SETTINGS if name in self.summary}
+        return settings_of(CertifySettings, **{**known, "attack": attack})
 
     def contradictions(self) -> Iterator[str]:
         """What the summary says otherwise than it says elsewhere, or than the rows; nothing where it agrees."""

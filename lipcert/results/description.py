@@ -12,7 +12,6 @@ import torch
 
 from lipcert._version import version
 from lipcert.artifact import buffers_hash, weights_hash
-from lipcert.attacks import identity
 from lipcert.data import preprocessing
 from lipcert.model import Model
 
@@ -21,16 +20,13 @@ if TYPE_CHECKING:
     from lipcert.data import Images
 
 
-def describe(
-    model: Model, images: Images, certifier: Certifier, typed: str, command: str | None = None
-) -> dict[str, Any]:
+def describe(model: Model, images: Images, certifier: Certifier, command: str | None = None) -> dict[str, Any]:
     """What a run is about: the part of its summary that is known before the first image.
 
     Args:
         model: the model that is certified.
         images: the images it is certified on.
         certifier: made for the model.
-        typed: ε as the user wrote it, such as ``36/255``.
         command: what was typed to start the run.
 
     Returns:
@@ -44,13 +40,7 @@ def describe(
             "weights_hash": weights_hash(model),
             "buffers_hash": buffers_hash(model),
         },
-        "eps": certifier.eps,
-        "method": certifier.method,
-        "attack": identity(certifier.attack),
-        "dtype": certifier.dtype,
-        "rigor": certifier.rigor,
-        "at": certifier.at,
-        "passes": certifier.passes,
+        **certifier.settings.described(),
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,
@@ -60,7 +50,6 @@ def describe(
         "preprocessing": preprocessing(model),
         "lipcert": version(),
         "limit": images.limit,
-        "eps_typed": typed,
         "command": command,
         "bound": {
             "value": bound.value if math.isfinite(bound.value) else None,

@@ -7,7 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lipcert._settings import LINEARISED, SINGLE
@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 # A gradient ascent follows rounding further: distances that an attack finds may differ by this share.
 _ATTACK_TOLERANCE = 1e-3
 # What is computed again of a summary. Times, the command, versions and the machine are taken as they are stated.
-_DESCRIBED = ("model", "preprocessing", "data", "eps", "dtype", "bound")
+_DESCRIBED = ("model", "preprocessing", "data", "bound")
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,10 @@ def verify(
     check_model(run, model)
     summary = run.summary
     wanted = {row["index"]: row for row in sample(run, count)}
-    passes = summary.get("passes")
-    kind: dict[str, Any] = {"dtype": summary.get("dtype"), "rigor": summary.get("rigor"), "at": summary.get("at")}
     attack = attack_of(run)
-    certifier = Certifier(model, run.eps, str(summary.get("method")), passes=passes, attack=attack, **kind)
-    claims = dict(describe(model, images, certifier, run.eps_typed))
+    settings = run.settings(attack)
+    certifier = Certifier(model, settings)
+    claims = describe(model, images, certifier)
     yield from (Verdict(None, reason) for reason in _against_the_file(run, json.loads(json.dumps(claims)), images))
     for row in run.rows:
         if row["index"] not in wanted and (reason := contradiction(row, run.eps, summary.get("method"))):
@@ -119,10 +118,10 @@ def verify(
             method = claimed["method"]
             if method != found["method"] and method in SINGLE:  # an attack had made the stronger ones needless
                 if method not in others:
-                    counted = passes if method in LINEARISED else None
-                    others[method] = Certifier(
-                        model, certifier.eps, method, passes=counted, delta=certifier.share, **kind
-                    )
+                    counted = settings.passes if method in LINEARISED else None
+                    share = certifier.share or settings.delta
+                    one_method = replace(settings, method=method, passes=counted, delta=share, attack=None)
+                    others[method] = Certifier(model, one_method)
                 one = batch.split(i)[1].split(1)[0]
                 (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)
                 found |= {key: other[key] for key in ("radius", "method", "rigor")}

@@ -1,0 +1,100 @@
+"""Settings: made once, checked when made, and shown by the command, the library and the summary alike."""
+
+import dataclasses
+import inspect
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert import _settings
+from lipcert._settings import CertifySettings, option, settings_of
+from lipcert.attacks import PGD
+from lipcert.certifier import Certifier
+from lipcert.cli import app
+from lipcert.cli._options import options_of
+from lipcert.data import open_images
+from lipcert.errors import InputError
+from lipcert.results.description import describe
+
+FIELDS = [one for one in dataclasses.fields(CertifySettings) if one.init]
+
+
+@pytest.mark.parametrize("eps", ["36/255", 36 / 255, np.float32(36 / 255), np.float64(36 / 255), 1])
+def test_eps_is_a_number_or_a_text(eps):
+    settings = CertifySettings(eps)
+    assert type(settings.eps) is float
+    assert settings.eps == pytest.approx(_settings.parse_eps(settings.eps_typed))
+    assert settings.eps_typed == "36/255" or not isinstance(eps, str)
+
+
+WRONG = [
+    {"eps": 0},
+    {"eps": math.nan},
+    {"eps": math.inf},
+    {"eps": "36/0"},
+    {"eps": None},
+    {"method": "exact"},
+    {"dtype": "int8"},
+    {"rigor": "estimate"},
+    {"delta": 0},
+    {"delta": 1.0},
+    {"passes": -1},
+    {"passes": math.nan},
+    {"passes": 3, "method": "gloro"},
+    {"at": "blocks.0", "dtype": "float32"},
+    {"at": "blocks.0", "attack": "pgd"},
+    {"attack": "none"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_settings_check_themselves(wrong):
+    with pytest.raises(InputError) as refused:
+        settings_of(CertifySettings, **{"eps": 0.1, **wrong})
+    assert next(iter(wrong)) in str(refused.value)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CertifySettings(0.1).eps = 0.2
+
+
+def test_a_misspelt_argument_is_named():
+    images = torch.zeros(1, 3, 8, 8)
+    with pytest.raises(InputError, match="'metod'; did you mean method"):
+        lipcert.certify(None, images, eps=0.1, metod="gloro")
+    with pytest.raises(InputError, match="missing a required argument: 'eps'"):
+        lipcert.certify(None, images)
+
+
+def test_every_field_is_in_the_command_the_library_and_the_summary():
+    help_text = CliRunner().invoke(app, ["certify", "--help"]).output
+    model = lipcert.load(None)
+    certifier = Certifier(model, CertifySettings("36/255", "gloro", attack=PGD(steps=3)))
+    summary = describe(model, open_images(None, model), certifier)
+    for function in (lipcert.certify, Certifier):
+        assert {one.name for one in FIELDS} <= {*inspect.signature(function).parameters}
+    for one in FIELDS:
+        assert one.name in summary
+        assert (f"--{one.name} " in help_text) or "help" not in one.metadata
+    assert summary["attack"]["settings"]["steps"] == 3
+    assert (summary["eps_typed"], summary["method"], summary["delta"]) == ("36/255", "gloro", 1e-9)
+
+
+def test_a_field_with_a_help_text_becomes_an_option():
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        size: str = option("How large.", "5")
+        secret: int = 3
+
+    seen = []
+
+    @options_of(Settings)
+    def command(settings, path: Path = Path("x")) -> None:
+        seen.append((settings(secret=4), path))
+
+    assert [*inspect.signature(command).parameters] == ["size", "path"]
+    command(size="7", path=Path("y"))
+    assert seen == [(Settings("7", 4), Path("y"))]
