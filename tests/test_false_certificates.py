@@ -1,14 +1,17 @@
 """Ways to a false certificate, by mechanism: each network is refused, or its radii hold against its own code."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from truth import Forward, holds_or_refused
 
 from lipcert._upper import Upper
 from lipcert.certifier import METHODS
+from lipcert.errors import LipcertError
 from lipcert.graph import capture
 from lipcert.roundoff import Format
 from lipcert.roundoff._rules import Operand, local_error
@@ -365,3 +368,131 @@ def test_windows(name):
         return F.linear(gated, w[:, : gated.shape[1]])
 
     holds_or_refused(Forward(forward, w=random(3, 40)), (1, 3, 3), methods=("global", "gloro", "local", "anchored"))
+
+
+# Odd arguments: what the rules say of sizes, rows and constants holds, or they refuse.
+
+
+class TwoByTwo(nn.Module):
+    """A cell of a recurrent network, called by its own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 3)
+
+    def forward(self, x):
+        return self.cell(x.flatten(1))[0]
+
+
+def rows(x):
+    """Rows of norm 1 along the last axis, whatever the image."""
+    return F.normalize(x, dim=-1, eps=0.1)
+
+
+ODD = {
+    "variance, a fractional correction": lambda x: 3 * x.var(3, correction=1.9).flatten(1),
+    "variance, axis": lambda x: 3 * x.var(axis=3).flatten(1),
+    "variance, positional": lambda x: 3 * torch.var(x, 3, True, True).flatten(1),
+    "variance of more": lambda x: 3 * torch.var(x, (2, -1), correction=3).flatten(1),
+    "largest, axis": lambda x: 3 * x.amax(axis=1).flatten(1),
+    "largest of two axes": lambda x: 3 * torch.amax(x, (-1, 1), keepdims=True).flatten(1),
+    "smallest, dim by name": lambda x: 3 * torch.min(x, dim=-1, keepdim=True).values.flatten(1),
+    "sum, axis": lambda x: torch.sum(x, axis=-1, keepdims=True).flatten(1),
+    "cat, axis": lambda x: torch.cat((x, 2 * x), axis=-1).flatten(1),
+    "norm, axis": lambda x: torch.linalg.vector_norm(x, axis=3).flatten(1),
+    "norm, ord": lambda x: torch.linalg.vector_norm(x, ord=1, dim=3).flatten(1),
+    "softmax, axis": lambda x: torch.softmax(9 * x, axis=3).flatten(1),
+    "rolled as one row": lambda x: (rows(x).roll(1, ()) @ x.mT).flatten(1),
+    "rolled, dims by name": lambda x: (rows(x).roll(1, dims=[]) @ x.mT).flatten(1),
+    "rolled, no dims": lambda x: (torch.roll(rows(x), 1, None) @ x.mT).flatten(1),
+    "rolled back": lambda x: (rows(x).roll((1, -1), (2, 3)) @ x.mT).flatten(1),
+    "repeated along rows": lambda x: (rows(x).repeat_interleave(torch.tensor([3, 0, 0]), -1) @ x.mT).flatten(1),
+    "repeated as one row": lambda x: (rows(x).repeat_interleave(2) * x.flatten().repeat(2))[None],
+    "repeated across": lambda x: (rows(x).repeat_interleave(torch.tensor([2, 0, 1]), 2) @ x.mT).flatten(1),
+    "no rows": lambda x: torch.cat([x.flatten(1), x[:, :, :0].flatten(1)], 1),
+    "nothing, reshaped": lambda x: torch.cat([x.flatten(1), x[..., :0].reshape(1, 0)], 1),
+    "cropped to nothing and padded": lambda x: F.pad(x, (0, -3)).sum(3).flatten(1) + x[..., 0].flatten(1),
+    "a vector for a weight": lambda x: (
+        F.linear(x, torch.ones(3).double()) @ x.flatten(1)[:, :3, None][:, None, :, 0].mT
+    ),
+    "a matrix for a bias": lambda x: F.linear(x[:, 0], torch.eye(3).double(), random(3, 3)).flatten(1),
+    "a bias for every input": lambda x: F.conv2d(x.reshape(4, 1, 3, 3), random(2, 1, 3, 3), 9 * x[0, 0, 0, :2]).reshape(
+        1, -1
+    ),
+    "kernels from the image": lambda x: F.conv2d(
+        x.reshape(2, 2, 3, 3), bias=x[0, 1, 0, :2], weight=x[:, 0, :2, :2].reshape(2, 1, 2, 1), groups=2
+    ).reshape(1, -1),
+    "eps below 0": lambda x: F.layer_norm(x, (3,), eps=-1e-3).flatten(1),
+    "eps of 0": lambda x: F.group_norm(x, 2, eps=0.0).flatten(1),
+    "one entry a group": lambda x: F.layer_norm(x[..., None], (1,)).flatten(1),
+    "limits in the wrong order": lambda x: x.clamp(0.7, 0.2).flatten(1) + x.clamp(max=0.5, min=-1).flatten(1),
+    "limits above": lambda x: (x.clamp(min=2.0) * x).flatten(1),
+    "hardtanh far away": lambda x: (F.hardtanh(x, 3.0, 4.0) * x).flatten(1),
+    "threshold from behind": lambda x: F.leaky_relu(x - 0.5, -2.0).flatten(1),
+    "steep": lambda x: F.leaky_relu(x - 0.5, negative_slope=7.0).flatten(1),
+    "elu below": lambda x: F.elu(x - 0.5, -3.0).flatten(1),
+    "softplus from behind": lambda x: F.softplus(x, -2.0).flatten(1),
+    "softplus, steep": lambda x: F.softplus(x - 0.5, 30.0, 1.0).flatten(1),
+    "alpha": lambda x: torch.add(x, x.tanh(), alpha=-5).flatten(1),
+    "alpha of 0": lambda x: torch.sub(x, x * 1e100, alpha=0).flatten(1),
+    "alpha of a constant": lambda x: torch.sub(torch.ones(3).double(), x, alpha=4).flatten(1),
+    "rsub with alpha": lambda x: torch.rsub(x, x.tanh(), alpha=3).flatten(1),
+    "addcmul": lambda x: torch.addcmul(torch.zeros(2, 1, 1, 1).double(), x, x, value=-3).flatten(1)[:1],
+    "products that broadcast": lambda x: (x[..., :1] * x[..., None, :, 0]).flatten(1),
+    "a power that is a tensor": lambda x: (x + 1).pow(torch.tensor([[[[[3.0]]]]])).flatten(1),
+    "a negative power": lambda x: (x + 0.5).pow(-2).flatten(1),
+    "a root": lambda x: (x + 0.01).sqrt().flatten(1) + (x + 0.01).rsqrt().flatten(1),
+    "an integer constant": lambda x: (x * torch.tensor([[3], [-2], [1]])).flatten(1),
+    "a boolean constant": lambda x: (
+        (x * torch.tensor([True, False, True])).flatten(1) - torch.ones(1, dtype=torch.bool).double()
+    ),
+    "an infinite constant": lambda x: (
+        torch.minimum(x, torch.tensor([math.inf, 0.5, -math.inf]).double()).flatten(1).clamp(-9, 9)
+    ),
+    "unfolded with gaps": lambda x: x.unfold(3, 2, 1).unfold(2, 1, 2).flatten(1),
+    "windows added up": lambda x: F.fold(F.unfold(x, 2, 1, 1, 1), (3, 3), 2, 1, 1, 1).flatten(1),
+    "bigger, by bicubic": lambda x: F.interpolate(x, scale_factor=(1.7, 0.5), mode="bicubic").flatten(1),
+    "bigger, by its corners": lambda x: F.interpolate(x, (5, 1), mode="bilinear", align_corners=True).flatten(1),
+    "smaller, recomputed": lambda x: F.interpolate(
+        x, scale_factor=0.6, mode="bilinear", recompute_scale_factor=True
+    ).flatten(1),
+    "nearest-exact": lambda x: F.interpolate(x, 7, mode="nearest-exact").flatten(1),
+    "reflected": lambda x: F.pad(x, (2, 1, 0, 2), "reflect").flatten(1),
+    "in a circle": lambda x: F.pad(x, (3, 0, 0, 1), "circular").flatten(1),
+    "taken apart unevenly": lambda x: torch.cat(
+        [p * (i + 1) for i, p in enumerate(torch.tensor_split(x, (1, 1, 2), -1))], 3
+    ).flatten(1),
+    "the last of a split": lambda x: torch.split(x, 2, dim=-1)[-1].flatten(1) * 5,
+    "selected by name": lambda x: x.select(dim=1, index=-1).flatten(1) + x.narrow(dim=1, start=0, length=1).flatten(1),
+    "swapped by name": lambda x: (torch.swapaxes(rows(x), axis0=2, axis1=3) @ x).flatten(1),
+    "turned": lambda x: (rows(x).permute(0, 3, 2, 1) @ x.permute(0, 3, 1, 2)).flatten(1),
+    "dropout that drops": lambda x: F.dropout(x, 1.0, True).flatten(1),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0, True).flatten(1),
+    "complex": lambda x: (x * 1j).real.flatten(1) + x.flatten(1),
+    "other bits": lambda x: x.view(torch.float32).flatten(1),
+    "whole numbers": lambda x: (9 * x).to(torch.int32).double().flatten(1),
+    "a sum in whole numbers": lambda x: (9 * x).sum(1, dtype=torch.int64).double().flatten(1),
+    "torch.foreach": lambda x: torch._foreach_add([x, x], 1.0)[0].flatten(1),
+    "no dimensions": lambda x: x.flatten(1) * x.mean() + x.sum().tanh(),
+    "no dimensions, twice": lambda x: (x.mean() * x[0, 0, 0, 0]) * x.flatten(1),
+    "one number": lambda x: x.flatten(1) / (1 + x.square().sum()),
+    "a mean of everything": lambda x: F.layer_norm(x.flatten(1) + x.amax(), (36,)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments(name, check_contract):
+    def logits(x):
+        found = torch.cat([ODD[name](image).reshape(1, -1) for image in x.split(1)])
+        return F.linear(found, torch.randn(3, found.shape[1], generator=torch.Generator().manual_seed(4)).double())
+
+    with contextlib.suppress(LipcertError):
+        check_contract(ODD[name], (4, 3, 3), ascent=2)
+    holds_or_refused(logits, (4, 3, 3), methods=("gloro", "local", "anchored"))
+
+
+@pytest.mark.parametrize("dtype", ["real", "float32"])
+def test_a_cell(dtype):
+    """torch.lstm_cell has other arguments than what is left in the cells of torch.lstm."""
+    found = holds_or_refused(TwoByTwo(), (1, 2, 2), dtype=dtype)
+    assert all("lstm_cell" in line for line in found.values())

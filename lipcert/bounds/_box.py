@@ -60,6 +60,11 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
+def top(tensor: Tensor) -> Tensor:
+    """The largest entry for each image of (N, ...), of entries ≥ 0; 0 where there are none."""
+    return F.pad(flat(tensor), (0, 1)).amax(1)
+
+
 def _over(numbers: Tensor, template: Tensor) -> Tensor:
     """Numbers of shape (N,), to broadcast with (N, ...)."""
     return numbers.reshape(-1, *[1] * (template.dim() - 1))
@@ -75,7 +80,7 @@ def _gap(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _varies(weights: Tensor) -> Tensor:
-    return flat(weights).amin(1) < flat(weights).amax(1)
+    return (flat(weights) < top(weights)[:, None]).any(1)
 
 
 @dataclass
@@ -96,7 +101,7 @@ class Way:
         gained. ``node`` is the operation whose norm it is."""
         inner = self.inner * self.base.moving
         if self.core is None:
-            return flat(self.outer * inner).amax(1) * INFLATE
+            return top(self.outer * inner) * INFLATE
         outer = self.outer.expand(len(inner), *self.core.output_shape)
         found = torch.full((len(inner),), math.inf, dtype=torch.float64, device=inner.device)
         pays = (flat(inner) == 0).any(1)
@@ -368,8 +373,8 @@ def _unknown(walk: Walk, node: Node, *operands: State) -> State:
         moved = torch.zeros_like(walk.eps)
         for x in operands:
             most = flat(x.reach).norm(dim=1) * ratio(lip, x.lip)
-            moved = torch.maximum(moved, torch.where(flat(x.reach).amax(1) > 0, most, 0.0))
-        error = moved * len(operands) * INFLATE + flat(value.abs()).amax(1) * _EVALUATION
+            moved = torch.maximum(moved, torch.where(top(x.reach) > 0, most, 0.0))
+        error = moved * len(operands) * INFLATE + top(value.abs()) * _EVALUATION
         reach = _over(error, value).expand_as(value)
         return walk.result(node, reach, reach, operands)
     wide = torch.full_like(value, math.inf)

@@ -316,7 +316,7 @@ class Value:
     @property
     def lowest(self) -> float:
         """Lower bound on all entries."""
-        return self.floor.min().item()
+        return self.floor.min().item() if self.floor.numel() else 0.0
 
     def total_norm(self) -> Upper:
         """Upper bound on the ℓ2 norm of all entries together, for any image."""

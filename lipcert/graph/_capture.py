@@ -247,6 +247,8 @@ class _Recorder:
             function = _out_of_place(function)
             node_kwargs.pop("inplace", None)
             outcome = target.tensor
+        if op == "identity" and name in ("contiguous", "clone"):  # vmap knows no layouts but the plain one
+            node_args, node_kwargs = node_args[:1], {}
         if name in ("detach", "detach_"):  # a replay is differentiated, and what is cut off there moves all the same
             function = torch.clone
         apart = _APART.get(op, ())
