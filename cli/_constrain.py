@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipcert._processes import Processes
 from lipcert.artifact import save
-from lipcert.certvit import ENGINES, METHODS, ConstraintReport, LayerConstraint, NetworkFigures
+from lipcert.certvit import ConstrainSettings, ConstraintReport, LayerConstraint, NetworkFigures
 from lipcert.certvit import constrain as constrain_model
 from lipcert.certvit.images import EVERY
 from lipcert.data import Images, open_images
@@ -21,7 +21,7 @@ from lipcert.errors import Interrupted
 from lipcert.loading import resolve
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model
+from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, options_of
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, print_table, progress, say, upper
 from ._torchrun import torchrun
@@ -29,25 +29,14 @@ from ._torchrun import torchrun
 _BATCH = 8 * EVERY  # so that the same images are held out whatever the number of processes
 
 
+@options_of(ConstrainSettings)
 @one_line_errors
 def constrain(
+    settings: Callable[..., ConstrainSettings],
     model: ModelName = None,
     data: Data = None,
-    error: Annotated[float, typer.Option(help="Relative output error of each layer, above 0 and below 1.")] = 1e-2,
-    measure: Annotated[str, typer.Option(help=f"What to lower: {', '.join(METHODS)}.")] = METHODS[0],
-    engine: Annotated[
-        str, typer.Option(help="exact; or faithful: the paper's block-iterative algorithm for l1, to compare with.")
-    ] = ENGINES[0],
-    layers: Annotated[
-        str | None, typer.Option(help="Only these layers, by their paths with commas between.", show_default=False)
-    ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
-    ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that solve layers side by side; 0: none besides this.")] = 0,
-    resume_dir: Annotated[
-        Path | None,
-        typer.Option(help="Keep finished layers in this folder; a stopped run goes on there.", show_default=False),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1; a GPU if there is one.", show_default=False)
@@ -61,6 +50,7 @@ def constrain(
     model_args: ModelArgs = None,
 ) -> None:
     """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
+    asked = settings()
     with torchrun() as processes:
         source = resolve(model)
         loaded = load_model(model, checkpoint, no_pretrained, model_args)
@@ -73,20 +63,10 @@ def constrain(
 
         try:
             with _phases() as show:
-                constrain_model(
-                    loaded,
-                    _Batches(images, processes),
-                    error,
-                    measure=measure,
-                    engine=engine,
-                    layers=None if layers is None else [name.strip() for name in layers.split(",")],
-                    workers=workers,
-                    devices=(str(loaded.device),),
-                    resume_dir=resume_dir,
-                    progress=show,
-                )
+                here = {**vars(asked), "devices": (str(loaded.device),)}
+                constrain_model(loaded, _Batches(images, processes), progress=show, **here)
         except KeyboardInterrupt as stop:
-            kept = f"the same command goes on from {resume_dir}" if resume_dir else "nothing was written"
+            kept = f"the same command goes on from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
             raise Interrupted(f"interrupted; {kept}") from stop
         report = cast(ConstraintReport, loaded.constraint)
         if processes.first:

@@ -145,7 +145,7 @@ class CertifySettings:
             raise InputError(
                 f"passes asks for method anchored, lofast or staged; {self.method} takes no norms of Jacobians"
             )
-        if not 0 < self.delta < 1:
+        if not (isinstance(self.delta, Real) and 0 < self.delta < 1):
             raise InputError(f"delta must be a probability between 0 and 1, got {self.delta}")
         object.__setattr__(self, "eps_typed", given if isinstance(given, str) else f"{float(eps):.9g}")
         object.__setattr__(self, "eps", float(eps))

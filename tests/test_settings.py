@@ -15,6 +15,7 @@ from lipcert import _settings
 from lipcert._settings import CertifySettings, option, settings_of
 from lipcert.attacks import PGD
 from lipcert.certifier import Certifier
+from lipcert.certvit import ConstrainSettings
 from lipcert.cli import app
 from lipcert.cli._options import options_of
 from lipcert.data import open_images
@@ -43,6 +44,7 @@ WRONG = [
     {"rigor": "estimate"},
     {"delta": 0},
     {"delta": 1.0},
+    {"delta": "1e-9"},
     {"passes": -1},
     {"passes": math.nan},
     {"passes": 3, "method": "gloro"},
@@ -98,3 +100,16 @@ def test_a_field_with_a_help_text_becomes_an_option():
     assert [*inspect.signature(command).parameters] == ["size", "path"]
     command(size="7", path=Path("y"))
     assert seen == [(Settings("7", 4), Path("y"))]
+
+
+def test_settings_of_constrain_check_themselves():
+    assert ConstrainSettings(layers="a, b").layers == ("a", "b")
+    for wrong in ({"error": 1}, {"measure": "none"}, {"engine": "faithful"}, {"engine": "x"}, {"workers": -1}):
+        with pytest.raises(InputError):
+            settings_of(ConstrainSettings, **wrong)
+    options = CliRunner().invoke(app, ["constrain", "--help"]).output
+    for one in dataclasses.fields(ConstrainSettings):
+        assert one.name in inspect.signature(lipcert.constrain).parameters
+        assert f"--{one.name.replace('_', '-')} " in options or "help" not in one.metadata
+    refused = CliRunner().invoke(app, ["constrain", "--error", "2"])
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)

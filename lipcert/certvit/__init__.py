@@ -2,14 +2,16 @@
 
 from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.moments import Moments, Targets, collect, stream
-from lipcert.certvit.network import ENGINES, constrain
+from lipcert.certvit.network import constrain
 from lipcert.certvit.parallel import Failure, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures
+from lipcert.certvit.settings import ENGINES, ConstrainSettings
 from lipcert.certvit.solve import METHODS, Solution, constrain_matrix
 
 __all__ = [
     "ENGINES",
     "METHODS",
+    "ConstrainSettings",
     "ConstraintReport",
     "Failure",
     "LayerConstraint",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipcert._processes import Processes
+from lipcert._settings import settings_of, takes
 from lipcert.bounds import lipschitz
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, Images, Loader, part
@@ -21,13 +22,13 @@ from lipcert.certvit.layers import Layer, choose, evaluating
 from lipcert.certvit.moments import Moments, pooled, stream
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
-from lipcert.certvit.solve import METHODS, Solution
+from lipcert.certvit.settings import ConstrainSettings
+from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.model import Model
 from lipcert.surgery import L2Attention
 
 BASELINES = ("rescale", "clip")
-ENGINES = ("exact", "faithful")
 Progress = Callable[[str, int, int | None], None]
 Weights = dict[str, Tensor]
 
@@ -35,20 +36,15 @@ _BLOCKS = 4  # mini-batches of the faithful engine, each a constraint
 _GENERALISES = 1.5  # a held-out error above so many times the one asked is remarked on
 
 
+@takes(ConstrainSettings)
 def constrain(
     model: Model,
     loader: Loader,
     error: float = 1e-2,
     *,
-    measure: str = "spectral",
-    engine: str = "exact",
-    layers: Iterable[str] | None = None,
     held_out: Loader | None = None,
-    workers: int = 0,
-    devices: Sequence[str] = ("cpu",),
-    resume_dir: str | os.PathLike[str] | None = None,
-    max_bytes: int = 2 << 30,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> Model:
     """Lowers the norms of a model's Linear and Conv2d layers while their outputs on images stay as they are.
 
@@ -65,19 +61,9 @@ def constrain(
         loader: images in [0, 1], with labels or without: a tensor (N, C, H, W), a pair of it and labels (N,), or an
             iterable of such batches that can be gone through several times, in the same order if ``held_out`` is None.
         error: relative output error of each layer, above 0 and below 1.
-        measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
-            are reported beside the others in any case.
-        engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which knows the measure
-            ``"l1"`` only, may miss ``error``, and is there to be compared: see
-            :func:`lipcert.certvit.constrain_blockwise`. The images are dealt out to 4 mini-batches.
-        layers: module paths in ``model.net``; None takes all that can be constrained.
         held_out: images to measure errors, accuracy and agreement on, as ``loader``; None holds out every fifth image.
-        workers: processes that solve layers; 0 solves in this one. More need ``if __name__ == "__main__"``.
-        devices: where to solve; worker k takes ``devices[k % len(devices)]``.
-        resume_dir: folder for finished layers, from which an interrupted run goes on.
-        max_bytes: limit for the moments held at a time, once for calibration and once for held-out images; layers whose
-            moments do not fit together take another pass over the images each.
         progress: called as ``progress(what, done, total)``, total None where it is not known.
+        **settings: the other fields of :class:`lipcert.certvit.ConstrainSettings`.
 
     Returns:
         The model.
@@ -87,18 +73,19 @@ def constrain(
             one colour; no layer that could be solved.
     """
     started = time.perf_counter()
-    _check(error, measure, engine, workers)
+    asked = settings_of(ConstrainSettings, error, **settings)
+    measure, engine = asked.measure, asked.engine
     report = progress or (lambda what, done, total: None)
     calibration, held = part(model, loader, held_out)
-    chosen, untouched = choose(model, layers)
+    chosen, untouched = choose(model, asked.layers)
     notes: list[str] = []
     bound_before = _log10_bound(model, partial(report, "bounding the network before"), notes)
 
-    solve = {"workers": workers, "devices": devices, "resume_dir": resume_dir}
+    solve = {"workers": asked.workers, "devices": asked.devices, "resume_dir": asked.resume_dir}
     entries: list[LayerConstraint] = []
     variants: dict[str, Weights] = {}
     count = _BLOCKS if engine == "faithful" else 1
-    for blocks, held_moments in _moments(model, chosen, calibration, held, max_bytes, count, report):
+    for blocks, held_moments in _moments(model, chosen, calibration, held, asked.max_bytes, count, report):
         outcomes = _outcomes(chosen, blocks, measure, engine, error, solve, report)
         for path, parts in blocks.items():
             results = {method: outcomes[_task_name(path, method)] for method in (measure, *BASELINES)}
@@ -137,19 +124,6 @@ def constrain(
         seconds=time.perf_counter() - started,
     )
     return model
-
-
-def _check(error: float, measure: str, engine: str, workers: int) -> None:
-    if measure not in METHODS:
-        raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(METHODS)}")
-    if engine not in ENGINES:
-        raise InputError(f"unknown engine {engine!r}; choose one of {', '.join(ENGINES)}")
-    if engine == "faithful" and measure != "l1":
-        raise InputError(f"the faithful engine lowers l1 and not {measure}; choose the measure l1 or the engine exact")
-    if not 0 < error < 1:
-        raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
-    if workers < 0:
-        raise InputError(f"workers must be 0, for none besides this process, or more, got {workers}")
 
 
 def _log10_bound(model: Model, progress: Callable[[int, int], None], notes: list[str]) -> float | None:
