@@ -38,6 +38,10 @@ class UnsupportedOperation(LipcertError):
 
     def __init__(self, operations: Sequence[tuple[str, str]]):
         self.operations = tuple(operations)
+        super().__init__(self._message(*self._listed()))
+
+    def _listed(self) -> tuple[int, str]:
+        """How many different problems there are, and all of them with their places."""
         places: dict[str, list[str]] = {}
         for name, path in self.operations:
             places.setdefault(name, []).append(path or "(model)")
@@ -46,14 +50,31 @@ class UnsupportedOperation(LipcertError):
             + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
             for name, paths in places.items()
         )
-        super().__init__(
-            f"no rule for {len(places)} operation{'s' if len(places) != 1 else ''}: {listed}; "
+        return len(places), listed
+
+    def _message(self, count: int, listed: str) -> str:
+        return (
+            f"no rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
             "add one with @lipcert.bounds.rule, or convert the modules"
         )
 
 
 class LedgerError(LipcertError):
     """A random vector was asked for twice, or more failure probability than an image has: a defect of lipcert."""
+
+
+class UnsupportedCode(UnsupportedOperation):
+    """Forward code that is no fixed sequence of operations on tensors, so that no list of operations stands for it.
+
+    Attributes:
+        operations: one ``(problem, module path)`` pair for every place in the model.
+    """
+
+    def _message(self, count: int, listed: str) -> str:
+        return (
+            f"the network's code cannot be certified: {listed}; "
+            "write it as the same operations on tensors for every image and type"
+        )
 
 
 class Interrupted(LipcertError):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lipcert._checkpoint import SUFFIXES, check_finite, load_weights, read_checkpoint
 from lipcert._timm import create_net, is_timm_name, rebuild_recipe
 from lipcert.artifact import is_artifact, load_artifact
-from lipcert.errors import InputError, LoadError, first_line
+from lipcert.errors import InputError, LipcertError, LoadError, first_line
+from lipcert.graph import first_run
 from lipcert.model import Model
 
 BUNDLED = Path(__file__).parent / "assets" / "digits_vit.safetensors"
@@ -61,6 +62,7 @@ def load(
     if "checkpoint_path" in timm_arguments:
         raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
     if isinstance(source, nn.Module):
+        source = getattr(source, "_orig_mod", source)  # what torch.compile made it of
         _refuse(given - {*_PIXELS}, "a module that is already built")
         return _wrap(source, "the module", "the module", pixels, {}, {}, features)
     name = os.fspath(resolve(source))
@@ -139,6 +141,10 @@ def _wrap(
     features: bool,
 ) -> Model:
     """Normalisation and input size from the caller, else from the network's own configuration; then a trial run."""
+    for path, part in net.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"{path} of {label}" if path else label
+            raise InputError(f"{what} is TorchScript, which hides its operations; give the module it was made of")
     check_finite(net, origin)
     if getattr(net, "num_classes", None) == 0 and not features:
         raise InputError(f"{label} has no classifier (num_classes is 0), hence no logits to certify; give num_classes=")
@@ -175,8 +181,9 @@ def _logits(model: Model, label: str) -> Tensor:
     """The logits of one grey image, shape (1, classes)."""
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     try:
-        with torch.no_grad():
-            logits = model(image)
+        logits = first_run(model, image)
+    except LipcertError:
+        raise
     except Exception as error:
         raise InputError(
             f"{label} does not take images of shape {model.input_size}: {first_line(error)}; "

@@ -404,7 +404,8 @@ class Casting(nn.Module):
 
 
 def casting(casts: bool) -> Model:
-    return Model(Casting(casts), mean=(0.5,), std=(0.25,), input_size=(1, 3, 4))
+    model = Model(Casting(casts), mean=(0.5,), std=(0.25,), input_size=(1, 3, 4))
+    return model if casts else model.double()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from lipcert._upper import Upper
 from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
-from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
 from lipcert.graph import Graph, Node, capture, needed
 from lipcert.graph._graph import PIECES, map_nodes
 from lipcert.model import Model, unusable
@@ -106,10 +106,34 @@ def analyze(
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
+    graph = capture(model, images, whole=kept_whole)
     if isinstance(model, Model):
         _check_independence(model, images)
-    graph = needed(capture(model, images, whole=kept_whole))
+    _check_unused(graph)
+    graph = needed(graph)
     return Analysis(graph, _walk(graph, progress))
+
+
+# Operations without a rule whose results go nowhere: torch.max gives the places of the largest entries beside them.
+_HARMLESS = frozenset(("argmax", "argmin", "part"))
+
+
+def _check_unused(graph: Graph) -> None:
+    """Refuses operations without a rule that the output does not depend on.
+
+    Nothing says that it does not: the size of a result may depend on values, and code may look at it.
+
+    Raises:
+        UnsupportedOperation: names them.
+    """
+    used = set(needed(graph).nodes)
+    unknown = [
+        (f"{node.name} (its result is not used)", node.path)
+        for node in graph.nodes
+        if node not in used and rule_for(node.op) is None and node.op not in _HARMLESS
+    ]
+    if unknown:
+        raise UnsupportedOperation(unknown)
 
 
 def _check_independence(model: nn.Module, images: Tensor) -> None:
@@ -192,7 +216,12 @@ def _answer(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 raise NoAnswer(f"{name} does not depend on the image, another operand does")
         elif annotation is not inspect.Parameter.empty and "Any" not in str(annotation) and _holds_value(argument):
             raise NoAnswer(f"{name} depends on the image")
-    return rule(call, *args, **kwargs)
+    try:
+        return rule(call, *args, **kwargs)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, LipcertError):
+            raise
+        raise NoAnswer(f"arguments that its rule does not take: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _holds_value(tree: Any) -> bool:

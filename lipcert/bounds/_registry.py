@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lipcert.graph import canonical
@@ -73,6 +75,8 @@ def rule(*targets: Any) -> Callable[[Answer], Answer]:
     def register(answer: Answer) -> Answer:
         for target in targets:
             key = key_of(target)
+            if isinstance(key, type):
+                _METHODS[key] = _methods(key)
             RULES[key] = Rule(key, answer, (answer.__doc__ or "").strip())
         return answer
 
@@ -94,7 +98,39 @@ def rule_for(op: Any) -> Rule | None:
 def kept_whole(module: nn.Module, table: Container[Any] = RULES.keys()) -> bool:
     """Whether a table's entry for the module's own class speaks for what it does.
 
-    A subclass may compute something else, and so may an instance with hooks or with a ``forward`` of its own.
+    A subclass may compute something else. So may an instance with hooks, with an attribute in place of a method, or
+    with a part of another class than the one that the class's ``PARTS`` name: that one is captured operation by
+    operation. A part with a name of its own is none of the class's.
     """
-    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return type(module) in table and not changed
+    cls = type(module)
+    if cls not in table or any(_altered(part) for part in module.modules()) or _METHODS.get(cls) != _methods(cls):
+        return False
+    parts = getattr(cls, "PARTS", None)
+    if parts is None:  # a class of the user's own, whose rule says what it does with its parts
+        return True
+    return all(
+        type(part) in parts.get(name, ()) or parts.get(name) == (nn.Module,) for name, part in module.named_children()
+    )
+
+
+def _altered(module: nn.Module) -> bool:
+    """Whether an instance does something else than its class says."""
+    hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name)
+    hidden = any(inspect.isroutine(getattr(type(module), name, None)) for name in vars(module))
+    return hooks or hidden or getattr(module, "_compiled_call_impl", None) is not None or _hooked_globally()
+
+
+def _hooked_globally() -> bool:
+    """Whether hooks are set that run for every module of the process."""
+    found = vars(torch.nn.modules.module)
+    return any(value for name, value in found.items() if name.startswith("_global_") and name.endswith("_hooks"))
+
+
+# The methods that module classes had when their rules were registered.
+_METHODS: dict[type, dict[str, Any]] = {}
+
+
+def _methods(cls: type) -> dict[str, Any]:
+    """What the class and its bases define, down to ``nn.Module``."""
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return {name: value for base in reversed(own) for name, value in vars(base).items() if callable(value)}

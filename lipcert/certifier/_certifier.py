@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pickle import PickleError
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,15 @@ from lipcert.certifier._certificates import Certificates
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
-from lipcert.errors import BrokenCertificate, InputError, UnsupportedOperation, first_line
+from lipcert.errors import (
+    BrokenCertificate,
+    InputError,
+    LipcertError,
+    UnsupportedCode,
+    UnsupportedOperation,
+    first_line,
+)
+from lipcert.graph import across_types, confirm, examine
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.norms._ledger import part_of, rigor_of
@@ -98,6 +107,8 @@ class Certifier:
         dtype, rigor, delta = eps.dtype, eps.rigor, eps.delta
         self.model, self.roundoff = _as_deployed(model, dtype)
         self.analysis = analyze(self.model, progress=progress)
+        _check_types(model, self.model, self.roundoff)
+        self._confirmed = False
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
@@ -115,7 +126,8 @@ class Certifier:
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
         chosen = _STAGES if self.method == "staged" else (self.method,)
         for name in chosen if self.at is None else chosen[-1:]:
-            self._prepare(name)
+            with _understood(name):
+                self._prepare(name)
         if not self.stages:
             raise InputError(f"no method is left for this model: {'; '.join(self.skipped.values())}")
         self.together = self._images_together()
@@ -257,6 +269,9 @@ class Certifier:
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
         images = images.to(self.model.device, torch.float64)
+        if not self._confirmed and len(images):
+            confirm(self.model, self.analysis.graph, images[:1], self.model.real)
+            self._confirmed = True
         predicted, gaps = margins(self.model(images).cpu())
         found = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
@@ -271,7 +286,8 @@ class Certifier:
                 continue
             own = ledger.only(wanted).part(name)
             before = own.spent
-            bounds = stage(images[wanted], predicted[wanted], own)(gaps[wanted], 0)
+            with _understood(name):
+                bounds = stage(images[wanted], predicted[wanted], own)(gaps[wanted], 0)
             drew = (own.spent > before).tolist()
             for place, value, chance in zip(wanted.tolist(), bounds.tolist(), drew, strict=True):
                 if value >= radius[place]:
@@ -322,6 +338,26 @@ class Certifier:
 
 
 @contextmanager
+def _understood(name: str) -> Iterator[None]:
+    """What a method does not know how to treat is refused in a line, whatever error it ends in.
+
+    Raises:
+        InputError: in place of an error that nobody meant.
+    """
+    try:
+        yield
+    except LipcertError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"{name} cannot treat this network ({type(error).__name__}: {first_line(error)[:200]}); "
+            "try another --method or --dtype, and report this as a defect of lipcert"
+        ) from error
+
+
+@contextmanager
 def _at_most_threads(count: int) -> Iterator[None]:
     """Torch runs with so many threads or fewer, at least one, while the block lasts."""
     before = torch.get_num_threads()
@@ -338,16 +374,59 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
     Casts inside the network change nothing in real arithmetic; with a ``dtype`` they stay, for the rounding bounds to
     see. Nothing here needs gradients with respect to weights.
     """
-    copied = copy.deepcopy(model).requires_grad_(False)
+    try:
+        copied = copy.deepcopy(model).requires_grad_(False)
+    except (RuntimeError, TypeError, PickleError) as error:
+        raise InputError(f"the model cannot be copied: {first_line(error)}") from error
     if dtype == "real":
         copied.real = True
         return copied.double(), None
     copied.real = False
     rounded = copied.to(roundoff.DTYPES[dtype]).double()
     try:
-        return rounded, roundoff.Roundoff(rounded, dtype)
+        with _understood(f"--dtype {dtype}"):
+            return rounded, roundoff.Roundoff(rounded, dtype)
+    except UnsupportedCode:
+        raise
     except UnsupportedOperation as error:
         raise InputError(f"there is no bound on what {dtype} rounds: {error}; use dtype real") from error
+
+
+def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:
+    """Refuses a network that is another one in float64, where bounds are computed, than where it is used.
+
+    Args:
+        model: as it was given.
+        copied: the same in float64.
+        rounding: bounds on what the deployed type rounds, if certificates are asked for that: they must cover what a
+            few images show.
+
+    Raises:
+        InputError: a network that does not run in its type, or rounds more there than the bounds say.
+        UnsupportedOperation: forward code that depends on the type.
+    """
+    dtypes = {model.dtype} if rounding is None else {model.dtype, rounding.format.dtype}
+    image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
+    precise, *_ = examine(copied, image.double(), copied.real)
+    for dtype in dtypes - {torch.float64}:
+        used = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
+        try:
+            looks = examine(used, image.to(dtype))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(f"the model does not run in {str(dtype)[6:]}: {first_line(error)}") from error
+        across_types(looks[0], precise)
+        if rounding is not None and dtype == rounding.format.dtype:
+            seen = torch.cat([found.image for found in looks]).double()
+            predicted, gaps = margins(copied(seen))
+            deployed = torch.cat([found.result for found in looks]).double()
+            lost = (gaps - (deployed.gather(1, predicted[:, None]) - deployed)).scatter(1, predicted[:, None], 0.0)
+            if bool((lost > rounding.margins(seen, predicted, torch.zeros(len(seen))).to(lost)).any()):
+                raise InputError(
+                    f"the model in {str(dtype)[6:]} is further from real arithmetic than its rounding bounds say; "
+                    "ask for --dtype real, and report this as a defect of lipcert"
+                )
 
 
 def _piecewise_linear(analysis: Analysis) -> bool:

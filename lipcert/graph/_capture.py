@@ -7,15 +7,17 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipcert._memory import is_out_of_memory
 from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
-from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
+from lipcert.graph._witness import close, examine, examples, module_calls
 
 # Questions about a tensor's form, answered from the nominal value: they make no value that depends on the image.
 _FORM = frozenset(
@@ -90,11 +92,25 @@ class Tracked:
             return self.recorder.call(_property(name), (self,), {})
         attribute = getattr(self.tensor, name)
         if isinstance(attribute, Tensor):
-            raise UnsupportedOperation([(f".{name}", self.recorder.path)])
+            raise UnsupportedCode([(f".{name}", self.recorder.path)])
         if not callable(attribute):
             return attribute
         method = getattr(torch.Tensor, name)
         return lambda *args, **kwargs: self.recorder.call(method, (self, *args), kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tensor", "node", "recorder", "overwritten_by"):
+            raise UnsupportedCode([(f"assignment to .{name} of a tensor", self.recorder.path)])
+        object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Any:
+        return self.recorder.call(torch.clone, (self,), {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__copy__()
+
+    def __format__(self, form: str) -> str:
+        raise UnsupportedCode([("a text made of the image", self.recorder.path)])
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -103,16 +119,16 @@ class Tracked:
         return iter(self.recorder.call(torch.unbind, (self, 0), {}))
 
     def __bool__(self) -> bool:
-        raise UnsupportedOperation([("control flow that depends on the image", self.recorder.path)])
+        raise UnsupportedCode([("control flow that depends on the image", self.recorder.path)])
 
     def __float__(self) -> float:
-        raise UnsupportedOperation([("a Python number taken from the image", self.recorder.path)])
+        raise UnsupportedCode([("a Python number taken from the image", self.recorder.path)])
 
     def __int__(self) -> int:
-        raise UnsupportedOperation([("a Python number taken from the image", self.recorder.path)])
+        raise UnsupportedCode([("a Python number taken from the image", self.recorder.path)])
 
     def __index__(self) -> int:
-        raise UnsupportedOperation([("a Python number taken from the image", self.recorder.path)])
+        raise UnsupportedCode([("a Python number taken from the image", self.recorder.path)])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.recorder.call(torch.Tensor.__setitem__, (self, index, value), {})
@@ -138,8 +154,8 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem", "floordiv", "mod"):
     setattr(Tracked, f"__{_name}__", _binary(_name, reflected=False))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Tracked, f"__i{_name}__", _calling(getattr(torch.Tensor, f"__i{_name}__")))
-for _name in ("neg", "abs"):
-    setattr(Tracked, f"__{_name}__", _calling(getattr(torch, _name)))
+for _name, _as in (("neg", torch.neg), ("abs", torch.abs), ("pos", torch.positive), ("invert", torch.bitwise_not)):
+    setattr(Tracked, f"__{_name}__", _calling(_as))
 Tracked.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
@@ -197,12 +213,14 @@ def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
 class _Recorder:
     """The nodes so far, and where in the model the forward code is."""
 
-    def __init__(self, whole: Callable[[nn.Module], bool], paths: dict[nn.Module, str], real: bool):
+    def __init__(self, module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool], real: bool):
         self.whole = whole
-        self.paths = paths
+        self.paths = {child: path for path, child in module.named_modules()}
         self.real = real
+        self.start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
         self.nodes: list[Node] = []
         self.stack: list[str] = []
+        self.failed: str | None = None  # the module in which an error arose
         self.live: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
         self.constants: list[tuple[Tensor, int, str, str]] = []
 
@@ -218,32 +236,35 @@ class _Recorder:
         name = getattr(function, "__name__", "")
         if name in _TEMPLATES and args and isinstance(args[0], Tensor):
             return function(*_map_tracked(lambda value: value.tensor, args), **kwargs)
-        if name not in _FORM:
+        form = name in _FORM and not any(True for _ in _tracked_in((args[1:], kwargs)))
+        if not form:
             self.check_current((args, kwargs))
         target: Tracked | None = None
         if _writes_in_place(function, name, args, kwargs):
             if not args or not isinstance(args[0], Tracked):
-                raise UnsupportedOperation([(f"{name} into a tensor that does not depend on the image", self.path)])
+                raise UnsupportedCode([(f"{name} into a tensor that does not depend on the image", self.path)])
             target = args[0]
             for other in self.live.values():
                 if other is not target and _share_memory(other.tensor, target.tensor):
                     other.overwritten_by = name
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
-            raise UnsupportedOperation([(f"{name}(out=...)", self.path)])
+            raise UnsupportedCode([(f"{name}(out=...)", self.path)])
         self.constants += [(tensor, _version(tensor), name, self.path) for tensor in _tensors_in((args, kwargs))]
         nominal_args, nominal_kwargs = _map_tracked(lambda value: value.tensor, (args, kwargs))
         read = [value for value in _tracked_in((args, kwargs)) if value is not target]
         versions = [_version(value.tensor) for value in read]
         outcome = function(*nominal_args, **nominal_kwargs)
         if versions != [_version(value.tensor) for value in read]:
-            raise UnsupportedOperation([(f"{name} writing into its operand", self.path)])
-        if name in _FORM:
+            raise UnsupportedCode([(f"{name} writing into its operand", self.path)])
+        if form:
             return outcome
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         op = canonical(function)
         function = _REPLAYED_AS.get(op, function)
         if target is not None:
+            if target.tensor.shape != target.node.shape:
+                raise UnsupportedCode([(f"{name}, which changes a tensor's shape in place", self.path)])
             function = _out_of_place(function)
             node_kwargs.pop("inplace", None)
             outcome = target.tensor
@@ -263,18 +284,35 @@ class _Recorder:
             return target
         return wrapped
 
+    def run(self, module: nn.Module, images: Tensor) -> Any:
+        """Runs the module on a value that is recorded.
+
+        Raises:
+            UnsupportedCode: its code does not take that value, or does something with it that has no rule.
+        """
+        try:
+            with module_calls(self.call_module):
+                return module(Tracked(images.clone(), self.start, self))
+        except LipcertError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            problem = f"code that takes nothing but tensors ({type(error).__name__}: {first_line(error)[:200]})"
+            raise UnsupportedCode([(problem, self.failed or "")]) from error
+
     def check_current(self, tree: Any) -> None:
         """Refuses values whose memory was written to through another value."""
         for value in _tracked_in(tree):
             if value.overwritten_by:
                 problem = f"reading a value that {value.overwritten_by} changed in place through a view"
-                raise UnsupportedOperation([(problem, self.path)])
+                raise UnsupportedCode([(problem, self.path)])
 
     def wrap(self, outcome: Any, node: Node) -> Any:
         """The recorded counterpart of an operation's outcome.
 
         Raises:
-            UnsupportedOperation: the outcome is a number, or another object in which the image goes on unseen.
+            UnsupportedCode: the outcome is a number, or another object in which the image goes on unseen.
         """
         if isinstance(outcome, Tensor):
             node.shape, node.dtype = tuple(outcome.shape), outcome.dtype
@@ -294,7 +332,7 @@ class _Recorder:
         if isinstance(outcome, (str, torch.dtype, torch.device)):
             return outcome
         problem = f"{node.name} that makes a {type(outcome).__name__} of the image's values"
-        raise UnsupportedOperation([(problem, self.path)])
+        raise UnsupportedCode([(problem, self.path)])
 
     def call_module(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -312,7 +350,7 @@ class _Recorder:
             self.nodes = []
             outcome = forward(module, *args, **kwargs)
             if not isinstance(outcome, Tracked):
-                raise UnsupportedOperation([(f"{type(module).__name__} with several outputs", self.path)])
+                raise UnsupportedCode([(f"{type(module).__name__} with several outputs", self.path)])
             node = Node(
                 type(module),
                 module,
@@ -326,24 +364,27 @@ class _Recorder:
             )
             known = {*node.operands, *node.inner}
             if not {outcome.node, *(operand for part in node.inner for operand in part.operands)} <= known:
-                raise UnsupportedOperation([(f"{node.name} reading values that are not its inputs", self.path)])
+                raise UnsupportedCode([(f"{node.name} reading values that are not its inputs", self.path)])
             if any(value.node not in node.operands for value in inputs):
-                raise UnsupportedOperation([(f"{node.name} writing into its input", self.path)])
+                raise UnsupportedCode([(f"{node.name} writing into its input", self.path)])
             outer.append(node)
             return Tracked(outcome.tensor, node, self)
+        except Exception:
+            self.failed = self.path if self.failed is None else self.failed
+            raise
         finally:
             self.nodes = outer
             self.stack.pop()
 
-    def graph(self, start: Node, outcome: Any) -> Graph:
+    def graph(self, outcome: Any) -> Graph:
         """All that was recorded between the image and the module's outcome."""
         if not isinstance(outcome, Tracked):
             raise InputError("the model's output does not depend on the image")
         self.check_current(outcome)
         for constant, version, name, path in self.constants:
             if _version(constant) != version:
-                raise UnsupportedOperation([(f"{name} with a tensor that is written to later", path)])
-        return Graph(start, outcome.node, (start, *self.nodes))
+                raise UnsupportedCode([(f"{name} with a tensor that is written to later", path)])
+        return Graph(self.start, outcome.node, (self.start, *self.nodes))
 
 
 def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -422,20 +463,6 @@ _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
 }
 
 
-@contextmanager
-def _module_calls_go_to(recorder: _Recorder) -> Iterator[None]:
-    original = nn.Module.__call__
-
-    def patched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(original, module, args, kwargs)
-
-    nn.Module.__call__ = patched  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-
-
 def capture(
     module: nn.Module,
     images: Tensor,
@@ -461,7 +488,7 @@ def capture(
     Raises:
         InputError: the module is in training mode, or returns something other than one tensor; ``casts`` of a model
             that leaves them out itself.
-        UnsupportedOperation: forward code that branches on the image's values, or writes through views in a way
+        UnsupportedCode: forward code that branches on the image's values, or writes through views in a way
             that would make the captured network differ from the module.
     """
     for path, child in module.named_modules():
@@ -473,18 +500,39 @@ def capture(
             "this model is the network in real arithmetic and shows no casts; give the one it is a copy of"
         )
     real = not casts and (leaves_out or images.dtype == torch.float64)
-    recorder = _Recorder(whole, {child: path for path, child in module.named_modules()}, real)
-    start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
+    recorder = _Recorder(module, images, whole, real)
     with torch.no_grad(), RealArithmetic() if real else nullcontext():
-        truth = module(images.clone())
+        truth = _run(module, images)
         if not isinstance(truth, Tensor):
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")
-        with _module_calls_go_to(recorder):
-            outcome = module(Tracked(images.clone(), start, recorder))
-    graph = recorder.graph(start, outcome)
-    if not _agree(outcome.tensor, truth):
-        raise UnsupportedOperation([("forward code that takes another way when it is captured", "")])
+        looks = examine(module, images, real)
+        graph = recorder.graph(recorder.run(module, images))
+        for example, seen in zip(examples(images), looks, strict=True):
+            if not close(graph.replay(example), seen.result, _tolerance(truth, casts)):
+                raise UnsupportedCode([("forward code that takes another way when it is captured", "")])
     return graph
+
+
+def _run(module: nn.Module, images: Tensor) -> Any:
+    """What the module returns for images.
+
+    Raises:
+        InputError: it does not run in their type.
+    """
+    try:
+        return module(images.clone())
+    except (LipcertError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        given = f"{str(images.dtype)[6:]} images of shape {tuple(images.shape)}"
+        raise InputError(f"the model does not run on {given}: {first_line(error)}") from error
+
+
+def _tolerance(result: Tensor, casts: bool) -> float:
+    """How far a replay may be from the network: kernels that depend on the layout of memory round in other orders."""
+    return 1e-10 if result.dtype == torch.float64 and not casts else 1e-4
 
 
 def outline(
@@ -505,20 +553,9 @@ def outline(
 
     Raises:
         InputError: the output does not depend on the image.
-        UnsupportedOperation: as :func:`capture`.
+        UnsupportedCode: as :func:`capture`.
     """
-    recorder = _Recorder(whole, {child: path for path, child in module.named_modules()}, real=False)
     images = torch.empty(1, *size, device="meta")
-    start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
-    with torch.no_grad(), torch.device("meta"), _module_calls_go_to(recorder):
-        return recorder.graph(start, module(Tracked(images, start, recorder)))
-
-
-def _agree(captured: Tensor, truth: Tensor) -> bool:
-    """Equality up to the rounding of kernels that depend on the memory layout."""
-    if captured.shape != truth.shape or not truth.is_floating_point():
-        return torch.equal(captured, truth)
-    same = (captured == truth) | (captured.isnan() & truth.isnan())
-    finite = truth[truth.isfinite()].abs()
-    scale = 1 + (finite.max().item() if finite.numel() else 0.0)
-    return bool((same | ((captured - truth).abs() <= 1e-4 * scale)).all())
+    recorder = _Recorder(module, images, whole, real=False)
+    with torch.no_grad(), torch.device("meta"):
+        return recorder.graph(recorder.run(module, images))

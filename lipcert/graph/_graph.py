@@ -46,6 +46,7 @@ _SYNONYMS = {
     "expand_as": "expand",
     "broadcast_to": "expand",
     "contiguous": "identity",
+    "positive": "identity",
     "clone": "identity",
     "detach": "identity",
     "to": "identity",

@@ -8,6 +8,8 @@ Anil, Lucas and Grosse, "Sorting Out Lipschitz Function Approximation", ICML 201
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,8 @@ class ClippedReLU(nn.Module):
     Args:
         threshold: θ; one number, or a tensor that broadcasts over a sample, such as (C, 1, 1) for one a channel.
     """
+
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
 
     def __init__(self, threshold: float | Tensor = 1.0):
         super().__init__()
@@ -49,6 +53,8 @@ class MaxMin(nn.Module):
     Args:
         dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
     """
+
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
 
     def __init__(self, dim: int = 1):
         super().__init__()
@@ -77,6 +83,8 @@ class ClippedMaxMin(nn.Module):
         lower: threshold of the minima, likewise.
         dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
     """
+
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
 
     def __init__(self, upper: float | Tensor = 1.0, lower: float | Tensor = -1.0, dim: int = 1):
         super().__init__()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,8 @@ class L2SetAttention(L2Attention):
     Raises:
         InputError: on an unknown arrangement.
     """
+
+    PARTS: ClassVar = {**L2Attention.PARTS, "bias": (nn.Module,)}  # its bounds run it
 
     def __init__(
         self,

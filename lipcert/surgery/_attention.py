@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ class L2Attention(nn.Module):
         value_bias: whether the values have a bias.
         proj_bias: whether the output has a bias.
     """
+
+    # The classes that parts may have while bounds speak for the whole.
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {
+        "q": (LipLinear,),
+        "proj": (LipLinear,),
+        "attn_drop": (nn.Identity, nn.Dropout),
+        "proj_drop": (nn.Identity, nn.Dropout),
+    }
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ centre, and their ``Group`` forms for GroupNorm, whose tokens are whole groups o
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class _Projection(nn.Module):
         channels_first: the channels are dimension 1 of the input, as in (N, C, H, W), and not the last one.
     """
 
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
     radius: Tensor
     centred = True
 

@@ -1,0 +1,497 @@
+"""A second look at a network: what it does with real tensors, below anything that its code can tell apart.
+
+``capture`` runs a network's code on a value that is not a tensor, and code may treat that value in another way than a
+tensor. Here the module itself runs on real tensors, on several images, while every kernel that torch calls is written
+down (``TorchDispatchMode``), together with which memory depends on the image. A network is refused if its code
+
+- reads a value that depends on the image out of a tensor: a number, a list, an array, a size that depends on values,
+  or an error that is raised or not;
+- draws random numbers, gives two results for one image, or changes its own parameters, buffers or attributes;
+- takes other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
+  other tensors that do not depend on the image.
+
+What is left is straight-line code: the same kernels on the same constants for every image, as far as the images that
+were tried can tell. :func:`agrees` then holds the captured graph against the module on the same images.
+
+Assumed of a network's code: it does not inspect torch's dispatcher, the memory of the process, the time, files or the
+call stack; and it does not act on what it has counted in other runs (a step that is taken at the thousandth call only).
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lipcert._real import RealArithmetic
+from lipcert.errors import LipcertError, UnsupportedCode, first_line
+from lipcert.graph._graph import Graph
+
+# Kernels whose result says something about values, beside those that torch itself marks as such.
+_READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
+# Functions of tensors that read values without calling a kernel.
+_READING_MEMORY = frozenset(
+    ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage",
+     "__repr__", "__str__", "__format__", "__reduce_ex__", "_is_view", "_base")
+)  # fmt: skip
+# Kernels that torch marks as random and that draw nothing where they do not drop anything: the place of the argument
+# that says so, and its harmless value.
+_DROPPING = {
+    "native_dropout": ("train", False),
+    "dropout": ("train", False),
+    "alpha_dropout": ("train", False),
+    "feature_dropout": ("train", False),
+    "rrelu_with_noise": ("training", False),
+    "_scaled_dot_product_flash_attention_for_cpu": ("dropout_p", 0.0),
+    "_scaled_dot_product_flash_attention": ("dropout_p", 0.0),
+    "_scaled_dot_product_efficient_attention": ("dropout_p", 0.0),
+    "_scaled_dot_product_cudnn_attention": ("dropout_p", 0.0),
+    "_scaled_dot_product_attention_math": ("dropout_p", 0.0),
+    "_fused_sdp_choice": ("dropout_p", 0.0),
+    "scaled_dot_product_attention": ("dropout_p", 0.0),
+}
+# Kernels that change no value. Which of them run depends on types and on the layout of memory.
+_MOVING = frozenset(
+    ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_unsafe_view", "view")
+)  # fmt: skip
+
+
+@dataclass
+class Step:
+    """A kernel that was called with something that depends on the image.
+
+    Attributes:
+        name: of the kernel, without its overload and without the mark of writing in place.
+        form: sizes of its tensors, and the numbers among its arguments, types left out.
+        constants: tensors that do not depend on the image; copies of those that the module does not hold.
+        path: dotted path of the module.
+    """
+
+    name: str
+    form: tuple[Any, ...]
+    constants: list[Tensor]
+    path: str
+
+
+@dataclass
+class Look:
+    """One run of a network on one image.
+
+    Attributes:
+        image: what it ran on, shape (1, C, H, W).
+        steps: the kernels that touched something that depends on the image, in order.
+        result: what the network returned.
+        problems: (what is wrong, module path).
+        kept: where the module keeps something that depends on the image.
+    """
+
+    image: Tensor
+    steps: list[Step] = field(default_factory=list)
+    result: Any = None
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+
+
+class _Dependent:
+    """The memory that depends on the image."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = StorageWeakRef(storage)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        if tensor.layout != torch.strided:
+            return True
+        return tensor.untyped_storage()._cdata in self._known
+
+
+class _Kernels(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, look: Look, held: set[int], dependent: _Dependent, stack: list[str]):
+        super().__init__()
+        self.look = look
+        self.held = held
+        self.dependent = dependent
+        self.stack = stack
+
+    def problem(self, what: str) -> None:
+        self.look.problems.append((what, self.stack[-1]))
+
+    def __torch_dispatch__(
+        self, kernel: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(kernel, torch._ops.OpOverload):  # such as torch.cond, which takes functions
+            self.problem(f"{kernel}, which is no operation on tensors")
+            return kernel(*args, **kwargs)
+        name = kernel.__name__.split(".")[0]
+        given = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        touched = [tensor for tensor in tensors if tensor in self.dependent]
+        if torch.Tag.nondeterministic_seeded in kernel.tags and not _draws_nothing(kernel, name, args, kwargs):
+            self.problem(f"{name}, which draws random numbers")
+        if touched and _reads(kernel, name, args, touched):
+            self.problem(f"{name}, which reads values that depend on the image")
+        step = Step(name.rstrip("_"), (), [], self.stack[-1])
+        if touched:
+            step.constants = [t if id(t) in self.held else t.clone() for t in tensors if t not in self.dependent]
+        try:
+            outcome = kernel(*args, **kwargs)
+        except Exception:
+            if touched:
+                self.problem(f"{name}, which raises an error for some values")
+            raise
+        if touched:
+            made = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+            written = [leaf for leaf in tree_leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
+            if any(tensor.layout != torch.strided for tensor in made):
+                self.problem(f"{name}, whose result is not a dense tensor")
+            for tensor in (*made, *written):
+                self.dependent.add(tensor)
+            sizes = tuple(tuple(t.shape) if t.layout == torch.strided else () for t in (*tensors, *made))
+            step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
+            self.look.steps.append(step)
+        return outcome
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what reads memory without a kernel."""
+
+    def __init__(self, kernels: _Kernels):
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _READING_MEMORY and args and isinstance(args[0], Tensor) and args[0] in self.kernels.dependent:
+            self.kernels.problem(f"Tensor.{name}, which reads values that depend on the image")
+        return function(*args, **(kwargs or {}))
+
+
+def _draws_nothing(kernel: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name not in _DROPPING:
+        return False
+    argument, harmless = _DROPPING[name]
+    for place, parameter in enumerate(kernel._schema.arguments):
+        if parameter.name == argument:
+            given = args[place] if place < len(args) else kwargs.get(argument, parameter.default_value)
+            return given is None or given == harmless
+    return False
+
+
+def _reads(kernel: Any, name: str, args: tuple[Any, ...], touched: list[Tensor]) -> bool:
+    if name == "index":  # marked for masks, whose number of entries is a size; positions are no sizes
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] if _in(i, touched))
+    marked = torch.Tag.data_dependent_output in kernel.tags or torch.Tag.dynamic_output_shape in kernel.tags
+    return marked or name in _READING or name in _marked_elsewhere()
+
+
+def _in(tensor: Any, tensors: list[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _marked_elsewhere() -> frozenset[str]:
+    """Kernels with a marked overload; torch does not mark those that write to ``out``."""
+    return frozenset(("nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount"))
+
+
+def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a kernel writes to."""
+    return [
+        args[place] if place < len(args) else kwargs.get(parameter.name)
+        for place, parameter in enumerate(kernel._schema.arguments)
+        if parameter.alias_info is not None and parameter.alias_info.is_write
+    ]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _counts(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, float, complex, str))
+
+
+def _number(leaf: Any) -> Any:
+    return "nan" if isinstance(leaf, float) and leaf != leaf else leaf
+
+
+def look(module: nn.Module, image: Tensor) -> Look:
+    """Runs the module on a copy of one image, shape (1, C, H, W), and writes down what it does."""
+    found, dependent, stack = Look(image), _Dependent(), [""]
+    held = {id(tensor) for _, tensor in _held(module)}
+    kernels = _Kernels(found, held, dependent, stack)
+    paths = {child: path for path, child in module.named_modules()}
+
+    def entered(original: Callable[..., Any], child: nn.Module, args: Any, kwargs: Any) -> Any:
+        stack.append(paths.get(child, stack[-1]))
+        try:
+            return original(child, *args, **kwargs)
+        finally:
+            stack.pop()
+
+    given = image.clone()
+    dependent.add(given)
+    with torch.no_grad(), _one_kernel_for_all_types(), module_calls(entered), _Functions(kernels), kernels:
+        found.result = module(given)
+    found.kept = {place for place, tensor in _held(module) if tensor in dependent}
+    return found
+
+
+@contextmanager
+def _one_kernel_for_all_types() -> Iterator[None]:
+    """Without oneDNN, which has kernels of its own for some types."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def module_calls(call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Every call of a module is ``call(original, module, args, kwargs)`` while the block lasts."""
+    original = nn.Module.__call__
+
+    def patched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(original, module, args, kwargs)
+
+    nn.Module.__call__ = patched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def examples(image: Tensor) -> list[Tensor]:
+    """The image itself, one that is all 0, one that is all 1, and a smooth one."""
+    height, width = image.shape[-2:] if image.dim() > 1 else (1, 1)
+    rows, columns = (torch.linspace(0, 1, n, dtype=image.dtype, device=image.device) for n in (height, width))
+    smooth = ((rows[:, None] + columns) / 2).expand(image.shape).clone() if image.dim() > 1 else image / 2
+    return [image, torch.zeros_like(image), torch.ones_like(image), smooth]
+
+
+def first_run(module: nn.Module, image: Tensor) -> Any:
+    """What a module returns for an image, shape (1, C, H, W), which may be the first that it sees.
+
+    Raises:
+        UnsupportedCode: it keeps values of this image, and does not replace them by those of the next one.
+    """
+    found = look(module, image)
+    stale = found.kept - look(module, image).kept if found.kept else ()
+    if stale:
+        raise UnsupportedCode([("values of an image that are kept for the next one", place) for place in stale])
+    return found.result
+
+
+_EXAMINED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Look]]] = weakref.WeakKeyDictionary()
+
+
+def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
+    """Looks at a module several times, in the type of ``image``; once only, as long as the module stays as it is.
+
+    Args:
+        module: the network, in evaluation mode. It has run before, so that what it prepares once is there.
+        image: an example, shape (1, C, H, W).
+        real: run it in real arithmetic, without casts (:mod:`lipcert._real`).
+
+    Returns:
+        A look at each of :func:`examples`.
+
+    Raises:
+        UnsupportedCode: what the head of this file lists, with the path of the module where it happens.
+    """
+    made_of = _state(module), image.shape, image.dtype, image.device, real
+    known, looks = _EXAMINED.get(module, (None, []))
+    if known != made_of:
+        with RealArithmetic() if real else nullcontext():
+            looks = _examined(module, image)
+        _EXAMINED[module] = made_of, looks
+    return looks
+
+
+def _examined(module: nn.Module, image: Tensor) -> list[Look]:
+    chance = _random_state()
+    try:
+        first, *others = [look(module, example) for example in examples(image)]
+        state = _state(module)
+        again = look(module, image)
+        with torch.no_grad():
+            plain, repeated = module(image.clone()), module(image.clone())
+    except (LipcertError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        problem = f"code that fails for some images ({type(error).__name__}: {first_line(error)[:200]})"
+        raise UnsupportedCode([(problem, "")]) from error
+    problems = list(dict.fromkeys(problem for found in (first, *others, again) for problem in found.problems))
+    for found in (*others, again):
+        problems += _differences(first, found, "for another image")
+    if not isinstance(plain, Tensor) or not close(first.result, plain, _between(plain)):
+        problems.append(("forward code that takes another way when it is watched", ""))
+    if not same(first.result, again.result) or not same(plain, repeated):
+        problems.append(("forward code that gives two results for one image", ""))
+    for place in first.kept - again.kept:
+        problems.append(("values of an image that are kept for the next one", place))
+    if state != _state(module):
+        problems.append(("forward code that changes its module", ""))
+    if not _same_state(chance, _random_state()):
+        problems.append(("forward code that draws random numbers", ""))
+    if problems:
+        raise UnsupportedCode(problems[:8])
+    for found in others:
+        found.steps = []  # the same
+    return [first, *others]
+
+
+def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) -> None:
+    """Looks at a module that was examined at one more image, and holds its graph against it there.
+
+    Args:
+        module: the network.
+        graph: what was captured of it.
+        image: shape (1, C, H, W).
+        real: as for :func:`examine`.
+
+    Raises:
+        UnsupportedCode: it does something else with this image than with those it was examined with.
+    """
+    first, *_ = examine(module, image, real)
+    with RealArithmetic() if real else nullcontext():
+        found = look(module, image)
+        problems = found.problems + _differences(first, found, "for another image")
+        if not close(graph.replay(image), found.result, _between(found.result)):
+            problems.append(("forward code that takes another way when it is captured", ""))
+    if problems:
+        raise UnsupportedCode(problems)
+
+
+def across_types(first: Look, other: Look) -> None:
+    """Holds the looks at one network in two floating-point types against each other.
+
+    Casts, copies and views may differ. Everything else must be the same, tensors up to the rounding of the types.
+
+    Raises:
+        UnsupportedCode: the code does something else in the other type.
+    """
+    problems = _differences(first, other, "in another floating-point type", types=True)
+    if problems:
+        raise UnsupportedCode(problems)
+
+
+def _differences(first: Look, other: Look, when: str, types: bool = False) -> list[tuple[str, str]]:
+    ours, theirs = first.steps, other.steps
+    if types:
+        ours, theirs = ([step for step in steps if step.name not in _MOVING] for steps in (ours, theirs))
+    for one, two in zip(ours, theirs, strict=False):
+        if one.name != two.name:
+            return [(f"{two.name} in place of {one.name} {when}", two.path)]
+        if one.form != two.form:
+            return [(f"{one.name} with {_first_difference(two.form, one.form)} {when}", two.path)]
+        if len(one.constants) != len(two.constants):
+            return [(f"{one.name} of other tensors {when}", two.path)]
+        for mine, its in zip(one.constants, two.constants, strict=True):
+            if mine is not its and not (close(mine, its) if types else same(mine, its)):
+                return [(f"{one.name} with other constants {when}", two.path)]
+    if len(ours) != len(theirs):
+        step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
+        return [(f"{step.name} {when} or not", step.path)]
+    return []
+
+
+def _first_difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """What is first in one form and not in the other, in words."""
+    for mine, its in zip((*one[0], *one[1]), (*other[0], *other[1]), strict=False):
+        if mine != its:
+            return f"{'size ' if isinstance(mine, tuple) else ''}{mine} in place of {its}"
+    return "other arguments"
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two results are the same to the last bit; on a GPU, where sums may be taken in any order, nearly so."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return type(one) is type(two)
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if one.device.type != "cpu" and one.is_floating_point():
+        return close(one, two, _between(one))
+    equal = one == two
+    return bool((equal | (one.isnan() & two.isnan()) if one.is_floating_point() else equal).all())
+
+
+def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
+    """Equality up to ``tolerance`` of the largest entry; by default what a few hundred roundings of the types make."""
+    if one.shape != two.shape or one.is_floating_point() != two.is_floating_point():
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, two.to(one.dtype))
+    if tolerance is None:
+        tolerance = 256 * max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
+    one, two = one.double(), two.double()
+    equal = (one == two) | (one.isnan() & two.isnan())
+    finite = two[two.isfinite()].abs()
+    scale = finite.max().item() if finite.numel() else 0.0
+    return bool((equal | ((one - two).abs() <= tolerance * scale)).all())
+
+
+def _between(result: Tensor) -> float:
+    """How far results of different kernels for one operation may be apart, of the largest entry."""
+    return 1e-4 if not result.is_floating_point() or torch.finfo(result.dtype).bits < 64 else 1e-10
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that the module's parts hold, with where."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name != "_modules":
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        yield f"{path}.{name}".strip("."), leaf
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """What the module's parts hold beside tensors that depend on the image: numbers, texts, versions of tensors."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name != "_modules":
+                leaves = [_number(leaf) for leaf in tree_leaves(value) if _counts(leaf)]
+                found[f"{path}.{name}"] = leaves[:1000]
+        found[path] = type(part), *(len(hooks) for hooks in _hooks(part))
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            found[f"{path}.{name}"] = (id(tensor), _version(tensor))
+    return found
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name.endswith("_hooks")]
+
+
+def _random_state() -> tuple[Any, ...]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states, random.getstate(), np.random.get_state()
+
+
+def _same_state(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    tensors = all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True))
+    return tensors and one[1] == two[1] and repr(one[2]) == repr(two[2])

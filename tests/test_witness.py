@@ -1,0 +1,346 @@
+"""The second look at a network: code that is no fixed sequence of operations is refused, and harmless code is not."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lipcert
+from lipcert.bounds import kept_whole
+from lipcert.certifier import Certifier
+from lipcert.errors import InputError, UnsupportedCode, UnsupportedOperation
+from lipcert.graph import across_types, capture, confirm, examine
+from lipcert.surgery import ClippedReLU, L2Attention, L2SetAttention, LipLinear, MaxMin, SmoothProject
+
+SIZE = (3, 8, 8)
+
+
+class Code(nn.Module):
+    """A network with a step of its own: ``step(features, image)``."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], Any]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.step = nn.Linear(192, 6), nn.Linear(6, 3), step
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.step(self.body(x.flatten(1)), x))
+
+
+def loaded(net: nn.Module) -> lipcert.Model:
+    return lipcert.load(net, mean=(0, 0, 0), std=(1, 1, 1), input_size=SIZE)
+
+
+def caught(z: Tensor, x: Tensor) -> Tensor:
+    try:
+        return z * float(x.max())
+    except Exception:
+        return z
+
+
+def raised(z: Tensor, x: Tensor) -> Tensor:
+    try:
+        torch.linalg.cholesky(torch.eye(3, dtype=z.dtype) * (x.amax() - 0.5))
+    except Exception:
+        return z
+    return 2 * z
+
+
+READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "nonzero": lambda z, x: z * (x > 0.5).nonzero().shape[0],
+    "a mask": lambda z, x: z * x[x > 0.5].numel(),
+    "masked_select": lambda z, x: z * torch.masked_select(x, x > 0.5).shape[0],
+    "unique": lambda z, x: z * torch.unique(x.round()).numel(),
+    "unique_consecutive": lambda z, x: z * torch.unique_consecutive(x.round()).numel(),
+    "bincount": lambda z, x: z * torch.bincount((5 * x).long().flatten()).shape[0],
+    "one_hot": lambda z, x: z * F.one_hot((5 * x).long().flatten()).shape[1],
+    "argwhere": lambda z, x: z * torch.argwhere(x > 0.5).shape[0],
+    "to_sparse": lambda z, x: z * (x > 0.5).float().to_sparse()._nnz(),
+    "arange": lambda z, x: z * torch.arange((x > 0.5).nonzero().shape[0]).sum(),
+    "repeat_interleave": lambda z, x: z * torch.repeat_interleave((x.flatten() > 0.5).long()).shape[0],
+    "new_zeros": lambda z, x: z + z.new_zeros((x > 0.5).nonzero().shape[0] + 1).sum(),
+    "full_like": lambda z, x: z * torch.full_like(z, x.max()),
+    "new_full": lambda z, x: z * z.new_full((6,), x.max()),
+    "full": lambda z, x: z * torch.full((6,), x.max()) if isinstance(x, Tensor) else z,
+    "isinstance": lambda z, x: 2 * z if isinstance(x, Tensor) and x.max() > 0.5 else z,
+    "try": caught,
+    "error": raised,
+    "numpy": lambda z, x: z * float(x.numpy().max()) if isinstance(x, Tensor) else z,
+    "tolist": lambda z, x: z * max(x.flatten().tolist()) if isinstance(x, Tensor) else z,
+    "text": lambda z, x: z * len(f"{x.flatten()[0]}") if isinstance(x, Tensor) else z,
+    "allclose": lambda z, x: z if isinstance(x, Tensor) and torch.allclose(x, x.round()) else 2 * z,
+    "equal": lambda z, x: z if isinstance(x, Tensor) and torch.equal(x, x.flip(-1)) else 2 * z,
+    "in": lambda z, x: z if isinstance(x, Tensor) and 0.0 in x else 2 * z,
+    "cond": lambda z, x: torch.cond(x.max() > 0.5, lambda a: a * 2, lambda a: a + 0, (z,)),
+}
+STRANGERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "another way for tensors": lambda z, x: 2 * z if isinstance(x, Tensor) else z,
+    "vmap": lambda z, x: torch.vmap(torch.relu)(z),
+    "func.grad": lambda z, x: torch.func.grad(lambda t: (t**2).sum())(z),
+    "torch.tensor of parts": lambda z, x: torch.tensor([z[0, 0], z[0, 1]]).repeat(3)[None],
+    "set_": lambda z, x: torch.zeros_like(z).set_(z),
+}
+NOISES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rand_like": lambda z, x: z + 1e-9 * torch.rand_like(z),
+    "item": lambda z, x: z + 1e-5 * torch.randn(1).item(),
+    "python": lambda z, x: z + 1e-9 * random.random(),
+    "dropout": lambda z, x: F.dropout(z, 0.1, training=True),
+    "attention": lambda z, x: F.scaled_dot_product_attention(
+        z[:, :, None], z[:, :, None], z[:, :, None], dropout_p=0.1
+    )[..., 0],
+}
+TYPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "finfo": lambda z, x: z / (z.abs() + torch.finfo(z.dtype).eps),
+    "a tensor of finfo": lambda z, x: z + torch.full((6,), torch.finfo(z.dtype).eps, dtype=z.dtype),
+    "dtype": lambda z, x: 2 * z if z.dtype == torch.float32 else z,
+    "element_size": lambda z, x: z * z.element_size(),
+    "rms_norm": lambda z, x: F.rms_norm(z, (6,)),
+    "default type": lambda z, x: z.exp() if z.dtype == torch.get_default_dtype() else z,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_values_that_are_read_out_are_refused_by_name_and_place(name):
+    with pytest.raises(UnsupportedCode, match="at net"):
+        Certifier(loaded(Code(READERS[name])), 0.1)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_code_that_tells_the_recorder_from_a_tensor_is_refused(name):
+    with pytest.raises((UnsupportedCode, InputError)):
+        Certifier(loaded(Code(STRANGERS[name])), 0.1)
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_of_any_size_is_refused(name):
+    with pytest.raises(UnsupportedCode):
+        Certifier(loaded(Code(NOISES[name])), 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["real", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", TYPES)
+def test_code_that_depends_on_the_type_is_refused(name, dtype):
+    with pytest.raises((UnsupportedCode, InputError), match=r"floating-point type|format|in float32|network computes"):
+        Certifier(loaded(Code(TYPES[name])), 0.1, dtype=dtype)
+
+
+def test_a_refusal_is_one_line_that_says_what_differs():
+    with pytest.raises(UnsupportedCode) as refused:
+        Certifier(loaded(Code(TYPES["finfo"])), 0.1)
+    assert "2.220446049250313e-16 in place of 1.1920928955078125e-07" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class Stateful(Code):
+    """Changes something at each call."""
+
+    def __init__(self, change: Callable[[Any, Tensor, Tensor], Any]):
+        super().__init__(lambda z, x: change(self, z, x))
+        self.register_buffer("running", torch.zeros(6))
+        self.calls, self.past = 0, None
+
+
+def counts(net, z, x):
+    net.calls += 1
+    return z if net.calls < 1000 else 2 * z
+
+
+def runs(net, z, x):
+    net.running.mul_(0.9).add_(z[0].detach())
+    return z - net.running
+
+
+def delays(net, z, x):
+    before, net.past = net.past, z.detach()
+    return z if before is None else z + before
+
+
+def caches(net, z, x):
+    net.past = z.detach() if net.past is None else net.past
+    return z + net.past
+
+
+@pytest.mark.parametrize("change", [counts, runs, delays, caches])
+def test_networks_with_a_memory_are_refused(change):
+    with pytest.raises(UnsupportedCode):
+        Certifier(loaded(Stateful(change)), 0.1)
+
+
+def notes(net, z, x):
+    net.past = z.detach()
+    return z
+
+
+def prepares(net, z, x):
+    net.past = net.body.weight.norm() if net.past is None else net.past
+    return z * net.past
+
+
+@pytest.mark.parametrize("change", [notes, prepares])
+def test_what_is_kept_and_harmless_is_taken(change):
+    assert Certifier(loaded(Stateful(change)), 0.1).bound.value > 0
+
+
+HARMLESS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a constant mask": lambda z, x: z[:, torch.tensor([True, False, True, True, True, True])].repeat(1, 2)[:, :6],
+    "a constant number": lambda z, x: z * float(torch.arange(4).max()),
+    "unused places": lambda z, x: z + x.flatten(1).max(1, keepdim=True).values,
+    "plus": lambda z, x: +z,
+    "in place": lambda z, x: z.mul_(2).relu_(),
+    "data": lambda z, x: z.data.relu(),
+    "attention without dropout": lambda z, x: F.scaled_dot_product_attention(*3 * (z[:, :, None],))[..., 0],
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_code_is_taken(name):
+    assert Certifier(loaded(Code(HARMLESS[name])), 0.1).bound.value > 0
+
+
+def test_an_operation_without_a_rule_is_refused_though_nothing_uses_it():
+    def unused(z, x):
+        torch.linalg.svdvals(x)
+        return z
+
+    with pytest.raises(UnsupportedOperation, match="linalg_svdvals.*not used"):
+        lipcert.lipschitz(loaded(Code(unused)))
+
+
+def test_the_first_image_to_be_certified_is_looked_at_too():
+    certifier = Certifier(loaded(Code(lambda z, x: z.relu())), 0.1, "global")
+    certifier.model.net.step = lambda z, x: 2 * z.relu()
+    with pytest.raises(UnsupportedCode):
+        certifier.run(torch.full((1, *SIZE), 0.25))
+
+
+def test_a_graph_is_held_against_every_image_it_is_confirmed_on():
+    net = Code(lambda z, x: z.relu()).double()
+    graph = capture(net, torch.rand(1, *SIZE).double())
+    confirm(net, graph, torch.rand(1, *SIZE).double(), real=True)
+    net.head.weight.data += 1
+    with pytest.raises(UnsupportedCode):
+        confirm(net, graph, torch.rand(1, *SIZE).double(), real=True)
+
+
+def test_a_module_is_examined_again_once_it_has_changed():
+    net, image = Code(lambda z, x: z.relu()), torch.rand(1, *SIZE)
+    first = examine(net, image)
+    assert examine(net, image) is first
+    net.head.register_forward_hook(lambda module, given, made: made * (made.max().item() > 0))
+    with pytest.raises(UnsupportedCode, match="at head"):
+        examine(net, image)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["test_vit", "test_convnext", "test_efficientnet", "test_nfnet", "resnet18", "levit_128s", "xcit_nano_12_p8_224"],
+)
+def test_networks_of_timm_pass_in_every_type(name):
+    torch.manual_seed(0)
+    net = timm.create_model(name, pretrained=False).eval()
+    image = torch.rand(1, 3, 224, 224) if "levit" in name else torch.rand(1, 3, 64, 64)
+    single, *_ = examine(net, image)
+    double, *_ = examine(copy.deepcopy(net).double(), image.double(), real=True)
+    assert len(single.steps) > 40
+    across_types(single, double)
+
+
+# Modules that are kept whole.
+
+
+class Kept(nn.Module):
+    """A network whose projection, attention and activation are kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.attn = nn.Conv2d(3, 16, 4, 4), SmoothProject(16), L2Attention(16, 2)
+        self.act, self.head = MaxMin(-1), nn.Linear(16, 3)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        return self.head(self.act(tokens + self.attn(self.norm(tokens))).mean(1))
+
+
+class Louder(L2Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return 50 * super().forward(x)
+
+
+def louder(module, given, made):
+    return 50 * made
+
+
+TAMPERED: dict[str, Callable[[Kept], Any]] = {
+    "hook": lambda n: n.attn.register_forward_hook(louder),
+    "hook on a part": lambda n: n.attn.proj.register_forward_hook(louder),
+    "hook before": lambda n: n.attn.register_forward_pre_hook(lambda module, given: (50 * given[0],)),
+    "hook with keywords": lambda n: n.attn.register_forward_hook(lambda m, a, k, made: 50 * made, with_kwargs=True),
+    "hook backward": lambda n: n.attn.register_full_backward_hook(lambda *given: None),
+    "another part": lambda n: setattr(n.attn, "proj_drop", nn.Linear(16, 16)),
+    "one more part": lambda n: setattr(n.attn, "extra", nn.Linear(16, 16)),
+    "another class of a part": lambda n: setattr(n.attn, "proj", nn.Linear(16, 16)),
+    "a method": lambda n: setattr(n.attn, "attend", lambda *given: 50 * L2Attention.attend(n.attn, *given)),
+    "forward": lambda n: setattr(n.attn, "forward", lambda x: 50 * L2Attention.forward(n.attn, x)),
+    "a method of a part": lambda n: setattr(n.attn.q, "forward", lambda x: 50 * LipLinear.forward(n.attn.q, x)),
+    "class": lambda n: setattr(n.attn, "__class__", Louder),
+    "weight_norm": lambda n: nn.utils.parametrizations.weight_norm(n.attn.proj),
+    "spectral_norm": lambda n: nn.utils.parametrizations.spectral_norm(n.attn, "v_weight"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_modules_with_anything_else_in_them_are_not_kept_whole(name):
+    net = Kept()
+    assert kept_whole(net.attn)
+    TAMPERED[name](net)
+    net.eval()
+    assert not kept_whole(net.attn)
+    assert kept_whole(net.act)
+    assert L2Attention not in {node.op for node in lipcert.bounds.analyze(loaded(net)).graph.nodes}
+
+
+def test_a_hook_for_all_modules_leaves_none_whole():
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, given, made: 50 * made if isinstance(module, MaxMin) else None
+    )
+    try:
+        assert not kept_whole(MaxMin())
+        assert not kept_whole(ClippedReLU())
+    finally:
+        handle.remove()
+    assert kept_whole(MaxMin())
+
+
+def test_a_method_that_was_replaced_on_the_class_is_seen(monkeypatch):
+    monkeypatch.setattr(MaxMin, "forward", lambda self, x: 50 * x)
+    assert not kept_whole(MaxMin())
+
+
+def test_a_bias_may_be_any_module():
+    class Zero(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.zeros(2, 4, 4)
+
+    assert kept_whole(L2SetAttention(8, 2, bias=Zero()))
+
+
+def test_torchscript_is_refused_and_compiled_modules_are_taken_for_what_they_were_made_of():
+    with pytest.raises(InputError, match="TorchScript"):
+        loaded(torch.jit.trace(Kept(), torch.rand(1, *SIZE), check_trace=False))
+    net = Kept()
+    net.embed = torch.jit.trace(net.embed, torch.rand(1, *SIZE))
+    with pytest.raises(InputError, match="embed of the module is TorchScript"):
+        loaded(net)
+    net = Kept()
+    assert loaded(torch.compile(net)).net is net
