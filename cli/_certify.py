@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from lipcert._environment import check
 from lipcert._processes import Processes
 from lipcert._settings import CertifySettings
 from lipcert.attacks import PGD, AutoAttack
@@ -178,6 +180,7 @@ def _certify_all(
 
 
 def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> _Outcome:
+    check(torch.device("cpu"))  # such as rounding, which would let the model's file look damaged
     loaded = plan.load(name)
     images = open_images(plan.data, loaded, limit=plan.limit)
     if plan.device is not None:

@@ -12,9 +12,12 @@ from urllib.parse import urlsplit
 import huggingface_hub.constants
 import torch
 
+from lipcert._environment import assumptions, check
 from lipcert._memory import memory_left
 from lipcert._version import version
+from lipcert.errors import InputError
 from lipcert.loading import BUNDLED
+from lipcert.roundoff import DTYPES
 
 from ._errors import one_line_errors
 from ._print import busy, print_facts
@@ -39,6 +42,8 @@ def doctor() -> None:
             ("python", f"{platform.python_version()} on {platform.platform()}"),
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),
+            *((f"certificates, {dtype}", _holds(dtype)) for dtype in ("real", *DTYPES)),
+            *(("they assume", line) for line in assumptions("float16")),
             ("bundled model", str(BUNDLED) if BUNDLED.is_file() else "missing: pip install lipcert again"),
             ("cache of the hub", _folder(Path(huggingface_hub.constants.HF_HUB_CACHE))),
             ("cache of torch", _folder(Path(torch.hub.get_dir()))),
@@ -68,6 +73,15 @@ def _devices() -> list[tuple[str, str]]:
         free, total = torch.cuda.mem_get_info(i)
         found.append((f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {_gigabytes(free)} of {_gigabytes(total)} free"))
     return found
+
+
+def _holds(dtype: str) -> str:
+    """Whether certificates hold in this process."""
+    try:
+        check(torch.device("cpu"), dtype)
+    except InputError as error:
+        return str(error)
+    return "settings and arithmetic are as they assume"
 
 
 def _gigabytes(count: float) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff  # which asks for the certificates themselves
+from lipcert._environment import check as check_environment
 from lipcert._memory import is_out_of_memory, memory_left
 from lipcert._settings import DETERMINISTIC, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
@@ -58,7 +59,6 @@ _WORK_OF_A_THREAD = 1e6
 _FEW = 8
 # What one image needs at most while a certificate is computed: so many times the results of its forward pass.
 _COPIES = 16
-_TF32 = "on CUDA it holds with torch.backends.cudnn.allow_tf32 = False; torch lets convolutions use TF32 by default"
 _TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
 
 
@@ -72,7 +72,7 @@ class Certifier:
     Attributes:
         bound: the global Lipschitz bound.
         skipped: methods that staged certification leaves out for this model, and why.
-        notes: what else there is to say about a method or the ``dtype`` for this model.
+        notes: what else there is to say about a method for this model.
         together: how many images are certified at once: few where each takes long, so that little is lost when a run
             is stopped, and no more than memory holds. Halved where memory ends all the same.
 
@@ -85,7 +85,7 @@ class Certifier:
 
     Raises:
         InputError: settings that cannot be used, weights that are NaN, a network without a bound on its rounding, or
-            too large for deterministic norms.
+            too large for deterministic norms; settings of torch under which certificates do not hold.
         UnsupportedOperation: the model has operations without a rule.
     """
 
@@ -105,6 +105,7 @@ class Certifier:
         self.eps, self.method, self.dtype, self.rigor = eps.eps, eps.method, eps.dtype, eps.rigor
         self.at, self.passes, self.attack = eps.at, eps.passes, cast("Attack | None", eps.attack)
         dtype, rigor, delta = eps.dtype, eps.rigor, eps.delta
+        check_environment(model.device, dtype)
         self.model, self.roundoff = _as_deployed(model, dtype)
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
@@ -116,8 +117,6 @@ class Certifier:
         self.margin_bounds = MarginBounds(self.analysis)
         self.skipped: dict[str, str] = {}
         self.notes: dict[str, str] = {}
-        if dtype == "float32" and any(str(node.op).startswith("conv") for node in self.analysis.graph.nodes):
-            self.notes[dtype] = _TF32
         # The methods of an image that are probabilistic share its failure probability.
         self.delta = 0.0 if rigor == "deterministic" else delta
         self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta
@@ -242,9 +241,10 @@ class Certifier:
 
         Raises:
             InputError: images of a wrong shape or outside [0, 1]; labels of a wrong shape; an image that alone does not
-                fit into memory.
+                fit into memory; settings of torch under which certificates do not hold.
             BrokenCertificate: the attack changed a prediction inside its certified radius.
         """
+        check_environment(self.model.device, self.dtype)
         self.model.check_images(images)
         if labels is not None and tuple(labels.shape) != (len(images),):
             raise InputError(f"labels must have shape ({len(images)},), got {tuple(labels.shape)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 
+from lipcert._environment import assumptions, settings
 from lipcert._version import version
 from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.data import preprocessing
@@ -68,5 +69,7 @@ def describe(model: Model, images: Images, certifier: Certifier, command: str | 
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": str(model.device),
+            "settings": settings(),
         },
+        "assumptions": assumptions(certifier.dtype),
     }

@@ -7,7 +7,8 @@ Certificates are computed for the network F in real arithmetic. What runs is F̂
 is then taken off them before any method looks at them, and :class:`DeployedAnchored` is the anchored certificate with
 rounding errors as further remainders, far tighter for deep networks.
 
-What is assumed of the machine, and nothing else:
+What is assumed of the machine that runs F̂, and nothing else; :mod:`lipcert._environment` reads and probes what it can
+of it, and refuses what contradicts it:
 
 * Every operation of the captured network rounds to nearest, |fl(a) − a| ≤ u|a| + η. Numbers below the normal range may
   be flushed to zero, as operands and as results (float16: below the subnormal range).

@@ -1,0 +1,189 @@
+"""What torch and the machine are set to, where a certificate rests on it: read and probed, not hoped for.
+
+Certificates are computed in float64, and those for a ``dtype`` hold for a network that rounds as
+:mod:`lipcert.roundoff` says. :func:`check` refuses a process in which one of the two is not so, with the line that
+mends it. Settings are read by name, where this version of torch has them. What cannot be read is probed: subnormal
+numbers that are flushed to zero, another rounding mode, and float32 products with an operand that selects entries of
+the other. Their exact results are these entries, so that fewer bits or a transform (Winograd, FFT) show.
+
+The network may run in another process than the one that certifies it. What has to hold there is :data:`ASSUMED`; it
+stands in the summary of a run and in ``lipcert doctor``, and calling :func:`check` in that process looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert.errors import InputError
+
+# What the deploying process is assumed to do beyond what can be read here, by what the certificate holds for.
+ASSUMED = {
+    "real": (
+        "torch evaluates the network in float64 to 1e-6 of its logits and gradients",
+        "the network and the image were not made to meet lipcert's start vectors",
+    ),
+    "deployed": (
+        "the network runs as model.to(dtype)(images.to(dtype)) in evaluation mode, without autocast, quantisation or "
+        "compilation that changes its arithmetic",
+        "operations round to nearest; subnormal numbers may be flushed to zero",
+        "products, convolutions and sums add the products of their definition in any order: no TF32, no bfloat16 or "
+        "float16 inside float32 operations, no Winograd, FFT or Strassen transforms (on CUDA "
+        "torch.backends.cudnn.allow_tf32 = False; torch.backends.cudnn.enabled = False excludes transforms)",
+        "exp, erf, tanh, log, sqrt and rsqrt are right to 4 ulp",
+    ),
+    "half": (
+        "sums inside float16 and bfloat16 operations are float32 (on CUDA torch.backends.cuda.matmul."
+        "allow_fp16_reduced_precision_reduction = False and its bfloat16 counterpart)",
+    ),
+}
+
+_EXACT = ("none", "ieee")
+_CPU = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+_CUDA = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+_TF32 = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32")
+_REDUCED = (
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+)
+# An intra-op thread of torch takes so many entries at once.
+_GRAIN = 2**15
+
+
+def assumptions(dtype: str) -> list[str]:
+    """What a certificate for ``dtype``, or for real arithmetic, takes for granted."""
+    found = [*ASSUMED["real"], *(ASSUMED["deployed"] if dtype != "real" else ())]
+    return found + list(ASSUMED["half"] if dtype in ("float16", "bfloat16") else ())
+
+
+def settings() -> dict[str, Any]:
+    """The settings of torch that certificates depend on, by name; those that this version lacks are left out."""
+    found = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
+    found |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
+    found["torch.get_float32_matmul_precision()"] = _matmul_precision()
+    found["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
+    found["torch.get_default_dtype()"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def check(device: torch.device, dtype: str = "real") -> None:
+    """Refuses a process in which a certificate would not hold.
+
+    Args:
+        device: where the network is evaluated.
+        dtype: ``real``, or the format that certificates are for.
+
+    Raises:
+        InputError: with the one line that mends it.
+    """
+    for reason, remedy in _broken(device, dtype):
+        what = "certificates" if dtype == "real" else f"certificates for {dtype}"
+        raise InputError(f"{what} do not hold in this process: {reason}; {remedy}")
+
+
+def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
+    """What does not hold, and what mends it."""
+    for kind in dict.fromkeys(("cpu", device.type)):
+        if _autocast(kind):
+            yield f"autocast is on for {kind}", "leave the torch.autocast block"
+    default = torch.get_default_dtype()
+    if default not in ((torch.float32, torch.float64) if dtype == "real" else (torch.float32,)):
+        yield f"the default dtype is {str(default).removeprefix('torch.')}", "torch.set_default_dtype(torch.float32)"
+    if _flushes(device):
+        yield "subnormal float64 numbers are flushed to zero", "torch.set_flush_denormal(False)"
+    for format in (torch.float64, torch.float32):
+        if not _rounds_to_nearest(device, format):
+            yield f"{str(format).removeprefix('torch.')} does not round to nearest", "restore the rounding mode"
+    if dtype == "float32":
+        yield from _fewer_bits(device)
+        if not _products_are_exact(device):
+            yield (
+                f"float32 products on {device.type} have fewer bits, or are made by a transform",
+                "unset ONEDNN_DEFAULT_FPMATH_MODE, torch.backends.nnpack.set_flags(False), "
+                "torch.backends.cudnn.enabled = False",
+            )
+    elif dtype != "real" and device.type == "cuda":
+        for name in _REDUCED:
+            if _setting(name):
+                yield f"torch.backends.{name} is on", f"torch.backends.{name} = False"
+
+
+def _fewer_bits(device: torch.device) -> Iterator[tuple[str, str]]:
+    precision = _matmul_precision()
+    if precision not in (None, "highest"):
+        yield f"the float32 matmul precision is {precision}", 'torch.set_float32_matmul_precision("highest")'
+    for name in _TF32 if device.type == "cuda" else ():
+        if _setting(name):
+            yield f"torch.backends.{name} is on", f"torch.backends.{name} = False"
+    for name in _CUDA if device.type == "cuda" else _CPU:
+        found = _setting(f"{name}.fp32_precision")
+        if found is not None and found not in _EXACT:
+            line = f"torch.backends.{name}.fp32_precision"
+            yield f"{line} is {found}", f'{line} = "ieee"'
+
+
+def _setting(name: str) -> Any:
+    """A setting below ``torch.backends``; None where this version has none, or does not tell."""
+    found: Any = torch.backends
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError):  # it refuses to mix its older and its newer names
+        return None
+    return found
+
+
+def _autocast(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except RuntimeError:  # there is none for this kind of device
+        return False
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by the newer names, which are read one by one
+        return None
+
+
+def _flushes(device: torch.device) -> bool:
+    """Whether a subnormal number is lost in arithmetic, on any thread."""
+    entries = _GRAIN * torch.get_num_threads() if device.type == "cpu" else _GRAIN
+    small = torch.full((entries,), 2.0**-1060, dtype=torch.float64, device=device)
+    return bool((small * 2.0**1000 != 2.0**-60).any()) or bool((small * 1.0 * 2.0**1000 != 2.0**-60).any())
+
+
+def _rounds_to_nearest(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 1 + a quarter of an ulp is 1 and 1 + three quarters the number behind it, for both signs."""
+    ulp = torch.finfo(dtype).eps
+    one = torch.tensor([1.0, -1.0], dtype=dtype, device=device)
+    return bool(torch.equal(one + one * (ulp / 4), one)) and bool(
+        torch.equal(one + one * (0.75 * ulp) - one, one * ulp)
+    )
+
+
+@torch.no_grad()
+def _products_are_exact(device: torch.device) -> bool:
+    """Whether products with an operand that selects entries return these, by matrices and by convolutions.
+
+    Sums of one number and zeros are exact in any order; a number with fewer bits is another, and the transforms of
+    Winograd and FFT round all entries.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x: Tensor = torch.rand(16, 32, 16, 16, generator=generator).add_(0.5).to(device)
+    order = torch.randperm(32, generator=generator).to(device)
+    kernel = torch.zeros(32, 32, 3, 3, device=device)
+    kernel[torch.arange(32, device=device), order, 1, 1] = 1.0
+    rows = x.reshape(512, 256)
+    exact = torch.equal(F.conv2d(x, kernel, padding=1), x[:, order])
+    return (
+        exact
+        and torch.equal(rows @ torch.eye(256, device=device), rows)
+        and torch.equal(F.linear(rows.mT.contiguous(), torch.eye(512, device=device)), rows.mT)
+    )
