@@ -141,16 +141,16 @@ def test_masks(mask):
 
 def test_a_mask_that_raises_the_constant():
     """Four tokens that look at their two neighbours average; with one of them masked, two look at the third alone."""
-    mask = torch.zeros(1, 4, 4).double()
-    mask[0, 3, :3] = mask[0, :3, 3] = -100
+    mask = torch.zeros(2, 4, 4).double()
+    mask[1, 3, :3] = mask[1, :3, 3] = -100
     attention = L2WindowAttention(4, 1, window_size=(2, 2), value_bias=False, proj_bias=False).double()
     with torch.no_grad():
         attention.relative_position_bias_table.zero_()[[1, 3, 5, 7]] = 5  # up, left, right and down
         for weight in (attention.q.weight, attention.v_weight, attention.proj.weight):
             weight.copy_(torch.eye(4))
     near = {"token_norm": Upper(1e-3)}
-    slopes = torch.autograd.functional.jacobian(lambda t: attention(t, mask), torch.zeros(1, 4, 4).double())
-    met = torch.linalg.matrix_norm(slopes.reshape(16, 16), 2).item()
+    slopes = torch.autograd.functional.jacobian(lambda t: attention(t, mask), torch.zeros(2, 4, 4).double())
+    met = torch.linalg.matrix_norm(slopes.reshape(32, 32), 2).item()
     assert met > 1.3 * attention.lipschitz((4, 4), **near).value  # what was claimed with the mask too
     assert met <= attention.lipschitz((4, 4), **near, mask=mask).value
     sets = L2SetAttention(4, 1, value_bias=False, proj_bias=False).double()
@@ -247,7 +247,7 @@ def test_pooling_in_float32():
     holds_or_refused(net, (1, size, size), methods=("gloro",), dtype="float32")
     pool = F.adaptive_avg_pool2d
     node = next(n for n in capture(Forward(lambda x: pool(x, 2)).double().eval(), random(1, 1, size, size)).nodes[1:])
-    images = random(4, 1, 1, size, size).abs()
+    images = 1 + random(4, 1, 1, size, size).abs()
     zero = torch.zeros(4).double()
     bound = local_error(node, [Operand(images, zero, zero + math.inf)], Format.of("float32"))
     least = (size // 2) ** 2 * 2.0**-24 * images.min()

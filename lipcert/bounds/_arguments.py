@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from lipcert.bounds._registry import NoAnswer
 from lipcert.graph import Node
+
+Known = TypeVar("Known")
 
 # Positional arguments in their order, then behind * those that have to be named. Operations that share a line have the
 # same. tests/test_arguments.py holds this against torch's own signatures.
@@ -106,6 +108,10 @@ def named(given: Any) -> dict[str, Any]:
     return found
 
 
-def by_operand(node: Node, known: Sequence[Any]) -> dict[Node, Any]:
-    """What is known of the operands in the order of ``node.operands``, by operand: arguments may come in any order."""
-    return dict(zip(node.operands, known, strict=True))
+def by_operand(node: Node, known: Sequence[Known]) -> Callable[[Node], Known]:
+    """What is known of the operands in the order of ``node.operands``, by operand: arguments may come in any order.
+
+    The result is asked for each argument once; one that is given twice gets what is known of it each time.
+    """
+    left = list(zip(node.operands, known, strict=True))
+    return lambda operand: left.pop([u for u, _ in left].index(operand))[1]

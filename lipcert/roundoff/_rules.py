@@ -124,7 +124,7 @@ def _each(node: Node, operands: Sequence[Operand], fmt: Format, *given: Any) -> 
     found = []
     for argument in given:
         if isinstance(argument, Node):
-            size = _aligned(known[argument].most, node, images=True)
+            size = _aligned(known(argument).most, node, images=True)
             found.append((size, torch.zeros_like(size)))
         else:
             constant = torch.as_tensor(argument, dtype=torch.float64, device=operands[0].nominal.device).detach()
@@ -243,7 +243,7 @@ def times(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     x = x + dx
     low = c - dc
     if isinstance(given["other"], Node):
-        denominator = by_operand(node, operands)[given["other"]]
+        denominator = operands[node.operands.index(given["other"])]
         low = _aligned((denominator.size - denominator.over(denominator.rho)).clamp_min(0), node, images=True)
     quotient = torch.where(low > 0, x / low, math.inf)
     # 1/c may be rounded by itself, and fall below the normal range.
@@ -420,7 +420,7 @@ def matmul(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     parts: list[tuple[Operand, Tensor]] = []
     for argument in (given["input"], given["other"]):
         if isinstance(argument, Node):
-            operand = known[argument]
+            operand = known(argument)
             parts.append((operand, torch.zeros((), dtype=torch.float64, device=operand.nominal.device)))
         else:
             constant = argument.detach().double()

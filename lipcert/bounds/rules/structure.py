@@ -194,7 +194,7 @@ def _basic(args: Any) -> bool:
 
 def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
     """Whether every row along the last axis of the result is made of entries of one row."""
-    if operation is torch.roll:
+    if operation is Tensor.roll:
         dims = kwargs.get("dims", args[1] if len(args) > 1 else None)
         return isinstance(dims, int) or bool(dims)  # without dims it rolls the flattened tensor
     if operation is not _getitem or kwargs:
@@ -218,9 +218,9 @@ def _getitem(tensor: Tensor, *index: Any, **named: Any) -> Tensor:
 
 for _key, _operation in (
     ("getitem", _getitem),
-    ("index_select", torch.index_select),
-    ("flip", torch.flip),
-    ("roll", torch.roll),
+    ("index_select", Tensor.index_select),
+    ("flip", Tensor.flip),
+    ("roll", Tensor.roll),
 ):
     rule(_key)(_selection(_operation))
 
