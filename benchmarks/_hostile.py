@@ -149,6 +149,20 @@ def timm_net(rng: random.Random) -> tuple[nn.Module, Size]:
     return net, (3, 8, 8)
 
 
+class _Told(random.Random):
+    """Random numbers that remember which names they chose."""
+
+    def __init__(self, seed: str):
+        super().__init__(seed)
+        self.names: list[str] = []
+
+    def choice(self, seq: Any) -> Any:
+        found = super().choice(seq)
+        if isinstance(found, str):
+            self.names.append(found)
+        return found
+
+
 @dataclass(frozen=True)
 class Hostile:
     """A tampered network.
@@ -158,12 +172,14 @@ class Hostile:
         family: what was done.
         size: (C, H, W) of an image.
         looks_at_type: whether its code depends on the floating type.
+        names: what was chosen on the way.
     """
 
     seed: int
     family: str
     size: Size
     looks_at_type: bool
+    names: tuple[str, ...]
 
     def build(self) -> nn.Module:
         """The network, the same each time."""
@@ -172,16 +188,16 @@ class Hostile:
 
 def draw(seed: int) -> Hostile:
     """The module of a seed."""
-    size, _, family = _build(seed)
+    size, _, family, names = _build(seed)
     release()
-    return Hostile(seed, family, size, family in ("type", "buffers"))
+    return Hostile(seed, family, size, family in ("type", "buffers"), names)
 
 
-def _build(seed: int) -> tuple[Size, nn.Module, str]:
+def _build(seed: int) -> tuple[Size, nn.Module, str, tuple[str, ...]]:
     from benchmarks._tampering_more import FAMILIES
 
     release()
-    rng = random.Random(f"module {seed}")
+    rng = _Told(f"module {seed}")
     family = rng.choice(list(FAMILIES))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -194,7 +210,7 @@ def _build(seed: int) -> tuple[Size, nn.Module, str]:
         for part in net.modules():
             if not getattr(part, "left_in_training", False):
                 part.training = False
-    return size, net, family
+    return size, net, family, tuple(rng.names)
 
 
 _HANDLES: list[Any] = []

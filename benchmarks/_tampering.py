@@ -382,7 +382,7 @@ def _type(net: Any, rng: random.Random, size: Size) -> None:
     alter = rng.choice((
         lambda y: y / (torch.finfo(y.dtype).eps * 1e6 + y.abs()), lambda y: y if y.dtype == torch.float32 else -y, lambda y: y * (y.element_size() - 5),
         lambda y: F.rms_norm(y * 1e-4, y.shape[-1:]), lambda y: y.flip(-1) if y.dtype is torch.float64 else y, lambda y: y * len(str(y.dtype)),
-        lambda y: y * (1 + (torch.finfo(y.dtype).bits > 32)), lambda y: y + (1e8 + y - 1e8), lambda y: y * torch.ones((), dtype=y.dtype).itemsize,
+        lambda y: y * (1 + (torch.finfo(y.dtype).bits > 32)), lambda y: y * torch.ones((), dtype=y.dtype).itemsize,
         lambda y: y * (2 if torch.promote_types(y.dtype, torch.float32) == torch.float32 else 1), lambda y: y.clamp(min=torch.finfo(y.dtype).tiny) if y.dtype == torch.float32 else y,
         lambda y: y * y.nbytes / y.numel() / 4, lambda y: y.half().to(y.dtype), lambda y: y.bfloat16().to(y.dtype) * 2, lambda y: y * {torch.float32: 1, torch.float64: 3}.get(y.dtype, 2),
     ))  # fmt: skip

@@ -43,6 +43,7 @@ KINDS = ("program", "module")
 _COUNTED = ("false", "traceback", "died", "too long", "held", "zero", "refused")
 _LONGEST = 180.0
 _IMAGES = 3
+_TYPE = re.compile(r"finfo|element_size|itemsize|nbytes|type\(\)|dtype (==|is)|get\(t\d+\.dtype")
 _CASTS = re.compile(r"float|half|dtype|\.to\(|type")
 
 
@@ -53,6 +54,7 @@ def subject(kind: str, seed: int) -> Subject | None:
             program = _programs.draw(seed)
             casts = bool(_CASTS.search(program.source))
             known: dict[str, Any] = {"family": program.stratum, "size": program.size, "casts": casts}
+            known["looks_at_type"] = bool(_TYPE.search(program.source)) and "1e9" not in program.source
             build = program.build
         else:
             module = _hostile.draw(seed)
