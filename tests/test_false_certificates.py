@@ -294,6 +294,19 @@ def test_einsum(name):
     holds_or_refused(Forward(forward, w=weight), size, methods=("global", "gloro", "local", "anchored"))
 
 
+@pytest.mark.parametrize(
+    ("equation", "shape", "cut"),
+    [
+        ("bhid,bhjd->bhij", (1, 4, 1, 2), lambda x: x[:, :1]),
+        ("bcij,bcjk->bcik", (1, 3, 1, 1), lambda x: x),
+        ("cp,bcp->bc", (3, 4), lambda x: x[:, :, 0, :1]),
+        ("bdc,bcp->bdp", (1, 2, 5), lambda x: x[:, :1].flatten(2)),
+    ],
+)
+def test_einsum_repeats_an_axis_of_size_1(equation, shape, cut, check_contract):
+    check_contract(lambda x: torch.einsum(equation, torch.ones(shape).double(), cut(x)), (3, 2, 2), ascent=0)
+
+
 # Positions that are written to twice.
 
 
