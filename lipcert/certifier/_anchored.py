@@ -40,8 +40,9 @@ kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds.re
 lie apart follows from the radius that the Jacobians give; the larger of the two radii counts, each with half of δ.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability δ of an
-image (lipcert.norms._ledger). Sums and products here are of non-negative float64 numbers; gradients and margins are
-reduced by a relative 1e-6 for the rounding of the nominal forward and backward pass in float64.
+image (lipcert.norms._ledger). Sums and products here are of non-negative float64 numbers, for which the certificate is
+reduced by a relative 1e-6. Rounding of nominal values, of gradients and of products with Jacobians has terms of its
+own, as cancellation makes it as large as what is computed: :mod:`lipcert.certifier._rounding`.
 """
 
 from __future__ import annotations
@@ -194,14 +195,13 @@ class Anchor(Linearization):
         return torch.minimum(from_source, at_most(from_start * at_start))
 
     def gradients(self, rivals: Tensor, predicted: Tensor) -> tuple[Tensor, dict[Node, Tensor]]:
-        """∇m at the source, shape (N, entries), and at the result of every nonlinear operation, for the margins f_y −
-        f_j.
+        """∇m at the source, shape (N, entries), and at the results of all operations behind it, for margins f_y − f_j.
 
         Args:
             rivals: the classes j, shape (N,).
             predicted: the classes y, shape (N,).
         """
-        graph, source, nodes = self.method.graph, self.method.source, list(self.remainders)
+        graph, source, nodes = self.method.graph, self.method.source, list(self.method.local.chains.links)
         widths = self.method.widths
 
         def one(image: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
@@ -325,7 +325,8 @@ class Anchor(Linearization):
                             norms[a] = norms[u] * self.gain(a, u)
                         else:
                             part = ledger.part(method.replay.position[v])
-                            norms[a] = method.weighed_norm(a, v.operands[0], self.values, scale, part)
+                            norm = method.weighed_norm(a, v.operands[0], self.values, scale, part)
+                            norms[a] = self.norms.raised(norm, a, u, scale)
                     found[v] = partial(_known, norms)
         return found
 
@@ -352,8 +353,14 @@ class Toward:
     """
 
     def __init__(self, anchor: Anchor, rivals: Tensor, predicted: Tensor, gap: Tensor):
-        self.anchor, self.gap = anchor, gap
-        at_pixels, self.at_nodes = anchor.gradients(rivals, predicted)
+        self.anchor = anchor
+        at_pixels, at_nodes = anchor.gradients(rivals, predicted)
+        self.at_nodes = {v: at_nodes[v] for v in anchor.remainders}
+        rounding = anchor.norms.rounded
+        assert rounding is not None
+        self.place = rounding.starts
+        lost, self.rounding = rounding.taken(at_nodes)
+        self.gap = (gap - lost * (1 + SAFETY)).clamp_min(0)
         self.slope = (at_pixels.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: anchor.remainders[v].against(g) for v, g in self.at_nodes.items()}
 
@@ -361,10 +368,12 @@ class Toward:
         """What is left of the margin within ε at least, shape (N,)."""
         found = self.anchor.deviations(eps, gains)
         taken = torch.zeros_like(eps)
+        rest = self.rounding[:, 0] * eps  # what rounding hides of the gradients
         for v, rho in found.operands.items():
             bound = self.against[v](rho)
+            rest = rest + self.rounding[:, self.place[v]] * at_most(self.anchor.remainders[v].norm(rho))
             taken = taken + (torch.minimum(bound, found.weighed[v].square()) if v in found.weighed else bound)
-        return self.gap - self.slope * eps - taken * (1 + SAFETY)
+        return self.gap - self.slope * eps - at_most(taken + rest) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without weights, shape (N,); ``enough`` where they are that or more, which saves the search."""

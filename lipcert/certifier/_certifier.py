@@ -24,6 +24,7 @@ from lipcert.certifier._certificates import Certificates
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
+from lipcert.certifier._nominal import Nominal
 from lipcert.errors import (
     BrokenCertificate,
     InputError,
@@ -110,6 +111,7 @@ class Certifier:
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
         self._confirmed = False
+        self.nominal = Nominal(self.analysis.graph)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
@@ -273,6 +275,8 @@ class Certifier:
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
             self._confirmed = True
         predicted, gaps = margins(self.model(images).cpu())
+        margin = gaps.amin(dim=1)
+        gaps = self.nominal.sound(images, predicted, gaps)
         found = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
         radius = torch.zeros(len(images), dtype=torch.float64)
@@ -299,7 +303,7 @@ class Certifier:
                 raise BrokenCertificate(place, distance[place].item(), radius[place].item(), decided[place])
         return Certificates(
             predicted,
-            gaps.amin(dim=1),
+            margin,
             radius,
             radius > self.eps,
             tuple(decided),

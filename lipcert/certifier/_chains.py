@@ -107,6 +107,17 @@ class Chains:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for the wanted (a, b), from known ones and the norms of the links."""
         wanted = list(wanted)
         starts = list(dict.fromkeys(a for a, _ in wanted))
+        found = self.table(starts, known, links)
+        place = {a: row for row, a in enumerate(starts)}
+        return {(a, b): found[b][place[a]] for a, b in wanted}
+
+    def table(
+        self,
+        starts: list[Node],
+        known: Mapping[tuple[Node, Node], Tensor],
+        links: Mapping[Link, Tensor],
+    ) -> dict[Node, Tensor]:
+        """The same for all values b, each of shape (starts, N)."""
         place = {a: row for row, a in enumerate(starts)}
         into: dict[Node, list[tuple[Node, Tensor]]] = {}
         for (b, node), norm in known.items():
@@ -129,7 +140,7 @@ class Chains:
                 bound = bound.clone()
                 bound[place[node]] = 1.0
             found[node] = bound
-        return {(a, b): found[b][place[a]] for a, b in wanted}
+        return found
 
     def _sum(self, node: Node, found: Mapping[Node, Tensor], norms: Mapping[Link, Tensor], nothing: Tensor) -> Tensor:
         terms = [

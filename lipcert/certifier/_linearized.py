@@ -24,6 +24,7 @@ from lipcert.bounds._remainder import REMAINDERS, Remainder, per_image, remainde
 from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._margins import row_distances
+from lipcert.certifier._rounding import Local, Rounded, rounded
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
 from lipcert.graph._graph import REARRANGING, run
@@ -201,8 +202,10 @@ class Linearized:
         summed = {v for v, rule in self.rules.items() if hasattr(rule, "total") and passes is None}
         self.linear = [(v, u) for v, u in self.pairs if v in summed and self._linear_way(v, u)]
         self.columns: dict[tuple[Node, Node], Tensor] = {}
+        self._raised: set[tuple[Node, Node]] = set()  # columns that hold with rounding
         self.ahead = {v: u for v, u in reversed(self.linear) if u not in self.outputs}
         self.scaled = [(a, v) for v in self.ahead for a, b in self.pairs if b is self.operands(v)[0]]
+        self.local = Local(self.chains or Chains(self.replay, self.source))
         self.tokens = {v: size for v in self.rules if passes is None and (size := self._token(v))}
         self.along = [(a, v) for v in self.tokens for a, b in self.pairs if b is self.operands(v)[0]]
         if self.deterministic:
@@ -514,9 +517,15 @@ class Linearized:
                 (found.peaks if peak else found.gains)[a, b] = bound
                 if progress is not None:
                     progress(len(found.gains) + len(found.peaks), in_all)
-        if self.chains is not None:
-            links = {link: self._link(link, number, values, ledger) for number, link in enumerate(self.links)}
-            found.gains |= self.chains.bounds(self.chained, found.gains, links)
+        links = {link: self._link(link, number, values, ledger) for number, link in enumerate(self.links)}
+        found.rounded, found.slack, found.gains = rounded(
+            self.local, values, found.gains, links, self.rules, self.chained
+        )
+        for pair, bound in found.peaks.items():
+            found.peaks[pair] = torch.minimum(bound + found.slack[pair], found.gains[pair])
+        for pair in self.columns.keys() - self._raised:
+            self.columns[pair] = self.columns[pair] + found.slack[pair][0]
+            self._raised.add(pair)
         for a, v in self.scaled:
             draw = self._draw(ledger, "columns weighed", a, v.operands[0], v)
             scale = self.columns[v, self.ahead[v]].sqrt().reshape(1, *v.shape)
@@ -527,11 +536,13 @@ class Linearized:
             else:
                 scale = scale.expand(images, *v.shape)
                 found.weighed[a, v] = self._scaled(a, v.operands[0], values, scale, draw)
+            found.weighed[a, v] = found.raised(found.weighed[a, v], a, self.operands(v)[0], scale)
             if progress is not None:
                 progress(len(found.gains) + len(found.peaks) + len(found.weighed), in_all)
         rules: dict[Node, Any] = {v: self._rule(v, values) for v in self.tokens}
         for a, v in self.along:
             found.along[a, v] = self._along(a, v, values, rules[v].units)
+            found.along[a, v] = found.along[a, v] + found.slack[a, self.operands(v)[0]][:, None]
             if progress is not None:
                 progress(sum(map(len, (found.gains, found.peaks, found.weighed, found.along))), in_all)
         return found
@@ -710,6 +721,8 @@ class Norms:
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules ask for that.
         weighed: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns behind v.
         along: how far tokens of b move along themselves, all together and one of them, by (a, v): shape (N, 2).
+        slack: what rounding can have taken of a norm as found, by (a, b), before it was added.
+        rounded: what rounding does beside.
     """
 
     ledger: Ledger
@@ -717,6 +730,20 @@ class Norms:
     peaks: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     weighed: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
     along: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
+    slack: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
+    rounded: Rounded | None = None
+
+    def raised(self, norm: Tensor, a: Node, b: Node, scale: Tensor) -> Tensor:
+        """‖diag(scale) G(a → b)‖ as found, with what rounding can have taken of it, shape (N,)."""
+        largest = per_image(scale).amax(1)
+        return torch.minimum(norm + largest * self.slack[a, b], largest * self.gains[a, b])
+
+    def only(self, index: Tensor) -> Norms:
+        """The same for some of the images, given by their numbers."""
+        assert self.rounded is not None
+        known = (self.gains, self.peaks, self.weighed, self.along, self.slack)
+        gains, peaks, weighed, along, slack = ({pair: norm[index] for pair, norm in part.items()} for part in known)
+        return Norms(self.ledger.only(index), gains, peaks, weighed, along, slack, self.rounded.only(index))
 
 
 class Linearization:
@@ -753,9 +780,7 @@ class Linearization:
         part = copy.copy(self)
         part.images, part.logits = self.images[index], self.logits[index]
         part.values = {node: value[index] for node, value in self.values.items()}
-        known = (self.norms.gains, self.norms.peaks, self.norms.weighed, self.norms.along)
-        some = ({pair: norm[index] for pair, norm in norms.items()} for norms in known)
-        part.norms = Norms(self.norms.ledger.only(index), *some)
+        part.norms = self.norms.only(index)
         part.remainders = self.method.remainders(part.values)
         return part
 
@@ -784,6 +809,11 @@ class Linearization:
     def deviations(self, eps: Tensor) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,)."""
         raise NotImplementedError
+
+    def noise(self, u: Node, gain: Gain) -> Tensor:
+        """How much more a value deviates as rounding has moved the nominal values: :mod:`._rounding`."""
+        assert self.norms.rounded is not None
+        return self.norms.rounded.noise[u] * gain(u, u)
 
     def reach(self, v: Node, moved: Callable[[Node, Gain], Tensor]) -> list[Tensor]:
         """ρ for the operands of a nonlinear operation, and behind it what its rule asks for beside.
@@ -832,7 +862,7 @@ class Linearization:
             return sum((error(u, gain) for error in added), self.logits.new_zeros(len(self.images)))
 
         def moved(u: Node, gain: Gain) -> Tensor:
-            return at_most(linear(u, gain) + errors(u, gain))
+            return at_most(linear(u, gain) + errors(u, gain) + self.noise(u, gain))
 
         for v in stage.nonlinear:
             operands[v] = self.reach(v, moved)
@@ -857,7 +887,8 @@ class Linearization:
         rule, method = self.remainders[v], self.method
         norm = at_most(rule.norm(rho))
         unknown = torch.full_like(norm, math.inf)
-        size = moved(method.operands(v)[0], partial(self.weighed_gain, v)) if v in method.ahead else unknown
+        counted = (v, method.ahead.get(v)) in method.columns
+        size = moved(method.operands(v)[0], partial(self.weighed_gain, v)) if counted else unknown
         summed: dict[Node, Tensor] = {}
 
         def at(u: Node, gain: Gain) -> Tensor:
@@ -884,10 +915,14 @@ class Linearization:
         f_y − f_j = ⟨e_y − e_j, f⟩ changes by at most √2 ρ of the logits, and ⟨w_y − w_j, h⟩ + const by ‖w_y − w_j‖ ρ of
         the features (Leino, Wang, Fredrikson, ICML 2021, section 3).
         """
-        change = math.sqrt(2) * found.logits[:, None]
-        if found.features is not None and spreads is not None:
-            change = torch.minimum(change, spreads * found.features[:, None])
-        return change * (1 + SAFETY)
+        rounding, output = self.norms.rounded, self.method.graph.output
+        assert rounding is not None
+        change = math.sqrt(2) * (found.logits + rounding.noise[output])[:, None]
+        if found.features is not None and spreads is not None and self.method.head is not None:
+            features = found.features + rounding.noise[self.method.head[0]]
+            head = math.sqrt(2) * rounding.errors[self.method.root(output)]
+            change = torch.minimum(change, spreads * features[:, None] + head[:, None])
+        return at_most(change) * (1 + SAFETY)
 
 
 def at_most(bound: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ class DeployedAnchor(Anchor):
             return sum((effect(u, gain) + gain(w, u) * put[w] for w, effect in added), own)
 
         def moved(u: Node, gain: Gain) -> Tensor:
-            return at_most(linear(u, gain) + errors(u, gain))
+            return at_most(linear(u, gain) + errors(u, gain) + self.noise(u, gain))
 
         nodes = stage.nonlinear if measuring is None else self.method.replay.between(stage.start, [stage.end])
         for v in nodes:

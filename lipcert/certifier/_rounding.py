@@ -1,0 +1,582 @@
+"""What rounding in float64 can do to the certifier's own numbers: nominal values, gradients, products with Jacobians.
+
+An operation w computes ĥ_w = f_w(ĥ) + e_w from the computed values ĥ of its operands o; a product with its Jacobian at
+ĥ is off by f, ‖f‖ ≤ κ_wo ‖v‖ for the vector v that it is applied to, forwards and backwards. :class:`Local` bounds κ_wo
+and ‖e_w‖, operation by operation. Three statements follow. All are about the Jacobians G at the *computed* values, so
+nothing is left out because it is of second order.
+
+**Norms.** A computed product is Ĝ(a → b)v = G(a → b)v + Σ_w G(w → b) f_w, by induction over the operations between a
+and b. So with bounds g on ‖G‖ and on what Ĝ does to a unit vector, both for shorter ways,
+
+    ‖Ĝ(a → b)v − G(a → b)v‖ ≤ S(a, b)‖v‖,    S(a, b) = Σ_(o → w) g(a → o) κ_wo g(w → b),
+
+and backwards as well. A norm found from such products is raised by c S, with c from how it was found:
+
+- written out: each of n columns is off by S, the matrix by √n S;
+- Lanczos: step j is that for A + F_j, A = GᵀG, ‖F_j‖ ≤ 2‖G‖S + S², and the steps together are exact for A − F Vᵀ with
+  V the basis and F the errors side by side, ‖F Vᵀ‖ ≤ √k (2‖G‖S + S²), k ≤ 48: so ‖G‖ ≤ β + (2√k + 1)S;
+- Gaussian vectors: a sum over t of squares is off, as a norm, by at most S(Σ_t ‖g_t‖²)^½, and is divided by √(ck) with
+  c > 0.4, ‖g_t‖² < 2n: √5n S.
+
+c = 16 + 4√n covers all of them, and one S more, so that a raised norm is a bound g too. Other g are products of norms
+of single operations and of known ones (:mod:`lipcert.certifier._chains`), A + κ for an operation. A norm is first taken
+for a little more than what was found; where that is not enough, for more; and where that fails again and again, it is
+dropped. Once all suffice, all are proved, by induction over the length of the ways.
+
+**Values.** The exact network perturbed by δ deviates from the computed values by
+
+    Δ_u = G(x → u) δ + Σ_v G(v → u) R_v − Σ_w G(w → u) e_w,
+
+so by at most ν_u = Σ_w g(w → u) ‖e_w‖ more than without rounding. Remainder rules are made at the computed values and
+get all of Δ. Where only some norms are found (``passes``), the g are products, ν is as large as these, and ν² times g
+leaves nothing of deep networks: there ν counts as 0. What rounding does to the values is then checked, and not proved
+(:mod:`lipcert.certifier._nominal`).
+
+**Margins.** Let p be the gradients as computed, p_o = Σ_w J_woᵀ p_w + f_o with ‖f_o‖ ≤ Σ_w κ_wo ‖p_w‖. Summing
+⟨p_w, Δ_w⟩ over all operations and using the recursion of Δ, exactly
+
+    change of the margin = ⟨p_x, δ⟩ + Σ_v ⟨p_v, R_v⟩ − Σ_w ⟨p_w, e_w⟩ − Σ_o ⟨f_o, Δ_o⟩,
+
+however wrong p is: what it leaves out meets the deviation itself, and no norm is multiplied along the depth.
+
+What is assumed of torch's kernels in float64: sums of products in any order, with or without fused multiplication;
+derivatives by the formulas of the operation, with roundings relative to their terms; library functions within 16 ulp.
+For operations without a rule, LSTM among them, A is taken from random vectors, and a relative rounding of 2⁻⁴⁰: another
+assumption. With ``at``, what is rounded in front of the perturbed value does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds._remainder import arguments, per_image, remainder_of
+from lipcert.certifier._chains import Chains, Link
+from lipcert.graph import Node
+from lipcert.graph._graph import REARRANGING, map_nodes
+
+UNIT = 2.0**-53
+# The smallest normal number: what an underflow can cost an entry, flushed to zero or not.
+TINY = 2.0**-1022
+# Of a norm, what rounding may add to it at first, and how often that is tried again with more.
+_SHARE = 1e-6
+_ATTEMPTS = 12
+# Norms beyond count as infinite.
+_HUGE = 1e140
+# Roundings in a kernel beside its sums: products, scales, library functions. And the entries of a window.
+_ROUNDINGS = 16
+_WINDOW = 512
+# Relative error of an operation without a rule here.
+_UNKNOWN = 2.0**-40
+_ENTRIES = 2**26
+
+_SATURATING = frozenset(("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish"))
+_ENTRYWISE = _SATURATING | {"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", "square", "pow", "sqrt", "rsqrt"}
+_SELECTING = frozenset(
+    f"{kind}max_pool{d}d" for kind in ("", "adaptive_") for d in (1, 2, 3)
+) | {"amax", "amin", "max", "min", "maximum", "minimum"}  # fmt: skip
+
+
+def _gamma(terms: float) -> float:
+    """More than γ_n for n = ``terms`` and the roundings beside them."""
+    return 4 * (terms + _ROUNDINGS) * UNIT
+
+
+class Local:
+    """What single operations of a network round, by a bound on the norm of the absolute values of their Jacobians.
+
+    With A ≥ ‖|J|‖ for an operation as a function of one operand, a product with J whose entries are sums of n terms is
+    off by at most γ A ‖v‖. Of affine operations ‖|J|‖² is at most the largest row sum times the largest column sum of
+    |J| (Schur's test), and |J| is the operation with the absolute values of its constants. The rounding of the values
+    is γ(Σ A‖ĥ_o‖ + ‖constants‖), and the constants are what is left of the result.
+
+    Args:
+        chains: the links of the network.
+    """
+
+    def __init__(self, chains: Chains):
+        self.chains = chains
+        self._affine: dict[Link, tuple[float, float]] = {}
+        self.kinds: dict[Node, bool | None] = {node: _affine(node) for node in chains.links}
+
+    @torch.no_grad()
+    def __call__(self, values: Mapping[Node, Tensor]) -> Errors:
+        """At nominal values, each of shape (N, *node.shape)."""
+        gains: dict[Link, Tensor] = {}
+        off: dict[Link, Tensor] = {}
+        errors: dict[Node, Tensor] = {}
+        like = values[self.chains.source]
+        still = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+        for node, links in self.chains.links.items():
+            size = _norm(values[node])
+            error = _gamma(0) * size
+            for link in links:
+                gain, kappa = self._link(link, values)
+                gains[link], off[link] = _known(still + gain), _known(still + kappa)
+                error = error + 2 * off[link] * _norm(values[link.operand])
+            if all(link.isometric for link in links) and node.op in REARRANGING:
+                error = still
+            errors[node] = _known(error + TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape))))
+        return Errors(gains, off, errors, still)
+
+    @torch.no_grad()
+    def errors(self, values: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+        """Bounds on ‖e_w‖ without derivatives at the values, each of shape (N,); rough ones for unknown operations."""
+        found: dict[Node, Tensor] = {}
+        for node, links in self.chains.links.items():
+            error = (_gamma(0) * _norm(values[node])) if not all(map(_moves, links)) else 0 * _norm(values[node])
+            for link in links:
+                size = _norm(values[link.operand])
+                if _moves(link):
+                    continue
+                if node.op in _ENTRYWISE or node.op in _SELECTING:
+                    error = error + (node.op in _SATURATING) * _gamma(0) * size
+                elif len(link.path) > 1 or (not self.kinds[node] and not self._has_rule(link, values)):
+                    error = error + _UNKNOWN * (size + _norm(values[node]))
+                else:
+                    lost = TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
+                    error = error + 2 * self._link(link, values)[1] * size + lost
+            found[node] = _known(error)
+        return found
+
+    def _has_rule(self, link: Link, values: Mapping[Node, Tensor]) -> bool:
+        try:
+            _nonlinear(self.chains, link, link.node.operands.index(link.operand), values)
+        except NoAnswer:
+            return False
+        return True
+
+    def _link(self, link: Link, values: Mapping[Node, Tensor]) -> tuple[Tensor | float, Tensor | float]:
+        """A and κ."""
+        node, operand = link.node, link.operand
+        if link.isometric:
+            return 1.0, _gamma(0)
+        if len(link.path) > 1 or self.kinds[node] is None:
+            return _unknown(self.chains, link, values)
+        places = [place for place, o in enumerate(node.operands) if o is operand]
+        if not self.kinds[node]:
+            try:
+                found = [_nonlinear(self.chains, link, place, values) for place in places]
+            except NoAnswer:
+                return _unknown(self.chains, link, values)
+            return sum(gain for gain, _ in found), sum(kappa for _, kappa in found)
+        if link not in self._affine:
+            gain = sum(_schur(node, place, values) for place in places)
+            self._affine[link] = gain, _gamma(_terms(node, operand)) * gain
+        return self._affine[link]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Bounds for single operations, each of shape (N,).
+
+    Attributes:
+        gains: on ‖J_wo‖.
+        off: κ_wo.
+        errors: on ‖e_w‖.
+        still: zeros.
+    """
+
+    gains: dict[Link, Tensor]
+    off: dict[Link, Tensor]
+    errors: dict[Node, Tensor]
+    still: Tensor
+
+
+def _moves(link: Link) -> bool:
+    """Whether an operation only moves entries of this operand."""
+    return link.isometric and link.node.op not in ("add", "sub", "rsub", "dropout")
+
+
+def _affine(node: Node) -> bool | None:
+    try:
+        return remainder_of(node) is None
+    except NoAnswer:
+        return False if callable(node.op) else None
+
+
+def _norm(value: Tensor) -> Tensor:
+    """ℓ2 norms of an image's entries, from above, those that are −∞ left out, as masks are exact."""
+    flat = per_image(value.to(torch.float64))
+    flat = torch.where(flat.isinf(), 0.0, flat).abs()
+    largest = flat.amax(1, keepdim=True).clamp_min(TINY) if flat.shape[1] else flat.new_ones(len(flat), 1)
+    return (flat / largest).norm(dim=1) * largest[:, 0] * (1 + 1e-9)
+
+
+def _known(bound: Tensor) -> Tensor:
+    return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
+
+
+def _terms(node: Node, operand: Node) -> int:
+    """How many terms an entry of J v or Jᵀu is the sum of, at most, beside ``_ROUNDINGS``."""
+    constants: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        constants.append(tensor)
+        return tensor
+
+    _tree(lambda n: n, keep, (node.args, dict(node.kwargs)))
+    count = 0
+    for weight in constants:
+        if weight.dim() > 1:
+            shape = tuple(weight.shape)
+            conv = isinstance(node.op, str) and node.op.startswith("conv")
+            count = max(count, (shape[0] + shape[1]) * math.prod(shape[2:]) if conv else sum(shape))
+    if any(word in node.name for word in ("pool", "fold", "interpolate")):
+        count += _WINDOW
+    sizes = sorted((max(1, math.prod(node.shape)), max(1, math.prod(operand.shape))))
+    return count + 2 * (sizes[1] // sizes[0])
+
+
+def _tree(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return on_tensor(tree) if tree.is_floating_point() else tree
+    if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
+        return type(tree)(_tree(on_node, on_tensor, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _tree(on_node, on_tensor, item) for key, item in tree.items()}
+    return map_nodes(on_node, tree)
+
+
+def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
+    """A bound on ‖|J|‖ for an affine operation as a function of the operand at one place."""
+    value = torch.zeros_like(values[node.operands[place]][0]).requires_grad_()
+    left = iter(range(len(node.operands)))
+
+    def operand(n: Node) -> Tensor:
+        return value if next(left) == place else torch.zeros_like(values[n][0])
+
+    args, kwargs = _tree(operand, torch.abs, (node.args, dict(node.kwargs)))
+    with torch.enable_grad():
+        result = node.function(*args, **kwargs)
+        weight = torch.ones_like(result, requires_grad=True)
+        (columns,) = torch.autograd.grad(result, value, weight, create_graph=True, allow_unused=True)
+        if columns is None or not columns.requires_grad:
+            return 0.0 if columns is None or not bool(columns.any()) else math.inf
+        (rows,) = torch.autograd.grad(columns, weight, torch.ones_like(columns), allow_unused=True)
+    if rows is None or not columns.numel() or not rows.numel():
+        return 0.0
+    # Bicubic weights have both signs, and absolute values of sum below 1.6 along each axis.
+    signs = 4.0 if node.op == "interpolate" else 1.0
+    return signs * math.sqrt(columns.abs().max().item()) * math.sqrt(rows.abs().max().item()) * (1 + 1e-9)
+
+
+def _slopes(chains: Chains, link: Link, values: Mapping[Node, Tensor], vectors: Iterable[Tensor]) -> list[Tensor]:
+    """Jᵀu, shape (N, entries), for some u of the shape of the results."""
+    source = values[link.operand].detach().requires_grad_()
+    with torch.enable_grad():
+        (result,) = chains.replay(link.operand, source, [link.node], dict(values), link.path)
+        if not result.requires_grad:
+            return [per_image(torch.zeros_like(source)) for _ in vectors]
+        found = [
+            torch.autograd.grad(result, source, u.to(result), retain_graph=True, allow_unused=True) for u in vectors
+        ]
+    return [per_image(torch.zeros_like(source) if slope is None else slope) for (slope,) in found]
+
+
+def _unknown(chains: Chains, link: Link, values: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
+    """For operations without a rule: eight times what four random vectors show of ‖J‖_F. An assumption, no proof."""
+    generator = torch.Generator().manual_seed(0)
+    shape = values[link.node].shape
+    vectors = [torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64).expand(shape) for _ in range(4)]
+    gain = 8 * torch.stack([slope.norm(dim=1) for slope in _slopes(chains, link, values, vectors)]).amax(0)
+    return gain, gain * _UNKNOWN
+
+
+def _nonlinear(chains: Chains, link: Link, place: int, values: Mapping[Node, Tensor]) -> tuple[Any, Any]:
+    """A and κ for a nonlinear operation as a function of the operand at one place.
+
+    Raises:
+        NoAnswer: there is no rule.
+    """
+    node, operand = link.node, link.operand
+    x, result = values[operand], values[node]
+    name = node.name
+    ones = torch.ones_like(result)
+    if node.op in _ENTRYWISE or name in ("ClippedReLU", "secant_relu", "secant_leaky_relu"):
+        (slope,) = _slopes(chains, link, values, [ones])
+        gain = slope.abs().amax(1)
+        return gain, _gamma(0) * (gain + (node.op in _SATURATING))
+    if node.op in _SELECTING:  # a row of J picks an entry, or shares 1 among equal ones
+        (slope,) = _slopes(chains, link, values, [ones])
+        gain = slope.abs().amax(1).sqrt()
+        return gain, _gamma(_WINDOW + slope.shape[1] / max(1, per_image(result).shape[1])) * gain
+    if node.op == "softmax":  # |diag(p) − ppᵀ| has row sums 2p_i(1 − p_i)
+        axis = arguments(node)["dim"]
+        return 1.0, 2 * _gamma(2 * node.shape[axis])
+    if node.op in ("mul", "div", "matmul", "einsum", "conv1d", "conv2d", "conv3d") and len(node.operands) == 2:
+        return _product(node, place, values)
+    if node.op in ("norm", "linalg_vector_norm"):
+        return 1.0, _gamma(2 * x[0].numel() / max(1, result[0].numel()))
+    if node.op == "var":
+        count = x[0].numel() / max(1, result[0].numel())
+        gain = 4 * _norm(x) / max(1.0, count - 1)
+        return gain, _gamma(4 * count) * gain
+    return _normalising(node, x)
+
+
+def _product(node: Node, place: int, values: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
+    """Products of two values: by Cauchy and Schwarz, the entries' sum of squares, or the largest entry of a factor."""
+    operand, other = node.operands[place], values[node.operands[1 - place]]
+    entries = math.prod(node.shape)
+    copies = math.sqrt(max(1.0, entries / max(1, math.prod(operand.shape))))
+    flat = per_image(other).abs()
+    if node.op == "mul":
+        gain = flat.amax(1) * copies
+    elif node.op == "div":
+        smallest = per_image(values[node.operands[1]]).abs().amin(1)
+        gain = copies / smallest
+        gain = gain if place == 0 else gain * per_image(values[node]).abs().amax(1)
+    elif node.op == "matmul":
+        batch = math.prod(node.shape[:-2]) / max(1, math.prod(operand.shape[:-2]))
+        gain = _norm(other) * math.sqrt(max(1.0, batch))
+    elif node.op == "einsum":
+        gain = _norm(other) * copies
+    else:
+        weight = node.operands[1] if len(node.operands) == 2 else operand
+        gain = _norm(other) * math.sqrt(math.prod(weight.shape[2:]))
+    terms = sum(operand.shape) + sum(node.shape) if node.op != "div" else 0
+    terms += math.prod(operand.shape[1:]) if str(node.op).startswith("conv") else 0
+    return gain, _gamma(terms) * gain
+
+
+def _normalising(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalisations and projections of tokens, γ ∘ c/s with c the token, centred or not.
+
+    |J| is at most the sum of the absolute values of its terms, 3 max|γ|/s. What rounding does to c and s relative to
+    s grows with the length of the token against s, and enters J twice as a factor, up to 8 in all.
+    """
+    module: Any = node.function
+    given = arguments(node) if node.op in ("layer_norm", "rms_norm", "group_norm", "normalize") else {}
+    if node.op in ("layer_norm", "rms_norm"):
+        centred = node.op == "layer_norm"
+        tokens, weight = x.flatten(-len(given["normalized_shape"])), given.get("weight")
+        eps = given.get("eps", 1e-5 if centred else None)
+        eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+        least, scale = math.sqrt(tokens.shape[-1] * eps), math.sqrt(tokens.shape[-1])
+    elif node.op == "group_norm":
+        tokens, centred, weight = x.reshape(*x.shape[:2], given["num_groups"], -1), True, given.get("weight")
+        least = math.sqrt(tokens.shape[-1] * float(given.get("eps", 1e-5)))
+        scale = math.sqrt(tokens.shape[-1])
+    elif node.op == "normalize":
+        axis = given.get("dim", 1)
+        if not isinstance(axis, int) or given.get("p", 2.0) != 2:
+            raise NoAnswer("another norm than that along one axis")
+        tokens, centred, weight = x.movedim(axis + 1 if axis >= 0 else axis, -1), False, None
+        least, scale = float(given.get("eps", 1e-12)), 1.0
+    elif hasattr(module, "radius") or node.name == "secant_project":
+        module = module if hasattr(module, "radius") else node.args[2]
+        tokens = x.reshape(*x.shape[:2], module.groups, -1) if hasattr(module, "groups") else x
+        if not hasattr(module, "groups") and module.channels_first:
+            tokens = x.movedim(2, -1)
+        centred, weight, least = module.centred, module.weight, float(module.radius)
+        scale = least
+    else:
+        raise NoAnswer("no rule for its rounding")
+    length = tokens.norm(dim=-1)
+    rest = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length
+    # Rounding may have made the centred token as long as this.
+    rest = (rest - _gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
+    short = 1 / torch.sqrt(rest.square() + least**2) if least else 1 / rest
+    largest = 1.0 if weight is None else weight.detach().abs().max().item()
+    gain = 3 * scale * largest * per_image(short)
+    worse = gain * (1 + 8 * per_image((length * short).square() if centred else torch.ones_like(short)))
+    return gain.amax(1), _gamma(8 * tokens.shape[-1]) * worse.amax(1)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What rounding can have done to a linearisation at N images.
+
+    Attributes:
+        noise: ν, how far a value may be off, and how far its length may be read off wrong, each of shape (N,).
+        errors: bounds on ‖e_w‖, each of shape (N,).
+        off: κ_wo, each of shape (N,).
+        ways: upper bounds on ‖G(a → o)‖, shape (N, starts, values).
+        starts: the a: the source, and the nonlinear operations.
+        place: the number of every value o.
+    """
+
+    noise: dict[Node, Tensor]
+    errors: dict[Node, Tensor]
+    off: dict[Link, Tensor]
+    ways: Tensor
+    starts: dict[Node, int]
+    place: dict[Node, int]
+
+    def only(self, index: Tensor) -> Rounded:
+        """The same for some of the images, given by their numbers."""
+        noise, errors = ({node: value[index] for node, value in known.items()} for known in (self.noise, self.errors))
+        off = {link: value[index] for link, value in self.off.items()}
+        return Rounded(noise, errors, off, self.ways[index], self.starts, self.place)
+
+    def taken(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
+        """What rounding takes of a margin: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o, φ_o = Σ_w κ_wo ‖p_w‖, and Σ_o φ_o ‖G(a → o)‖.
+
+        Args:
+            gradients: p of every value, each of shape (N, *node.shape).
+
+        Returns:
+            The first, shape (N,), and the second for every start a, shape (N, starts): what each unit of δ and of R_v
+            takes beside.
+        """
+        size = {node: _norm(slope) for node, slope in gradients.items()}
+        constant = torch.stack([times(size[node], error) for node, error in self.errors.items() if node in size])
+        weight = self.ways.new_zeros(len(self.ways), len(self.place))
+        lost = [constant.sum(0)]
+        for link, kappa in self.off.items():
+            if link.node in size:
+                term = times(size[link.node], kappa)
+                weight[:, self.place[link.operand]] += term
+                lost.append(times(term, self.noise[link.operand]))
+        through = torch.where(self.ways > 0, self.ways * weight[:, None], 0.0).sum(2)
+        return _known(torch.stack(lost).sum(0)), _known(through)
+
+
+def times(first: Tensor, second: Tensor) -> Tensor:
+    """Products with 0 · ∞ = 0."""
+    return torch.where((first > 0) & (second > 0), first * second, 0.0)
+
+
+class Ways:
+    """Upper bounds on ‖G(a → b)‖ and ‖Ĝ(a → b)‖ for all values at once, by the head of this file, for some images.
+
+    Attributes:
+        bounds: shape (N, values, values), ∞ where nothing is known; 0 only where b does not depend on a.
+        slack: c S for the pairs whose norms were found, each of shape (N,); ∞ for those that were dropped.
+
+    Args:
+        chains: the links of the network.
+        gains: bounds for single operations.
+        off: κ.
+        found: norms as found.
+    """
+
+    def __init__(
+        self,
+        chains: Chains,
+        gains: Mapping[Link, Tensor],
+        off: Mapping[Link, Tensor],
+        found: Mapping[tuple[Node, Node], Tensor],
+    ):
+        self.chains, self.gains, self.off = chains, gains, off
+        nodes = [chains.source, *chains.links]
+        self.place = {node: number for number, node in enumerate(nodes)}
+        taken = {pair: norm * (1 + _SHARE) for pair, norm in found.items()}
+        for attempt in range(_ATTEMPTS):
+            self.bounds = self._table(nodes, taken)
+            products = self.off_by()
+            self.slack = {
+                pair: self._factor(pair) * products[:, self.place[pair[0]], self.place[pair[1]]] for pair in found
+            }
+            holds = {pair: taken[pair] >= found[pair] + self.slack[pair] for pair in found}
+            if all(bool(good.all()) for good in holds.values()):
+                break
+            for pair, good in holds.items():
+                more = found[pair] + 4 * self.slack[pair]
+                if attempt >= _ATTEMPTS // 2:
+                    more = torch.full_like(more, math.inf)
+                taken[pair] = torch.where(good, taken[pair], more)
+        else:
+            taken = {pair: torch.full_like(norm, math.inf) for pair, norm in found.items()}
+            self.bounds = self._table(nodes, taken)
+        self.slack = {pair: torch.where(taken[pair] < math.inf, slack, math.inf) for pair, slack in self.slack.items()}
+
+    def _factor(self, pair: tuple[Node, Node]) -> float:
+        """c."""
+        a, b = pair
+        return 16 + 4 * math.sqrt(max(math.prod(a.shape), math.prod(b.shape)))
+
+    def _table(self, nodes: list[Node], taken: Mapping[tuple[Node, Node], Tensor]) -> Tensor:
+        table = self.chains.table(nodes, taken, self.gains)
+        return _known(torch.stack([table[node] for node in nodes]).permute(2, 1, 0))
+
+    def off_by(self) -> Tensor:
+        """S for all (a, b), shape (N, values, values)."""
+        ways = self.bounds.clamp_max(_HUGE)
+        first = torch.full_like(ways, TINY * _WINDOW)
+        endless = bool((self.bounds >= _HUGE).any())
+        for link, kappa in self.off.items():
+            o, w = self.place[link.operand], self.place[link.node]
+            first[:, :, w] += ways[:, :, o] * kappa.clamp_max(_HUGE)[:, None]
+            endless = endless or bool((kappa >= _HUGE).any())
+        endless = endless or bool((first >= _HUGE).any())
+        first = torch.where(ways > 0, first.clamp_max(_HUGE), 0.0)
+        found = 2 * first @ ways
+        if endless:
+            large = (first >= _HUGE * _gamma(0)).double()
+            some = (ways > 0).double()
+            unknown = large @ some + some @ (self.bounds >= _HUGE).double()
+            found = torch.where(unknown > 0, math.inf, found)
+        return found
+
+
+def rounded(
+    local: Local,
+    values: Mapping[Node, Tensor],
+    gains: Mapping[tuple[Node, Node], Tensor],
+    links: Mapping[Link, Tensor],
+    starts: Iterable[Node],
+    wanted: Collection[tuple[Node, Node]],
+) -> tuple[Rounded, dict[tuple[Node, Node], Tensor], dict[tuple[Node, Node], Tensor]]:
+    """Applies the head of this file to norms that were found.
+
+    Args:
+        local: the network's operations.
+        values: nominal values.
+        gains: ‖G(a → b)‖ as found, each of shape (N,).
+        links: norms of single operations as found.
+        starts: the nonlinear operations.
+        wanted: pairs without a norm of their own.
+
+    Returns:
+        What rounding can have done; the c S of the norms, ∞ where no such bound holds; and upper bounds on all
+        ‖G(a → b)‖. All of shape (N,).
+    """
+    chains, found = local.chains, local(values)
+    nodes = [chains.source, *chains.links]
+    place = {node: number for number, node in enumerate(nodes)}
+    first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts)))}
+    rows = torch.tensor([place[a] for a in first])
+    exact = {link: _single(link, found, links) for link in found.gains}
+    errors = torch.stack([found.errors.get(node, found.still) for node in nodes], 1)
+    pairs = [*gains, *wanted]
+    ways, noise, slack, bounds = [], [], [], []
+    for part in range(0, len(errors), together := max(1, _ENTRIES // len(nodes) ** 2)):
+        some = slice(part, part + together)
+        one = Ways(
+            chains,
+            {link: gain[some] for link, gain in exact.items()},
+            {link: kappa[some] for link, kappa in found.off.items()},
+            {pair: norm[some] for pair, norm in gains.items()},
+        )
+        ways.append(one.bounds[:, rows])
+        noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))
+        slack.append(one.slack)
+        bounds.append({(a, b): one.bounds[:, place[a], place[b]] for a, b in pairs})
+    off = {node: torch.cat(noise)[:, place[node]] for node in nodes}
+    for v in starts:  # a rule reads lengths of its operands off the computed values
+        for u in {*v.operands} & off.keys():
+            off[u] = off[u] + _gamma(8 * u.shape[-1] if u.shape else 0) * _norm(values[u])
+    if wanted:  # products of norms blow ν² up: left to the check of the nominal values
+        off = {node: torch.zeros_like(value) for node, value in off.items()}
+    added = {pair: torch.cat([one[pair] for one in slack]) for pair in gains}
+    whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
+    for pair, norm in gains.items():
+        whole[pair] = torch.minimum(whole[pair], norm + added[pair])
+    return Rounded(off, found.errors, found.off, torch.cat(ways), first, place), added, whole
+
+
+def _single(link: Link, found: Errors, links: Mapping[Link, Tensor]) -> Tensor:
+    """A bound on ‖J‖ and ‖Ĵ‖ of one operation."""
+    gain, kappa = found.gains[link], found.off[link]
+    if link in links:
+        factor = 16 + 4 * math.sqrt(max(math.prod(link.operand.shape), math.prod(link.node.shape)))
+        gain = torch.minimum(gain, links[link] + factor * kappa)
+    return gain + kappa

@@ -1,0 +1,247 @@
+"""Networks that float64 cannot evaluate: large numbers cancel, small ones underflow. Certificates must not be noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import lipcert
+from lipcert.certifier import Certifier
+from lipcert.certifier._anchored import Anchored
+from lipcert.certifier._margins import margins
+from lipcert.certifier._nominal import Nominal
+from lipcert.certifier._rounding import Ways
+from lipcert.graph import Node
+from lipcert.graph._graph import run
+
+A, B, C = 1 / 3, 0.7, 1 / 3 * 0.7  # C is not A·B: float64 rounds the product
+SCALE = 2.0**60
+PIXELS = (0.5, 0.25, 0.75, 0.3)
+METHODS = ("global", "gloro", "local", "lofast", "anchored", "staged")
+
+
+class Network(nn.Module):
+    def __init__(self, margin: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.margin = margin
+        self.marker = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.margin(x.flatten(1)).sum(1, keepdim=True)
+        return torch.cat([half, -half], 1)
+
+
+def model(margin: Callable[[Tensor], Tensor]) -> lipcert.Model:
+    return lipcert.load(Network(margin), mean=(0.0,), std=(1.0,), input_size=(1, 2, 2)).double()
+
+
+def image(pixels: tuple[float, ...] = PIXELS) -> Tensor:
+    return torch.tensor(pixels, dtype=torch.float64).reshape(1, 1, 2, 2)
+
+
+def lost(pixels: list[Fraction]) -> Fraction:
+    """Σ(x·A·B − x·C)·SCALE, exactly."""
+    return sum(pixels, Fraction()) * (Fraction(A) * Fraction(B) - Fraction(C)) * Fraction(SCALE)
+
+
+def plain(pixels: list[Fraction]) -> Fraction:
+    return sum(pixels, Fraction())
+
+
+# What float64 computes, and half of the margin of class 0 in exact arithmetic. Activations between the linear maps are
+# the identity on the numbers that they see, up to signs that stay.
+HARMED = {
+    "a product of two constants against their rounded product": (
+        lambda x: 1e-3 + (x * A * B - x * C) * SCALE,
+        lambda x: 4 * Fraction(1e-3) + lost(x),
+    ),
+    "large weights that cancel": (
+        lambda x: 1e-3 + (x * (A * 1e18) * B - x * (A * 1e18 * B)) * 2.0**4,
+        lambda x: 4 * Fraction(1e-3)
+        + plain(x) * (Fraction(A * 1e18) * Fraction(B) - Fraction(A * 1e18 * B)) * Fraction(2) ** 4,
+    ),
+    "absorbed by a larger number": (
+        lambda x: ((x * 1e-20 + 1.0) - 1.0) * 1e20 - 0.01,
+        lambda x: plain(x) * Fraction(1e-20) * Fraction(1e20) - 4 * Fraction(0.01),
+    ),
+    "an offset that goes again": (
+        lambda x: ((x + 1e18) - 1e18) - 0.01,
+        lambda x: plain(x) - 4 * Fraction(0.01),
+    ),
+    "a dead ReLU": (
+        lambda x: 1e-3 - torch.relu((x * C - x * A * B) * SCALE),
+        lambda x: 4 * Fraction(1e-3) - max(Fraction(), -lost(x)),
+    ),
+    "an underflow": (
+        lambda x: 0.01 - x * 1e-160 * 1e-170 * 1e165 * 1e165,
+        lambda x: 4 * Fraction(0.01)
+        - plain(x) * Fraction(1e-160) * Fraction(1e-170) * Fraction(1e165) * Fraction(1e165),
+    ),
+    "nearly equal branches": (
+        lambda x: 1e-3 + (nn.functional.leaky_relu(x * 3e19, 0.5) - torch.relu(x * 1e19 * 3.0)),
+        lambda x: 4 * Fraction(1e-3) + plain(x) * (Fraction(3e19) - Fraction(1e19) * 3),
+    ),
+}  # fmt: skip
+
+
+def flips(exact: Callable[[list[Fraction]], Fraction], x: Tensor, radius: float, predicted: int) -> bool:
+    """Whether the exact network predicts the other class at the image or a corner of the ball within the box."""
+    step = min(Fraction(radius) * Fraction(49, 100), Fraction(1))  # (±s, ±s, ±s, ±s) has norm 2s
+    start = [Fraction(v) for v in x.flatten().tolist()]
+    for sign in (0, 1, -1):
+        moved = [min(max(v + sign * step, Fraction()), Fraction(1)) for v in start]
+        margin = exact(moved)
+        if (margin <= 0) if predicted == 0 else (margin >= 0):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", HARMED)
+def test_no_exact_network_flips_within_its_radius(name: str, method: str) -> None:
+    computed, exact = HARMED[name]
+    for rigor in ("probabilistic", "deterministic") if method in ("lofast", "anchored") else ("probabilistic",):
+        for pixels in (PIXELS, (0.9, 0.1, 0.35, 0.6)):
+            found = Certifier(model(computed), 0.1, method, rigor=rigor).run(image(pixels))
+            if found.radius.item() > 0:
+                assert not flips(exact, image(pixels), found.radius.item(), int(found.predicted.item()))
+
+
+def test_the_exact_networks_are_those_that_are_computed() -> None:
+    # Where nothing cancels, both must agree: the same formulas without the numbers that float64 cannot hold.
+    computed = lambda x: ((x * 2.0**-3 + 1.0) - 1.0) * 2.0**3 - 0.25  # noqa: E731
+    found = Certifier(model(computed), 0.1, "anchored").run(image())
+    exact = lambda x: plain(x) - 4 * Fraction(0.25)  # noqa: E731
+    assert found.radius.item() == pytest.approx(abs(float(exact([Fraction(v) for v in PIXELS]))) / 2, rel=1e-3)
+    assert not flips(exact, image(), found.radius.item(), int(found.predicted.item()))
+    assert flips(exact, image(), 1.05 * found.radius.item(), int(found.predicted.item()))
+    assert flips(HARMED["an offset that goes again"][1], image(), 0.0, 1)
+
+
+class Chain(nn.Module):
+    """Linear layers whose products cancel, with a GELU at a point where it is nearly linear between them."""
+
+    def __init__(self, depth: int, condition: float, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def orthogonal() -> Tensor:
+            return torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))[0]
+
+        self.weights = nn.ParameterList()
+        for place in range(depth):
+            sizes = torch.logspace(0, -condition, 6, dtype=torch.float64)
+            weight = orthogonal() @ torch.diag(sizes) @ orthogonal()
+            before = self.weights[-1].detach() if place % 2 else weight
+            self.weights.append(nn.Parameter(torch.linalg.inv(before) if place % 2 else weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        for weight in self.weights:
+            h = torch.relu(h @ weight.T + 8.0) - 8.0
+        return torch.cat([h.sum(1, keepdim=True), h[:, :1]], 1)
+
+    def exact(self) -> list[list[Fraction]]:
+        """The Jacobian where every unit is on, by its rows, in exact arithmetic."""
+        total = [[Fraction(int(i == j)) for j in range(6)] for i in range(6)]
+        for weight in self.weights:
+            rows = [[Fraction(v) for v in row] for row in weight.tolist()]
+            total = [[sum((a * total[k][j] for k, a in enumerate(row)), Fraction()) for j in range(6)] for row in rows]
+        return total
+
+
+@pytest.mark.parametrize("condition", [2, 5, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_products_with_jacobians_are_off_by_no_more_than_is_said(condition: float, seed: int) -> None:
+    network = Chain(4, condition, seed)
+    wrapped = lipcert.load(network, mean=(0.0,), std=(1.0,), input_size=(1, 2, 3)).double()
+    pixels = torch.rand(1, 1, 2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    method = Anchored(wrapped, rigor="deterministic")
+    values = method.values(pixels[:, None])
+    local = method.local(values)
+    ways = Ways(method.local.chains, local.gains, local.off, {})
+    before = method.graph.output.operands[0].operands[0]  # the last value of six entries
+    place = ways.place[method.source], ways.place[before]
+    said, largest = ways.off_by()[0][place].item(), ways.bounds[0][place].item()
+    product, _ = method._products(method.source, before, values, several=False)
+    exact = network.exact()
+    for column in range(6):
+        unit = torch.zeros(1, 6, dtype=torch.float64)
+        unit[0, column] = 1
+        truth = [exact[i][column] for i in range(6)]
+        off = sum((Fraction(v) - t) ** 2 for v, t in zip(product(unit)[0].tolist(), truth, strict=True))
+        assert 0 < float(off) ** 0.5 <= said
+        assert float(sum(t**2 for t in truth)) ** 0.5 <= largest
+
+
+def test_the_noise_of_values_holds_against_exact_arithmetic() -> None:
+    network = Chain(4, 6, 0)
+    wrapped = lipcert.load(network, mean=(0.0,), std=(1.0,), input_size=(1, 2, 3)).double()
+    pixels = torch.rand(1, 1, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    method = Anchored(wrapped, rigor="deterministic")
+    _, values, norms, _ = method.linearize(pixels)
+    assert norms.rounded is not None
+    start = [Fraction(v) for v in pixels.flatten().tolist()]
+    total = start
+    for weight in network.weights:
+        total = [sum((Fraction(a) * v for a, v in zip(row, total, strict=True)), Fraction()) for row in weight.tolist()]
+    truth = [sum(total, Fraction()), total[0]]
+    computed = values[method.graph.output].flatten().tolist()
+    off = float(sum((Fraction(v) - t) ** 2 for v, t in zip(computed, truth, strict=True))) ** 0.5
+    assert 0 < off <= norms.rounded.noise[method.graph.output].item() < 1e-3
+
+
+def test_rounding_costs_an_ordinary_network_nothing() -> None:
+    torch.manual_seed(0)
+    arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    vit = lipcert.load(
+        timm.create_model("vit_tiny_patch16_224", **arguments), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8)
+    ).double()
+    lipcert.convert(vit, attention="keep", norm="smooth")
+    pixels = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    predicted, gaps = margins(vit(pixels).detach())
+    certifier = Certifier(vit, 0.1, "gloro")
+    assert torch.allclose(certifier.nominal.sound(pixels, predicted, gaps), gaps, rtol=1e-6, atol=0)
+    _, _, norms, _ = Anchored(vit).linearize(pixels)
+    for pair, slack in norms.slack.items():
+        assert bool((slack <= 1e-6 * norms.gains[pair]).all())
+
+
+def test_operations_without_a_rule_count_as_noisy_and_do_not_stop_the_check() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x.flatten(1)[:, None])[0][:, 0]
+
+    wrapped = lipcert.load(Odd(), mean=(0.0,), std=(1.0,), input_size=(1, 2, 2)).double()
+    found = Certifier(wrapped, 0.1, "anchored").run(image())
+    assert 0 < found.radius.item() < 10
+
+
+def test_single_operations_round_no_more_than_their_rules_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, 4, generator=generator, dtype=torch.float64) * torch.tensor([1e8, 1.0, 1e-8, 1e3]).double()
+    wrapped = model(lambda x: nn.functional.linear(x, weight))
+    graph = Certifier(wrapped, 0.1, "global").analysis.graph
+    check = Nominal(graph)
+    (node,) = [node for node in graph.nodes if node.op == "linear"]
+    for seed in range(20):
+        pixels = torch.rand(1, 1, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        result = nn.functional.linear(pixels.flatten(1), weight)
+        known: dict[Node, Tensor] = run(graph.nodes, {graph.input: pixels})
+        values = {n: value[None] for n, value in known.items() if n.shape}
+        said = check.local.errors(values)[node].item()
+        exact = [
+            sum((Fraction(a) * Fraction(v) for a, v in zip(row, pixels.flatten().tolist(), strict=True)), Fraction())
+            for row in weight.tolist()
+        ]
+        off = float(sum((Fraction(v) - t) ** 2 for v, t in zip(result[0].tolist(), exact, strict=True))) ** 0.5
+        assert off <= said < 1e-3
