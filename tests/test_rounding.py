@@ -192,13 +192,12 @@ def operand(nominal: Tensor, rho: float) -> Operand:
 def test_no_operation_rounds_more_than_its_bound(name: str, fmt: Format, seed: int, scale: float, away: bool) -> None:
     node = node_of(name)
     generator = torch.Generator().manual_seed(seed)
-    exact, nominal, rho = [], [], []
-    for u in node.operands:
+    drawn: dict[Node, tuple[Tensor, Tensor, float]] = {}
+    for u in dict.fromkeys(node.operands):
         value = (torch.randn(u.shape, generator=generator, dtype=torch.float64) * scale).to(fmt.dtype).double()
         shift = torch.randn(u.shape, generator=generator, dtype=torch.float64) * (0.3 * scale if away else 0.0)
-        exact.append(value)
-        nominal.append(value + shift)
-        rho.append(shift.norm().item() * (1 + 1e-12))
+        drawn[u] = value, value + shift, shift.norm().item() * (1 + 1e-12)
+    exact, nominal, rho = zip(*(drawn[u] for u in node.operands), strict=True)
     bound = local_error(node, [operand(h, r) for h, r in zip(nominal, rho, strict=True)], fmt)[0]
     gap = (apply(node, exact, fmt.dtype) - apply(node, exact, torch.float64)).abs()
     assert bound.shape == gap.shape

@@ -16,7 +16,7 @@ from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
-from lipcert.graph import Graph, Node, capture, needed
+from lipcert.graph import Graph, Node, capture, close, examples, needed
 from lipcert.graph._graph import PIECES, map_nodes
 from lipcert.model import Model, unusable
 
@@ -139,24 +139,23 @@ def _check_unused(graph: Graph) -> None:
 def _check_independence(model: nn.Module, images: Tensor) -> None:
     """Refuses a network that mixes the images of a batch: what holds for one image alone says nothing of a batch.
 
+    Among the images are one that is all 0 and one that is all 1, so that a minimum, a maximum or a sum over the batch
+    shows, and each is given in the first and in the last place.
+
     Raises:
-        InputError: the logits of an image depend on the other one, or two images cannot be given together.
+        InputError: the logits of an image depend on the others, or several images cannot be given together.
     """
     problem = "the model mixes the images of a batch; wrap it in a module that treats each by itself"
+    batch = torch.cat(examples(images))
     with torch.no_grad():
-        alone = model(images.clone())
-        try:
-            together = model(torch.cat([images, 1 - images]))
-        except RuntimeError as error:
-            raise InputError(f"{problem} (two images: {error})") from None
-    if not isinstance(alone, Tensor) or not isinstance(together, Tensor) or alone.dim() == 0:
-        return  # capture says what is wrong
-    if together.shape != (2 * len(alone), *alone.shape[1:]):
-        raise InputError(problem)
-    finite = alone.isfinite() & together[: len(alone)].isfinite()
-    gap = (together[: len(alone)] - alone)[finite].abs()
-    if gap.numel() and gap.max() > 1e-3 * (1e-3 + alone[finite].abs().max()):
-        raise InputError(problem)
+        alone = torch.cat([model(image[None].clone()) for image in batch])
+        for order in (slice(None), range(len(batch) - 1, -1, -1)):
+            try:
+                together = model(batch[order].clone())
+            except RuntimeError as error:
+                raise InputError(f"{problem} (several images: {error})") from None
+            if not close(together, alone[order], 1e-3 if alone.dtype != torch.float64 else 1e-9):
+                raise InputError(problem)
 
 
 def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Node, Any]:

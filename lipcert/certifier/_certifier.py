@@ -397,7 +397,7 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
 
 
 def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:
-    """Refuses a network that is another one in float64, where bounds are computed, than where it is used.
+    """Refuses a network that is another one as a copy in float64, where bounds are computed, than where it is used.
 
     Args:
         model: as it was given.
@@ -412,7 +412,7 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     dtypes = {model.dtype} if rounding is None else {model.dtype, rounding.format.dtype}
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     precise, *_ = examine(copied, image.double(), copied.real)
-    for dtype in dtypes - {torch.float64}:
+    for dtype in dtypes:
         used = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
         try:
             looks = examine(used, image.to(dtype))
