@@ -1,5 +1,6 @@
 """``lipcert finetune``: trains a model for larger certified radii and writes it to an artifact."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -14,9 +15,8 @@ from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted
 from lipcert.loading import resolve
 from lipcert.model import Model
-from lipcert.training import LOSSES, Batches, Epoch
+from lipcert.training import LOSSES, Augmentation, Batches, Epoch, FinetuneSettings
 from lipcert.training import finetune as train
-from lipcert.training._finetune import check_settings
 from lipcert.training._matrices import MaxNorm
 
 from ._errors import one_line_errors
@@ -26,6 +26,7 @@ from ._print import busy, print_facts, progress, say, share
 from ._torchrun import torchrun
 
 _EVALUATED = 64
+_SHOWN = 2000  # images on which the accuracy before and after is measured
 
 
 @one_line_errors
@@ -37,7 +38,10 @@ def finetune(
     model: ModelName = None,
     loss: Annotated[
         str,
-        typer.Option(help="anchored: for the anchored certificate; trades, emma: for gloro; ce: cross-entropy."),
+        typer.Option(
+            help="anchored: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
+            "ce: cross-entropy."
+        ),
     ] = LOSSES[0],
     epochs: Annotated[int, typer.Option(help="How often the images are gone through.")] = 10,
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 3e-4,
@@ -50,8 +54,20 @@ def finetune(
         typer.Option(help="Hold each layer's spectral norm at this; or of some: '*.fc1=1.2'.", show_default=False),
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(help="adamw; or muon, which with --lr 0.01 learns faster where norms are held.")
+        str,
+        typer.Option(help="adamw; nadam, with Lookahead; or muon, which with --lr 0.01 is fast where norms are held."),
     ] = "adamw",
+    schedule: Annotated[str, typer.Option(help="Of the learning rate: cosine, multistep or exponential.")] = "cosine",
+    ramp: Annotated[
+        str | None,
+        typer.Option(
+            help="A,B,S: eps in the loss goes from A to B times --eps over the share S of the run; "
+            "0.1,2,0.5 for emma, else 0,1,0.333.",
+            show_default=False,
+        ),
+    ] = None,
+    weight: Annotated[float, typer.Option(help="Of the divergence in the loss trades.")] = 1.0,
+    accumulate: Annotated[int, typer.Option(help="Batches an update.")] = 1,
     ema: Annotated[
         float | None, typer.Option(help="Average the weights with this decay, such as 0.999.", show_default=False)
     ] = None,
@@ -59,7 +75,15 @@ def finetune(
         str | None,
         typer.Option(help="bfloat16: run the network's products in it; not with anchored.", show_default=False),
     ] = None,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Keep kernels and images in this memory format.")
+    ] = False,
     augment: Annotated[bool, typer.Option(help="Crop the images at random and flip them from left to right.")] = True,
+    crop: Annotated[str, typer.Option(help="resized, or shift by up to an eighth of the side, or none.")] = "resized",
+    randaugment: Annotated[
+        str | None, typer.Option(help="timm's RandAugment, such as rand-m9-n2.", show_default=False)
+    ] = None,
+    cutout: Annotated[float, typer.Option(help="Blacken a rectangle in this share of the images.")] = 0.0,
     limit: Annotated[
         int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
     ] = None,
@@ -75,18 +99,21 @@ def finetune(
     model_args: ModelArgs = None,
 ) -> None:
     """Train a model for larger certified radii; a stopped run goes on from a checkpoint beside the output."""
-    radius = parse_eps(eps)
-    temperatures = _temperature(temperature)
-    norms = _norms(max_norm)
     if loss not in LOSSES:
         raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
+    asked = FinetuneSettings(
+        loss=cast(Any, loss), eps=parse_eps(eps), epochs=epochs, lr=lr, temperature=_temperature(temperature),
+        ramp=_ramp(ramp), weight=weight, max_norm=_norms(max_norm), optimizer=optimizer, schedule=schedule,
+        accumulate=accumulate, ema=ema, amp=cast(Any, amp), channels_last=channels_last,
+    )  # fmt: skip
+    augmentation = Augmentation(crop, randaugment, cutout) if augment else Augmentation("none")
     with torchrun() as processes:
         source = resolve(model)
         loaded = load_model(model, checkpoint, no_pretrained, model_args)
         path = out or default_name(str(source), "finetuned")
         check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
         unfinished = path.with_name(f"{path.name}.checkpoint")
-        check_settings(loaded, radius, loss, epochs, lr, temperatures, norms, optimizer, ema, amp)
+        asked.check(loaded)
         images = open_images(data, loaded, limit=limit)
         move_to(loaded, device)
 
@@ -99,28 +126,29 @@ def finetune(
                 seen += more
                 update(seen, total)
 
-            batches = Batches(images, loaded, batch_size, augment, count_up)
-            before = _accuracy(loaded, images, processes)
+            batches = Batches(images, loaded, batch_size, augmentation, count_up)
+            shown = open_images(data, loaded, limit=min(limit or _SHOWN, _SHOWN))
+            before = _accuracy(loaded, shown, processes)
             try:
-                settings: dict[str, Any] = {"loss": loss, "temperature": temperatures, "max_norm": norms, "ema": ema}
-                settings |= {"epochs": epochs, "lr": lr, "optimizer": optimizer, "amp": amp}
-                settings |= {"checkpoint": unfinished, "progress": _say_epoch}
-                origin = {"--data": data, "--limit": limit, "--batch-size": batch_size, "--augment": augment}
-                train(loaded, batches, radius, origin=origin, **settings)
+                origin: dict[str, Any] = {"--data": data, "--limit": limit, "--batch-size": batch_size}
+                origin |= {"--augment": augment, "--crop": crop, "--randaugment": randaugment, "--cutout": cutout}
+                wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
+                train(loaded, batches, origin=origin, checkpoint=unfinished, progress=_say_epoch, **wanted)
             except KeyboardInterrupt as error:
                 kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
                 raise Interrupted(f"interrupted; {kept}") from error
-        after = _accuracy(loaded, images, processes)
+        after = _accuracy(loaded, shown, processes)
+        count = seen // epochs if images.length is None else images.length
         if processes.first:
             with busy(f"writing {path}"):
-                save(loaded, path, facts={"loss": loss, "eps": radius, "epochs": epochs, "images": after[1]})
+                save(loaded, path, facts={"loss": loss, "eps": asked.eps, "epochs": epochs, "images": count})
             unfinished.unlink(missing_ok=True)
         print_facts(
             [
                 ("model", str(source)),
-                ("images", f"{after[1]} of {data}"),
+                ("images", f"{count} of {data}"),
                 ("clean accuracy before", share(*before)),
-                ("clean accuracy after", f"{share(*after)}, on these images, which it was trained on"),
+                ("clean accuracy after", f"{share(*after)}, on images that it was trained on"),
                 ("written", str(path)),
                 ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
             ]
@@ -135,6 +163,16 @@ def _temperature(text: str) -> float | tuple[float, float]:
     if not 1 <= len(numbers) <= 2:
         raise InputError(f"--temperature takes a number, or the first and the last such as 0.2,0.02, got {text!r}")
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def _ramp(text: str | None) -> tuple[float, float, float] | None:
+    if text is None:
+        return None
+    try:
+        first, last, share = (float(number) for number in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--ramp takes three numbers such as 0.1,2,0.5, got {text!r}") from error
+    return first, last, share
 
 
 def _norms(texts: list[str] | None) -> MaxNorm | None:
@@ -166,7 +204,7 @@ def _accuracy(model: Model, images: Images, processes: Processes) -> tuple[int, 
 
 
 def _say_epoch(epoch: Epoch) -> None:
-    say(
-        f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.3f}, "
-        f"{epoch.seconds:.1f} s"
-    )
+    line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.3f}"
+    if epoch.bound is not None:
+        line += f", Lipschitz bound {epoch.bound:.4g} certified, {epoch.estimate:.4g} estimated in training"
+    say(f"{line}, {epoch.seconds:.1f} s")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from lipcert._upper import Upper
 
@@ -67,8 +67,13 @@ class Bound:
     def deterministic(
         cls, value: Upper | float, method: str, reference: str = "", layers: tuple[LayerBound, ...] = ()
     ) -> Bound:
-        """A bound that holds with certainty; ``value`` is rounded up to float64."""
+        """A bound that holds with certainty; ``value`` is rounded up to float64.
+
+        In training, of a number that is no bound, an :class:`Estimate` with its gradient.
+        """
         upper = Upper(value)
+        if type(upper) is not Upper:
+            return cast(Bound, Estimate(cast(float, upper), method))
         return cls(float(upper), "deterministic", method, reference, log10=upper.log10, layers=layers)
 
     @property

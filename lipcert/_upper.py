@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from decimal import MAX_EMAX, MIN_EMIN, ROUND_CEILING, Context, Decimal
-from typing import Union
+from typing import Any, Union
 
 _UP = Context(prec=25, rounding=ROUND_CEILING, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
@@ -29,9 +29,11 @@ class Upper:
     __slots__ = ("_value",)
     _value: Decimal
 
+    def __new__(cls, value: Any = 0) -> Upper:
+        return value if isinstance(value, Upper) else super().__new__(cls)
+
     def __init__(self, value: Number | Decimal):
         if isinstance(value, Upper):
-            self._value = value._value
             return
         exact = value if isinstance(value, Decimal) else Decimal(value)
         if exact.is_nan() or exact < 0:

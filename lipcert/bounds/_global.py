@@ -136,6 +136,17 @@ def _check_unused(graph: Graph) -> None:
         raise UnsupportedOperation(unknown)
 
 
+def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
+    """The same questions with gradients and without checks, inside :func:`lipcert._estimate.estimating`.
+
+    Args:
+        model: what :func:`analyze` has been through.
+        image: shape (1, C, H, W).
+    """
+    graph = needed(capture(model, image, whole=kept_whole, gradients=True))
+    return Analysis(graph, _walk(graph, None))
+
+
 def _check_independence(model: nn.Module, images: Tensor) -> None:
     """Refuses a network that mixes the images of a batch: what holds for one image alone says nothing of a batch.
 
@@ -203,7 +214,7 @@ def _answer(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "input" in kwargs and not args:
             args = (kwargs.pop("input"),)
     call = Call(node.shape, node.path)
-    signature = inspect.signature(rule.answer)
+    signature = rule.signature
     try:
         arguments = signature.bind(call, *args, **kwargs).arguments
     except TypeError as mismatch:

@@ -44,6 +44,7 @@ class Rule:
         self.key = key
         self.answer = answer
         self.source = source
+        self.signature = inspect.signature(answer)
 
     def __call__(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         return self.answer(call, *args, **kwargs)

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lipcert._estimate import estimated, held
 from lipcert._memory import give_back
 from lipcert._upper import INFINITE, Number, Upper
 from lipcert.errors import InputError
@@ -55,7 +56,7 @@ class Scale:
     """Entrywise multiplication by ``scale``, float64, with as many dimensions as the value it acts on."""
 
     def __init__(self, scale: Tensor):
-        self.scale = scale.detach().double()
+        self.scale = held(scale).double()
 
     @cached_property
     def norm(self) -> Upper:
@@ -83,7 +84,7 @@ class Dense:
     def __init__(
         self, weight: Tensor, identity: float = 0.0, rows: Tensor | None = None, columns: Tensor | None = None
     ):
-        self.weight = weight.detach()
+        self.weight = held(weight)
         self.identity = identity
         self.rows = rows
         self.columns = columns
@@ -136,7 +137,7 @@ class Conv:
         rows: Tensor | None = None,
         columns: Tensor | None = None,
     ):
-        self.weight = weight.detach()
+        self.weight = held(weight)
         self.input_size = input_size
         self.geometry = geometry
         self.identity = identity
@@ -200,7 +201,7 @@ def _folded(weight: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tens
 
 def _tidy(weight: Tensor) -> None:
     """Behind the norm of a large weight: what was multiplied out is not to pile up."""
-    if weight.numel() >= _LARGE:
+    if weight.numel() >= _LARGE and not weight.requires_grad:  # which it does in training only
         give_back()
 
 
@@ -364,6 +365,8 @@ def largest(tensor: Tensor) -> Upper:
     """The largest absolute entry, exactly; 0 for an empty tensor."""
     if not tensor.numel():
         return Upper(0)
+    if (number := estimated(tensor, lambda t: t.abs().amax())) is not None:
+        return number
     entries = tensor.detach() if tensor.is_floating_point() else tensor.double()
     low, high = entries.aminmax()
     peak = max(-low.item(), high.item())
@@ -381,6 +384,8 @@ def largest_row_sum(weight: Tensor) -> Upper:
     """max_o Σ |w_o|, rounded up: the ℓ∞ norm of a matrix whose rows are the first axis."""
     if not weight.numel():
         return Upper(0)
+    if (number := estimated(weight, lambda w: w.flatten(1).abs().sum(1).amax())) is not None:
+        return number
     rows = weight.detach().reshape(weight.shape[0], -1)
     sums = torch.linalg.vector_norm(rows, ord=1, dim=1, dtype=torch.float64)
     return Upper(sums.max().item()) * (1 + (rows.shape[1] + 2) * 2.0**-52)
@@ -390,6 +395,8 @@ def largest_row_norm(weight: Tensor) -> Upper:
     """max_o ‖w_o‖₂, rounded up: float64 sums of n squares are off by at most a factor (1 + (n + 2) 2⁻⁵³)."""
     if not weight.numel():
         return Upper(0)
+    if (number := estimated(weight, lambda w: w.flatten(1).norm(dim=1).amax())) is not None:
+        return number
     rows = weight.detach().reshape(weight.shape[0], -1)
     peak = float(largest(weight))
     if peak == 0.0 or math.isinf(peak):

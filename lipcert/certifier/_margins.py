@@ -34,9 +34,10 @@ class MarginBounds:
         if rows and isinstance(output.map, Dense) and output.base is not None and not output.map.identity:
             self.weight = output.map.folded().double()
             self.composed = output.map.composed
-            self.features = float(output.base.lip * COMPOSED)
+            self.constant = output.base.lip * COMPOSED
         else:
-            self.features = float(output.lip * math.nextafter(math.sqrt(2), 2))
+            self.constant = output.lip * math.nextafter(math.sqrt(2), 2)
+        self.features = float(self.constant)
         self._cache: dict[int, Tensor] = {}
 
     def of(self, predicted: Tensor) -> Tensor:

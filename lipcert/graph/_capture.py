@@ -254,7 +254,8 @@ class _Recorder:
         nominal_args, nominal_kwargs = _map_tracked(lambda value: value.tensor, (args, kwargs))
         read = [value for value in _tracked_in((args, kwargs)) if value is not target]
         versions = [_version(value.tensor) for value in read]
-        outcome = function(*nominal_args, **nominal_kwargs)
+        with torch.no_grad():
+            outcome = function(*nominal_args, **nominal_kwargs)
         if versions != [_version(value.tensor) for value in read]:
             raise UnsupportedCode([(f"{name} writing into its operand", self.path)])
         if form:
@@ -469,6 +470,7 @@ def capture(
     whole: Callable[[nn.Module], bool] = lambda module: False,
     *,
     casts: bool = False,
+    gradients: bool = False,
 ) -> Graph:
     """Captures what ``module`` does with ``images``.
 
@@ -481,6 +483,8 @@ def capture(
             the network's own on them; random ones make a difference visible.
         whole: modules for which this returns True become one node each, with their operations in ``node.inner``.
         casts: record casts in float64 too, as nodes whose ``dtype`` says what they do.
+        gradients: for training: what the forward code computes from parameters alone, such as parametrised weights,
+            keeps its gradient; and the result is not compared with the network's own, which must have been done.
 
     Returns:
         The graph from the images to the module's output.
@@ -501,6 +505,9 @@ def capture(
         )
     real = not casts and (leaves_out or images.dtype == torch.float64)
     recorder = _Recorder(module, images, whole, real)
+    if gradients:
+        with torch.enable_grad():
+            return recorder.graph(recorder.run(module, images))
     with torch.no_grad(), RealArithmetic() if real else nullcontext():
         truth = _run(module, images)
         if not isinstance(truth, Tensor):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ class LinearResidual(nn.Module):
     def __init__(self, channels: int, blocks: int, kernel_size: int = 3):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2)
-        self.beta = nn.Parameter(torch.ones(channels, 1, 1))
+        self.beta = nn.Parameter(torch.ones(channels))
         self.scale = blocks**-0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(x) * (self.beta * self.scale)
+        factor = self.beta * self.scale  # of the weights, not of the result, which bfloat16 would lose its type to
+        weight = self.conv.weight * factor.view(-1, 1, 1, 1)
+        return x + F.conv2d(x, weight, self.conv.bias * factor, padding=self.conv.padding)
 
 
 def stem_and_blocks(

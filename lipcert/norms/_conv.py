@@ -53,8 +53,10 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert._estimate import Estimator, or_estimated
 from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms._dense import matrices_norm
@@ -69,7 +71,32 @@ _COARSE_GAIN = 4
 _EXPENSIVE = 2e9
 
 
-@torch.no_grad()
+def _estimate(
+    estimator: Estimator,
+    weight: Tensor,
+    input_size: tuple[int, ...],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    identity: float = 0.0,
+) -> Upper:
+    kernel = _kernel(weight, input_size)
+    strides = _per_dimension(stride, len(kernel), "stride", 1)
+    dilations = _per_dimension(dilation, len(kernel), "dilation", 1)
+    pads = _pads(padding, kernel, strides, dilations)
+    margins = [side for pair in reversed(pads) for side in pair]
+    function = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 1]
+
+    def apply(v: Tensor, w: Tensor) -> Tensor:
+        result = function(F.pad(v, margins), w, None, strides, 0, dilations, groups)
+        return result + identity * v if identity else result
+
+    return estimator.norm(apply, weight, (1, weight.shape[1] * groups, *input_size))
+
+
+@or_estimated(_estimate)
 def conv_norm(
     weight: Tensor,
     input_size: tuple[int, ...],

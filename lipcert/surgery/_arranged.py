@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipcert._bound import Bound
+from lipcert._estimate import through
 from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
@@ -177,10 +179,12 @@ class L2SetAttention(L2Attention):
         """
         tokens = self._set_size(tuple(input_shape))
         reach = self._reach(token_norm)
-        biases = self._biases(tokens, mask, shared, reach)
+        biases = self._biases(tokens, mask, shared, float(reach))
         if biases is None:
-            return self._bound([_uniform_gain(tokens, reach)] * self.num_heads)
-        return self._bound([max((_biased_gain(b, reach) for b in head), key=Upper) for head in biases])
+            return self._bound([through(partial(_uniform_gain, tokens), reach)] * self.num_heads)
+        return self._bound(
+            [max((through(partial(_biased_gain, b), reach) for b in head), key=Upper) for head in biases]
+        )
 
     def _set_size(self, shape: tuple[int, ...]) -> int:
         channel = 0 if self.arrangement == "channels" else -1
@@ -290,7 +294,7 @@ class L2RotaryAttention(L2Attention):
         tokens = self._tokens(input_shape)
         rho = self._largest_turn(rope)
         reach = self._reach(None if token_norm is None else token_norm * rho)
-        return self._bound([_uniform_gain(tokens, reach) * rho * rho] * self.num_heads)
+        return self._bound([through(partial(_uniform_gain, tokens), reach) * rho * rho] * self.num_heads)
 
     def result_norm(self, token_norm: Upper, rope: Tensor | None = None) -> Upper:
         """As :meth:`L2Attention.result_norm`, with ρ for the turn of the tokens and ρ for the turn back."""

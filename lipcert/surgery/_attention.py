@@ -23,14 +23,15 @@ product of the Frobenius norms of its factors, which is added to the norm.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lipcert._bound import Bound
-from lipcert._upper import Upper
+from lipcert._estimate import as_tensor, held, through
+from lipcert._upper import INFINITE, Upper
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.surgery._distance import attention_gain
@@ -155,8 +156,8 @@ class L2Attention(nn.Module):
             InputError: if the shape does not fit, or a weight is not finite.
         """
         tokens = self._tokens(input_shape)
-        reach = self._reach(token_norm)
-        return self._bound([_uniform_gain(tokens, reach)] * self.num_heads)
+        gain = through(partial(_uniform_gain, tokens), self._reach(token_norm))
+        return self._bound([gain] * self.num_heads)
 
     def result_norm(self, token_norm: Upper) -> Upper:
         """A bound on the norm of every token of the output, given one on the norm of every token of the input.
@@ -177,17 +178,16 @@ class L2Attention(nn.Module):
             raise InputError(f"{type(self).__name__} takes (tokens, {self.dim}), got {tuple(input_shape)}")
         return int(input_shape[0])
 
-    def _reach(self, token_norm: Upper | None) -> float:
+    def _reach(self, token_norm: Upper | None) -> Upper:
         """T: all τ‖y_i − y_j‖² are at most τ·(2·token_norm·max_h‖W_h‖)²."""
         if token_norm is None:
-            return math.inf
+            return INFINITE
         apart = token_norm * dense_norm(self._by_head(self.q.weight)) * 2
-        return float(apart * apart * self.scale * (1 + 1e-9))
+        return apart * apart * self.scale * (1 + 1e-9)
 
     def _by_head(self, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (self.num_heads, -1))
 
-    @torch.no_grad()
     def _bound(self, gains: list[Upper]) -> Bound:
         method = "attention by distance"
         weights = [self.q.weight, self.v_weight, self.proj.weight]
@@ -195,14 +195,14 @@ class L2Attention(nn.Module):
             raise InputError("a weight of L2Attention holds NaN or an infinity; check the checkpoint")
         if not all(gain.finite for gain in gains):
             return Bound.deterministic(math.inf, method, _REFERENCE)
-        queries, values, output = (weight.detach().double().cpu() for weight in weights)
+        queries, values, output = (held(weight).double().cpu() for weight in weights)
         queries, values = self._by_head(queries), self._by_head(values)
         outputs = output.unflatten(1, (self.num_heads, self.value_dim)).transpose(0, 1)
         mixing = queries @ values.transpose(1, 2) * self.scale
         folded = outputs @ mixing.transpose(1, 2)
         error = _frobenius(queries) * _frobenius(values) * _frobenius(outputs) * self.scale
         error = error * (16 * (self.dim + 2 * max(self.head_dim, self.value_dim) + 32) * _UNIT)
-        rises = torch.tensor([float(gain) for gain in gains], dtype=torch.float64)
+        rises = as_tensor(gains)
         heads = rises * torch.linalg.matrix_norm(queries, 2)
         balanced = (torch.linalg.matrix_norm(folded, 2) / heads).sqrt()
         bounds = []
@@ -212,7 +212,7 @@ class L2Attention(nn.Module):
             outward = folded / rho[:, None, None]
             first = dense_norm(inward.flatten(0, 1)) + _frobenius(inward) * (4 * _UNIT)
             second = dense_norm(outward.transpose(0, 1).flatten(1)) + _frobenius(outward) * (4 * _UNIT)
-            second = second + error * (1 / float(rho.min()) * (1 + 4 * _UNIT))
+            second = second + error * (1 / float(rho.detach().min()) * (1 + 4 * _UNIT))
             bounds.append(first * second)
         return Bound.deterministic(min(bounds), method, _REFERENCE)
 
@@ -304,8 +304,11 @@ class L2WindowAttention(L2Attention):
             raise InputError(f"a mask has shape (windows, {area}, {area}), got {tuple(mask.shape)}")
         reach = self._reach(token_norm)
         bias = self.position_bias().detach().double().cpu()
-        masks = torch.zeros(1, area, area) if mask is None else _worst_masks(mask.detach().cpu(), reach)
-        worst = [max((_biased_gain(head + one.double(), reach) for one in masks), key=Upper) for head in bias]
+        masks = torch.zeros(1, area, area) if mask is None else _worst_masks(mask.detach().cpu(), float(reach))
+        worst = [
+            max((through(partial(_biased_gain, head + one.double()), reach) for one in masks), key=Upper)
+            for head in bias
+        ]
         return self._bound(worst)
 
 
@@ -342,4 +345,4 @@ def _worst_masks(masks: Tensor, reach: float) -> Tensor:
 
 def _frobenius(matrix: Tensor) -> Upper:
     """‖matrix‖_F, rounded up: a float64 sum of n squares is off by at most (n + 2)·2⁻⁵³ relative, far below 1e-9."""
-    return Upper(float(torch.linalg.vector_norm(matrix))) * (1 + 1e-9)
+    return Upper(float(torch.linalg.vector_norm(matrix.detach()))) * (1 + 1e-9)

@@ -4,23 +4,35 @@ Nothing here certifies. Norms and bounds are differentiable estimates for traini
 what :func:`lipcert.certify` then says.
 """
 
-from lipcert.training._batches import Batches
-from lipcert.training._finetune import LOSSES, Epoch, finetune
-from lipcert.training._gloro import TrainingBound
-from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twice_differentiable
+from lipcert.training._batches import Augmentation, Batches
+from lipcert.training._bound import TrainingBound
+from lipcert.training._finetune import Epoch, finetune
+from lipcert.training._losses import (
+    anchored_loss,
+    emma_loss,
+    fixed_loss,
+    gloro_loss,
+    trades_loss,
+    twice_differentiable,
+)
 from lipcert.training._matrices import NormHold, hold_projections
 from lipcert.training._muon import Muon
+from lipcert.training._settings import LOSSES, FinetuneSettings
 
 __all__ = [
     "LOSSES",
+    "Augmentation",
     "Batches",
     "Epoch",
+    "FinetuneSettings",
     "Muon",
     "NormHold",
     "TrainingBound",
     "anchored_loss",
     "emma_loss",
     "finetune",
+    "fixed_loss",
+    "gloro_loss",
     "hold_projections",
     "trades_loss",
     "twice_differentiable",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import timm.data
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torchvision.transforms import Compose, Normalize
+from torchvision.transforms import Compose, Normalize, ToPILImage
 
 from lipcert._processes import Processes
 from lipcert.data import Images
@@ -36,7 +38,8 @@ class Batches:
         images: the data set.
         model: its ``input_size`` is the size of the crops.
         size: images a batch, over all processes; the last one may be smaller.
-        augment: crop at random, to at least three quarters of the area, and flip from left to right.
+        augment: True crops at random, to at least three quarters of the area, and flips from left to right; an
+            :class:`Augmentation` says more; False leaves the images as they are.
         seen: called after each batch that has been used, with its number of images.
 
     Raises:
@@ -44,7 +47,12 @@ class Batches:
     """
 
     def __init__(
-        self, images: Images, model: Model, size: int, augment: bool = True, seen: Callable[[int], None] | None = None
+        self,
+        images: Images,
+        model: Model,
+        size: int,
+        augment: bool | Augmentation = True,
+        seen: Callable[[int], None] | None = None,
     ):
         if not images.labelled:
             raise InputError(images.note or f"{images.spec} has no labels, and fine-tuning needs them")
@@ -54,7 +62,9 @@ class Batches:
         self.size = size
         self.seen = seen
         self.none = torch.empty(0, *model.input_size)
-        self.augmentation = _augmentation(model) if augment else None
+        chosen = Augmentation() if augment is True else augment or Augmentation("none")
+        self.augmentation = chosen.transform(model)
+        self.most = min(model.input_size[1:]) // 8 if chosen.crop == "shift" else 0
         self.kept: dict[int, tuple[Tensor, int]] = {}
         self.keeps = images.order is not None and len(images.order) * prod(model.input_size) <= _KEPT
 
@@ -65,6 +75,8 @@ class Batches:
         processes = Processes.connected()
         seed = processes.gather(int(torch.randint(2**31, ()).item()))[0]
         for count, places, images, labels in self._plain(seed, slice(processes.rank, None, processes.count)):
+            if self.most and places:
+                images = _shifted(images, torch.tensor(places), self.most, seed)
             if self.augmentation is not None and places:
                 with _own_randomness():
                     images = torch.stack([self._augmented(*item, seed) for item in zip(images, places, strict=True)])
@@ -117,10 +129,59 @@ def _own_randomness() -> Iterator[None]:
         random.setstate(state)
 
 
-def _augmentation(model: Model) -> Compose:
-    """timm's training transform without the normalisation, which is a part of the model."""
-    channels, height, width = model.input_size
-    steps = timm.data.create_transform(
-        (channels, height, width), is_training=True, scale=_CROP, color_jitter=0.0, hflip=0.5
-    )
-    return Compose([step for step in steps.transforms if not isinstance(step, Normalize)])
+def _shifted(images: Tensor, places: Tensor, most: int, seed: int) -> Tensor:
+    """The images moved by up to ``most`` pixels each way, black coming in, and half of them flipped left to right.
+
+    Args:
+        images: shape (N, C, H, W).
+        places: of the images in their data set.
+        most: pixels.
+        seed: which decides, with the place, how far an image is moved.
+    """
+    drawn = torch.rand(int(places.max()) + 1, 3, generator=torch.Generator().manual_seed(seed))[places]
+    down, right = (drawn[:, :2] * (2 * most + 1)).long().unbind(1)
+    height, width = images.shape[2:]
+    rows = down[:, None] + torch.arange(height)
+    columns = torch.arange(width).expand(len(images), -1)
+    columns = torch.where(drawn[:, 2:] < 0.5, columns, width - 1 - columns) + right[:, None]
+    padded = F.pad(images, (most,) * 4)
+    n, c = torch.arange(len(images))[:, None, None, None], torch.arange(images.shape[1])[None, :, None, None]
+    return padded[n, c, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are changed at random.
+
+    Attributes:
+        crop: ``"resized"``, timm's random crop to at least three quarters of the area, and a flip; ``"shift"``, by up
+            to an eighth of the side with black coming in, and a flip; ``"none"``.
+        randaugment: timm's RandAugment of this policy, such as ``"rand-m9-n2"``.
+        cutout: share of the images in which timm's random erasing blackens a rectangle.
+    """
+
+    crop: str = "resized"
+    randaugment: str | None = None
+    cutout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.crop not in ("resized", "shift", "none"):
+            raise InputError(f"there is no crop {self.crop!r}; choose resized, shift or none")
+        if not 0 <= self.cutout <= 1:
+            raise InputError(f"cutout is a share of the images from 0 to 1, got {self.cutout}")
+        if self.randaugment is not None and not self.randaugment.startswith("rand-"):
+            raise InputError(f"randaugment is a policy of timm such as rand-m9-n2, got {self.randaugment!r}")
+
+    def transform(self, model: Model) -> Compose | None:
+        """What is done to one image, without the shift and without the normalisation, which is part of the model."""
+        if self.crop != "resized" and not self.randaugment and not self.cutout:
+            return None
+        channels, height, width = model.input_size
+        resized: dict[str, Any] = {"scale": _CROP, "hflip": 0.5}
+        crop = resized if self.crop == "resized" else {"train_crop_mode": "rkrc", "hflip": 0.0}
+        steps = timm.data.create_transform(
+            (channels, height, width), is_training=True, color_jitter=0.0, auto_augment=self.randaugment,
+            re_prob=self.cutout, re_mode="const", mean=(0.5,) * channels, **crop,
+        )  # fmt: skip
+        own = [ToPILImage()] if self.randaugment else []
+        return Compose([*own, *(step for step in steps.transforms if not isinstance(step, Normalize))])

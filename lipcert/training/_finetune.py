@@ -6,39 +6,44 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.scheduler import CosineLRScheduler
+from timm.optim import Lookahead
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from lipcert._processes import Processes
 from lipcert.artifact import weights_hash
-from lipcert.bounds import check_weights
 from lipcert.errors import InputError
 from lipcert.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.training import _checkpoint
-from lipcert.training._gloro import TrainingBound
-from lipcert.training._losses import anchored_loss, emma_loss, trades_loss, twice_differentiable
-from lipcert.training._matrices import MaxNorm, NormHold, held_at, matrices
+from lipcert.training._bound import TrainingBound
+from lipcert.training._losses import (
+    anchored_loss,
+    emma_loss,
+    fixed_loss,
+    gloro_loss,
+    trades_loss,
+    twice_differentiable,
+)
+from lipcert.training._matrices import NormHold, matrices
 from lipcert.training._muon import Muon
-
-Loss = Literal["anchored", "ce", "trades", "emma"]
-Amp = Literal["bfloat16"]
-OPTIMIZERS = ("adamw", "muon")
-LOSSES: tuple[Loss, ...] = ("anchored", "ce", "trades", "emma")
+from lipcert.training._settings import GLOBAL, FinetuneSettings
 
 _WEIGHT_DECAY = 1e-4
 _WARMUP = 0.1
 _CLIP = 3.0
-_LARGEST = 1e30
 _COOLING = 0.8  # share of a run over which the temperature changes
-_STEPS = 10_000  # of the learning rate's schedule, whatever the number of updates
+_MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), table 9
+_DECAY = 0.2
+_END = 1e-3  # Huang et al. 2021 (arXiv 2111.01395), table 3: from 1e-3 to 1e-6
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ class Epoch:
         accuracy: share of them that were right at that moment.
         eps: the ε of its last update.
         seconds: time it took.
+        bound: with the losses that use the global bound, the certified Lipschitz constant of the features in front of
+            the head (or √2 times that of the logits) behind the last update; else None.
+        estimate: the same as the loss had it, by power iteration: not a bound.
     """
 
     number: int
@@ -60,6 +68,8 @@ class Epoch:
     accuracy: float
     eps: float
     seconds: float
+    bound: float | None = None
+    estimate: float | None = None
 
 
 def finetune(
@@ -67,34 +77,25 @@ def finetune(
     loader: Iterable[tuple[Tensor, Tensor]],
     eps: float = 36 / 255,
     *,
-    loss: Loss = "anchored",
-    epochs: int = 10,
-    lr: float = 3e-4,
-    temperature: float | tuple[float, float] = 1.0,
-    max_norm: MaxNorm | None = None,
-    optimizer: str = "adamw",
-    ema: float | None = None,
-    amp: Amp | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    origin: Mapping[str, str | float | None] | None = None,
+    origin: Mapping[str, Any] | None = None,
     progress: Callable[[Epoch], None] | None = None,
+    **settings: Any,
 ) -> Model:
     """Trains a model, in place, for larger certified radii.
 
-    The learning rate has a cosine schedule after a short warm-up. The network stays in evaluation mode throughout:
+    The learning rate follows a schedule after a short warm-up. The network stays in evaluation mode throughout:
     dropout is off and the statistics of batch normalisation are fixed, so what is trained is the function that is
     certified.
 
-    * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate; ε rises over the first
-      third.
+    * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate.
     * ``"ce"``: cross-entropy, which knows nothing of ε.
-    * ``"trades"``: :func:`lipcert.training.trades_loss`, for the GloRo certificate; ε rises likewise.
-    * ``"emma"``: :func:`lipcert.training.emma_loss`, for the GloRo certificate; ε rises from a tenth of its value to
-      three times its value over the first half, as in the CIFAR-10 configuration of the authors' code
-      (hukkai/liresnet).
+    * ``"emma"``: :func:`lipcert.training.emma_loss`, ``"gloro"``: :func:`lipcert.training.gloro_loss`, ``"trades"``:
+      :func:`lipcert.training.trades_loss`, ``"fixed"``: :func:`lipcert.training.fixed_loss`, all for the GloRo
+      certificate, and ``"lmt"``, which is ``"fixed"`` for the global certificate.
 
-    The last two use :class:`lipcert.training.TrainingBound`, made anew each epoch at the cost of one global analysis
-    for each weight matrix.
+    The last five use :class:`lipcert.training.TrainingBound`, one step of power iteration an update; after each epoch
+    the bound is certified.
 
     With torch.distributed initialised, each process gives its own share of every batch, which may be empty, and all
     train the same weights: the gradient is that of the mean over the images of all. The first process writes the
@@ -105,24 +106,34 @@ def finetune(
         loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,); such as a DataLoader or
             a list, since every epoch goes through it.
         eps: ε in ℓ2 on pixels.
-        loss: one of the above.
-        epochs: how often the loader is gone through.
-        lr: the largest learning rate.
-        temperature: divides the logits in the loss. Models of small norms have small margins and want a small one, 0.1
-            to 0.25. Two numbers are the first and the last one; it goes from one to the other over four fifths of the
-            run.
-        max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, or at different ones
-            by patterns of their paths, see :class:`lipcert.training.NormHold`.
-        optimizer: ``"adamw"`` or ``"muon"``, see :class:`lipcert.training.Muon`, which takes fewer epochs where norms
-            are held, with a learning rate of 0.01 or so.
-        ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
-        amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as they
-            are. Not with ``"anchored"``, whose second derivatives would be lost in it.
         checkpoint: a file that is written after each epoch, and from which the same call goes on where it was stopped;
             the state of torch's random generator is set to what it was then.
         origin: what the loader was made from, by name, such as the data set and the size of its batches. A checkpoint
             remembers it and is refused where it is another.
         progress: called after each epoch.
+        **settings: the other fields of :class:`lipcert.training.FinetuneSettings`:
+
+            * loss: one of the above.
+            * epochs: how often the loader is gone through.
+            * lr: the largest learning rate.
+            * temperature: divides the logits in the loss. Models of small norms have small margins and want a small
+              one, 0.1 to 0.25. Two numbers are the first and the last one; it goes from one to the other over four
+              fifths of the run.
+            * ramp: (a, b, s): ε in the loss goes from a to b times ``eps`` over the share s of the run and stays
+              there. By default (0.1, 2, 0.5) for ``"emma"``, appendix B.1 of its paper, and (0, 1, 1/3) for others.
+            * weight: of the divergence in ``"trades"``.
+            * max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, or at different
+              ones by patterns of their paths, see :class:`lipcert.training.NormHold`.
+            * optimizer: ``"adamw"``; ``"nadam"``, with Lookahead, for the losses with the global bound; ``"muon"``,
+              see :class:`lipcert.training.Muon`, which takes fewer epochs where norms are held, with a learning rate
+              of 0.01 or so.
+            * schedule: of the learning rate: ``"cosine"``; ``"multistep"``, to a fifth at 0.5, 0.6, 0.7 and 0.8 of the
+              run; ``"exponential"``, from half of the run to a thousandth at its end.
+            * accumulate: batches an update.
+            * ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
+            * amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as
+              they are. Not with ``"anchored"``, whose second derivatives would be lost in it.
+            * channels_last: keep kernels and images in this memory format, which is faster for some convolutions.
 
     Returns:
         The model, in evaluation mode, with one more step in its recipe.
@@ -130,17 +141,16 @@ def finetune(
     Raises:
         InputError: arguments, images or labels that cannot be used, a foreign checkpoint, a loss that is not finite,
             or another process that failed.
-        UnsupportedOperation: with ``"trades"`` and ``"emma"``, operations without a rule.
+        UnsupportedOperation: with a loss that uses the global bound, operations without a rule.
     """
-    check_settings(model, eps, loss, epochs, lr, temperature, max_norm, optimizer, ema, amp)
+    try:
+        asked = FinetuneSettings(eps=eps, **settings)
+    except TypeError as error:
+        names = ", ".join(field.name for field in fields(FinetuneSettings))
+        raise InputError(f"finetune takes {names}; {error}") from error
+    asked.check(model)
     path = None if checkpoint is None else Path(checkpoint)
-    settings: dict[str, Any] = {
-        "loss": loss, "eps": eps, "epochs": epochs, "lr": lr,
-        "temperature": list(temperature) if isinstance(temperature, tuple) else temperature,
-        "max_norm": dict(max_norm) if isinstance(max_norm, Mapping) else max_norm,
-        "optimizer": optimizer, "ema": ema, "amp": amp,
-    }  # fmt: skip
-    mark = {**settings, "model": weights_hash(model), **(origin or {})}
+    mark = {**asked.described(), "model": weights_hash(model), **(origin or {})}
     processes = Processes.connected()
     if any(other != mark for other in processes.gather(mark)):
         raise InputError("the processes of this run were given different models or settings")
@@ -152,11 +162,11 @@ def finetune(
     model.eval()
     good = _copy(model.state_dict())
     try:
-        run = _Run(model, loader, processes, **settings)
+        run = _Run(model, loader, processes, asked)
         if state is not None:
             run.restore(state)
             good = _copy(model.state_dict())
-        while run.finished < epochs:
+        while run.finished < asked.epochs:
             done = run.epoch()
             good = _copy(model.state_dict())
             with processes.together():
@@ -170,80 +180,75 @@ def finetune(
     run.optimizer.zero_grad()
     if run.average is not None:
         model.load_state_dict(run.average.module.state_dict())
-    model.recipe.append({"step": "finetune", **settings})
+    model.recipe.append({"step": "finetune", **asked.described()})
     return model
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of one batch: the sum of the losses, how many images were right, and how many there were."""
+    """Of an update: the sum of the losses, how many images were right, how many there were, and in how many batches."""
 
     loss: float
     right: int
     images: int
+    batches: int = 1
+
+    def __add__(self, other: _Seen) -> _Seen:
+        sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        return _Seen(*sums)
 
 
 class _Run:
     """What changes while a model is trained."""
 
     def __init__(
-        self,
-        model: Model,
-        loader: Iterable[tuple[Tensor, Tensor]],
-        processes: Processes,
-        loss: Loss,
-        eps: float,
-        epochs: int,
-        lr: float,
-        temperature: float | list[float],
-        max_norm: MaxNorm | None,
-        optimizer: str,
-        ema: float | None,
-        amp: Amp | None,
+        self, model: Model, loader: Iterable[tuple[Tensor, Tensor]], processes: Processes, asked: FinetuneSettings
     ):
         self.model = model
         self.loader = loader
         self.processes = processes
-        self.loss = loss
-        self.eps = eps
-        self.epochs = epochs
-        self.temperatures = temperature if isinstance(temperature, list) else [temperature, temperature]
-        self.amp = amp
+        self.asked = asked
+        both = asked.temperature if isinstance(asked.temperature, (tuple, list)) else (asked.temperature,) * 2
+        self.temperatures = tuple(both)
         self.classes = number_of_classes(model)
-        self.hold = None if max_norm is None else NormHold(model, max_norm)
+        if asked.channels_last:
+            model.to(memory_format=torch.channels_last)
+        self.hold = None if asked.max_norm is None else NormHold(model, asked.max_norm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer: torch.optim.AdamW
-        if optimizer == "muon":
-            self.optimizer = Muon(self.parameters, list(matrices(model)), lr)
-        else:
-            self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
-        self.schedule = CosineLRScheduler(
-            self.optimizer, _STEPS, warmup_t=int(_WARMUP * _STEPS), warmup_lr_init=lr / 25, lr_min=lr / 1e4
-        )
-        self.average = None if ema is None else ModelEmaV3(model, decay=ema, use_warmup=True)
+        self.optimizer = self._optimizer()
+        self.average = None if asked.ema is None else ModelEmaV3(model, decay=asked.ema, use_warmup=True)
+        self.bound = TrainingBound(model, rows=asked.loss != "lmt") if asked.loss in GLOBAL else None
         lengths = processes.gather(_length(loader))
         self.batches = None if None in lengths else max(lengths)
         self.finished = 0
         self.updates = 0
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        lr = self.asked.lr
+        if self.asked.optimizer == "muon":
+            return Muon(self.parameters, list(matrices(self.model)), lr)
+        if self.asked.optimizer == "nadam":
+            return Lookahead(torch.optim.NAdam(self.parameters, lr=lr))
+        return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
+
     def epoch(self) -> Epoch:
         """Goes through the loader once."""
         started = time.perf_counter()
-        bound = TrainingBound(self.model) if self.loss in ("trades", "emma") else None
         source = self._checked()
         loss, right, images, batches = 0.0, 0, 0, 0
         last_eps = 0.0
         while True:
             within = min(batches / self.batches, 1.0) if self.batches else 0.5  # where that is not known, the middle
-            done = (self.finished + within) / self.epochs
-            eps = self.eps * _ramp(self.loss, done)
+            done = (self.finished + within) / self.asked.epochs
+            eps = self.asked.eps_at(done)
             first, last = self.temperatures
             self.temperature = first * (last / first) ** min(done / _COOLING, 1.0)
-            self.schedule.step(int(done * _STEPS))
-            seen = self._gradient(source, eps, bound)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.asked.lr * rate(self.asked.schedule, done)
+            seen = self._gradient(source, eps)
             if seen is None:
                 break
-            batches += 1
+            batches += seen.batches
             if seen.images:
                 self._update()
                 loss, right, images, last_eps = loss + seen.loss, right + seen.right, images + seen.images, eps
@@ -256,30 +261,35 @@ class _Run:
             raise self._diverged("a weight is not finite")
         self.batches = batches
         self.finished += 1
-        return Epoch(self.finished, self.epochs, loss / images, right / images, last_eps, time.perf_counter() - started)
+        bound, estimate = (self.bound.certify(), self.bound.features.item()) if self.bound else (None, None)
+        seconds = time.perf_counter() - started
+        accuracy = right / images
+        return Epoch(self.finished, self.asked.epochs, loss / images, accuracy, last_eps, seconds, bound, estimate)
 
-    def _gradient(
-        self, source: Iterator[tuple[Tensor, Tensor]], eps: float, bound: TrainingBound | None
-    ) -> _Seen | None:
-        """Puts the gradient for the next batch into the parameters; None where no process has another batch."""
+    def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Seen | None:
+        """Puts the gradient for the next update into the parameters; None where no process has another batch."""
         self.optimizer.zero_grad()
         seen: _Seen | None = None
         with self.processes.together(), twice_differentiable():
-            batch = next(source, None)
-            if batch is not None:
-                seen = self._backward(*batch, eps, bound)
+            batches = list(islice(source, self.asked.accumulate))
+            if batches and self.bound is not None:
+                self.bound.step()
+            total = sum(len(labels) for _, labels in batches)
+            for images, labels in batches:
+                found = self._backward(images, labels, eps, len(labels) / max(total, 1))
+                seen = found if seen is None else seen + found
         if self.processes.count > 1:
             seen = self._joined(seen)
         if seen is not None and not math.isfinite(seen.loss):
             raise self._diverged(f"the loss is {seen.loss}")
         return seen
 
-    def _backward(self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None) -> _Seen:
+    def _backward(self, images: Tensor, labels: Tensor, eps: float, share: float) -> _Seen:
         if not len(labels):
             return _Seen(0.0, 0, 0)
-        loss, logits = self._forward(images, labels, eps, bound)
+        loss, logits = self._forward(images, labels, eps)
         try:
-            loss.backward()
+            (loss * share).backward(retain_graph=share < 1)  # the bound's gradient is shared by the batches
         except RuntimeError as error:
             if "is not implemented" not in str(error):
                 raise
@@ -301,7 +311,12 @@ class _Run:
             used = [any(users) for users in zip(*(users for _, users in found), strict=True)]
             for p, part, use in zip(self.parameters, whole.split([p.numel() for p in parts]), used, strict=True):
                 p.grad = part.view_as(p) if use else None
-        return _Seen(sum(seen.loss for seen in batches), sum(seen.right for seen in batches), images)
+        return _Seen(
+            sum(seen.loss for seen in batches),
+            sum(seen.right for seen in batches),
+            images,
+            max(seen.batches for seen in batches),
+        )
 
     def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, _CLIP)
@@ -312,23 +327,24 @@ class _Run:
         if self.average is not None:
             self.average.update(self.model, step=self.updates)
 
-    def _forward(
-        self, images: Tensor, labels: Tensor, eps: float, bound: TrainingBound | None
-    ) -> tuple[Tensor, Tensor]:
-        if self.loss == "anchored":
+    def _forward(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self.asked.loss == "anchored":
             return anchored_loss(self.model, images, labels, eps, self.temperature)
-        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.amp is not None):
+        if self.asked.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.asked.amp is not None):
             logits = self.model(images)
         logits = logits.to(self.model.dtype)
         scaled = logits / self.temperature
-        if bound is None:
+        if self.bound is None:
             return F.cross_entropy(scaled, labels), logits
-        # f/T has the constants K/T
-        if self.loss == "emma":
-            constants = bound.margins(labels, self.classes) / self.temperature
-            return emma_loss(scaled, labels, constants, eps), logits
-        constants = bound.margins(logits.argmax(1), self.classes) / self.temperature
-        return trades_loss(scaled, labels, constants, eps), logits
+        of = logits.argmax(1) if self.asked.loss in ("gloro", "trades") else labels
+        constants = self.bound.margins(of, self.classes).to(scaled.dtype) / self.temperature  # f/T has constants K/T
+        losses: dict[str, Callable[..., Tensor]] = {
+            "emma": emma_loss, "gloro": gloro_loss, "fixed": fixed_loss, "lmt": fixed_loss,
+            "trades": partial(trades_loss, weight=self.asked.weight),
+        }  # fmt: skip
+        return losses[self.asked.loss](scaled, labels, constants, eps), logits
 
     def _diverged(self, what: str) -> InputError:
         return InputError(
@@ -360,6 +376,7 @@ class _Run:
             "average": None if self.average is None else self.average.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "vectors": [] if self.hold is None else self.hold.vectors,
+            "bound": [] if self.bound is None else self.bound.estimator.vectors,
             "random": torch.get_rng_state(),
             "finished": self.finished,
             "updates": self.updates,
@@ -375,6 +392,8 @@ class _Run:
         if self.hold is not None:
             for vector, saved in zip(self.hold.vectors, state["vectors"], strict=True):
                 vector.copy_(saved)
+        if self.bound is not None:
+            self.bound.estimator.vectors = [vector.to(self.model.device) for vector in state["bound"]]
         torch.set_rng_state(state["random"])
         self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
 
@@ -387,59 +406,16 @@ def _length(loader: Iterable[object]) -> int | None:
         return None
 
 
-def _ramp(loss: Loss, done: float) -> float:
-    """The factor of ε when the share ``done`` of the run is over."""
-    return 0.1 + 2.9 * min(1.0, 2 * done) if loss == "emma" else min(1.0, 3 * done)
+def rate(schedule: str, done: float) -> float:
+    """The learning rate as a share of the largest one, when the share ``done`` of the run is over."""
+    if done < _WARMUP:
+        return 0.04 + 0.96 * done / _WARMUP
+    if schedule == "multistep":
+        return _DECAY ** sum(done >= milestone for milestone in _MILESTONES)
+    if schedule == "exponential":
+        return _END ** max(0.0, 2 * done - 1)
+    return 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
 def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
-
-
-def check_settings(
-    model: Model,
-    eps: float,
-    loss: str,
-    epochs: int,
-    lr: float,
-    temperature: float | tuple[float, float],
-    max_norm: MaxNorm | None,
-    optimizer: str,
-    ema: float | None,
-    amp: str | None,
-) -> None:
-    """Refuses what :func:`finetune` cannot train with.
-
-    Raises:
-        InputError: saying which argument, or what about the model.
-    """
-    if not isinstance(model, Model):
-        raise InputError("finetune takes a lipcert.Model; make one with lipcert.load")
-    if loss not in LOSSES:
-        raise InputError(f"there is no loss {loss!r}; choose one of {', '.join(LOSSES)}")
-    if epochs < 1:
-        raise InputError(f"epochs must be at least 1, got {epochs}")
-    temperatures = temperature if isinstance(temperature, (tuple, list)) else (temperature, temperature)
-    if len(temperatures) != 2:
-        raise InputError(f"temperature is one number, or the first and the last one, got {temperature}")
-    norms = max_norm.values() if isinstance(max_norm, Mapping) else [] if max_norm is None else [max_norm]
-    positive = {"eps": [eps], "lr": [lr], "temperature": temperatures, "max_norm": norms}
-    for name, values in positive.items():
-        for value in values:
-            if not 0 < value < _LARGEST:
-                raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
-    if max_norm is not None:
-        held_at(model, max_norm)
-    if optimizer not in OPTIMIZERS:
-        raise InputError(f"there is no optimizer {optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
-    if ema is not None and not 0 < ema < 1:
-        raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {ema}")
-    if amp not in (None, "bfloat16"):
-        raise InputError(f"amp is bfloat16 or left out, got {amp!r}")
-    if amp is not None and loss == "anchored":
-        raise InputError("the loss anchored needs second derivatives, which bfloat16 loses; leave amp out")
-    if model.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
-    check_weights(model)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InputError("all parameters are frozen (requires_grad is False), so there is nothing to train")

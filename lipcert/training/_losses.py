@@ -11,9 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Hu et al. 2023 hold ε_j at no less than this share of ε, in the code that their paper links to.
-_LEAST_SHARE = 0.01
-
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
     """While it lasts, torch writes attention out: its fused kernels have no second derivative."""
@@ -52,8 +49,10 @@ def anchored_loss(
 def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
     """Cross-entropy of f_j + ε_j K_yj, where ε_j ≤ ε is how far a perturbation must go to make j win: (f_y − f_j)/K_yj.
 
+    ε_j is 0 where j wins already, and is held constant for the gradient.
+
     Source: Hu et al., "Unlocking deterministic robustness certification on ImageNet", NeurIPS 2023 (arXiv 2301.12549),
-    the EMMA loss. As in its authors' code, ε_j is at least ε/100 and is held constant for the gradient.
+    equation 2 and definition 3.
 
     Args:
         logits: f, shape (N, classes).
@@ -66,8 +65,56 @@ def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> 
     """
     behind = logits.gather(1, labels[:, None]) - logits
     reach = eps * constants
-    share = (behind / reach.clamp_min(torch.finfo(reach.dtype).tiny)).clamp(_LEAST_SHARE, 1).detach()
+    share = (behind / reach.clamp_min(torch.finfo(reach.dtype).tiny)).clamp(0, 1).detach()
     return F.cross_entropy(logits + share * reach, labels)
+
+
+def fixed_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
+    """Cross-entropy of f_j + ε K_yj: the margin is asked of every image, right or wrong.
+
+    With K_yj = √2 K, K that of the logits, this is Lipschitz margin training: Tsuzuku, Sato and Sugiyama, NeurIPS 2018
+    (arXiv 1802.04034), section 4. With constants by the rows of the head it is the fixed margin of Hu et al. 2023
+    (arXiv 2301.12549), appendix A.
+
+    Args:
+        logits: f, shape (N, classes).
+        labels: the classes y, shape (N,).
+        constants: K_yj, shape (N, classes), 0 where j = y.
+        eps: ε in ℓ2 on pixels.
+
+    Returns:
+        The loss.
+    """
+    return F.cross_entropy(logits + eps * constants, labels)
+
+
+def bottom(logits: Tensor, constants: Tensor, eps: float) -> Tensor:
+    """GloRo's logit f_⊥ = max over j ≠ ŷ of f_j + ε K_ŷj for the predicted class ŷ, shape (N,).
+
+    Args:
+        logits: f, shape (N, classes).
+        constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
+        eps: ε in ℓ2 on pixels.
+    """
+    predicted = logits.argmax(1, keepdim=True)
+    return (logits + eps * constants).scatter(1, predicted, -math.inf).amax(1)
+
+
+def gloro_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
+    """Cross-entropy of (f, f_⊥): the class ⊥ is never right.
+
+    Source: Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021 (arXiv 2102.08452), section 3.
+
+    Args:
+        logits: f, shape (N, classes).
+        labels: shape (N,).
+        constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
+        eps: ε in ℓ2 on pixels.
+
+    Returns:
+        The loss.
+    """
+    return F.cross_entropy(torch.cat([logits, bottom(logits, constants, eps)[:, None]], 1), labels)
 
 
 def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, weight: float = 1.0) -> Tensor:
@@ -89,7 +136,6 @@ def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, w
     Returns:
         The loss.
     """
-    predicted = logits.argmax(1, keepdim=True)
-    bottom = (logits + eps * constants).scatter(1, predicted, -math.inf).amax(1)
     clean = logits.logsumexp(1)
-    return F.cross_entropy(logits, labels) + weight * (torch.logaddexp(clean, bottom) - clean).mean()
+    gap = torch.logaddexp(clean, bottom(logits, constants, eps)) - clean
+    return F.cross_entropy(logits, labels) + weight * gap.mean()

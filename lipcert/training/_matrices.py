@@ -54,6 +54,8 @@ class Matrix:
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The entries of a tensor like the parameter that belong to the matrix, shape (groups, rows, columns)."""
+        if not whole.is_contiguous():  # channels last; the order of the columns is the same for all tensors like it
+            whole = whole.movedim(1, -1)
         rows = whole.view(len(whole), -1).chunk(self.parts)[self.part]
         return rows.view(self.groups, -1, rows.shape[1])
 
@@ -78,9 +80,9 @@ class Matrix:
         with torch.enable_grad():
             image = vector.detach().requires_grad_()
             result = F.conv2d(image, conv.weight.detach(), None, conv.stride, conv.padding, conv.dilation, conv.groups)
-            norms = result.view(self.groups, -1).norm(dim=1)
+            norms = result.reshape(self.groups, -1).norm(dim=1)
             (ahead,) = torch.autograd.grad(norms.sum(), image)  # of each group, Wᵀ Wv / ‖Wv‖
-        ahead = ahead.view(self.groups, -1)
+        ahead = ahead.reshape(self.groups, -1)
         return F.normalize(ahead, dim=1).view_as(vector), ahead.norm(dim=1)[:, None, None]
 
 
@@ -121,7 +123,7 @@ class NormHold:
         norm: the largest norm allowed, or several by patterns as in :mod:`fnmatch`.
 
     Raises:
-        InputError: a pattern that matches no matrix and no projection.
+        InputError: a pattern that matches no matrix and no projection, or a matrix that is parametrised.
     """
 
     def __init__(self, model: nn.Module, norm: MaxNorm = 1.0):
@@ -159,7 +161,13 @@ def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]]
         return [wanted[pattern] for pattern in matching[-1:]]
 
     for matrix in every:
-        held += [(matrix, largest) for largest in norms_at(matrix.path)]
+        for largest in norms_at(matrix.path):
+            if matrix.name not in matrix.module._parameters:
+                raise InputError(
+                    f"{matrix.path} computes its weight from others (a parametrisation), so max_norm cannot hold it; "
+                    "leave it out by a pattern, or remove the parametrisation"
+                )
+            held.append((matrix, largest))
     for path, module in projections(model):
         scales += [(module.weight, largest) for largest in norms_at(path)]
     if missed:

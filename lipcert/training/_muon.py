@@ -51,7 +51,7 @@ class Muon(torch.optim.AdamW):
                 if not self.state[p]:
                     self.state[p].update(step=torch.zeros(()), momentum=torch.zeros_like(p))  # AdamW counts steps, too
                 momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - _MOMENTUM)
-                ahead[p] = p.grad.lerp(momentum, _MOMENTUM).contiguous()  # gradients of kernels may be channels-last
+                ahead[p] = torch.empty_like(p).copy_(p.grad.lerp(momentum, _MOMENTUM))
                 p.mul_(1 - group["lr"] * self.decay)
             update = orthogonal(matrix.part_of(ahead[p]))
             matrix.value().sub_(update, alpha=group["lr"] * _RMS * max(update.shape[1:]) ** 0.5)

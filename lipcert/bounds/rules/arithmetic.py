@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._estimate import held
 from lipcert._upper import INFINITE, Number, Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import COMPOSED, Dense, Origin, Scale, Value, largest, rounded_down
@@ -27,7 +28,7 @@ def _size(constant: Any) -> Upper:
 
 def _broadcast(constant: Any, x: Value) -> Tensor:
     """The constant as float64 with as many dimensions as x."""
-    tensor = torch.as_tensor(constant, dtype=torch.float64).detach()
+    tensor = held(torch.as_tensor(constant, dtype=torch.float64))
     return tensor.reshape((1,) * (len(x.shape) - tensor.dim()) + tuple(tensor.shape))
 
 
@@ -222,7 +223,7 @@ def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Valu
     if rounding_mode is not None:
         raise NoAnswer("rounding is not continuous")
     if not isinstance(y, Value):
-        inverse = 1.0 / torch.as_tensor(y, dtype=torch.float64).detach()
+        inverse = 1.0 / held(torch.as_tensor(y, dtype=torch.float64))
         if not torch.isfinite(inverse).all():
             raise NoAnswer("division by zero")
         return mul(call, x, inverse)

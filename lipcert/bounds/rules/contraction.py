@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lipcert._estimate import held
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Dense, Value
 from lipcert.bounds.rules.arithmetic import matmul
@@ -106,7 +107,7 @@ def _arranged(x: Any, names: str, groups: tuple[str, str, str], sizes: dict[str,
     shape = tuple(math.prod(sizes[axis] for axis in group) for group in groups)
     if not isinstance(x, Value):
         order = [names.index(axis) for group in groups for axis in group]
-        return x.detach().permute(order).reshape(shape)
+        return held(x).permute(order).reshape(shape)
     rows = None
     if x.rows is not None and names[x.rows[0]] in groups:
         rows = (groups.index(names[x.rows[0]]), x.rows[1])

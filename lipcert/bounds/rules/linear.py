@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lipcert._estimate import held
 from lipcert._upper import Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import Conv, Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
@@ -27,11 +28,11 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
     if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map)) is not None:
         inner, matrix = x.base, folded
         if x.offset is not None:
-            offset, error = constant_part(weight.detach(), x.offset.to(weight.device), x.offset_error)
+            offset, error = constant_part(held(weight), x.offset.to(weight.device), x.offset_error)
     else:
         offset = weight.new_zeros(weight.shape[0]).double()
     if offset is not None and bias is not None:
-        offset = offset + bias.detach().double()
+        offset = offset + held(bias).double()
         error = error + (vector_norm(offset) + vector_norm(bias)) * 2.0**-52
     return Value(call.shape, magnitude=magnitude, base=inner, map=matrix, offset=offset, offset_error=error)
 
@@ -124,7 +125,7 @@ def conv_transpose(
         groups=groups,
     )
     per_output = (
-        weight.detach().reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
+        held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
     )
     magnitude = largest_row_sum(per_output) * x.magnitude + (largest(bias) if bias is not None else 0)
     return Value(call.shape, x.lip * norm, magnitude=magnitude)

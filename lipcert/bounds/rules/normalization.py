@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._estimate import held
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
@@ -35,11 +36,11 @@ def batch_norm(
         raise NoAnswer("a negative variance")
     scale = variance.rsqrt()
     if weight is not None:
-        scale = scale * weight.detach().double()
+        scale = scale * held(weight).double()
     moved = running_mean.detach().double() * scale
     shift = moved.abs()
     if bias is not None:  # the two may cancel, which leaves their roundings
-        shift = (bias.detach().double() - moved).abs() + (bias.detach().double().abs() + shift) * 2.0**-49
+        shift = (held(bias).double() - moved).abs() + (held(bias).double().abs() + shift) * 2.0**-49
     channels = (1, -1, *[1] * (len(x.shape) - 2))
     return _shifted(call, _times(call, x, scale.reshape(channels)), shift.reshape(channels) * COMPOSED)
 
@@ -68,11 +69,11 @@ def _affine(base: Value, weight: Tensor | None, bias: Tensor | None, axis: int, 
     magnitude = base.magnitude * (largest(weight) * COMPOSED if weight is not None else 1)
     if bias is not None:
         magnitude = magnitude + largest(bias)
-    scale = torch.ones(form, dtype=torch.float64) if weight is None else weight.detach().double().reshape(form)
+    scale = torch.ones(form, dtype=torch.float64) if weight is None else held(weight).double().reshape(form)
     last = dims == 1 and axis == len(base.shape) - 1
     offset = None
     if last:
-        offset = scale.new_zeros(base.shape[-1]) if bias is None else bias.detach().double()
+        offset = scale.new_zeros(base.shape[-1]) if bias is None else held(bias).double()
     return Value(base.shape, magnitude=magnitude, base=base, map=Scale(scale), offset=offset)
 
 

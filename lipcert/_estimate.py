@@ -1,0 +1,178 @@
+"""Bounds with a gradient, for training: the same rules, with estimated norms in place of verified ones.
+
+Inside :func:`estimating` the rules of :mod:`lipcert.bounds` compute with :class:`Estimated` numbers: every operation
+on an :class:`Upper <lipcert._upper.Upper>` is one on a scalar of torch, too, and a norm is ⟨u, W v⟩ with u and v from
+power iteration, so that autograd leads from the bound to the weights. Norms found so approach the true ones from
+below: nothing computed here is a bound, and :class:`lipcert.bounds.Bound` does not take it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from decimal import Decimal
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert._upper import INFINITE, Number, Upper
+
+_FIRST_STEPS = 30  # of power iteration, from a random vector
+_SLOPE = 1e-3
+
+Result = TypeVar("Result")
+
+
+class Estimated(Upper):
+    """A number with a gradient, in place of an upper bound. It need not be one.
+
+    Args:
+        tensor: the number, a scalar.
+    """
+
+    __slots__ = ("tensor",)
+    tensor: Tensor
+
+    def __init__(self, tensor: Tensor | Estimated):
+        if isinstance(tensor, Estimated):
+            return
+        self.tensor = tensor.double()
+        self._value = Decimal(self.tensor.detach().item())
+
+    def __add__(self, other: Number) -> Upper:
+        return self._with(other, lambda a, b: a + b)
+
+    def __mul__(self, other: Number) -> Upper:
+        return Upper(0) if other == 0 else self._with(other, lambda a, b: a * b)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float | int) -> Upper:
+        return Estimated(self.tensor / float(divisor))
+
+    def __pow__(self, exponent: int) -> Upper:
+        return Estimated(self.tensor**exponent)
+
+    def sqrt(self) -> Upper:
+        return Estimated(self.tensor.sqrt()) if self > 0 else self
+
+    def _with(self, other: Number, operation: Callable[[Tensor, Tensor | float], Tensor]) -> Upper:
+        other = Upper(other)
+        if not other.finite:
+            return INFINITE
+        return Estimated(operation(self.tensor, other.tensor if isinstance(other, Estimated) else float(other)))
+
+
+class Estimator:
+    """Norms by power iteration, each with the vector that the last call of the same place led to.
+
+    Args:
+        dtype: in which the iterations run.
+        steps: of power iteration a call; more of them from a random vector.
+
+    Attributes:
+        vectors: one for each norm, in the order in which they are asked for.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, steps: int = 1):
+        self.dtype = dtype
+        self.steps = steps
+        self.vectors: list[Tensor] = []
+        self.place = 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def norm(self, apply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, shape: Sequence[int]) -> Upper:
+        """max over the first axis of ⟨u, apply(v, weight)⟩, with u and v one step of power iteration further.
+
+        Args:
+            apply: a linear map of v, and of the weight.
+            weight: with a gradient.
+            shape: of v; maps along the first axis are independent.
+        """
+        weight = weight.to(self.dtype)
+        fixed = weight.detach()
+        known = self.place < len(self.vectors) and self.vectors[self.place].shape == tuple(shape)
+        if known:
+            v = self.vectors[self.place]
+        else:
+            v = _unit(torch.randn(*shape, generator=self.generator).to(fixed))
+        u = v
+        for _ in range(self.steps if known else max(self.steps, _FIRST_STEPS)):
+            with torch.enable_grad():
+                start = v.detach().requires_grad_()
+                result = apply(start, fixed)
+                u = _unit(result.detach())
+                (back,) = torch.autograd.grad((result * u).sum(), start)
+            moved = back.flatten(1).norm(dim=1) > 0  # a map of zeros leads nowhere
+            v = torch.where(moved.view(-1, *[1] * (v.dim() - 1)), _unit(back), v)
+        self.vectors[self.place : self.place + 1] = [v]
+        self.place += 1
+        return Estimated((u * apply(v, weight)).flatten(1).sum(1).amax())
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return F.normalize(vectors.flatten(1), dim=1).view_as(vectors)
+
+
+_ACTIVE: ContextVar[Estimator | None] = ContextVar("estimator", default=None)
+
+
+@contextmanager
+def estimating(estimator: Estimator) -> Iterator[None]:
+    """While it lasts, the rules' numbers have gradients and are no bounds."""
+    token = _ACTIVE.set(estimator)
+    estimator.place = 0
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The tensor without its gradient, but for training."""
+    return tensor.detach() if _ACTIVE.get() is None else tensor
+
+
+def estimated(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Upper | None:
+    """function(tensor), where this is training and the tensor has a gradient; else None."""
+    return Estimated(function(tensor)) if _ACTIVE.get() is not None and tensor.requires_grad else None
+
+
+def as_tensor(numbers: Sequence[Upper]) -> Tensor:
+    """The numbers in float64, shape (len(numbers),), with their gradients in training."""
+    return torch.stack([n.tensor if isinstance(n, Estimated) else torch.tensor(float(n)).double() for n in numbers])
+
+
+def or_estimated(estimate: Callable[..., Upper]) -> Callable[[Callable[..., Upper]], Callable[..., Upper]]:
+    """A decorator for norms of weights: in training, ``estimate(estimator, weight, ...)`` in their place."""
+
+    def decorate(exact: Callable[..., Upper]) -> Callable[..., Upper]:
+        @functools.wraps(exact)
+        def norm(weight: Tensor, *args: Any, **kwargs: Any) -> Upper:
+            estimator = _ACTIVE.get()
+            if estimator is not None and weight.requires_grad:
+                return estimate(estimator, weight, *args, **kwargs)
+            with torch.no_grad():
+                return exact(weight, *args, **kwargs)
+
+        return norm
+
+    return decorate
+
+
+def through(function: Callable[[float], Upper], number: Upper) -> Upper:
+    """function(number) with the gradient of the number, where it has one: by a quotient of differences."""
+    here = function(float(number))
+    if not isinstance(number, Estimated) or not here.finite or not number > 0:
+        return here
+    there = function(float(number) * (1 + _SLOPE))
+    if not there.finite or not here > 0 or here == there:
+        return here
+    exponent = (math.log(float(there)) - math.log(float(here))) / math.log1p(_SLOPE)
+    return Estimated(float(here) * (number.tensor / float(number)) ** exponent)

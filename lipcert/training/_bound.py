@@ -1,0 +1,81 @@
+"""The global bound for training: the certified composition of rules, with gradients for all that it depends on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lipcert._estimate import Estimator, as_tensor, estimating
+from lipcert.bounds import Analysis, analyze
+from lipcert.bounds._global import analyze_for_training
+from lipcert.certifier._margins import MarginBounds
+from lipcert.errors import InputError
+from lipcert.model import Model
+
+_LARGEST = 1e30
+
+
+class TrainingBound:
+    """K_yj as functions of the parameters.
+
+    If the last operation is a matrix on features, K_yj = ‖w_y − w_j‖ K with K the features' constant; else √2 K with
+    that of the logits. :meth:`step` captures the network afresh and asks the rules that certify it, so operators are
+    those of the certificate: convolutions with stride and padding, x + Wx as one, scales folded in, weights that the
+    forward code computes. Their norms are ⟨u, W v⟩ after one more step of power iteration. The result is an estimate,
+    below the certified bound as a rule.
+
+    Args:
+        model: the model.
+        rows: use the rows of the head; False gives √2 K for every pair.
+
+    Attributes:
+        certified: the certified K when :meth:`certify` was last called.
+
+    Raises:
+        UnsupportedOperation: operations without a rule.
+        InputError: the bound is infinite or above 1e30, so that no loss with it is of use.
+    """
+
+    def __init__(self, model: Model, rows: bool = True):
+        self.model = model
+        self.rows = rows
+        self.estimator = Estimator(model.dtype)
+        self.image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
+        self.certified = self.certify()
+        if not 0 < self.certified <= _LARGEST:
+            raise InputError(
+                f"the global bound is {self.certified:.3g}, of no use in a loss{self._why()}; "
+                "convert the model first, or take the loss 'anchored'"
+            )
+        self.step()
+
+    def certify(self) -> float:
+        """The certified K at the present weights."""
+        self.analysis: Analysis | None = analyze(self.model)
+        self.certified = MarginBounds(self.analysis, self.rows).features
+        return self.certified
+
+    def step(self) -> Tensor:
+        """K at the present weights, estimated, with its gradient; call it once after each update."""
+        image = self.image.to(self.model.device, self.model.dtype)
+        with torch.enable_grad(), estimating(self.estimator):
+            bounds = MarginBounds(analyze_for_training(self.model, image), self.rows)
+            self.features = as_tensor([bounds.constant])[0]
+        self.weight = bounds.weight
+        return self.features
+
+    def margins(self, classes: Tensor, count: int) -> Tensor:
+        """K_yj with gradient, shape (N, count), for classes y of shape (N,); 0 where j = y."""
+        own = nn.functional.one_hot(classes, count).bool()
+        features = self.features.to(classes.device)
+        if self.weight is None:
+            return features * ~own
+        weight = self.weight
+        squares = weight.square().sum(1)
+        distances = squares[classes, None] + squares - 2 * weight[classes] @ weight.mT
+        return features * distances.clamp_min(1e-12 * squares.max().item()).sqrt() * ~own
+
+    def _why(self) -> str:
+        assert self.analysis is not None
+        found = self.analysis.obstacles()
+        return f" ({found[0][0]} at {found[0][1] or 'the model'}: {found[0][2]})" if found else ""
