@@ -40,7 +40,8 @@ from benchmarks._env import environment
 from benchmarks._judge import OUTCOMES, Runner, Subject, examine
 
 KINDS = ("program", "module")
-_COUNTED = ("false", "traceback", "died", "too long", "held", "zero", "refused")
+_FAILED = ("false", "traceback", "died", "too long")
+_COUNTED = (*_FAILED, "held", "zero", "refused")
 _LONGEST = 180.0
 _IMAGES = 3
 _TYPE = re.compile(r"finfo|element_size|itemsize|nbytes|type\(\)|dtype (==|is)|get\(t\d+\.dtype")
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--redo", action="store_true", help="examine what was no success again: false, traceback, ...")
     parser.add_argument("--show", metavar="KIND:SEED", help="print what a seed draws, and examine nothing else")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "fuzz.json")
     args = parser.parse_args()
@@ -240,6 +242,9 @@ def main() -> None:
         print(json.dumps(look(kind, int(seed)), indent=1))
         return
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
+    if args.redo:
+        rows = [row for row in rows if row["outcome"] not in _FAILED]
+        args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     wanted = {"program": args.programs, "module": args.modules}
     counted = collections.Counter(row["kind"] for row in rows if row["outcome"] in _COUNTED)
     done = {(row["kind"], row["seed"]) for row in rows}
@@ -259,7 +264,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
             counted[row["kind"]] += row["outcome"] in _COUNTED
-            if row["outcome"] in ("false", "traceback", "died", "too long"):
+            if row["outcome"] in _FAILED:
                 print(f"{row['kind']}:{row['seed']} {row['outcome']} {row['defects'][:1]}", flush=True)
     seconds = round(sum(row.get("seconds", 0.0) for row in rows))
     summary = {**summarise(rows), "seconds": seconds, "environment": environment()}

@@ -76,7 +76,7 @@ def test_false_certificates_are_caught(monkeypatch, factor):
     monkeypatch.setattr(Certifier, "run", run)
     row = fuzz.look("program", 4)
     assert row["outcome"] == ("held" if factor == 1 else "false")
-    assert {outcome for key, outcome in row["by"].items() if key in ("gloro real", "global float32")} == {
+    assert {outcome for key, outcome in row["by"].items() if key in ("staged real", "staged float32")} == {
         row["outcome"]
     }
     summary = fuzz.summarise([row])
@@ -101,8 +101,8 @@ def test_certificates_for_another_function_are_caught(monkeypatch, hidden):
     network = _programs.Program(plain, _programs.draw(0).tensors, (1, 2, 2), "rules", ())
     monkeypatch.setattr(_judge, "load", lambda net, **given: lipcert.load(network.build(), **given))
     row = fuzz.look("program", 8)
-    assert row["by"]["global float32"] == "false"
-    assert row["by"]["gloro real"] == "false"
+    assert row["by"]["staged float32"] == "false"
+    assert row["by"]["staged real"] == "false"
 
 
 def test_tracebacks_and_refusals_are_told_apart(monkeypatch):
@@ -112,10 +112,10 @@ def test_tracebacks_and_refusals_are_told_apart(monkeypatch):
     def refuse(*given, **named):
         raise next(errors)
 
-    monkeypatch.setattr(_judge, "_plan", lambda subject: [("global", "real"), ("gloro", "float32")])
+    monkeypatch.setattr(_judge, "_plan", lambda subject: [("staged", "real"), ("staged", "float32")])
     monkeypatch.setattr(_judge, "Certifier", refuse)
-    row = fuzz.look("program", 1)
-    assert row["by"] == {"global real": "refused", "gloro float32": "traceback"}
+    row = fuzz.look("program", 4)
+    assert row["by"] == {"staged real": "refused", "staged float32": "traceback"}
     assert row["outcome"] == "traceback"
     assert "KeyError" in row["defects"][0]["raised"]
     assert "nonzero" in row["why"]
