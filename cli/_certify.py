@@ -13,6 +13,7 @@ import torch
 import typer
 
 from lipcert._environment import check
+from lipcert._preprocessing import Preprocessing
 from lipcert._processes import Processes
 from lipcert._settings import CertifySettings
 from lipcert.attacks import PGD, AutoAttack
@@ -25,7 +26,7 @@ from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model, options_of
+from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model, options_of, show_preprocessing
 from ._output import default_name, move_to
 from ._parse import parse_shard, read_names
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
@@ -35,9 +36,11 @@ FORMS = ("github",)
 
 
 @options_of(CertifySettings)
+@options_of(Preprocessing, "pixels")
 @one_line_errors
 def certify(
     settings: Callable[..., CertifySettings],
+    pixels: Callable[..., Preprocessing],
     models: ModelNames = None,
     models_file: Annotated[
         Path | None, typer.Option("--models", help="A text file with a model a line.", show_default=False)
@@ -95,7 +98,7 @@ def certify(
     if several and checkpoint is not None:
         raise InputError("--checkpoint holds weights of one model; certify several one by one")
     load = partial(load_model, checkpoint=checkpoint, no_pretrained=no_pretrained, model_args=model_args)
-    plan = _Plan(asked, load, data, limit, device, part, parts, fail_under)
+    plan = _Plan(asked, pixels(), load, data, limit, device, part, parts, fail_under)
     with torchrun():
         if several:
             outcomes, failed = _certify_all(plan, names, out, processes)
@@ -121,6 +124,7 @@ class _Plan:
     """What is asked about every model."""
 
     settings: CertifySettings
+    pixels: Preprocessing
     load: Callable[[str | None], Model]
     data: str | None
     limit: int | None
@@ -182,6 +186,7 @@ def _certify_all(
 def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> _Outcome:
     check(torch.device("cpu"))  # such as rounding, which would let the model's file look damaged
     loaded = plan.load(name)
+    plan.pixels.apply(loaded)
     images = open_images(plan.data, loaded, limit=plan.limit)
     if plan.device is not None:
         move_to(loaded, plan.device)
@@ -196,8 +201,15 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     for stage, reason in certifier.notes.items():
         say(f"note: {stage}: {reason}")
     description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
+
+    def started(rows: int) -> None:
+        show_preprocessing(images, loaded)
+        if rows:
+            say(f"{out}: going on after {rows} images")
+
     with progress("certifying") as update:
         if out is None:
+            started(0)
             tally = certify_in_memory(certifier, images, update)
         else:
             tally = certify_to_file(
@@ -208,7 +220,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
                 part=plan.part,
                 parts=plan.parts,
                 processes=processes,
-                resumed=lambda rows: say(f"{out}: going on behind {rows} images"),
+                started=started,
                 progress=update,
             )
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)

@@ -11,6 +11,7 @@ from typing import Annotated, cast
 import typer
 from torch import Tensor
 
+from lipcert._preprocessing import Preprocessing
 from lipcert._processes import Processes
 from lipcert.artifact import save
 from lipcert.certvit import ConstrainSettings, ConstraintReport, LayerConstraint, NetworkFigures
@@ -21,7 +22,7 @@ from lipcert.errors import Interrupted
 from lipcert.loading import resolve
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, options_of
+from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, options_of, show_preprocessing
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, print_table, progress, say, upper
 from ._torchrun import torchrun
@@ -30,9 +31,11 @@ _BATCH = 8 * EVERY  # so that the same images are held out whatever the number o
 
 
 @options_of(ConstrainSettings)
+@options_of(Preprocessing, "pixels")
 @one_line_errors
 def constrain(
     settings: Callable[..., ConstrainSettings],
+    pixels: Callable[..., Preprocessing],
     model: ModelName = None,
     data: Data = None,
     limit: Annotated[
@@ -50,15 +53,17 @@ def constrain(
     model_args: ModelArgs = None,
 ) -> None:
     """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
-    asked = settings()
+    asked, asked_pixels = settings(), pixels()
     with torchrun() as processes:
         source = resolve(model)
         loaded = load_model(model, checkpoint, no_pretrained, model_args)
+        asked_pixels.apply(loaded)
         path = out or default_name(str(source), "constrained")
         check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
         images = open_images(data, loaded, limit=limit)
         if images.note is not None:
             say(f"note: {images.note}")
+        show_preprocessing(images, loaded)
         move_to(loaded, device)
 
         try:

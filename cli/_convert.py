@@ -2,12 +2,14 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
+from lipcert._preprocessing import Preprocessing
 from lipcert.artifact import save
 from lipcert.bounds import Bound, lipschitz
 from lipcert.data import open_images
@@ -17,7 +19,7 @@ from lipcert.surgery import Adaptation, ConversionReport
 from lipcert.surgery import convert as convert_model
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model
+from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model, options_of
 from ._output import check_out, default_name
 from ._print import busy, print_facts, progress, say, upper
 
@@ -25,8 +27,10 @@ IMAGES = 64
 _CHOICES = {"attention": ("l2", "keep"), "norm": ("keep", "project", "smooth")}
 
 
+@options_of(Preprocessing, "pixels")
 @one_line_errors
 def convert(
+    pixels: Callable[..., Preprocessing],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, or a path.")],
     attention: Annotated[
         str, typer.Option(help="l2: attention by distance, which is Lipschitz; keep: as it is.")
@@ -48,7 +52,9 @@ def convert(
     for name, value in ways.items():
         if value not in _CHOICES[name]:
             raise InputError(f"--{name} takes {' or '.join(_CHOICES[name])}, got {value!r}")
+    asked = pixels()
     loaded = load_model(model, checkpoint, no_pretrained, model_args)
+    asked.apply(loaded)
     path = out or default_name(loaded.source.get("name", model))
     check_out(path, [Path(model), *([checkpoint] if checkpoint else [])])
     images = None

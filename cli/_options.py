@@ -11,7 +11,9 @@ import timm
 import torch
 import typer
 
+from lipcert._preprocessing import in_words, preprocessing, remarks
 from lipcert._settings import settings_of
+from lipcert.data import Images
 from lipcert.loading import BUNDLED, load, resolve
 from lipcert.model import Model
 
@@ -72,18 +74,18 @@ def load_model(
         return load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
 
 
-def options_of(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command an option for each field of settings that has a help text, in place of its ``settings``.
+def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each field of settings that has a help text, in place of one parameter.
 
-    What the command gets as ``settings`` makes them: it takes the fields that are no options.
+    What the command gets for that parameter makes the settings: it takes the fields that are no options.
     """
     own = [one for one in fields(kind) if "help" in one.metadata]
 
-    def parameter(name: str, typed: Any, default: Any, text: str) -> inspect.Parameter:
+    def parameter(named: str, typed: Any, default: Any, text: str) -> inspect.Parameter:
         shown = typer.Option(help=text, show_default=default is not None)
         default = inspect.Parameter.empty if default is MISSING else default
         annotation = Annotated[typed, shown]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        return inspect.Parameter(named, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     options = [parameter(one.name, one.metadata["typed"], one.default, one.metadata["help"]) for one in own]
 
@@ -91,11 +93,21 @@ def options_of(kind: type) -> Callable[[Callable[..., None]], Callable[..., None
         @functools.wraps(command)
         def run(**given: Any) -> None:
             chosen = {one.name: given.pop(one.name) for one in own}
-            command(settings=functools.partial(settings_of, kind, **chosen), **given)
+            command(**{name: functools.partial(settings_of, kind, **chosen)}, **given)
 
         signature = inspect.signature(command)
-        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "settings"]
+        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != name]
         run.__signature__ = signature.replace(parameters=[*options, *others])  # type: ignore[attr-defined]
         return run
 
     return decorated
+
+
+def show_preprocessing(images: Images, model: Model) -> None:
+    """Says in one line what happens to images before the network gets them, and what a user should know of it."""
+    known = preprocessing(model, files=not images.stored)
+    size = images.first_size()
+    say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")
+    if size is not None:
+        for remark in remarks(known, *size):
+            say(f"note: {remark}")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lipcert._preprocessing import Preprocessing
 from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import BUNDLED
@@ -46,6 +47,7 @@ def verify(
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     run = read_run(results)
     loaded = load_model(str(BUNDLED) if model == "bundled" else model, checkpoint, no_pretrained, model_args)
+    Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
     spec = data or str(run.summary["data"].get("spec"))
     images = open_images(None if spec == "bundled" else spec, loaded)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
+from lipcert._preprocessing import RESIZING, preprocessing
 from lipcert._timm import is_network_error
 from lipcert.errors import InputError, first_line
 from lipcert.loading import number_of_classes
@@ -104,7 +105,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         order: positions in the whole data set, in the order of the run; None for a stream.
         total: images in the whole data set; None for a stream.
         limit: how many images the run looks at; None for all.
+        stored: whether the images are stored as the network takes them, and not resized from files.
     """
+
+    stored = False
 
     def __init__(self, spec: str | None, *, total: int | None, limit: int | None):
         self.spec = spec
@@ -139,6 +143,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
 
     def file(self, index: int) -> str | None:
         """Name of an image's file, relative to the data set; None where it has none."""
+        return None
+
+    def first_size(self) -> tuple[int, int] | None:
+        """Width and height of the first image before it is resized; None where that is not known without decoding."""
         return None
 
     def batches(self, size: int, only: Collection[int] | None = None) -> Iterator[Batch]:
@@ -208,17 +216,6 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
     return _IndexedImages(spec, source, transform, classes, limit)
 
 
-# How files become images, and what timm does where a model's configuration does not say.
-_RESIZING = {"interpolation": "bilinear", "crop_pct": timm.data.DEFAULT_CROP_PCT, "crop_mode": "center"}
-
-
-def preprocessing(model: Model) -> dict[str, Any]:
-    """From a file to the network: ``input_size, mean, std, interpolation, crop_pct, crop_mode``, as JSON holds them."""
-    config = {key: model.data_config.get(key) or default for key, default in _RESIZING.items()}
-    mean, std = (value.flatten().tolist() for value in (model.mean, model.std))
-    return {"input_size": list(model.input_size), "mean": mean, "std": std, **config}
-
-
 class _Transform:
     """From a decoded image to the model's pixels: timm's evaluation transform without the normalisation."""
 
@@ -229,8 +226,8 @@ class _Transform:
                 f"the model takes images of {channels} channels, and image files have 1 or 3; pass tensors from Python"
             )
         self.mode = _MODES[channels]
-        known = preprocessing(model)
-        options = {key: known[key] for key in _RESIZING}
+        known = preprocessing(model, files=True)
+        options = {key: known[key] for key in RESIZING}
         mean = tuple(known["mean"])
         try:
             if not options["crop_pct"] >= _LEAST_CROP:
@@ -265,6 +262,8 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 class _BundledImages(Images):
     """The images that come with lipcert, stored at the size of the bundled checkpoint."""
+
+    stored = True
 
     def __init__(self, model: Model, limit: int | None):
         try:
@@ -342,6 +341,17 @@ class _IndexedImages(Images):
         except Exception as error:
             reason = first_line(error)
             raise InputError(f"cannot read the image {self._name(index)}: {reason}; mend it or take it out") from error
+
+    def first_size(self) -> tuple[int, int] | None:
+        reader = getattr(self.source, "reader", None)
+        if reader is None or not self.order:
+            return None
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # decoding it says what is wrong with it
+            warnings.simplefilter("ignore")
+            file = reader[self.order[0]][0]
+            with file, Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
+                return image.size
+        return None
 
     def _name(self, index: int) -> str:
         if hasattr(self.source, "filename"):

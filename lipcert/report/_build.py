@@ -216,6 +216,7 @@ def _made(run: Run) -> list[Block]:
         ("model", run.architecture),
         ("weights, SHA-256", run.weights_hash or "–"),
         ("images", f"{len(run)} of {data.get('images') or 'a stream'}, {_data_name(summary)}"),
+        ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
         ("holds for dtype", str(summary.get("dtype", "–"))),
         ("global Lipschitz bound", "infinite" if log10 is None else f"10^{log10 + 0.005:.2f}, {bound.get('rigor')}"),

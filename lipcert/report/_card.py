@@ -49,7 +49,8 @@ def _body(runs: Sequence[Run], eps: Eps) -> list[Block]:
     blocks.append(Text(f"An image classifier, {runs[0].architecture}, with certificates against ℓ2 perturbations."))
     for run in runs:
         blocks += [Heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), Text(sentence(run, eps))]
-        about = [("data", _dataset(run)["dataset_name"]), ("holds for dtype", str(run.summary.get("dtype", "–")))]
+        about = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
+        about.append(("holds for dtype", str(run.summary.get("dtype", "–"))))
         blocks.append(Table(("", ""), [*about, *facts(run, eps)], numbers=False))
     blocks += [Heading(2, "What these figures promise"), Items(PROMISES), Heading(2, "Certify it again")]
     use = "import lipcert\n\nmodel = lipcert.load('model.safetensors')\n"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lipcert._preprocessing import in_words
 from lipcert._settings import METHODS, CertifySettings, parse_eps, settings_of
 from lipcert.errors import InputError
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
@@ -99,6 +100,11 @@ class Run(Tally):
         parts = [(str(source.get("name", "a module")), source.get("arguments", {}))]
         parts += [(str(step.get("step")), {k: v for k, v in step.items() if k != "step"}) for step in model["recipe"]]
         return " → ".join(f"{name}({', '.join(_pairs(known))})" for name, known in parts)
+
+    @property
+    def preprocessing(self) -> str:
+        """What was done to the images before they were certified, in one line."""
+        return in_words(self.summary.get("preprocessing") or {})
 
     @property
     def attack_name(self) -> str:

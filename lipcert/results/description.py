@@ -11,9 +11,9 @@ import timm
 import torch
 
 from lipcert._environment import assumptions, settings
+from lipcert._preprocessing import preprocessing
 from lipcert._version import version
 from lipcert.artifact import buffers_hash, weights_hash
-from lipcert.data import preprocessing
 from lipcert.model import Model
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def describe(model: Model, images: Images, certifier: Certifier, command: str | 
             "labelled": images.labelled,
             "digest": images.digest,
         },
-        "preprocessing": preprocessing(model),
+        "preprocessing": preprocessing(model, files=not images.stored),
         "lipcert": version(),
         "limit": images.limit,
         "command": command,

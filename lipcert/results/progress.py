@@ -112,7 +112,7 @@ def certify_to_file(
     part: int = 0,
     parts: int = 1,
     processes: Processes | None = None,
-    resumed: Callable[[int], None] | None = None,
+    started: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> Tally:
     """Goes through those images that have no row yet, here or in a shard's file, and writes theirs.
@@ -128,7 +128,7 @@ def certify_to_file(
         part: which part of the run this is, from 0.
         parts: how many there are.
         processes: those of torchrun, where they are the parts.
-        resumed: called with the number of rows that an earlier run left, if there are any.
+        started: called with the number of rows that an earlier run left, when nothing speaks against going on.
         progress: called with (rows found, rows to find).
 
     Returns:
@@ -151,8 +151,8 @@ def certify_to_file(
             file.absorb(elsewhere, images.order)
         known = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
         done = frozenset().union(*known)
-        if done and resumed is not None:
-            resumed(len(done))
+        if started is not None:
+            started(len(done))
         before = len(file.tally)
         try:
             _collect(Remaining(certifier, images, done, part, parts), file.append, progress)

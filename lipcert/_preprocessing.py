@@ -1,0 +1,154 @@
+"""From image files to the network's input: what is asked of it, what is done, and how that is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lipcert._settings import option
+from lipcert.errors import InputError
+
+if TYPE_CHECKING:
+    from lipcert.model import Model
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+# How files become images, and what timm does where a model's configuration does not say.
+RESIZING: dict[str, Any] = {"interpolation": "bilinear", "crop_pct": 0.875, "crop_mode": "center"}
+
+# The share of an image that may be cut off without a remark: rounding of sizes.
+_WHOLE = 0.999
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What is done otherwise than a model's configuration says; None keeps what it says. Checked when it is made.
+
+    Attributes:
+        mean: per-channel mean of the normalisation: numbers, or a text of them with commas; one number is for all.
+        std: per-channel standard deviation, likewise.
+        crop_pct: the share of the resized image's side that is cut out, above 0.1 and at most 1.
+        input_size: height and width of the network's input, or one number for both.
+        interpolation: one of ``INTERPOLATIONS``.
+
+    Raises:
+        InputError: a value that cannot be used.
+    """
+
+    mean: Sequence[float] | str | None = option("Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None)
+    std: Sequence[float] | str | None = option("Standard deviation of the normalisation, likewise.", None)
+    crop_pct: float | None = option("Share of the resized image's side that is cut out: 1 keeps it.", None, float)
+    input_size: Sequence[int] | str | None = option("Height and width of the network's input: 224, or 224,192.", None)
+    interpolation: str | None = option(f"How images are resized: {', '.join(INTERPOLATIONS)}.", None)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("mean", float), ("std", float), ("input_size", int)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                numbers = tuple(kind(part) for part in (value.split(",") if isinstance(value, str) else value))
+            except (TypeError, ValueError):
+                numbers = ()
+            if not numbers or not all(math.isfinite(x) and (x > 0 or name == "mean") for x in numbers):
+                raise InputError(f"{name} takes a number, or numbers with commas between, got {value!r}")
+            object.__setattr__(self, name, numbers)
+        if self.input_size is not None and len(self.input_size) > 2:
+            raise InputError(f"input_size is a height and a width, got {self.input_size}")
+        if self.crop_pct is not None and not 0.1 <= self.crop_pct <= 1:
+            raise InputError(f"crop_pct is a share from 0.1 to 1, got {self.crop_pct}")
+        if self.interpolation is not None and self.interpolation not in INTERPOLATIONS:
+            raise InputError(f"there is no interpolation {self.interpolation!r}; choose {', '.join(INTERPOLATIONS)}")
+
+    @staticmethod
+    def of_summary(known: Mapping[str, Any]) -> Preprocessing:
+        """What a summary states, to do the same again."""
+        size = known.get("input_size")
+        return Preprocessing(
+            mean=known.get("mean"),
+            std=known.get("std"),
+            crop_pct=known.get("crop_pct"),
+            input_size=size[1:] if isinstance(size, list) else None,
+            interpolation=known.get("interpolation"),
+        )
+
+    def apply(self, model: Model) -> None:
+        """Changes a model's normalisation, input size and data configuration.
+
+        Raises:
+            InputError: another number of channels than the model has, or an input size that it does not take.
+        """
+        channels = model.input_size[0]
+        for name in ("mean", "std"):
+            numbers = getattr(self, name)
+            if numbers is None:
+                continue
+            if len(numbers) not in (1, channels):
+                raise InputError(f"{name} needs one number for each of the {channels} channels, got {len(numbers)}")
+            own = getattr(model, name)
+            own.copy_(own.new_tensor(numbers).view(-1, 1, 1).expand_as(own))
+        if self.input_size is not None:
+            size = (channels, int(self.input_size[0]), int(self.input_size[-1]))
+            if size != model.input_size:
+                from lipcert.loading import number_of_classes  # imports torch
+
+                model.input_size = size
+                number_of_classes(model)
+        for name in ("crop_pct", "interpolation"):
+            if getattr(self, name) is not None:
+                model.data_config[name] = getattr(self, name)
+
+
+def preprocessing(model: Model, files: bool) -> dict[str, Any]:
+    """From a file to the network: ``input_size, mean, std, interpolation, crop_pct, crop_mode``, as JSON holds them.
+
+    Args:
+        model: says what is done.
+        files: whether images are read from files; the last three are None for those that are stored as they are taken.
+    """
+    config = {key: (model.data_config.get(key) or default) if files else None for key, default in RESIZING.items()}
+    mean, std = (value.flatten().tolist() for value in (model.mean, model.std))
+    return {"input_size": list(model.input_size), "mean": mean, "std": std, **config}
+
+
+def in_words(known: Mapping[str, Any]) -> str:
+    """One line: ``resize to 248×248, crop 224×224, bicubic; mean 0.485, 0.456, 0.406; std 0.229, 0.224, 0.225``."""
+    try:
+        resized, size, squashed = _sizes(known)
+        steps = "stored at that size" if resized is None else f"resize to {_times(resized)}"
+        if resized not in (None, size):
+            steps += f", crop {_times(size)}"
+        elif resized is not None and not squashed:
+            steps += ", crop what is longer"
+        kind = f", {known['interpolation']}" if resized else ""
+        numbers = [f"{name} {', '.join(f'{x:.4g}' for x in dict.fromkeys(known[name]))}" for name in ("mean", "std")]
+        return f"{steps}{kind}; {'; '.join(numbers)}"
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return "not stated"
+
+
+def remarks(known: Mapping[str, Any], width: int, height: int) -> Iterator[str]:
+    """What a user should know about images of a size: that they are enlarged, or not whole when they are certified."""
+    resized, (rows, columns), squashed = _sizes(known)
+    if resized is None:
+        return
+    scale = max(resized[0] / height, resized[1] / width)
+    if scale > 1:
+        yield f"the images are enlarged from {height}×{width}: ε and radii are measured on what the network gets"
+    kept = 1.0 if squashed else min(1.0, rows * columns / (scale * height * scale * width))
+    if kept < _WHOLE:
+        yield f"{100 * (1 - kept):.0f} % of an image of {height}×{width} is cut off before it is certified"
+
+
+def _sizes(known: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], bool]:
+    """(height, width) after resizing and after cropping, and whether both sides are resized by themselves."""
+    _, rows, columns = known["input_size"]
+    if known["crop_pct"] is None:
+        return None, (rows, columns), False
+    resized = math.floor(rows / known["crop_pct"]), math.floor(columns / known["crop_pct"])
+    return resized, (rows, columns), known["crop_mode"] == "squash"
+
+
+def _times(size: tuple[int, int]) -> str:
+    return f"{size[0]}×{size[1]}"

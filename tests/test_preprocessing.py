@@ -1,0 +1,118 @@
+"""Preprocessing: said in one line, kept in the summary, changed by options, and no surprise to whoever reads ε."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert._preprocessing import Preprocessing, in_words, preprocessing, remarks
+from lipcert.cli import app
+from lipcert.data import open_images
+from lipcert.errors import InputError
+from lipcert.report import model_card, read_runs
+
+KNOWN = {
+    "input_size": [3, 224, 192], "mean": [0.5, 0.4, 0.5], "std": [0.25] * 3,
+    "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center",
+}  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """Four images of 12 × 16 pixels without classes."""
+    monkeypatch.chdir(tmp_path)
+    Path("images").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for i in range(4):
+        pixels = (255 * torch.rand(12, 16, 3, generator=generator)).byte().numpy()
+        Image.fromarray(pixels).save(f"images/{i}.png")
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_words():
+    assert in_words(KNOWN) == "resize to 248×213, crop 224×192, bicubic; mean 0.5, 0.4; std 0.25"
+    assert in_words({**KNOWN, "crop_pct": 1.0}).startswith("resize to 224×192, crop what is longer, bicubic; ")
+    assert in_words({**KNOWN, "crop_pct": 1.0, "crop_mode": "squash"}).startswith("resize to 224×192, bicubic; ")
+    assert in_words({**KNOWN, "crop_pct": None}).startswith("stored at that size; mean")
+    for damaged in ({}, {**KNOWN, "mean": 3}, {**KNOWN, "crop_pct": 0}, {**KNOWN, "input_size": "x"}):
+        assert in_words(damaged) == "not stated"
+
+
+def test_remarks():
+    square = {**KNOWN, "input_size": [3, 224, 224], "crop_pct": 1.0}
+    assert [*remarks(square, 224, 224)] == []
+    assert [*remarks(square, 448, 448)] == []
+    assert "enlarged from 32×32" in next(remarks(square, 32, 32))
+    assert [*remarks(square, 448, 224)] == ["50 % of an image of 224×448 is cut off before it is certified"]
+    assert "18 % of an image" in [*remarks({**square, "crop_pct": 0.9}, 500, 500)][0]
+    assert [*remarks({**square, "crop_mode": "squash"}, 448, 224)] == []
+    assert [*remarks({**square, "crop_pct": None}, 3, 3)] == []
+
+
+@pytest.mark.parametrize(("mode", "crop"), [("center", 0.8), ("center", 1.0), ("squash", 0.8), ("border", 0.9)])
+def test_what_is_told_is_what_timm_does(images, mode, crop):
+    model = lipcert.load(None)
+    model.data_config |= {"crop_pct": crop, "crop_mode": mode, "interpolation": "bilinear"}
+    data = open_images("images", model)
+    steps = {type(step).__name__: step for step in data.transform.steps.transforms}
+    told = in_words(preprocessing(model, files=True))
+    resize = next(step for name, step in steps.items() if name.startswith("Resize"))
+    size = (resize.size, resize.size) if isinstance(resize.size, int) else tuple(resize.size)
+    assert told.startswith(f"resize to {size[0]}×{size[1]}")
+    assert data.first_size() == (16, 12)
+
+
+def test_the_summary_the_report_and_the_card_say_it(images):
+    changes = ["--crop-pct", "0.5", "--mean", "0.25", "--std", "0.5,0.5,0.5", "--interpolation", "nearest"]
+    command = ["certify", "--eps", "1e-6", "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
+    told = run(*command, *changes).stderr
+    words = "resize to 16×16, crop 8×8, nearest; mean 0.25; std 0.5"
+    assert f"images: 12×16 → {words}\n" in told
+    assert "note: the images are enlarged from 12×16" in told
+    assert "is cut off before it is certified" in told
+    known = json.loads(Path("r.summary.json").read_text())["preprocessing"]
+    assert (known["mean"], known["std"]) == ([0.25] * 3, [0.5] * 3)
+    assert (known["crop_pct"], known["interpolation"], known["input_size"]) == (0.5, "nearest", [3, 8, 8])
+    assert "4 of 4" in run("verify", "bundled", "r.jsonl").stdout  # the same preprocessing is taken from the summary
+    assert "other model, preprocessing" in run(*command, code=2).stderr
+    runs = read_runs(["r.jsonl"])
+    assert runs[0].preprocessing == words
+    assert words in str(model_card(runs))
+    run("report", "r.jsonl", "--markdown", "r.md")
+    assert words in Path("r.md").read_text()
+
+
+def test_an_input_size_that_the_network_takes(images):
+    model = lipcert.load("resnet10t", pretrained=False, num_classes=3, input_size=(3, 32, 32))
+    Preprocessing(input_size="48,64").apply(model)
+    assert model.input_size == (3, 48, 64)
+    assert open_images("images", model)[0][0].shape == (3, 48, 64)
+    with pytest.raises(InputError, match="does not take images of shape"):
+        Preprocessing(input_size="16").apply(lipcert.load(None))
+
+
+WRONG = [
+    {"mean": "a"}, {"mean": ""}, {"mean": "nan"}, {"std": "0"}, {"std": "0.1,-1,1"}, {"crop_pct": 0}, {"crop_pct": 1.1},
+    {"input_size": "0"}, {"input_size": "1,2,3"}, {"input_size": "8.5"}, {"interpolation": "random"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_what_cannot_be_done_is_refused(wrong):
+    with pytest.raises(InputError) as refused:
+        Preprocessing(**wrong)
+    assert next(iter(wrong)) in str(refused.value)
+    with pytest.raises(InputError, match="3 channels"):
+        Preprocessing(mean="0.1,0.2").apply(lipcert.load(None))
+    (name, value) = next(iter(wrong.items()))
+    result = run("certify", "--eps", "1", f"--{name.replace('_', '-')}={value}", code=2)
+    assert result.stderr.count("\n") == 1
