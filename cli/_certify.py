@@ -17,13 +17,14 @@ from lipcert._preprocessing import Preprocessing
 from lipcert._processes import Processes
 from lipcert._settings import CertifySettings
 from lipcert.attacks import PGD, AutoAttack
-from lipcert.certifier import Certifier
-from lipcert.data import open_images
+from lipcert.certifier import certifier_for
+from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.model import Model
 from lipcert.results import Tally, shard_path, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
+from lipcert.smoothing import SELECTION
 
 from ._errors import one_line_errors
 from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model, options_of, show_preprocessing
@@ -39,7 +40,7 @@ FORMS = ("github",)
 @options_of(Preprocessing, "pixels")
 @one_line_errors
 def certify(
-    settings: Callable[..., CertifySettings],
+    settings: partial[CertifySettings],
     pixels: Callable[..., Preprocessing],
     models: ModelNames = None,
     models_file: Annotated[
@@ -82,7 +83,8 @@ def certify(
     model_args: ModelArgs = None,
 ) -> None:
     """Certify images: no perturbation of the pixels smaller than the radius changes the prediction."""
-    asked = settings(attack=AutoAttack() if autoattack else PGD() if attack else None)
+    chosen = AutoAttack() if autoattack else PGD() if attack else None
+    asked = [settings(attack=chosen, sigma=sigma) for sigma in _sigmas(settings.keywords["sigma"])]
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under is a share between 0 and 1, got {fail_under}")
     if annotations is not None and annotations not in FORMS:
@@ -94,16 +96,17 @@ def certify(
     if parts > 1 and out is None:
         raise InputError("parts of a run need --out, where their rows come together")
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
-    several = models_file is not None or len(names) > 1
-    if several and checkpoint is not None:
+    several_models = models_file is not None or len(names) > 1
+    several = several_models or len(asked) > 1
+    if several_models and checkpoint is not None:
         raise InputError("--checkpoint holds weights of one model; certify several one by one")
     load = partial(load_model, checkpoint=checkpoint, no_pretrained=no_pretrained, model_args=model_args)
     plan = _Plan(asked, pixels(), load, data, limit, device, part, parts, fail_under)
     with torchrun():
-        if several:
+        if several_models:
             outcomes, failed = _certify_all(plan, names, out, processes)
         else:
-            outcomes, failed = [_certify_one(plan, names[0] if names else None, out, processes)], []
+            outcomes, failed = _certify_one(plan, names[0] if names else None, out, processes), []
 
         if as_json:
             found = [outcome.summary for outcome in outcomes]
@@ -123,7 +126,7 @@ def certify(
 class _Plan:
     """What is asked about every model."""
 
-    settings: CertifySettings
+    settings: Sequence[CertifySettings]
     pixels: Preprocessing
     load: Callable[[str | None], Model]
     data: str | None
@@ -136,7 +139,7 @@ class _Plan:
     @property
     def eps(self) -> str:
         """ε as it was typed."""
-        return self.settings.eps_typed
+        return self.settings[0].eps_typed
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class _Outcome:
     name: str
     tally: Tally
     summary: dict[str, Any]
-    log10_bound: float
+    log10_bound: float | None
     path: Path | None
 
     @property
@@ -170,7 +173,7 @@ def _certify_all(
     for name in names:
         path = None if out is None else out / default_name(name).with_suffix("").with_suffix(".jsonl").name
         try:
-            outcomes.append(_certify_one(plan, name, path, processes))
+            outcomes += _certify_one(plan, name, path, processes)
         except Interrupted:
             raise
         except LipcertError as error:
@@ -183,7 +186,8 @@ def _certify_all(
     return outcomes, failed
 
 
-def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> _Outcome:
+def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
+    """One model; with several σ, once for each, in files of their own: ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
     check(torch.device("cpu"))  # such as rounding, which would let the model's file look damaged
     loaded = plan.load(name)
     plan.pixels.apply(loaded)
@@ -194,8 +198,27 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
         say(f"note: {images.note}")
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have none that belong to the model's classes")
+    outcomes = []
+    for settings in plan.settings:
+        label, path = name or str(loaded.source.get("name", "the model")), out
+        if len(plan.settings) > 1:
+            label += f", sigma {settings.sigma:g}"
+            path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
+        outcomes.append(_certify_with(settings, plan, loaded, images, label, path, processes))
+    return outcomes
+
+
+def _certify_with(
+    settings: CertifySettings,
+    plan: _Plan,
+    loaded: Model,
+    images: Images,
+    label: str,
+    out: Path | None,
+    processes: Processes,
+) -> _Outcome:
     with progress("bounding the network") as update:
-        certifier = Certifier(loaded, plan.settings, progress=update)
+        certifier = certifier_for(loaded, settings, progress=update)
     for stage, reason in certifier.skipped.items():
         say(f"note: {stage} is left out: {reason}")
     for stage, reason in certifier.notes.items():
@@ -224,15 +247,16 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
                 progress=update,
             )
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
-    label = name or str(loaded.source.get("name", "the model"))
-    return _Outcome(label, tally, summary(description, tally, complete=True), certifier.bound.log10, path)
+    bound = None if certifier.bound is None else certifier.bound.log10
+    return _Outcome(label, tally, summary(description, tally, complete=True), bound, path)
 
 
 def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
     tally = outcome.tally
     facts = [("images", str(len(tally)))]
     if tally.labelled:
-        facts.append(("clean accuracy", share(tally.correct, len(tally))))
+        what = "most drawn class is right" if tally.samples else "clean accuracy"
+        facts.append((what, share(tally.correct, len(tally))))
         if tally.accuracy_under_attack is not None and (attack := outcome.summary["attack"]):
             facts.append((f"accuracy under {attack['name']}", share(tally.withstood, len(tally))))
         facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, len(tally))))
@@ -242,16 +266,37 @@ def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
         facts.append((f"certified at {plan.eps}", share(tally.certified, len(tally))))
     if tally.median_radius is not None:
         facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(tally.median_radius)))
-    facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
+    if outcome.log10_bound is not None:
+        facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
     rigors = ["deterministic"] if "deterministic" in tally.rigors else []
     rigors += [f"probabilistic, δ ≤ {tally.delta:g} an image"] if tally.delta else []
     facts.append(("rigor", ", ".join(rigors)))
-    facts.append(("holds for", "real arithmetic" if plan.settings.dtype == "real" else plan.settings.dtype))
+    settings = plan.settings[0]
+    if settings.noise:
+        facts += _facts_of_draws(tally, settings)
+    else:
+        facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
     facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} an image)"))
     if outcome.path is not None:
         facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     print_facts(facts)
+
+
+def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, str]]:
+    """What else there is to say about a smoothed classifier."""
+    facts = [("holds for", f"the network smoothed by noise of sigma = {settings.sigma:g}, not the network itself")]
+    if tally.samples:
+        facts.append(("abstained", share(tally.abstained, len(tally))))
+        most = len(tally) * (settings.samples + SELECTION)
+        saved = f"{tally.samples:,} of {most:,}: {100 * (1 - tally.samples / most):.1f} % saved"
+        facts.append(("noisy images", f"{saved}; {tally.samples / max(tally.seconds, 1e-9):,.0f} a second"))
+    return facts
+
+
+def _sigmas(text: str | None) -> list[str | None]:
+    """The standard deviations that were asked for, each once; a single None where none was."""
+    return [None] if text is None else [*dict.fromkeys(text.split(","))]
 
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan) -> None:
@@ -271,7 +316,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan) -> None:
                 *([percent(tally.accuracy_under_attack)] if attacked else []),
                 percent(outcome.certified),
                 "-" if radius is None else lower(radius),
-                upper(outcome.log10_bound),
+                "-" if outcome.log10_bound is None else upper(outcome.log10_bound),
                 f"{tally.seconds:.1f}",
             ]
         )

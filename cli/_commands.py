@@ -44,6 +44,8 @@ _EXAMPLES = {
         lipcert certify --eps 36/255                               the bundled model and images
         lipcert certify m.safetensors --data val/ --eps 0.5 --out r.jsonl
         lipcert certify --eps 36/255 --attack --limit 100          bounds from both sides
+        lipcert certify vit_base_patch16_224 --data val/ --eps 36/255 --method smoothing --sigma 0.25
+                                                                   any checkpoint as it is, smoothed by noise
         lipcert certify --models zoo.txt --data val/ --eps 0.1 --out results/
         lipcert certify --eps 36/255 --fail-under 0.7 --json       for CI
         torchrun --nproc-per-node 4 -m lipcert certify --eps 36/255 --out r.jsonl

@@ -28,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Methods of a certificate, from the cheapest to the strongest, and what they can state about themselves.
 SINGLE = ("global", "gloro", "local", "lofast", "anchored")
 METHODS = ("staged", *SINGLE)
+# It certifies the smoothed classifier, another function than the network; the others certify the network.
+SMOOTHING = "smoothing"
 # These take norms of Jacobians.
 LINEARISED = ("lofast", "anchored")
 # These draw no start vectors: their certificates are deterministic.
@@ -87,7 +89,9 @@ class CertifySettings:
 
     Attributes:
         eps: ε in ℓ2 on pixels in [0, 1], positive: a number, or a text such as ``"36/255"``, which is rounded up.
-        method: one of ``METHODS``; ``"staged"`` goes from the cheapest to the strongest on what is still open.
+        method: one of ``METHODS``; ``"staged"`` goes from the cheapest to the strongest on what is still open. Or
+            ``"smoothing"``, which takes any network and certifies another function: the classifier that Gaussian noise
+            on the pixels makes of it, see :class:`lipcert.smoothing.Smoothing`.
         dtype: ``"real"`` for real arithmetic, or the format of the deployed forward pass: ``"float32"``, ``"float16"``
             or ``"bfloat16"``.
         rigor: ``"deterministic"`` for certificates without random start vectors, which needs Jacobians written out and
@@ -99,6 +103,14 @@ class CertifySettings:
             of norms for the others; None for all of them, or, in staged certification, for what takes a reasonable
             time. Methods lofast, anchored and staged.
         delta: probability, per image, that a certificate is wrong where it is probabilistic.
+        sigma: σ, the standard deviation of the noise at each pixel; a number, or the text of one. Required by method
+            ``"smoothing"``; this field and the following ones belong to it.
+        samples: the most draws of the noise that are counted per image.
+        alpha: α, the probability at most with which the radius of an image is too large.
+        all_samples: whether to count all samples of every image and to bound the probability of its class by Clopper
+            and Pearson, for the largest radius. Else draws end as soon as a confidence sequence decides the verdict at
+            ε either way.
+        seed: of the noise, from 0 to 2⁶⁴ − 1. Choose it before looking at results.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
             the global constants on images that it breaks within ε, and each certificate is put to the test.
         eps_typed: ε as it was written.
@@ -108,7 +120,10 @@ class CertifySettings:
     """
 
     eps: float = option("l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3.")
-    method: str = option(f"One of {', '.join(METHODS)}.", METHODS[0])
+    method: str = option(
+        f"One of {', '.join(METHODS)}; or {SMOOTHING}: for any network, whose smoothed classifier is certified.",
+        METHODS[0],
+    )
     _: KW_ONLY
     dtype: str = option(
         f"What certificates hold for: real arithmetic, or a forward pass in {', '.join(DTYPES[1:])}.", DTYPES[0]
@@ -122,6 +137,17 @@ class CertifySettings:
         None,
         typed=float | None,
     )
+    sigma: float | str | None = option(
+        "smoothing: standard deviation of the noise; 0.12,0.25 for a run with each.", None, typed=str | None
+    )
+    samples: int = option("smoothing: the most draws of noise per image.", 100_000, typed=int)
+    alpha: float = option("smoothing: failure probability per image.", 1e-3, typed=float)
+    all_samples: bool = option(
+        "smoothing: count all draws, for larger radii, and not only as many as the verdict at eps takes.",
+        False,
+        typed=bool,
+    )
+    seed: int = option("smoothing: seed of the noise.", 0, typed=int)
     delta: float = 1e-9
     attack: str | Attack | None = None
     eps_typed: str = field(init=False, default="")
@@ -130,8 +156,8 @@ class CertifySettings:
         given, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
         if not (isinstance(eps, Real) and math.isfinite(eps) and eps > 0):
             raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
-        if self.method not in METHODS:
-            raise InputError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
+        if self.method not in (*METHODS, SMOOTHING):
+            raise InputError(f"unknown method {self.method!r}; choose one of {', '.join((*METHODS, SMOOTHING))}")
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         if self.rigor not in RIGORS:
@@ -147,12 +173,44 @@ class CertifySettings:
             )
         if not (isinstance(self.delta, Real) and 0 < self.delta < 1):
             raise InputError(f"delta must be a probability between 0 and 1, got {self.delta}")
+        self._check_smoothing()
         object.__setattr__(self, "eps_typed", given if isinstance(given, str) else f"{float(eps):.9g}")
         object.__setattr__(self, "eps", float(eps))
         if isinstance(self.attack, str):
             from lipcert.attacks import attack_named  # imports torch
 
             object.__setattr__(self, "attack", attack_named(self.attack))
+
+    def _check_smoothing(self) -> None:
+        """Refuses settings of the noise that cannot be used, or that another method does not use."""
+        if self.method != SMOOTHING:
+            given = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
+            if given:
+                raise InputError(f"{', '.join(given)}: for method {SMOOTHING} only; {self.method} draws no noise")
+            return
+        if self.rigor != RIGORS[0] or self.attack is not None:
+            what = "an attack" if self.attack is not None else f"rigor {self.rigor}"
+            raise InputError(
+                f"{what} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
+            )
+        try:
+            sigma = float("nan" if self.sigma is None else self.sigma)
+        except ValueError:
+            sigma = math.nan
+        if not 0 < sigma < math.inf:
+            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, got {self.sigma}")
+        object.__setattr__(self, "sigma", sigma)
+        if not (isinstance(self.alpha, Real) and 0 < self.alpha < 1):
+            raise InputError(f"alpha is a failure probability between 0 and 1, got {self.alpha}; for example 0.001")
+        if not (type(self.samples) is int and 1 <= self.samples < 2**40):
+            raise InputError(f"samples must be a whole number, at least 1, got {self.samples}")
+        if not (type(self.seed) is int and 0 <= self.seed < 2**64):
+            raise InputError(f"seed must be a whole number from 0 to 2^64 - 1, got {self.seed}")
+
+    @property
+    def noise(self) -> dict[str, Any]:
+        """The settings of the noise by name; none for other methods than ``"smoothing"``."""
+        return {one.name: getattr(self, one.name) for one in noise_fields()} if self.method == SMOOTHING else {}
 
     def described(self) -> dict[str, Any]:
         """All fields as values that JSON can hold: what stands in the summary of a run."""
@@ -162,6 +220,11 @@ class CertifySettings:
 
             values["attack"] = identity(values["attack"])
         return values
+
+
+def noise_fields() -> list[dataclasses.Field[Any]]:
+    """The fields that only method smoothing uses."""
+    return [one for one in fields(CertifySettings) if str(one.metadata.get("help", "")).startswith(f"{SMOOTHING}: ")]
 
 
 def parse_eps(text: str) -> float:

@@ -80,7 +80,7 @@ def test_every_field_is_in_the_command_the_library_and_the_summary():
         assert {one.name for one in FIELDS} <= {*inspect.signature(function).parameters}
     for one in FIELDS:
         assert one.name in summary
-        assert (f"--{one.name} " in help_text) or "help" not in one.metadata
+        assert (f"--{one.name.replace('_', '-')}" in help_text) or "help" not in one.metadata
     assert summary["attack"]["settings"]["steps"] == 3
     assert (summary["eps_typed"], summary["method"], summary["delta"]) == ("36/255", "gloro", 1e-9)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import mpmath
@@ -12,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import lipcert
+from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.smoothing import Smoothing, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
@@ -199,9 +203,9 @@ def test_a_draw_without_a_class_counts_for_none() -> None:
 
 def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
     model = lipcert.load(None)
-    found = Smoothing(model, EPS, sigma=0.1, samples=50, dtype="bfloat16").run(torch.rand(1, *model.input_size))
+    found = Smoothing(model, EPS, sigma=0.25, samples=50, dtype="bfloat16").run(torch.rand(1, *model.input_size))
     assert found.dtype == "bfloat16"
-    assert found.holds_for == "smoothed(0.1)"
+    assert found.holds_for == "smoothed(0.25)"
     assert model.dtype == torch.float32
 
 
@@ -212,10 +216,10 @@ def test_images_none_at_all() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sigma": None}, "needs the standard deviation"),
-        ({"sigma": 0.0}, "sigma must be a positive number"),
-        ({"sigma": -1.0}, "sigma must be a positive number"),
-        ({"sigma": math.nan}, "sigma must be a positive number"),
+        ({"sigma": None}, "needs a positive sigma"),
+        ({"sigma": 0.0}, "needs a positive sigma"),
+        ({"sigma": -1.0}, "needs a positive sigma"),
+        ({"sigma": math.nan}, "needs a positive sigma"),
         ({"alpha": 0.0}, "alpha is a failure probability"),
         ({"alpha": 1.0}, "alpha is a failure probability"),
         ({"samples": 0}, "samples must be a whole number"),
@@ -224,7 +228,7 @@ def test_images_none_at_all() -> None:
         ({"eps": 2.0, "sigma": 0.25}, "reach radii of"),
         ({"eps": 0.0}, "eps must be a positive number"),
         ({"seed": -1}, "seed must be a whole number"),
-        ({"batch": 0}, "batch must be a whole number"),
+        ({"batch": 0}, "number of draws at once"),
         ({"dtype": "int8"}, "unknown dtype"),
     ],
 )
@@ -259,3 +263,129 @@ def test_networks_that_are_no_function_of_one_image() -> None:
 def test_labels_that_do_not_fit(labels: Tensor) -> None:
     with pytest.raises(InputError, match="labels must be"):
         Smoothing(wrapped(HalfSpace()), EPS, sigma=0.5).run(torch.zeros(2, 1, 2, 2), labels)
+
+
+def certified(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    return command("certify", "--eps", "36/255", "--method", "smoothing", *arguments, cwd=folder)
+
+
+def command(*arguments: str, cwd: Path) -> tuple[int, str, str]:
+    """Runs lipcert in a folder: exit code, what it printed, and what it said on standard error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        result = CliRunner().invoke(app, [*arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+SMALL = ("--sigma", "0.25", "--samples", "200")
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_rows_say_what_is_certified(tmp_path: Path) -> None:
+    code, out, _ = certified(tmp_path, *SMALL, "--limit", "6", "--out", "r.jsonl")
+    assert code == 0
+    assert "not the network itself" in out
+    assert "saved" in out
+    for row in rows_of(tmp_path / "r.jsonl"):
+        assert row["holds_for"] == "smoothed(0.25)"
+        assert row["rigor"] == "probabilistic(0.001)"
+        assert row["method"] == "smoothing"
+        assert 0 <= row["count"] <= row["samples"] <= 200
+        assert row["abstained"] is (row["radius"] == 0)
+    summary = json.loads((tmp_path / "r.summary.json").read_text())
+    noise = {"sigma": 0.25, "samples": 200, "alpha": 1e-3, "all_samples": False, "seed": 0}
+    assert {key: summary[key] for key in noise} == noise
+    assert summary["bound"] is None
+    assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
+
+
+def test_shards_limits_and_resumption_give_the_same_rows(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    assert certified(tmp_path, *SMALL, "--limit", "70", "--out", "whole.jsonl")[0] == 0
+    for part in ("1/2", "2/2"):
+        assert certified(tmp_path, *SMALL, "--limit", "70", "--out", "r.jsonl", "--shard", part)[0] == 0
+    assert certified(tmp_path, *SMALL, "--limit", "70", "--out", "r.jsonl")[0] == 0
+    assert timeless(rows_of(tmp_path / "r.jsonl")) == timeless(rows_of(whole))
+    # One that was stopped after three rows and a half.
+    lines = whole.read_text().splitlines(keepends=True)
+    whole.write_text("".join(lines[:3]) + lines[3][:20])
+    _, _, said = certified(tmp_path, *SMALL, "--limit", "70", "--out", "whole.jsonl")
+    assert "after 3 images" in said or "behind 3 images" in said
+    assert timeless(rows_of(whole)) == timeless(rows_of(tmp_path / "r.jsonl"))
+    assert certified(tmp_path, *SMALL, "--seed", "1", "--limit", "70", "--out", "whole.jsonl")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": 199},
+        {"radius": 0.6, "certified": True},
+        {"samples": 100},
+        {"seed": 4},
+        {"holds_for": "smoothed(0.5)"},
+        {"rigor": "deterministic"},
+        {"abstained": True},
+        {"rigor": "probabilistic(1e-06)"},
+    ],
+)
+def test_a_row_that_claims_more_than_its_draws_does_not_stand(change: dict[str, Any], tmp_path: Path) -> None:
+    arguments = (*SMALL, "--all-samples", "--limit", "2", "--out", "r.jsonl")
+    assert certified(tmp_path, *arguments)[0] == 0
+    assert command("verify", "bundled", "r.jsonl", "--all", "--json", cwd=tmp_path)[0] == 0
+    rows = rows_of(tmp_path / "r.jsonl")
+    rows[0] |= change
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, said = command("verify", "bundled", "r.jsonl", "--all", "--json", cwd=tmp_path)
+    assert code == 1, said
+    assert json.loads(out)["fallen"] == 1
+
+
+def test_reports_keep_both_kinds_apart(tmp_path: Path) -> None:
+    assert certified(tmp_path, "--sigma", "0.12,0.25", "--samples", "200", "--limit", "8", "--out", "s.jsonl")[0] == 0
+    command("certify", "--eps", "36/255", "--method", "gloro", "--limit", "8", "--out", "g.jsonl", cwd=tmp_path)
+    arguments = (
+        "report",
+        "g.jsonl",
+        "s.sigma-0.12.jsonl",
+        "s.sigma-0.25.jsonl",
+        "--markdown",
+        "r.md",
+        "--card",
+        "c.md",
+    )
+    code, out, said = command(*arguments, cwd=tmp_path)
+    assert code == 0, said
+    assert "best σ" in out
+    assert "do not add them up" in said
+    for name in ("r.md", "c.md"):
+        text = (tmp_path / name).read_text()
+        assert "nothing is certified about the network itself" in text
+        assert "never add them up" in text
+    assert "holds_for: smoothed(0.25)" in (tmp_path / "c.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "needs a positive sigma"),
+        (("--sigma", "0"), "needs a positive sigma"),
+        (("--sigma", "0.1,x"), "needs a positive sigma"),
+        (("--sigma", "0.25", "--alpha", "1.5"), "alpha is a failure probability"),
+        (("--sigma", "0.25", "--samples", "8"), "too few for any radius"),
+        (("--sigma", "0.25", "--attack"), "is not for method smoothing"),
+        (("--sigma", "0.25", "--rigor", "deterministic"), "is not for method smoothing"),
+        (("--sigma", "0.25", "--method", "gloro"), "for method smoothing only"),
+    ],
+)
+def test_commands_that_cannot_be_run(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code, out, said = certified(tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert message in said.splitlines()[-1]
+    assert "Traceback" not in said

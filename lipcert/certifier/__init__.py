@@ -6,7 +6,17 @@ batch after batch.
 
 from lipcert._settings import METHODS, CertifySettings
 from lipcert.certifier._certificates import Certificates
-from lipcert.certifier._certifier import Certifier, certify
+from lipcert.certifier._certifier import Certifier
+from lipcert.certifier._certify import certifier_for, certify
 from lipcert.certifier._margins import MarginBounds, bottom_logit
 
-__all__ = ["METHODS", "Certificates", "Certifier", "CertifySettings", "MarginBounds", "bottom_logit", "certify"]
+__all__ = [
+    "METHODS",
+    "Certificates",
+    "Certifier",
+    "CertifySettings",
+    "MarginBounds",
+    "bottom_logit",
+    "certifier_for",
+    "certify",
+]

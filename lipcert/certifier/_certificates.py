@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,10 @@ class Certificates:
     def certified_accuracy(self) -> float | None:
         """Share of the images that are predicted right and certified; None without labels."""
         return None if self.correct is None else (self.correct & self.certified).double().mean().item()
+
+    def entries(self, i: int) -> dict[str, Any]:
+        """What the row of image i states beyond the rows of all certificates."""
+        return {}
 
     @staticmethod
     def join(parts: list[Certificates]) -> Certificates:

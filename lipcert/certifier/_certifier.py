@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import PickleError
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff  # which asks for the certificates themselves
 from lipcert._environment import check as check_environment
 from lipcert._memory import is_out_of_memory, memory_left
-from lipcert._settings import DETERMINISTIC, CertifySettings, settings_of, takes
+from lipcert._settings import DETERMINISTIC, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Analysis, Bound, analyze
 from lipcert.certifier._anchored import Anchored
@@ -38,6 +38,9 @@ from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.norms._ledger import part_of, rigor_of
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
+
+if TYPE_CHECKING:
+    from lipcert.data import Batch
 
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
 _STAGES = ("global", "gloro", "local", "anchored")
@@ -102,6 +105,8 @@ class Certifier:
     ):
         if not isinstance(eps, CertifySettings):
             eps = settings_of(CertifySettings, eps, method, **settings)
+        if eps.method == SMOOTHING:
+            raise InputError("method smoothing has a certifier of its own, lipcert.smoothing.Smoothing")
         self.settings = eps
         self.eps, self.method, self.dtype, self.rigor = eps.eps, eps.method, eps.dtype, eps.rigor
         self.at, self.passes, self.attack = eps.at, eps.passes, cast("Attack | None", eps.attack)
@@ -233,6 +238,10 @@ class Certifier:
     def bound(self) -> Bound:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
+
+    def run_batch(self, batch: Batch) -> Certificates:
+        """:meth:`run` for images of a data set."""
+        return self.run(batch.images, batch.labels)
 
     def run(self, images: Tensor, labels: Tensor | None = None) -> Certificates:
         """Certifies a batch, in parts where memory does not hold the whole.
@@ -437,42 +446,3 @@ def _piecewise_linear(analysis: Analysis) -> bool:
     """Whether the network has units that can be constant in a ball."""
     kinds = {"relu", "leaky_relu", "hardtanh", "clamp", "max_pool2d", ClippedReLU, MaxMin, ClippedMaxMin}
     return any(node.op in kinds for node in analysis.graph.nodes)
-
-
-@takes(CertifySettings)
-def certify(
-    model: Model,
-    images: Tensor,
-    labels: Tensor | None = None,
-    *,
-    batch_size: int | None = None,
-    **settings: Any,
-) -> Certificates:
-    """Certifies images: which predictions does no ℓ2 perturbation of the pixels up to ε change?
-
-    Args:
-        model: from :func:`lipcert.load`.
-        images: pixels in [0, 1], shape (N, C, H, W).
-        labels: true classes, shape (N,), or None.
-        batch_size: how many images run at once; None for what time and memory suggest.
-        **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``eps``, which is required, ``method``,
-            ``dtype``, ``rigor``, ``at``, ``passes``, ``delta``, ``attack``. An attack bounds the radii from above.
-
-    Returns:
-        :class:`Certificates` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of
-        length N, and with an attack also ``attacked`` and ``attack_distance``.
-
-    Raises:
-        InputError: images, labels or settings that cannot be used.
-        BrokenCertificate: the attack changed a prediction inside its certified radius: a defect of lipcert.
-        UnsupportedOperation: the model has operations without a rule.
-    """
-    if isinstance(model, nn.Module) and not isinstance(model, Model):
-        raise InputError(
-            "model is a plain module; wrap it first: lipcert.load(module, mean=..., std=..., input_size=...)"
-        )
-    certifier = Certifier(model, settings_of(CertifySettings, **settings))
-    size = batch_size or certifier.together
-    starts = range(0, max(1, len(images)), size)
-    parts = [certifier.run(images[i : i + size], None if labels is None else labels[i : i + size]) for i in starts]
-    return Certificates.join(parts)

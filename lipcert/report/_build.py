@@ -9,16 +9,17 @@ from typing import Any
 
 from lipcert._version import version
 from lipcert.report import _figures
+from lipcert.report._curves import families
 from lipcert.report._document import Block, Code, Figure, Heading, Items, Table, Text
 from lipcert.report._text import text_plot
-from lipcert.report._words import PROMISES, above, known, listed, radius, share
+from lipcert.report._words import about, above, known, listed, promises, radius, right, share
 from lipcert.results import Run
 
 Eps = Sequence[tuple[float, str]]
 
 OVERVIEW = (
     "radius: the median of the images predicted right. δ: probability that one radius is too large, over lipcert's own "
-    "random start vectors; 0 is deterministic."
+    "random draws; 0 is deterministic. Certificates that hold for smoothed(σ) are not about the network itself."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -53,6 +54,16 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         found.append("the runs are about different images, so that differences are not due to the models alone")
     if len({run.labelled for run in runs}) > 1:
         found.append("some runs have no labels: their shares count every certified image, right or wrong")
+    if len({run.smoothed for run in runs}) > 1:
+        found.append(
+            "some certificates are about the network and some about a smoothed classifier, another function: compare, "
+            "and do not add them up"
+        )
+    if any(run.smoothed and not run.noise.get("all_samples") for run in runs):
+        found.append(
+            "draws for a smoothed classifier end as soon as the verdict at the ε asked for is known: more may be "
+            "certifiable above it with --all-samples"
+        )
     staged = [run for run in runs if run.summary.get("method") == "staged"]
     if staged:
         found.append(
@@ -69,7 +80,15 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 def overview(runs: Sequence[Run], eps: Eps) -> Table:
     """One row for each run and ε: shares, median radius, and δ, which is 0 where all radii are deterministic."""
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
-    columns = ["results", "images", *(["clean"] if labelled else []), "ε", "certified"]
+    smoothed = any(run.smoothed for run in runs)
+    columns = [
+        "results",
+        *(["holds for"] if smoothed else []),
+        "images",
+        *(["clean"] if labelled else []),
+        "ε",
+        "certified",
+    ]
     columns += [*(["unbroken"] if attacked else []), "radius", "δ"]
     rows = []
     for run in runs:
@@ -77,6 +96,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> Table:
         for value, typed in eps:
             row = [
                 run.name,
+                *([run.holds_for] if smoothed else []),
                 str(len(run)),
                 *([clean] if labelled else []),
                 typed,
@@ -85,6 +105,12 @@ def overview(runs: Sequence[Run], eps: Eps) -> Table:
             if attacked:
                 row.append(_percent(run.surviving_at(value), run) if run.attacked else "–")
             rows.append([*row, radius(run.median_radius or 0.0), f"{run.delta:g}"])
+    for family in families(runs):
+        for value, typed in eps:
+            best = max(family, key=lambda run: run.certified_at(value))
+            row = ["best σ", best.holds_for, str(len(best)), *(["–"] if labelled else []), typed]
+            row += [_percent(best.certified_at(value), best), *(["–"] if attacked else []), "–", f"{best.delta:g}"]
+            rows.append(row)
     return Table(columns, rows)
 
 
@@ -92,14 +118,16 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     """The figures of one run by name."""
     found = [("images", str(len(run)))]
     if run.labelled:
-        found.append(("clean accuracy", share(run.correct, len(run))))
+        found.append((right(run), share(run.correct, len(run))))
     for value, typed in eps:
         found.append((f"{known(run)} at {typed}", share(run.certified_at(value), len(run))))
         if run.attacked:
             what = f"accuracy under {run.attack_name}" if run.labelled else above(run)
             found.append((f"{what} at {typed}", f"{share(run.surviving_at(value), len(run))}, an estimate"))
     found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
-    found.append(("rigor", run.rigor))
+    found += [("rigor", run.rigor), ("holds for", about(run))]
+    if run.smoothed:
+        found += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
     decided = run.methods.most_common()
     return [*found, ("decided by", ", ".join(f"{name} {count}" for name, count in decided))]
 
@@ -133,13 +161,15 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> lis
     for i, run in enumerate(runs, start=1):
         blocks += [Heading(2, run.name)] if several else []
         blocks += _details(run, eps, 3 if several else 2, f"budget{i if several else ''}" if figures else None)
-    return [*blocks, Heading(2, "What these figures promise"), Items(PROMISES)]
+    return [*blocks, Heading(2, "What these figures promise"), Items(promises(runs))]
 
 
 def sentence(run: Run, eps: Eps) -> str:
     """The result of one run in words that stand alone."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     part = f"{100 * run.certified_at(value) / len(run):.1f} % of {len(run)} images"
+    if run.smoothed:
+        return f"{run.name}: {part} {_of_smoothed(run, typed)}"
     what = "are predicted right, and no" if run.labelled else "keep their prediction: no"
     changes = "changes that" if run.labelled else "changes it"
     text = f"{run.name}: {part} {what} ℓ2 perturbation of the pixels up to ε = {typed} {changes} ({run.rigor})."
@@ -153,10 +183,20 @@ def sentence(run: Run, eps: Eps) -> str:
     return text
 
 
+def _of_smoothed(run: Run, typed: str) -> str:
+    what = "are predicted right by the smoothed classifier" if run.labelled else "keep the smoothed classifier's answer"
+    text = f"{what}, and no ℓ2 perturbation of the pixels up to ε = {typed} changes that ({run.rigor}). "
+    text += "This classifier answers with the class that the network gives most often under Gaussian noise of σ = "
+    text += f"{run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
+    if run.labelled:
+        text += f" For {100 * run.correct / len(run):.1f} % the class drawn most is right, an estimate from above."
+    return text
+
+
 def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """The modules that stretch most, as paths and log10 of their gains, largest first; none if the summary has none."""
     sums: dict[str, float] = {}
-    for layer in summary.get("bound", {}).get("layers", ()):
+    for layer in (summary.get("bound") or {}).get("layers", ()):
         if layer["gain"] is not None and layer["gain"] > 0:
             name = str(layer["path"]).removeprefix("net.") or "(model)"
             sums[name] = sums.get(name, 0.0) + layer["gain"]
@@ -210,16 +250,16 @@ def _extremes(run: Run) -> Table:
 
 def _made(run: Run) -> list[Block]:
     summary = run.summary
-    data, bound = summary.get("data", {}), summary.get("bound", {})
-    log10 = bound.get("log10")
+    data, bound = summary.get("data", {}), summary.get("bound") or {}
     rows = [
         ("model", run.architecture),
         ("weights, SHA-256", run.weights_hash or "–"),
         ("images", f"{len(run)} of {data.get('images') or 'a stream'}, {_data_name(summary)}"),
         ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
-        ("holds for dtype", str(summary.get("dtype", "–"))),
-        ("global Lipschitz bound", "infinite" if log10 is None else f"10^{log10 + 0.005:.2f}, {bound.get('rigor')}"),
+        ("holds for", about(run)),
+        *([("noise", ", ".join(f"{key} {value}" for key, value in run.noise.items()))] if run.smoothed else []),
+        *([("global Lipschitz bound", _global(bound))] if bound else []),
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{run.seconds:.1f}"),
         ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
@@ -230,6 +270,11 @@ def _made(run: Run) -> list[Block]:
     if command:
         blocks.append(Code(command if isinstance(command, str) else shlex.join(command)))
     return blocks
+
+
+def _global(bound: Mapping[str, Any]) -> str:
+    log10 = bound.get("log10")
+    return "infinite" if log10 is None else f"10^{log10 + 0.005:.2f}, {bound.get('rigor')}"
 
 
 def _data_name(summary: Mapping[str, Any]) -> str:
@@ -246,7 +291,9 @@ def _caption(runs: Sequence[Run]) -> str:
     if any(run.attacked for run in runs):
         text += " Dashed: the share that an attack left standing, an estimate from above."
     if any(run.labelled for run in runs):
-        text += " Dotted: clean accuracy."
+        text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
+    if families(runs):
+        text += " Grey: the best σ at each ε, which are several classifiers."
     return f"{text} The truth lies between the solid line and the others."
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from lipcert.errors import InputError
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._document import Block, Code, Heading, Items, Table, Text, to_markdown
-from lipcert.report._words import PROMISES
+from lipcert.report._words import promises
 from lipcert.results import Run
 
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
@@ -50,17 +50,18 @@ def _body(runs: Sequence[Run], eps: Eps) -> list[Block]:
     for run in runs:
         blocks += [Heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), Text(sentence(run, eps))]
         about = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
-        about.append(("holds for dtype", str(run.summary.get("dtype", "–"))))
         blocks.append(Table(("", ""), [*about, *facts(run, eps)], numbers=False))
-    blocks += [Heading(2, "What these figures promise"), Items(PROMISES), Heading(2, "Certify it again")]
+    blocks += [Heading(2, "What these figures promise"), Items(promises(runs)), Heading(2, "Certify it again")]
     use = "import lipcert\n\nmodel = lipcert.load('model.safetensors')\n"
-    use += f"result = lipcert.certify(model, images, labels, eps={runs[0].eps_typed})  # images in [0, 1]"
+    smoothing = "".join(f", {key}={value}" for key, value in runs[0].noise.items())
+    method = f', method="smoothing"{smoothing}' if runs[0].smoothed else ""
+    use += f"result = lipcert.certify(model, images, labels, eps={runs[0].eps_typed}{method})  # images in [0, 1]"
     return [*blocks, Code(use)]
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
     common: dict[str, Any] = {**_TASK, **_dataset(run)}
-    known = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown"))}
+    known = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
     found = []
 
     def add(kind: str, name: str, part: int, **arguments: Any) -> None:
@@ -71,7 +72,8 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
         )
 
     if run.labelled:
-        add("accuracy", "Clean accuracy", run.correct)
+        add("accuracy", "Share whose most drawn class is right" if run.smoothed else "Clean accuracy", run.correct)
+    of = ", of the smoothed classifier" if run.smoothed else ""
     for value, typed in eps:
         ball = {"norm": "l2", "eps": value}
         if run.attacked:
@@ -85,7 +87,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
             )
         add(
             "certified_accuracy" if run.labelled else "certified_share",
-            f"Certified {'accuracy' if run.labelled else 'share'} at ε = {typed}",
+            f"Certified {'accuracy' if run.labelled else 'share'} at ε = {typed}{of}",
             run.certified_at(value),
             **ball,
             rigor="probabilistic" if run.delta else "deterministic",

@@ -49,6 +49,16 @@ def steps(values: Array, start: float, end: float) -> Array:
     return np.concatenate([[start], inside, [end]])
 
 
+def families(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs about one network smoothed by noise of different σ, on the same images, in groups of two or more."""
+    found: dict[object, list[Run]] = {}
+    for run in runs:
+        if run.smoothed:
+            key = (run.weights_hash, str(run.summary.get("data")), frozenset(row["index"] for row in run.rows))
+            found.setdefault(key, []).append(run)
+    return [group for group in found.values() if len({run.holds_for for run in group}) > 1]
+
+
 def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
     """The range of ε to show, and whether on a logarithmic scale.
 

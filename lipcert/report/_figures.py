@@ -11,8 +11,8 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from lipcert.report._curves import Array, attack_curve, certified_curve, span, steps
-from lipcert.report._words import above, known
+from lipcert.report._curves import Array, attack_curve, certified_curve, families, span, steps
+from lipcert.report._words import above, known, right
 from lipcert.results import Run
 
 # Okabe and Ito 2008, distinct for every kind of colour vision; black, which is for text, and the light yellow left out.
@@ -95,11 +95,16 @@ def curve(runs: Sequence[Run]) -> Any:
         if run.attacked:
             axes.step(eps, upper, where="post", color=colour, linestyle="--", linewidth=1.6)
         axes.step(eps, lower, where="post", color=colour, linewidth=2.2, **marks)
-        labels.append((known(run) if len(runs) == 1 else run.name, colour, 100 * certified_curve(run, grid)))
+        name = f"{run.name}, {run.holds_for}" if run.smoothed else run.name
+        labels.append((known(run) if len(runs) == 1 else name, colour, 100 * certified_curve(run, grid)))
         if len(runs) == 1:
             if run.attacked:
                 labels.append((above(run), colour, 100 * attack_curve(run, grid)))
-            labels.append(("clean accuracy" if run.labelled else "all images", colour, np.full_like(grid, clean)))
+            labels.append((right(run) if run.labelled else "all images", colour, np.full_like(grid, clean)))
+    for family in families(runs):
+        eps = steps(np.concatenate([run.radii for run in family]), start, end)
+        best = np.max([100 * certified_curve(run, eps) for run in family], axis=0)
+        axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0)
     for value, typed in sorted({run.eps: run.eps_typed for run in runs}.items()):
         axes.axvline(value, **_DOTS)
         axes.text(value, 1.01, f"ε = {typed}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")

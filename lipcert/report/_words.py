@@ -8,16 +8,53 @@ from decimal import ROUND_FLOOR, Context, Decimal
 from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
 
-PROMISES = (
+_RADIUS = (
     "A certified radius r says: every image in [0, 1] whose ℓ2 distance to the given one is smaller than r gets the "
-    "same prediction. Distances are measured on pixels, before normalisation.",
+    "same prediction. Distances are measured on pixels, before normalisation."
+)
+_NETWORK = (
     "It holds for a forward pass in the dtype named here, rounding included; real means real arithmetic, and then "
     "rounding in a deployment is not covered.",
     "deterministic: it holds with certainty. probabilistic, δ: lipcert's own random start vectors make it fail with "
     "probability at most δ an image.",
+)
+_SMOOTHED = (
+    "smoothed(σ): what is certified is another function than the network, the smoothed classifier. It answers with the "
+    "class that the network gives most often when Gaussian noise of standard deviation σ is added to the pixels. "
+    "Nothing is certified about the network without noise.",
+    "To use the smoothed classifier is to draw many noisy images for each answer, and to abstain where none of the "
+    "classes wins clearly. The network is sampled in the dtype named here.",
+    "probabilistic, δ, of a smoothed classifier: over the draws of the noise a radius is too large with probability at "
+    "most δ an image. The draws are pseudo-random and rounded; that this changes nothing is assumed, not proved.",
+)
+_COMMON = (
     "It does not say that the prediction is right, nor anything about changes that are not small in ℓ2.",
     "Figures from an attack are estimates from above: an image that an attack did not break may still be fragile.",
 )
+
+
+def promises(runs: Sequence[Run]) -> list[str]:
+    """What the figures of some runs promise and what they do not, one paragraph each."""
+    kinds = {run.smoothed for run in runs}
+    found = [_RADIUS, *(_NETWORK if False in kinds else ()), *(_SMOOTHED if True in kinds else ())]
+    if len(kinds) > 1:
+        found.append(
+            "Certificates of a network and of a smoothed classifier are about two functions: never add them up."
+        )
+    return [*found, *_COMMON]
+
+
+def right(run: Run) -> str:
+    """What is counted as a right prediction."""
+    return "most drawn class is right" if run.smoothed else "clean accuracy"
+
+
+def about(run: Run) -> str:
+    """What the certificates are about."""
+    dtype = str(run.summary.get("dtype", "unknown"))
+    if run.smoothed:
+        return f"{run.holds_for}: the {dtype} network under noise, not the network itself"
+    return "the network in real arithmetic" if dtype == "real" else f"the network in {dtype}"
 
 
 def radius(value: float) -> str:
@@ -37,12 +74,13 @@ def share(part: int, whole: int) -> str:
 
 def known(run: Run) -> str:
     """What the lower curve of a run shows."""
-    return "certified accuracy" if run.labelled else "certified share (no labels)"
+    what = "certified accuracy" if run.labelled else "certified share (no labels)"
+    return f"{what}, {run.holds_for}" if run.smoothed else what
 
 
 def above(run: Run) -> str:
     """What the upper curve of a run shows."""
-    return "not broken by the attack" if run.attacked else "clean accuracy" if run.labelled else "all images"
+    return "not broken by the attack" if run.attacked else right(run) if run.labelled else "all images"
 
 
 def listed(items: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipcert._preprocessing import in_words
-from lipcert._settings import METHODS, CertifySettings, parse_eps, settings_of
+from lipcert._settings import METHODS, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
 from lipcert.errors import InputError
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
 from lipcert.results._statistics import Tally
@@ -88,6 +88,21 @@ class Run(Tally):
         return f"probabilistic, δ ≤ {self.delta:g} an image" if self.delta else "deterministic"
 
     @property
+    def noise(self) -> dict[str, Any]:
+        """Settings of the noise where the certificates are about a smoothed classifier; else none."""
+        return {one.name: self.summary.get(one.name) for one in noise_fields()} if self.smoothed else {}
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether the certificates are about a smoothed classifier, and not about the network itself."""
+        return self.holds_for != "network"
+
+    @property
+    def holds_for(self) -> str:
+        """What the certificates are about: ``network``, or ``smoothed(σ)``."""
+        return str(self.rows[0].get("holds_for", "network")) if self.rows else "network"
+
+    @property
     def weights_hash(self) -> str:
         """SHA-256 of the weights."""
         return str(self.summary["model"].get("weights_hash", ""))
@@ -138,7 +153,7 @@ class Run(Tally):
         except InputError:
             yield f"the summary says that ε was {self.eps_typed!r}, which is no radius"
         method, asked = self.summary.get("method"), self.summary.get("rigor", "probabilistic")
-        if method not in METHODS:
+        if method not in (*METHODS, SMOOTHING):
             yield f"the summary names the method {method!r}, which lipcert does not have"
         if asked == "deterministic" and self.delta:
             yield f"the summary says deterministic, and rows state δ = {self.delta:g}"

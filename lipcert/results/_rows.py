@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipcert._settings import DETERMINISTIC, SINGLE
+from lipcert._settings import DETERMINISTIC, SINGLE, SMOOTHING
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certificates
@@ -33,7 +33,9 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         attacked, attack_distance, seconds``, without ``label`` and ``correct`` where labels are not known. ``file`` is
         the file's name or None, ``image`` :func:`lipcert.data.image_hash` of what was certified. ``attacked`` says
         whether an attack changed the prediction within ε, ``attack_distance`` how near it did at all; both are None
-        without an attack, the second also where none was found. An infinite radius becomes the largest float64.
+        without an attack, the second also where none was found. An infinite radius becomes the largest float64. Rows of
+        a smoothed classifier add ``holds_for``, such as ``smoothed(0.25)``, and ``abstained, count, samples, selected,
+        seed``.
     """
     count, hashes = len(batch.indices), batch.hashes
     found = []
@@ -55,7 +57,7 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         distance = math.inf if certificates.attack_distance is None else float(certificates.attack_distance[i])
         row["attack_distance"] = distance if math.isfinite(distance) else None
         row["seconds"] = seconds / count
-        found.append(row)
+        found.append(row | certificates.entries(i))
     return found
 
 
@@ -79,9 +81,12 @@ def check(row: Mapping[str, Any]) -> None:
         raise ValueError(f"the distance of an attack is {distance}")
     if not all(number is None or math.isfinite(number) for number in (row.get("seconds", 0), row.get("margin"))):
         raise ValueError("its time or margin is no number")
-    flags = [row["certified"], row.get("correct", True), row.get("attacked") or False]
+    drawn = [row.get(name, 0) for name in ("count", "samples", "selected", "seed")]
+    if not all(type(number) is int and 0 <= number < 2**64 for number in drawn):
+        raise ValueError("its draws are no whole numbers")
+    flags = [row["certified"], row.get("correct", True), row.get("attacked") or False, row.get("abstained", False)]
     if not all(isinstance(flag, bool) for flag in flags):
-        raise ValueError("certified, correct or attacked is neither true nor false")
+        raise ValueError("certified, correct, attacked or abstained is neither true nor false")
 
 
 def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | None:
@@ -100,8 +105,12 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
         return f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}"
     if "label" in row and row.get("correct") is not (row["predicted"] == row["label"]):
         return f"correct = {row.get('correct')}, label {row['label']} and prediction {row['predicted']} contradict"
+    if own == SMOOTHING == method:
+        return _contradiction_of_draws(row)
     if own not in SINGLE or method not in ("staged", own):
         return f"its method is {own!r}, which a run of method {method!r} does not use"
+    if "holds_for" in row:
+        return f"it holds for {row['holds_for']!r}, and method {own} certifies the network itself"
     if delta(row["rigor"]) is None or (own in DETERMINISTIC and row["rigor"] != "deterministic"):
         return f"its rigor is {row['rigor']!r}, which is no certificate of method {own}"
     if distance is not None and row.get("attacked") is not (distance <= eps) and not math.isclose(distance, eps):
@@ -111,6 +120,19 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
             f"image {row['index']} is certified to {radius:g} and an attack broke it at {broken_at(row, eps):g}: "
             "one of them is wrong, please report it"
         )
+    return None
+
+
+def _contradiction_of_draws(row: Mapping[str, Any]) -> str | None:
+    """The same for a row about a smoothed classifier."""
+    if not re.fullmatch(r"smoothed\([\d.e+-]+\)", str(row.get("holds_for"))):
+        return f"it holds for {row.get('holds_for')!r}, and method {SMOOTHING} certifies a smoothed classifier"
+    if not delta(row["rigor"]):
+        return f"its rigor is {row['rigor']!r}, and draws of noise make a certificate probabilistic"
+    if row.get("abstained") is not (row["radius"] == 0):
+        return f"abstained = {row.get('abstained')} and the radius {row['radius']:g} contradict each other"
+    if not 0 <= row.get("count", -1) <= row.get("samples", -1):
+        return f"it counts {row.get('count')} of {row.get('samples')} draws"
     return None
 
 

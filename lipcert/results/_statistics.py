@@ -108,6 +108,16 @@ class Tally:
         """The largest failure probability of one radius; 0 where all are deterministic."""
         return max((delta(rigor) or 0.0 for rigor in self.rigors), default=0.0)
 
+    @property
+    def samples(self) -> int:
+        """How many draws of noise were counted, and others that selected a class, over all images; 0 without any."""
+        return sum(row.get("samples", 0) + row.get("selected", 0) for row in self.rows)
+
+    @property
+    def abstained(self) -> int:
+        """For how many images the draws left open which class is the smoothed classifier's."""
+        return sum(row.get("abstained", False) for row in self.rows)
+
     def counts(self) -> dict[str, Any]:
         """The counts as the summary holds them, those about labels only where there are labels."""
         counts: dict[str, Any] = {"images": len(self), "certified": self.certified}
@@ -122,4 +132,6 @@ class Tally:
             counts["attacked"] = self.broken
         if self.accuracy_under_attack is not None:
             counts["accuracy_under_attack"] = self.accuracy_under_attack
+        if self.samples:
+            counts |= {"abstained": self.abstained, "samples": self.samples}
         return counts | {"median_radius": self.median_radius, "methods": dict(self.methods), "seconds": self.seconds}

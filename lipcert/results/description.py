@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 
+from lipcert._bound import Bound
 from lipcert._environment import assumptions, settings
 from lipcert._preprocessing import preprocessing
 from lipcert._version import version
@@ -19,9 +20,12 @@ from lipcert.model import Model
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
     from lipcert.data import Images
+    from lipcert.smoothing import Smoothing
 
 
-def describe(model: Model, images: Images, certifier: Certifier, command: str | None = None) -> dict[str, Any]:
+def describe(
+    model: Model, images: Images, certifier: Certifier | Smoothing, command: str | None = None
+) -> dict[str, Any]:
     """What a run is about: the part of its summary that is known before the first image.
 
     Args:
@@ -52,17 +56,7 @@ def describe(model: Model, images: Images, certifier: Certifier, command: str | 
         "lipcert": version(),
         "limit": images.limit,
         "command": command,
-        "bound": {
-            "value": bound.value if math.isfinite(bound.value) else None,
-            "log10": bound.log10 if math.isfinite(bound.log10) else None,
-            "rigor": bound.rigor,
-            "delta": bound.delta,
-            "method": bound.method,
-            "layers": [
-                {"path": x.path, "operation": x.operation, "gain": x.gain if math.isfinite(x.gain) else None}
-                for x in bound.layers
-            ],
-        },
+        "bound": None if bound is None else _described(bound),
         "environment": {
             "torch": torch.__version__,
             "timm": timm.__version__,
@@ -72,4 +66,19 @@ def describe(model: Model, images: Images, certifier: Certifier, command: str | 
             "settings": settings(),
         },
         "assumptions": assumptions(certifier.dtype),
+    }
+
+
+def _described(bound: Bound) -> dict[str, Any]:
+    """A global bound with its budget; None for what is infinite."""
+    return {
+        "value": bound.value if math.isfinite(bound.value) else None,
+        "log10": bound.log10 if math.isfinite(bound.log10) else None,
+        "rigor": bound.rigor,
+        "delta": bound.delta,
+        "method": bound.method,
+        "layers": [
+            {"path": x.path, "operation": x.operation, "gain": x.gain if math.isfinite(x.gain) else None}
+            for x in bound.layers
+        ],
     }

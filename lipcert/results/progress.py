@@ -22,6 +22,7 @@ from lipcert.results._statistics import Tally
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
+    from lipcert.smoothing import Smoothing
 
 Progress = Callable[[int, "int | None"], None]
 
@@ -40,7 +41,14 @@ class Remaining:
         length: how many rows there are left to find; None for a stream that does not say.
     """
 
-    def __init__(self, certifier: Certifier, images: Images, done: Collection[int] = (), part: int = 0, parts: int = 1):
+    def __init__(
+        self,
+        certifier: Certifier | Smoothing,
+        images: Images,
+        done: Collection[int] = (),
+        part: int = 0,
+        parts: int = 1,
+    ):
         self.certifier = certifier
         self.images = images
         self.done = frozenset(done)
@@ -63,7 +71,7 @@ class Remaining:
         for batch in self._blocks():
             started = time.perf_counter()
             try:
-                certificates = self.certifier.run(batch.images, batch.labels)
+                certificates = self.certifier.run_batch(batch)
             except BrokenCertificate as error:
                 error.args = (f"image {batch.indices[error.position]} of the data: {error.contradiction}",)
                 raise
@@ -89,7 +97,7 @@ class Remaining:
         return frozenset(index for block in blocks if not self.done.issuperset(block) for index in block)
 
 
-def certify_in_memory(certifier: Certifier, images: Images, progress: Progress | None = None) -> Tally:
+def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None) -> Tally:
     """Goes through all images and keeps the counts.
 
     Raises:
@@ -104,7 +112,7 @@ def certify_in_memory(certifier: Certifier, images: Images, progress: Progress |
 
 
 def certify_to_file(
-    certifier: Certifier,
+    certifier: Certifier | Smoothing,
     images: Images,
     description: Mapping[str, Any],
     out: Path,

@@ -13,18 +13,21 @@ from typing import Any
 from lipcert._settings import LINEARISED, SINGLE
 from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.attacks import PGD, Attack
-from lipcert.certifier import Certifier
+from lipcert.certifier import Certifier, certifier_for
 from lipcert.data import Images, order_of
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, delta, rows, same
 from lipcert.results.description import describe
+from lipcert.smoothing import Smoothing
 
 # Rounding differs between machines and with the images of a batch; it changes a figure by far less than this.
 TOLERANCE = 1e-6
 # A gradient ascent follows rounding further: distances that an attack finds may differ by this share.
 _ATTACK_TOLERANCE = 1e-3
+# So large a share of the draws of noise may round to another class on another machine.
+_ROUNDED_DRAWS = 1e-3
 # What is computed again of a summary. Times, the command, versions and the machine are taken as they are stated.
 _DESCRIBED = ("model", "preprocessing", "data", "bound")
 
@@ -104,7 +107,7 @@ def verify(
     wanted = {row["index"]: row for row in sample(run, count)}
     attack = attack_of(run)
     settings = run.settings(attack)
-    certifier = Certifier(model, settings)
+    certifier = certifier_for(model, settings)
     claims = describe(model, images, certifier)
     yield from (Verdict(None, reason) for reason in _against_the_file(run, json.loads(json.dumps(claims)), images))
     for row in run.rows:
@@ -113,10 +116,16 @@ def verify(
     others: dict[str, Certifier] = {}
     done = 0
     for batch in images.batches(certifier.together, only=wanted.keys()):
-        for i, found in enumerate(rows(batch, certifier.run(batch.images, batch.labels), 0.0)):
+        if isinstance(certifier, Certifier):
+            certificates = certifier.run(batch.images, batch.labels)
+        else:
+            drawn = [(wanted[index]["predicted"], wanted[index].get("samples", 0)) for index in batch.indices]
+            certificates = certifier.again(batch, drawn)
+        for i, found in enumerate(rows(batch, certificates, 0.0)):
             claimed = wanted[found["index"]]
             method = claimed["method"]
-            if method != found["method"] and method in SINGLE:  # an attack had made the stronger ones needless
+            if isinstance(certifier, Certifier) and method != found["method"] and method in SINGLE:
+                # an attack had made the stronger ones needless
                 if method not in others:
                     counted = settings.passes if method in LINEARISED else None
                     share = certifier.share or settings.delta
@@ -127,7 +136,10 @@ def verify(
                 found |= {key: other[key] for key in ("radius", "method", "rigor")}
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
-            yield Verdict(found["index"], reason or _objection(claimed, found, attack is not None))
+            reason = reason or _objection(claimed, found, attack is not None)
+            if not isinstance(certifier, Certifier):
+                reason = reason or _objection_to_draws(claimed, found, certifier)
+            yield Verdict(found["index"], reason)
         if progress is not None:
             progress(done, len(wanted))
     if done < len(wanted):
@@ -185,7 +197,7 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
             return f"{name} {claimed.get(name)} is claimed and {found.get(name)} found"
     if not same(claimed.get("margin"), found["margin"], TOLERANCE, 1e-9):
         return f"margin {claimed.get('margin')} is claimed and {found['margin']} found"
-    if claimed["radius"] > found["radius"] * (1 + TOLERANCE):
+    if "samples" not in found and claimed["radius"] > found["radius"] * (1 + TOLERANCE):
         return f"radius {claimed['radius']:.9g} is claimed and only {found['radius']:.9g} found"
     stated, spent = (delta(row["rigor"]) or 0.0 for row in (claimed, found))
     if stated < spent or bool(stated) is not bool(spent):
@@ -193,4 +205,17 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
     for name in ("attacked", "attack_distance") if attacked else ():
         if not same(claimed.get(name), found[name], _ATTACK_TOLERANCE):
             return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"
+    return None
+
+
+def _objection_to_draws(claimed: Mapping[str, Any], found: Mapping[str, Any], smoothing: Smoothing) -> str | None:
+    """What speaks against a row about a smoothed classifier: its draws, counted again, and the radius they give."""
+    for name in ("holds_for", "seed", "samples"):
+        if claimed.get(name) != found[name]:
+            return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"
+    if abs(claimed["count"] - found["count"]) > 1 + _ROUNDED_DRAWS * claimed["samples"]:
+        return f"{claimed['count']} of {claimed['samples']} draws are claimed and {found['count']} found"
+    radius = smoothing.plan.radius(claimed["count"], claimed["samples"])
+    if claimed["radius"] > radius * (1 + TOLERANCE):
+        return f"radius {claimed['radius']:.9g} is claimed, and its draws give {radius:.9g}"
     return None

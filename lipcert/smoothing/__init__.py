@@ -8,11 +8,10 @@ from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._normal import quantile, radius
-from lipcert.smoothing._smoothing import ALPHA, SAMPLES, SELECTION, Smoothing
+from lipcert.smoothing._smoothing import Smoothing
+from lipcert.smoothing._votes import SELECTION
 
 __all__ = [
-    "ALPHA",
-    "SAMPLES",
     "SELECTION",
     "SmoothedCertificates",
     "Smoothing",

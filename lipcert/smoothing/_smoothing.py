@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lipcert._memory import is_out_of_memory
+from lipcert._settings import SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.bounds import check_weights
 from lipcert.errors import InputError, first_line
 from lipcert.loading import number_of_classes
 from lipcert.model import Model
-from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
-from lipcert.smoothing._normal import radius
 from lipcert.smoothing._votes import Plan, Votes
 
-SAMPLES, ALPHA, SELECTION = 100_000, 1e-3, 100
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    from lipcert.data import Batch
 
 # Pixels that go through the network at once.
 _PIXELS = {"cpu": 32 * 224 * 224 * 3, "cuda": 1024 * 224 * 224 * 3}
@@ -52,63 +51,47 @@ class Smoothing:
 
     Args:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
-        eps: ε in ℓ2 on pixels in [0, 1], positive: what the verdict is about.
-        sigma: σ, the standard deviation of the noise at each pixel.
-        samples: the most draws that are counted for an image.
-        alpha: α, the probability at most with which the radius of an image is too large.
-        selection: the most draws that select an image's class.
-        all_samples: count all samples of every image and bound the probability by Clopper and Pearson, for the largest
-            radius. Else draws end as soon as a confidence sequence decides the verdict at ε either way.
-        dtype: what the network runs in: ``"real"`` for the type of its weights, ``"float32"``, ``"float16"`` or
-            ``"bfloat16"``; the classifier that is smoothed is the network in that type.
-        seed: of the noise.
+        eps: ε in ℓ2 on pixels in [0, 1], what the verdict is about; or all settings, with method ``"smoothing"``.
         batch: how many draws go through the network at once; None for what suits the device.
+        **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
+            ``samples``, ``alpha``, ``all_samples``, ``seed`` and ``dtype``, in which the network that is smoothed runs;
+            ``"real"`` is the type of its weights.
 
     Raises:
-        InputError: arguments that cannot be used, weights that are NaN, a network that draws random numbers or whose
+        InputError: settings that cannot be used, weights that are NaN, a network that draws random numbers or whose
             logits
             for an image depend on the other images of a batch.
     """
 
-    method = "smoothing"
+    # What a certifier of the network itself has, and this has not.
+    bound = None
 
-    def __init__(
-        self,
-        model: Model,
-        eps: float,
-        *,
-        sigma: float | None,
-        samples: int = SAMPLES,
-        alpha: float = ALPHA,
-        selection: int = SELECTION,
-        all_samples: bool = False,
-        dtype: str = "real",
-        seed: int = 0,
-        batch: int | None = None,
-    ):
-        _check(eps, sigma, samples, alpha, selection, seed, batch)
-        assert sigma is not None
-        self.plan = Plan(float(eps), float(sigma), samples, float(alpha), selection, all_samples)
+    @takes(CertifySettings)
+    def __init__(self, model: Model, eps: float | str | CertifySettings, *, batch: int | None = None, **settings: Any):
+        if not isinstance(eps, CertifySettings):
+            eps = settings_of(CertifySettings, eps, SMOOTHING, **settings)
+        if batch is not None and not (isinstance(batch, int) and batch > 0):
+            raise InputError(f"the number of draws at once must be a whole number, at least 1, got {batch}")
+        self.settings = eps
+        self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
         _check_reach(self.plan)
-        self.eps, self.seed = float(eps), seed
-        if dtype != "real" and dtype not in DTYPES:
-            raise InputError(f"unknown dtype {dtype!r}; choose real, {', '.join(DTYPES)}")
+        self.skipped: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.classes = number_of_classes(self.model)
         _check_network(self.model)
-        if dtype != "real":
-            self.model = self.model.to(DTYPES[dtype])
+        if eps.dtype != "real":
+            self.model = self.model.to(getattr(torch, eps.dtype))
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         pixels = math.prod(self.model.input_size)
         kind = "cuda" if self.model.device.type == "cuda" else "cpu"
         self.batch = batch or max(1, min(_DRAWS[kind], _PIXELS[kind] // pixels))
         self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
 
-    @property
-    def rigor(self) -> str:
-        """``probabilistic(α)``."""
-        return f"probabilistic({self.plan.alpha:g})"
+    def run_batch(self, batch: Batch) -> SmoothedCertificates:
+        """:meth:`run` for images of a data set, whose noise goes by their indices there."""
+        return self.run(batch.images, batch.labels, batch.indices)
 
     @torch.no_grad()
     def run(
@@ -126,30 +109,43 @@ class Smoothing:
                 fit
                 into memory.
         """
+        numbers = range(len(images)) if indices is None else indices
+        return self._run(images, labels, numbers, [Votes(self.plan, self.classes) for _ in numbers])
+
+    @torch.no_grad()
+    def again(self, batch: Batch, claimed: Sequence[tuple[int, int]]) -> SmoothedCertificates:
+        """Counts so many samples for such a class as ``claimed``, of each image, has them; else as :meth:`run`.
+
+        On another machine a draw may round to another class, and draws would end elsewhere; these end where they ended.
+        """
+        votes = [Votes(self.plan, self.classes, claim) for claim in claimed]
+        return self._run(batch.images, batch.labels, batch.indices, votes)
+
+    def _run(
+        self, images: Tensor, labels: Tensor | None, numbers: Sequence[int], votes: list[Votes]
+    ) -> SmoothedCertificates:
         self.model.check_images(images)
         if labels is not None:
             self._check_labels(labels, len(images))
-        numbers = range(len(images)) if indices is None else indices
         pixels = images.to(self.model.device, torch.float32)
-        votes = [Votes(self.plan, self.classes) for _ in numbers]
         while still := [i for i, vote in enumerate(votes) if vote.wanted]:
             wanted = [(pixels[i], numbers[i], votes[i].wanted) for i in still]
             for i, classes in zip(still, self._classes(wanted), strict=True):
                 votes[i].take(classes)
-        radii = torch.tensor([radius(v.lower_bound, self.plan.sigma) for v in votes], dtype=torch.float64)
+        radii = torch.tensor([self.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
         return SmoothedCertificates(
             predicted=torch.tensor([v.predicted for v in votes], dtype=torch.int64),
             margin=torch.full((len(votes),), math.nan, dtype=torch.float64),
             radius=radii,
-            certified=radii > self.eps,
-            method=(self.method,) * len(votes),
-            rigor=(self.rigor,) * len(votes),
+            certified=radii > self.plan.eps,
+            method=(SMOOTHING,) * len(votes),
+            rigor=(f"probabilistic({self.plan.alpha:g})",) * len(votes),
             labels=None if labels is None else labels.cpu(),
-            eps=self.eps,
+            eps=self.plan.eps,
             dtype=self.dtype,
             sigma=self.plan.sigma,
             alpha=self.plan.alpha,
-            seed=self.seed,
+            seed=self.settings.seed,
             count=torch.tensor([v.count for v in votes], dtype=torch.int64),
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
@@ -176,7 +172,7 @@ class Smoothing:
         return [np.concatenate(parts) for parts in found]
 
     def _noisy(self, image: Tensor, index: int, draws: range) -> Tensor:
-        noise = normal(self.seed, index, draws, image.shape, image.device)
+        noise = normal(self.settings.seed, index, draws, image.shape, image.device)
         return noise.mul_(self.plan.sigma).add_(image)
 
     def _predict(self, noisy: Tensor) -> Tensor:
@@ -210,28 +206,9 @@ def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, rang
         yield pack
 
 
-def _check(
-    eps: float, sigma: float | None, samples: int, alpha: float, selection: int, seed: int, batch: int | None
-) -> None:
-    if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps > 0):
-        raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
-    if sigma is None:
-        raise InputError("method smoothing needs the standard deviation of its noise; for example sigma=0.25")
-    if not (isinstance(sigma, (int, float)) and 0 < sigma < math.inf):
-        raise InputError(f"sigma must be a positive number, got {sigma}; for example 0.25")
-    if not (isinstance(alpha, (int, float)) and 0 < alpha < 1):
-        raise InputError(f"alpha is a failure probability between 0 and 1, got {alpha}; for example 0.001")
-    for name, value in (("samples", samples), ("selection", selection), ("batch", 1 if batch is None else batch)):
-        if not (isinstance(value, int) and 1 <= value < 2**40):
-            raise InputError(f"{name} must be a whole number, at least 1, got {value}")
-    if not (isinstance(seed, int) and 0 <= seed < 2**64):
-        raise InputError(f"seed must be a whole number from 0 to 2^64 - 1, got {seed}")
-
-
 def _check_reach(plan: Plan) -> None:
     """Refuses a plan under which nothing could be certified, even if all draws agreed."""
-    bound = clopper_pearson if plan.all_samples else robbins
-    best = radius(bound(plan.samples, plan.samples, plan.alpha), plan.sigma)
+    best = plan.radius(plan.samples, plan.samples)
     if not best:
         raise InputError(
             f"{plan.samples} samples are too few for any radius at alpha {plan.alpha:g}, even if all agreed; take more"

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipcert.smoothing._binomial import clopper_pearson, rejects, robbins
-from lipcert.smoothing._normal import needed
+from lipcert.smoothing._normal import needed, radius
 
+# The most draws that select a class, as in the experiments of Cohen, Rosenfeld and Kolter.
+SELECTION = 100
 # Draws between two looks at the first votes; later a quarter of those counted so far.
 _STEP = 16
 # A class that leads by so many votes is selected without further draws. This costs no guarantee: the bound is on the
@@ -21,7 +23,7 @@ _LEAD = 8
 class Plan:
     """What is asked of every image: which draws there are, and when to stop.
 
-    Draws are numbered: the first ``selection`` select a class, the others are counted. Which of them are looked at
+    Draws are numbered: the first ones select a class, the others are counted. Which of them are looked at
     together is a function of the counts of this image alone, so the verdict does not depend on how draws are batched.
 
     Attributes:
@@ -29,7 +31,6 @@ class Plan:
         sigma: standard deviation of the noise at each pixel.
         samples: the most draws that are counted.
         alpha: α, the probability at most with which a radius is too large.
-        selection: the most draws that select a class.
         all_samples: whether to count all samples, for the largest radius; else only as many as the verdict at ε takes.
         threshold: a probability with which a class is certified at ε; 1 where none is enough.
     """
@@ -38,22 +39,29 @@ class Plan:
     sigma: float
     samples: int
     alpha: float
-    selection: int
     all_samples: bool
     threshold: float = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", needed(self.eps, self.sigma))
 
-    def lower_bound(self, count: int, samples: int, start: float = 0.0) -> float:
-        """What the probability of a class is at least that won ``count`` of ``samples`` draws.
+    def radius(self, count: int, samples: int) -> float:
+        """The radius that a class has which won ``count`` of ``samples`` draws; 0 for fewer draws than are asked for.
 
-        By Clopper and Pearson for a number of draws fixed beforehand, else by the confidence sequence.
+        By Clopper and Pearson where the number of draws is fixed beforehand, else by the confidence sequence.
         """
-        if not samples:
-            return 0.0
-        bound = clopper_pearson if self.all_samples else robbins
-        return bound(count, samples, self.alpha, start)
+        if self.all_samples:
+            bound = clopper_pearson(count, samples, self.alpha) if samples == self.samples else 0.0
+        elif samples:
+            start = self.threshold if self.decides(count, samples) and count > samples * self.threshold else 0.0
+            bound = robbins(count, samples, self.alpha, start)
+        else:
+            bound = 0.0
+        return radius(bound, self.sigma)
+
+    def decides(self, count: int, samples: int) -> bool:
+        """Whether the confidence sequence has left out the threshold, so that the verdict at ε is known."""
+        return rejects(count, samples, self.threshold, self.alpha)
 
 
 class Votes:
@@ -66,16 +74,19 @@ class Votes:
         count: how often it was drawn since.
         samples: how many draws were made since.
         selected: how many draws selected it.
-        certified: whether its probability is above the plan's threshold.
     """
 
-    def __init__(self, plan: Plan, classes: int):
+    def __init__(self, plan: Plan, classes: int, claimed: tuple[int, int] | None = None):
+        """Nothing is drawn yet; what is ``claimed`` of the class and the number of samples is to be counted again."""
         self.plan = plan
         self.predicted = -1
         self.count = self.samples = self.selected = 0
-        self.certified = False
         self._won = np.zeros(classes, dtype=np.int64)
-        self.wanted = range(plan.selection if plan.all_samples else min(_STEP, plan.selection))
+        self.wanted = range(SELECTION if plan.all_samples else min(_STEP, SELECTION))
+        self._claimed = claimed is not None
+        if claimed is not None:
+            self.predicted, samples = claimed
+            self._want(samples)
 
     def take(self, classes: NDArray[np.int64]) -> None:
         """Counts the draws that were wanted, given the class of each; -1 is none."""
@@ -89,8 +100,8 @@ class Votes:
         self.selected = last = self.wanted.stop
         self._won += np.bincount(classes[classes >= 0], minlength=len(self._won))
         second, first = np.sort([0, *self._won])[-2:]
-        if last < plan.selection and first - second < _LEAD:
-            self.wanted = range(last, min(last + _STEP, plan.selection))
+        if last < SELECTION and first - second < _LEAD:
+            self.wanted = range(last, min(last + _STEP, SELECTION))
             return
         self.predicted = int(self._won.argmax())
         self._want(plan.samples if plan.all_samples else _STEP)
@@ -99,18 +110,10 @@ class Votes:
         plan = self.plan
         self.samples += len(self.wanted)
         self.count += int((classes == self.predicted).sum())
-        decided = False
-        if not plan.all_samples and plan.threshold < 1:
-            decided = rejects(self.count, self.samples, plan.threshold, plan.alpha)
-            self.certified = decided and self.count > self.samples * plan.threshold
+        decided = self._claimed or plan.all_samples or plan.decides(self.count, self.samples)
         self._want(0 if decided else max(_STEP, self.samples // 4))
 
     def _want(self, more: int) -> None:
         """Asks for so many more samples, as far as there are any; they are numbered after the draws that select."""
-        start = self.plan.selection + self.samples
-        self.wanted = range(start, min(start + more, self.plan.selection + self.plan.samples))
-
-    @property
-    def lower_bound(self) -> float:
-        """What the probability of the selected class is at least."""
-        return self.plan.lower_bound(self.count, self.samples, self.plan.threshold if self.certified else 0.0)
+        start = SELECTION + self.samples
+        self.wanted = range(start, min(start + more, SELECTION + self.plan.samples))
