@@ -1,0 +1,69 @@
+"""Imports point down and reach into no other package's private modules, apart from listed exceptions."""
+
+from benchmarks import architecture
+
+# Private modules that other packages import, and which. Nothing may be added: move the name into the package's
+# ``__init__``, or the code to where it is used. What is gone from the code has to go from here too.
+REACHED_INTO = {
+    "bounds._arguments": "certifier._linearized roundoff._anchored roundoff._rules",
+    "bounds._box": "certifier._local",
+    "bounds._global": "roundoff._roundoff",
+    "bounds._masked": "certifier._local roundoff._anchored",
+    "bounds._registry": "certifier._linearized certifier._rounding roundoff._roundoff roundoff._rules",
+    "bounds._remainder": "certifier._anchored certifier._linearized certifier._rounding roundoff._anchored",
+    "bounds._value": "certifier._margins roundoff._roundoff",
+    "certifier._anchored": "roundoff._anchored",
+    "certifier._certificates": "smoothing._certificates",
+    "certifier._linearized": "roundoff._anchored roundoff._format roundoff._roundoff roundoff._rules",
+    "certifier._margins": "roundoff._roundoff training._gloro",
+    "graph._graph": (
+        "bounds._box bounds._global certifier._anchored certifier._chains certifier._linearized "
+        "certifier._nominal certifier._rounding certifier._secants roundoff._anchored roundoff._roundoff "
+        "roundoff._rules"
+    ),
+    "norms._lanczos": "certifier._chains",
+    "norms._ledger": "certifier._certifier certifier._linearized certifier._local",
+    "norms._verify": "bounds._masked",
+    "surgery._activations": "networks._parts",
+    "surgery._attention": "networks.liresnet_vit",
+    "surgery._projections": "networks.liresnet_vit roundoff._rules",
+    "training._finetune": "cli._finetune",
+    "training._matrices": "cli._finetune",
+}
+UPWARD = {("roundoff", "certifier")}  # the same holds here
+
+
+def test_every_unit_has_a_layer() -> None:
+    units = {architecture.unit(module) for module in architecture.sources()}
+    assert units == {name for row in architecture.LAYERS.values() for name in row}, "see LAYERS and MODULES"
+
+
+def test_imports_point_down() -> None:
+    upward = {pair for pair in architecture.arrows() if architecture.rank(pair[0]) > architecture.rank(pair[1])}
+    assert upward == UPWARD
+
+
+def test_private_modules_are_private() -> None:
+    allowed = {(importer, private) for private, importers in REACHED_INTO.items() for importer in importers.split()}
+    found = {
+        (each.module.removeprefix("lipcert."), private.removeprefix("lipcert."))
+        for each in architecture.imports()
+        if (private := architecture.private(each))
+    }
+    assert not found - allowed, "imports of another package's private modules"
+    assert not allowed - found, "no longer imported: strike it from REACHED_INTO"
+
+
+def test_the_reader_of_imports_sees_what_it_should() -> None:
+    seen = set(architecture.imports())
+    assert architecture.Import("lipcert.cli", "lipcert.cli._errors", "one_line_errors") in seen, "relative imports"
+    inside = architecture.Import("lipcert.graph._capture", "lipcert.graph._graph", "Node")
+    assert inside in seen
+    assert not architecture.private(inside)
+    assert architecture.private(inside._replace(module="lipcert.norms._dense")) == "lipcert.graph._graph"
+    assert architecture.private(architecture.Import("lipcert.norms._dense", "lipcert.data", "_read")) == ""
+    assert architecture.private(architecture.Import("lipcert.norms._dense", "lipcert.certvit.solve", "_x"))
+
+
+def test_the_picture_is_what_the_imports_say() -> None:
+    assert architecture.PICTURE.read_text() == architecture.picture(), "run python -m benchmarks.architecture"
