@@ -40,7 +40,7 @@ def finetune(
         str,
         typer.Option(
             help="anchored: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
-            "ce: cross-entropy."
+            "noise: for smoothing; ce: cross-entropy."
         ),
     ] = LOSSES[0],
     epochs: Annotated[int, typer.Option(help="How often the images are gone through.")] = 10,
@@ -66,6 +66,13 @@ def finetune(
             show_default=False,
         ),
     ] = None,
+    sigma: Annotated[
+        float | None,
+        typer.Option(help="Standard deviation of the noise in the loss noise: 0.25.", show_default=False),
+    ] = None,
+    consistency: Annotated[
+        float, typer.Option(help="In the loss noise: weight of the agreement of two draws, such as 10.")
+    ] = 0.0,
     weight: Annotated[float, typer.Option(help="Of the divergence in the loss trades.")] = 1.0,
     accumulate: Annotated[int, typer.Option(help="Batches an update.")] = 1,
     ema: Annotated[
@@ -103,7 +110,8 @@ def finetune(
         raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
     asked = FinetuneSettings(
         loss=cast(Any, loss), eps=parse_eps(eps), epochs=epochs, lr=lr, temperature=_temperature(temperature),
-        ramp=_ramp(ramp), weight=weight, max_norm=_norms(max_norm), optimizer=optimizer, schedule=schedule,
+        ramp=_ramp(ramp), weight=weight, sigma=sigma, consistency=consistency,
+        max_norm=_norms(max_norm), optimizer=optimizer, schedule=schedule,
         accumulate=accumulate, ema=ema, amp=cast(Any, amp), channels_last=channels_last,
     )  # fmt: skip
     augmentation = Augmentation(crop, randaugment, cutout) if augment else Augmentation("none")
@@ -143,6 +151,7 @@ def finetune(
             with busy(f"writing {path}"):
                 save(loaded, path, facts={"loss": loss, "eps": asked.eps, "epochs": epochs, "images": count})
             unfinished.unlink(missing_ok=True)
+        method = f" --method smoothing --sigma {sigma:g}" if sigma else ""
         print_facts(
             [
                 ("model", str(source)),
@@ -150,7 +159,7 @@ def finetune(
                 ("clean accuracy before", share(*before)),
                 ("clean accuracy after", f"{share(*after)}, on images that it was trained on"),
                 ("written", str(path)),
-                ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}"),
+                ("certified", f"nothing yet; next: lipcert certify {path} --data ... --eps {eps}{method}"),
             ]
         )
 

@@ -22,6 +22,7 @@ from lipcert.errors import InputError
 from lipcert.smoothing import Smoothing, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed
+from lipcert.training import noise_loss
 
 EPS = 36 / 255
 
@@ -389,3 +390,50 @@ def test_commands_that_cannot_be_run(arguments: tuple[str, ...], message: str, t
     assert (code, out) == (2, "")
     assert message in said.splitlines()[-1]
     assert "Traceback" not in said
+
+
+def test_the_loss_under_noise() -> None:
+    model = wrapped(HalfSpace())
+    images, labels = at_distances(torch.tensor([0.1, 0.3])), torch.tensor([0, 1])
+    loss, logits = noise_loss(model, images, labels, 1e-9)
+    torch.testing.assert_close(loss, F.cross_entropy(model(images), labels), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits, model(images), rtol=0, atol=1e-6)
+    torch.manual_seed(0)
+    first = model(torch.cat([images, images]) + 0.5 * torch.randn(4, 1, 2, 2))
+    torch.manual_seed(0)
+    loss, logits = noise_loss(model, images, labels, 0.5, consistency=10.0)
+    p = first.softmax(1).view(2, 2, 2)
+    mean = p.mean(0)
+    divergence = sum(F.kl_div(part.log(), mean, reduction="batchmean") for part in p) / 2
+    entropy = -(mean * mean.log()).sum(1).mean()
+    expected = F.cross_entropy(first, labels.repeat(2)) + 10 * divergence + 0.5 * entropy
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(logits, first[:2])
+
+
+def test_training_under_noise_makes_certificates_of_the_smoothed_classifier() -> None:
+    """Two classes that differ in brightness: a network of random weights learns them under noise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = wrapped(net, (1, 4, 4))
+    labels = torch.arange(64) % 2
+    images = (0.3 + 0.4 * labels.view(-1, 1, 1, 1) + 0.1 * torch.rand(64, 1, 4, 4)).clamp(0, 1)
+    lipcert.finetune(model, [(images, labels)] * 4, loss="noise", sigma=0.5, consistency=1.0, epochs=10, lr=0.03)
+    assert model.recipe[-1]["sigma"] == 0.5
+    found = lipcert.certify(model, images[:8], labels[:8], eps=0.3, method="smoothing", sigma=0.5, samples=2000)
+    assert found.certified_accuracy == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "noise"}, "the loss noise needs sigma"),
+        ({"loss": "noise", "sigma": -1.0}, "sigma must be a positive number"),
+        ({"loss": "ce", "sigma": 0.25}, "the loss ce has no use for sigma"),
+        ({"loss": "ce", "consistency": 1.0}, "consistency is a part of the loss noise"),
+        ({"loss": "noise", "sigma": 0.25, "consistency": -1.0}, "consistency must be a number"),
+    ],
+)
+def test_training_that_cannot_be_done(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lipcert.finetune(lipcert.load(None), [], **settings)

@@ -12,6 +12,7 @@ from lipcert.training._losses import (
     emma_loss,
     fixed_loss,
     gloro_loss,
+    noise_loss,
     trades_loss,
     twice_differentiable,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "fixed_loss",
     "gloro_loss",
     "hold_projections",
+    "noise_loss",
     "trades_loss",
     "twice_differentiable",
 ]

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from lipcert.training._losses import (
     emma_loss,
     fixed_loss,
     gloro_loss,
+    noise_loss,
     trades_loss,
     twice_differentiable,
 )
@@ -90,6 +91,7 @@ def finetune(
 
     * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate.
     * ``"ce"``: cross-entropy, which knows nothing of ε.
+    * ``"noise"``: :func:`lipcert.training.noise_loss`, for certificates of the smoothed classifier; ε does not matter.
     * ``"emma"``: :func:`lipcert.training.emma_loss`, ``"gloro"``: :func:`lipcert.training.gloro_loss`, ``"trades"``:
       :func:`lipcert.training.trades_loss`, ``"fixed"``: :func:`lipcert.training.fixed_loss`, all for the GloRo
       certificate, and ``"lmt"``, which is ``"fixed"`` for the global certificate.
@@ -122,6 +124,8 @@ def finetune(
             * ramp: (a, b, s): ε in the loss goes from a to b times ``eps`` over the share s of the run and stays
               there. By default (0.1, 2, 0.5) for ``"emma"``, appendix B.1 of its paper, and (0, 1, 1/3) for others.
             * weight: of the divergence in ``"trades"``.
+            * sigma: standard deviation of the noise in ``"noise"``; that of certification.
+            * consistency: weight of the term in ``"noise"`` that makes predictions under two draws agree, such as 10.
             * max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, or at different
               ones by patterns of their paths, see :class:`lipcert.training.NormHold`.
             * optimizer: ``"adamw"``; ``"nadam"``, with Lookahead, for the losses with the global bound; ``"muon"``,
@@ -330,11 +334,10 @@ class _Run:
     def _forward(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.asked.loss == "anchored":
             return anchored_loss(self.model, images, labels, eps, self.temperature)
-        if self.asked.channels_last:
-            images = images.to(memory_format=torch.channels_last)
-        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.asked.amp is not None):
-            logits = self.model(images)
-        logits = logits.to(self.model.dtype)
+        if self.asked.loss == "noise":
+            sigma, weight = cast(float, self.asked.sigma), self.asked.consistency
+            return noise_loss(self._logits, images, labels, sigma, weight, self.temperature)
+        logits = self._logits(images)
         scaled = logits / self.temperature
         if self.bound is None:
             return F.cross_entropy(scaled, labels), logits
@@ -345,6 +348,13 @@ class _Run:
             "trades": partial(trades_loss, weight=self.asked.weight),
         }  # fmt: skip
         return losses[self.asked.loss](scaled, labels, constants, eps), logits
+
+    def _logits(self, images: Tensor) -> Tensor:
+        if self.asked.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.asked.amp is not None):
+            logits: Tensor = self.model(images)
+        return logits.to(self.model.dtype)
 
     def _diverged(self, what: str) -> InputError:
         return InputError(

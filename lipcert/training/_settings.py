@@ -13,11 +13,11 @@ from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.training._matrices import MaxNorm, held_at
 
-Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt"]
+Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "noise"]
 Amp = Literal["bfloat16"]
 OPTIMIZERS = ("adamw", "muon", "nadam")
 SCHEDULES = ("cosine", "multistep", "exponential")
-LOSSES: tuple[Loss, ...] = ("anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt")
+LOSSES: tuple[Loss, ...] = ("anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "noise")
 # Losses with the global bound.
 GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
 
@@ -41,6 +41,8 @@ class FinetuneSettings:
     temperature: float | tuple[float, float] = 1.0
     ramp: tuple[float, float, float] | None = None
     weight: float = 1.0
+    sigma: float | None = None
+    consistency: float = 0.0
     max_norm: MaxNorm | None = None
     optimizer: str = "adamw"
     schedule: str = "cosine"
@@ -99,12 +101,19 @@ class FinetuneSettings:
             raise InputError(f"temperature is one number, or the first and the last one, got {self.temperature}")
         norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         positive = {"eps": [self.eps], "lr": [self.lr], "temperature": temperatures, "max_norm": norms}
+        positive["sigma"] = [self.sigma]
         for name, values in positive.items():
             for value in values:
                 if value is not None and not 0 < value < _LARGEST:
                     raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
-        if not 0 <= self.weight < _LARGEST:
-            raise InputError(f"weight must be a number from 0 to {_LARGEST:g}, got {self.weight}")
+        for name, value in (("weight", self.weight), ("consistency", self.consistency)):
+            if not 0 <= value < _LARGEST:
+                raise InputError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value}")
+        if (self.loss == "noise") is (self.sigma is None):
+            need = "needs" if self.sigma is None else "has no use for"
+            raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
+        if self.consistency and self.loss != "noise":
+            raise InputError(f"consistency is a part of the loss noise, and not of {self.loss}")
         if self.ramp is not None:
             ramp = tuple(self.ramp)
             if len(ramp) != 3 or not all(0 <= value < _LARGEST for value in ramp) or ramp[2] > 1 or ramp[1] == 0:
