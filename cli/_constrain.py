@@ -22,7 +22,17 @@ from lipcert.errors import Interrupted
 from lipcert.loading import resolve
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, ModelName, NoPretrained, load_model, options_of, show_preprocessing
+from ._options import (
+    Checkpoint,
+    Data,
+    Force,
+    ModelArgs,
+    ModelName,
+    NoPretrained,
+    load_model,
+    options_of,
+    show_preprocessing,
+)
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, print_table, progress, say, upper
 from ._torchrun import torchrun
@@ -48,6 +58,7 @@ def constrain(
         Path | None,
         typer.Option(help="Where the model goes: <name>.constrained.lipcert.safetensors.", show_default=False),
     ] = None,
+    force: Force = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
@@ -59,7 +70,7 @@ def constrain(
         loaded = load_model(model, checkpoint, no_pretrained, model_args)
         asked_pixels.apply(loaded)
         path = out or default_name(str(source), "constrained")
-        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, force)
         images = open_images(data, loaded, limit=limit)
         if images.note is not None:
             say(f"note: {images.note}")
@@ -76,7 +87,7 @@ def constrain(
         report = cast(ConstraintReport, loaded.constraint)
         if processes.first:
             with busy(f"writing {path}"):
-                save(loaded, path, facts=_facts(report))
+                save(loaded, path, facts=_facts(report), force=force)
         _print_report(report, str(source), path)
 
 

@@ -19,7 +19,7 @@ from lipcert.surgery import Adaptation, ConversionReport
 from lipcert.surgery import convert as convert_model
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, NoPretrained, load_model, options_of
+from ._options import Checkpoint, Data, Force, ModelArgs, NoPretrained, load_model, options_of
 from ._output import check_out, default_name
 from ._print import busy, print_facts, progress, say, upper
 
@@ -43,6 +43,7 @@ def convert(
         Path | None,
         typer.Option(help="Where the converted model goes: <name>.lipcert.safetensors.", show_default=False),
     ] = None,
+    force: Force = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
@@ -56,7 +57,7 @@ def convert(
     loaded = load_model(model, checkpoint, no_pretrained, model_args)
     asked.apply(loaded)
     path = out or default_name(loaded.source.get("name", model))
-    check_out(path, [Path(model), *([checkpoint] if checkpoint else [])])
+    check_out(path, [Path(model), *([checkpoint] if checkpoint else [])], loaded, force)
     images = None
     if data is not None:
         images = next(open_images(data, loaded, limit=IMAGES).batches(IMAGES)).images
@@ -71,7 +72,7 @@ def convert(
     after = _bound(loaded, "bounding the network after")
     report = cast(ConversionReport, loaded.conversion)
     with busy(f"writing {path}"):
-        save(loaded, path, facts=_facts(after, report))
+        save(loaded, path, facts=_facts(after, report), force=force)
 
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     kept: dict[str, list[str]] = {}

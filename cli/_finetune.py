@@ -20,7 +20,7 @@ from lipcert.training import finetune as train
 from lipcert.training._matrices import MaxNorm
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model
+from ._options import Checkpoint, Force, ModelArgs, ModelName, NoPretrained, load_model
 from ._output import check_out, default_name, move_to
 from ._print import busy, print_facts, progress, say, share
 from ._torchrun import torchrun
@@ -101,6 +101,7 @@ def finetune(
         Path | None,
         typer.Option(help="Where the model goes: <name>.finetuned.lipcert.safetensors.", show_default=False),
     ] = None,
+    force: Force = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
@@ -119,7 +120,7 @@ def finetune(
         source = resolve(model)
         loaded = load_model(model, checkpoint, no_pretrained, model_args)
         path = out or default_name(str(source), "finetuned")
-        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])])
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, force)
         unfinished = path.with_name(f"{path.name}.checkpoint")
         asked.check(loaded)
         images = open_images(data, loaded, limit=limit)
@@ -149,7 +150,9 @@ def finetune(
         count = seen // epochs if images.length is None else images.length
         if processes.first:
             with busy(f"writing {path}"):
-                save(loaded, path, facts={"loss": loss, "eps": asked.eps, "epochs": epochs, "images": count})
+                save(
+                    loaded, path, facts={"loss": loss, "eps": asked.eps, "epochs": epochs, "images": count}, force=force
+                )
             unfinished.unlink(missing_ok=True)
         method = f" --method smoothing --sigma {sigma:g}" if sigma else ""
         print_facts(

@@ -47,6 +47,7 @@ ModelArgs = Annotated[
     str | None,
     typer.Option(help='timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".', show_default=False),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output, whatever file it is.")]
 Data = Annotated[
     str | None,
     typer.Option(

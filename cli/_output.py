@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lipcert.artifact import is_artifact
+from lipcert.artifact import check_free
 from lipcert.errors import InputError
 from lipcert.loading import is_file
 from lipcert.model import Model
@@ -19,16 +19,15 @@ def default_name(source: str, step: str = "") -> Path:
     return Path(f"{safe}{'.' + step if step else ''}.lipcert.safetensors")
 
 
-def check_out(path: Path, inputs: list[Path]) -> None:
-    """Refuses to write over the model's own file or over anything that lipcert did not write.
+def check_out(path: Path, inputs: list[Path], model: Model, force: bool = False) -> None:
+    """Refuses to write over the model's own file, and, unless forced, over all but artifacts of its architecture.
 
     Raises:
         InputError: saying which, or that there is no such folder.
     """
     if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):
         raise InputError(f"{path} is the model's own file, which stays as it is; give another --out")
-    if path.exists() and not is_artifact(path):
-        raise InputError(f"{path} exists and is not a lipcert artifact; give another --out, or move it away")
+    check_free(path, model.source.get("name"), force)
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} to write {path.name} to")
 

@@ -107,7 +107,8 @@ def preprocessing(model: Model, files: bool) -> dict[str, Any]:
         model: says what is done.
         files: whether images are read from files; the last three are None for those that are stored as they are taken.
     """
-    config = {key: (model.data_config.get(key) or default) if files else None for key, default in RESIZING.items()}
+    stated = {key: value for key, value in model.data_config.items() if key in RESIZING and value is not None}
+    config = {**RESIZING, **stated} if files else dict.fromkeys(RESIZING)
     mean, std = (value.flatten().tolist() for value in (model.mean, model.std))
     return {"input_size": list(model.input_size), "mean": mean, "std": std, **config}
 

@@ -41,19 +41,23 @@ _FIELDS: dict[str, type] = {
 }
 
 
-def save(model: Model, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None) -> None:
+def save(
+    model: Model, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None, *, force: bool = False
+) -> None:
     """Writes a model to one ``.safetensors`` file, or leaves what was there.
 
     Args:
         model: a model whose network timm can build again: loaded by name, converted or not.
-        path: the file; an existing one is replaced at once, when the new one is complete.
+        path: the file; an artifact of the same architecture is replaced at once, when the new one is complete.
         facts: what is known about the model, such as its bound, as values that JSON can hold.
+        force: whether any other file is replaced too.
 
     Raises:
-        InputError: if the network cannot be rebuilt from its name and recipe, the facts are not JSON, or the file
-            cannot be written.
+        InputError: if the network cannot be rebuilt from its name and recipe, the facts are not JSON, the file is
+            another one, or it cannot be written.
     """
     path = Path(path)
+    check_free(path, model.source.get("name"), force)
     _check_rebuilds(model)
     content = {
         "format": FORMAT,
@@ -84,6 +88,25 @@ def save(model: Model, path: str | os.PathLike[str], facts: Mapping[str, Any] | 
         raise InputError(f"cannot write {path}: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_free(path: Path, architecture: str | None, force: bool) -> None:
+    """Refuses to write over a file that is no artifact, or that holds another architecture.
+
+    Raises:
+        InputError: saying which, unless ``force``.
+    """
+    if force or not os.path.exists(path):
+        return
+    way_out = "give another name, or replace it with force=True (--force)"
+    if not is_artifact(path):
+        raise InputError(f"{path} exists and is not a lipcert artifact; {way_out}")
+    try:
+        other = read_metadata(path)["source"].get("name")
+    except LoadError:
+        other = None
+    if other != architecture:
+        raise InputError(f"{path} holds {other or 'a damaged artifact'} and not {architecture}; {way_out}")
 
 
 def _umask() -> int:

@@ -189,9 +189,9 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
 
     Args:
         spec: a folder or ``.tar`` of images, where class folders give the labels in sorted order and a single folder
-            gives none; or a data set by name, ``torch/NAME``, ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or
-            ``wds/FOLDER``, with ``:SPLIT`` behind it where it is not the validation split; or None for the bundled
-            images.
+            gives none; or one image; or a data set by name, ``torch/NAME``, ``hfds/NAME``, ``hfids/NAME``,
+            ``tfds/NAME`` or ``wds/FOLDER``, with ``:SPLIT`` after it where it is not the validation split; or None
+            for the bundled images.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped.
         limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class; of a stream
             the first.
@@ -391,13 +391,33 @@ class _StreamImages(Images):
                 yield index, self.transform(image), _checked(label, self.classes, where) if self.labelled else None
 
 
+class _OneImage:
+    """A single file, read as timm reads those of a folder, without a label."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.reader = self
+        self.samples = [path]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.path.open("rb"), -1
+
+    def filename(self, index: int) -> str:
+        return self.path.name
+
+
 def _open_path(spec: str) -> Any:
     path = Path(spec)
     if not os.path.exists(path):
         kinds = ", ".join(f"{kind}/" for kind in KINDS)
         raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
+    if path.is_file() and path.suffix.lower() in timm.data.get_img_extensions():
+        return _OneImage(path)
     if path.is_file() and path.suffix != ".tar":
-        raise InputError(f"{spec} is neither a folder nor a .tar of images")
+        raise InputError(f"{spec} is neither an image nor a folder or a .tar of images")
     if path.is_dir():
         _check_folder(path, ())
     try:

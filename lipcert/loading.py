@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def load(
                 given.add("pretrained=False (--no-pretrained)")
             _refuse(given, f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
+        if not os.path.exists(name) and re.fullmatch(r"[\w-]+/[\w.-]+", name) and Path(name).suffix not in SUFFIXES:
+            raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{name}")
         if checkpoint is not None:
             raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
         checkpoint, name = name, _architecture(name)
@@ -157,6 +160,8 @@ def _wrap(
     for key in ("mean", "std"):
         if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of them
             config[key] = (config[key][0],) * channels
+        elif key not in pixels and channels == 1:  # of grey images
+            config[key] = (sum(config[key]) / len(config[key]),)
     mean, std, input_size = (config.pop(key) for key in _PIXELS)
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
     if not features:

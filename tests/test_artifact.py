@@ -265,3 +265,17 @@ def test_a_failed_write_keeps_the_old_file(saved, tmp_path, monkeypatch):
         save(tiny(), path)
     assert path.read_bytes() == saved.read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_other_files_are_replaced_only_by_force(tmp_path):
+    model = tiny()
+    path = tmp_path / "a.safetensors"
+    path.write_text("mine")
+    with pytest.raises(InputError, match="is not a lipcert artifact.*--force"):
+        save(model, path)
+    assert path.read_text() == "mine"
+    save(model, path, force=True)
+    save(model, path)  # the same architecture
+    with pytest.raises(InputError, match="holds vit_tiny_patch16_224 and not test_vit"):
+        save(load("test_vit", pretrained=False), path)
+    assert load_artifact(path).source == model.source

@@ -349,6 +349,12 @@ def test_convert_overwrites_artifacts_only(artifact):
     assert Path("notes.txt").read_text() == "mine"
     assert "own file" in refused("convert", "model.safetensors", "--out", "model.safetensors")
     assert "no folder" in refused("convert", *BY_NAME, "--out", "none/a.safetensors")
+    before = Path("model.safetensors").read_bytes()
+    other = ["convert", "test_vit", "--no-pretrained", "--out", "model.safetensors"]
+    assert "holds vit_tiny_patch16_224 and not test_vit" in refused(*other)
+    assert Path("model.safetensors").read_bytes() == before
+    run(*other, "--force")
+    assert read_metadata("model.safetensors")["source"]["name"] == "test_vit"
     run("convert", *BY_NAME)
     run("convert", *BY_NAME, "--attention", "keep")
     assert read_metadata("vit_tiny_patch16_224.lipcert.safetensors")["recipe"][0]["attention"] == "keep"
@@ -486,7 +492,8 @@ def test_data_and_methods_that_cannot_be_used(artifact):
     assert "--data" in refused(*command)
     assert ", ".join(METHODS) in refused(*command, "--data", "images", "--method", "banana")
     assert "at least 1" in refused(*command, "--data", "images", "--limit", "0")
-    assert "cannot write" in refused(*command, "--data", "images", "--out", "none/r.jsonl")
+    assert "cannot write" in refused(*command, "--data", "images", "--out", "images/a/0.png/r.jsonl")
+    assert "holds no results" in refused(*command, "--data", "images", "--out", "model.safetensors")
     Path("images/a/0.png").write_bytes(b"damaged")
     assert "0.png" in run(*command, "--data", "images", code=2).stderr.splitlines()[-1]
 

@@ -94,6 +94,17 @@ def test_batches_keep_order_and_pixels(classes):
     assert torch.equal(pixels[0], expected)  # no normalisation, no rounding beyond 8 bits
 
 
+def test_one_image_is_a_data_set(tmp_path):
+    (tmp_path / "x.png").write_bytes(picture(30))
+    images = open_images(tmp_path / "x.png", model())
+    assert (images.total, images.labelled, images.file(0)) == (1, False, "x.png")
+    (batch,) = images.batches(4)
+    assert (batch.labels, batch.files) == (None, ("x.png",))
+    (tmp_path / "x.png").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"x\.png"):
+        open_images(tmp_path / "x.png", model())
+
+
 def test_unwanted_images_are_not_read(tmp_path):
     root = write(tmp_path / "images", {**CLASSES, "a/0.png": b"not an image"})
     images = open_images(root, model())
@@ -187,8 +198,8 @@ def test_paths_without_images(tmp_path):
     refused(write_tar(tmp_path / "texts.tar", {"a/1.txt": b"text"}), "holds no images")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "holds no images")
-    (tmp_path / "x.png").write_bytes(picture(0))
-    refused(tmp_path / "x.png", "neither a folder nor a .tar")
+    (tmp_path / "x.txt").write_bytes(picture(0))
+    refused(tmp_path / "x.txt", "neither an image nor a folder or a .tar")
     refused(write(tmp_path / "mixed", {**CLASSES, "0.png": picture(0)}), "beside")
 
 

@@ -362,3 +362,15 @@ def assert_same_weights(net: nn.Module, expected: nn.Module) -> None:
     state, wanted = net.state_dict(), expected.state_dict()
     assert state.keys() == wanted.keys()
     assert all(torch.equal(state[key], wanted[key]) for key in state)
+
+
+def test_grey_images_get_the_mean_over_the_channels():
+    model = load("resnet10t", pretrained=False, in_chans=1, num_classes=3)
+    assert model.mean.item() == pytest.approx((0.485 + 0.456 + 0.406) / 3)
+    assert model.std.item() == pytest.approx((0.229 + 0.224 + 0.225) / 3)
+    assert model.input_size[0] == 1
+
+
+def test_a_hub_id_without_its_prefix_is_recognised():
+    with pytest.raises(LoadError, match="is given as hf-hub:timm/resnet18.a1_in1k"):
+        load("timm/resnet18.a1_in1k")

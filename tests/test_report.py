@@ -362,9 +362,15 @@ def test_the_card_is_what_hubs_read(results, tmp_path):
     assert len(found) == 5
 
 
-def test_a_card_is_for_one_model(results):
+def test_each_model_has_a_card(results, tmp_path):
     paths = [results(), results(name="b", weights="1"), results(ROWS[:2], name="c")]
-    assert "different weights: r, b" in refused(*paths[:2], "--card", "c.md")
+    with pytest.raises(InputError, match="different weights: r, b"):
+        model_card(read_runs(paths[:2]))
+    run(*paths, "--card", "card.md", "--html", "page.html")
+    cards = {path.name: ModelCard(path.read_text()) for path in tmp_path.glob("*.md")}
+    assert {name: card.data.model_name for name, card in cards.items()} == {"card-r.md": "r", "card-b.md": "b"}
+    assert len(cards["card-r.md"].data.eval_results) == 4
+    assert (tmp_path / "page.html").exists()
     assert len(model_card(read_runs([paths[0], paths[2]])).data.eval_results) == 4
     assert issubclass(InputError, ValueError)
 

@@ -220,7 +220,7 @@ def test_rows_without_their_summary_are_left_alone(tmp_path, summary):
     (tmp_path / "r.summary.json").unlink()
     if summary is not None:
         (tmp_path / "r.summary.json").write_text(summary)
-    with pytest.raises(InputError, match="another file"):
+    with pytest.raises(InputError, match="another --out" if summary is None else "another file"):
         ResultFile(path, RUN)
     assert path.read_bytes() == before
 
@@ -236,8 +236,11 @@ def test_damaged_rows_are_left_alone(tmp_path, line):
 
 
 def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot write"):
-        ResultFile(tmp_path / "none" / "r.jsonl", RUN)
+        ResultFile(tmp_path / "file" / "r.jsonl", RUN)
+    written(tmp_path / "new" / "folder" / "r.jsonl", [1])
+    assert len(read_rows(tmp_path / "new" / "folder" / "r.jsonl", RUN)) == 1
     with pytest.raises(InputError, match="cannot hold"):
         ResultFile(tmp_path, RUN)
 

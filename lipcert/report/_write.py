@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,14 +31,14 @@ def write(
         runs: from :func:`lipcert.report.read_runs`.
         html: where one self-contained page goes.
         markdown: where the same as Markdown goes; its figures go beside it, as SVG.
-        card: where the model card goes.
+        card: where the model card goes; of several models each gets a file of its own, ``<card>-<name>.md``.
         eps: values with the text the user wrote, at which tables give figures; by default those of the runs.
 
     Returns:
         The files written.
 
     Raises:
-        InputError: results of several models for one card; a file that is no report, or cannot be written.
+        InputError: a file that is no report, or cannot be written.
     """
     asked = {"html": html, "markdown": markdown, "card": card}
     paths = {kind: Path(path) for kind, path in asked.items() if path is not None}
@@ -58,7 +59,8 @@ def write(
                 if isinstance(block, Figure):
                     content[path.with_name(f"{prefix}{block.name}.svg")] = f"{block.svg}\n{MARK}\n"
     if "card" in paths:
-        content[paths["card"]] = f"{model_card(runs, eps)}\n"
+        for path, of_one in _cards(paths["card"], runs).items():
+            content[path] = f"{model_card(of_one, eps)}\n"
     for path in content:
         _check_free(path)
     for path, text in content.items():
@@ -71,6 +73,20 @@ def write(
         finally:
             partial.unlink(missing_ok=True)
     return list(content)
+
+
+def _cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
+    """A file for each model, and its results."""
+    models: dict[str, list[Run]] = {}
+    for run in runs:
+        models.setdefault(run.weights_hash, []).append(run)
+    if len(models) == 1:
+        return {path: list(runs)}
+    names = [re.sub(r"[^\w.-]+", "-", own[0].name) for own in models.values()]
+    return {
+        path.with_name(f"{path.stem}-{name}{path.suffix}"): own
+        for name, own in zip(names, models.values(), strict=True)
+    }
 
 
 def _check(path: Path, kind: str) -> None:

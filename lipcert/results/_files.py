@@ -54,7 +54,7 @@ class ResultFile:
         """Opens a new file, or one to go on with, whose half-written last row is cut off.
 
         Args:
-            path: where the rows go.
+            path: where the rows go; folders that are missing are made.
             description: from :func:`lipcert.results.description.describe`.
 
         Raises:
@@ -66,6 +66,7 @@ class ResultFile:
         if self.path == self.summary_path or (os.path.exists(self.path) and not os.path.isfile(self.path)):
             raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             earlier = read_earlier(self.path, self.description)
             if earlier is not None and earlier.size < self.path.stat().st_size:
                 os.truncate(self.path, earlier.size)

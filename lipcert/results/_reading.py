@@ -240,6 +240,8 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     """
     if not os.path.exists(path) or not path.stat().st_size:
         return None
+    if not os.path.exists(summary_path(path)):
+        raise InputError(f"{path} exists and holds no results of lipcert certify; give another --out")
     earlier = _summary(path)
     # Through JSON and back, as the earlier description went: tuples are lists there.
     own = json.loads(json.dumps(dict(description)))
