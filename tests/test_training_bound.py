@@ -87,7 +87,9 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: Tokens(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)),
     "normalised head": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 6), MaxMin(), NormalizedLinear(6, 3)),
     "weight norm": lambda: nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(16, 5)), nn.ReLU(), nn.Linear(5, 3)),
-    "orthogonal": lambda: nn.Sequential(nn.Flatten(), orthogonal(nn.Linear(16, 5)), nn.ReLU(), nn.Linear(5, 3)),
+    "orthogonal": lambda: nn.Sequential(
+        nn.Flatten(), orthogonal(nn.Linear(16, 5), orthogonal_map="cayley"), nn.ReLU(), nn.Linear(5, 3)
+    ),
     "spectral norm": lambda: nn.Sequential(nn.Flatten(), spectral_norm(nn.Linear(16, 5)), nn.Linear(5, 3)),
     "average": lambda: flat(nn.Conv2d(1, 4, 2, 2), nn.AvgPool2d(2), features=4),
     "projections": lambda: Tokens(LayerProject(6), nn.Linear(6, 6), SmoothProject(6), nn.Linear(6, 3)),

@@ -90,7 +90,8 @@ def _estimate(
     function = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 1]
 
     def apply(v: Tensor, w: Tensor) -> Tensor:
-        result = function(F.pad(v, margins), w, None, strides, 0, dilations, groups)
+        images = F.pad(v.flatten(0, 1), margins)
+        result = function(images, w, None, strides, 0, dilations, groups).unflatten(0, v.shape[:2])
         return result + identity * v if identity else result
 
     return estimator.norm(apply, weight, (1, weight.shape[1] * groups, *input_size))

@@ -21,8 +21,8 @@ class TrainingBound:
     If the last operation is a matrix on features, K_yj = ‖w_y − w_j‖ K with K the features' constant; else √2 K with
     that of the logits. :meth:`step` captures the network afresh and asks the rules that certify it, so operators are
     those of the certificate: convolutions with stride and padding, x + Wx as one, scales folded in, weights that the
-    forward code computes. Their norms are ⟨u, W v⟩ after one more step of power iteration. The result is an estimate,
-    below the certified bound as a rule.
+    forward code computes. Their norms are ⟨u, W v⟩ after two more steps of subspace iteration. The result is an
+    estimate, below the certified bound as a rule.
 
     Args:
         model: the model.

@@ -60,7 +60,7 @@ class Epoch:
         seconds: time it took.
         bound: with the losses that use the global bound, the certified Lipschitz constant of the features in front of
             the head (or √2 times that of the logits) behind the last update; else None.
-        estimate: the same as the loss had it, by power iteration: not a bound.
+        estimate: the same as the loss had it: not a bound.
     """
 
     number: int
@@ -96,7 +96,7 @@ def finetune(
       :func:`lipcert.training.trades_loss`, ``"fixed"``: :func:`lipcert.training.fixed_loss`, all for the GloRo
       certificate, and ``"lmt"``, which is ``"fixed"`` for the global certificate.
 
-    The last five use :class:`lipcert.training.TrainingBound`, one step of power iteration an update; after each epoch
+    The last five use :class:`lipcert.training.TrainingBound`, an estimate that follows the weights; after each epoch
     the bound is certified.
 
     With torch.distributed initialised, each process gives its own share of every batch, which may be empty, and all
