@@ -24,7 +24,11 @@ from ._output import check_out, default_name
 from ._print import busy, print_facts, progress, say, upper
 
 IMAGES = 64
-_CHOICES = {"attention": ("l2", "keep"), "norm": ("keep", "project", "smooth")}
+_CHOICES = {
+    "attention": ("l2", "keep"),
+    "norm": ("keep", "project", "smooth"),
+    "activation": ("keep", "clipped-relu", "maxmin", "clipped-maxmin"),
+}
 
 
 @options_of(Preprocessing, "pixels")
@@ -38,6 +42,9 @@ def convert(
     norm: Annotated[
         str, typer.Option(help="project or smooth: projections in place of LayerNorm; keep: as it is.")
     ] = "keep",
+    activation: Annotated[
+        str, typer.Option(help="clipped-relu, maxmin or clipped-maxmin in place of ReLU; keep: as it is.")
+    ] = "keep",
     data: Data = None,
     out: Annotated[
         Path | None,
@@ -49,7 +56,7 @@ def convert(
     model_args: ModelArgs = None,
 ) -> None:
     """Swap modules for Lipschitz ones and write the model to one file; with --data the new attention is trained."""
-    ways: dict[str, Any] = {"attention": attention, "norm": norm}
+    ways: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
     for name, value in ways.items():
         if value not in _CHOICES[name]:
             raise InputError(f"--{name} takes {' or '.join(_CHOICES[name])}, got {value!r}")

@@ -295,7 +295,7 @@ def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None
     """Puts in the modules that the weights belong to; steps that changed weights only need no repetition."""
     for step in recipe:
         if step["step"] == "convert":
-            swap(net, attention=step["attention"], norm=step["norm"])
+            swap(net, attention=step["attention"], norm=step["norm"], activation=step.get("activation", "keep"))
 
 
 def _structure(net: nn.Module) -> list[object]:

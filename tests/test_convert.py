@@ -461,3 +461,31 @@ def test_modules_that_the_forward_pass_skips_are_swapped_too() -> None:
     unused = model.get_submodule("net.unused")
     assert isinstance(unused, L2Attention)
     assert torch.equal(unused.q.weight, expected.unused.q.weight)
+
+
+@pytest.mark.parametrize("activation", ["clipped-relu", "maxmin", "clipped-maxmin"])
+def test_relu_is_replaced_and_the_file_rebuilds_it(activation: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = lipcert.load("resnet18", pretrained=False, num_classes=4, input_size=(3, 32, 32))
+    images = torch.rand(4, 3, 32, 32)
+    before = model(images)
+    lipcert.convert(model, attention="keep", images=images, activation=activation)
+    assert not any(isinstance(module, nn.ReLU) for module in model.modules())
+    if activation == "clipped-relu":
+        assert torch.allclose(model(images), before, atol=1e-5)
+    assert lipcert.lipschitz(model).finite
+    lipcert.save(model, tmp_path / "a.safetensors")
+    assert torch.equal(lipcert.load(tmp_path / "a.safetensors")(images), model(images))
+
+
+def test_activations_that_cannot_be_replaced_are_said() -> None:
+    vit = lipcert.load("vit_tiny_patch16_224", pretrained=False, img_size=32, embed_dim=12, depth=1, num_heads=2)
+    with pytest.raises(ConvertError, match="no ReLU module"):
+        lipcert.convert(vit, attention="keep", activation="maxmin")
+    odd = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+    model = lipcert.load(odd, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 4, 4))
+    with pytest.raises(InputError, match=r"values of shape \(4, 3, 4, 4\); choose clipped-relu"):
+        lipcert.convert(model, activation="maxmin")
+    assert isinstance(model.net[1], nn.ReLU)
+    with pytest.raises(InputError, match="activation must be"):
+        lipcert.convert(model, activation="swish")

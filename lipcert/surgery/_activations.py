@@ -108,6 +108,36 @@ class ClippedMaxMin(nn.Module):
         return Bound.deterministic(1.0, "a permutation at every point, then clipping", "lipcert.surgery.ClippedMaxMin")
 
 
+# What ``convert(activation=...)`` puts in place of ReLU.
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "clipped-relu": ClippedReLU,
+    "maxmin": MaxMin,
+    "clipped-maxmin": ClippedMaxMin,
+}
+
+
+@torch.no_grad()
+def calibrate_activation(module: nn.Module, x: Tensor, first: bool) -> None:
+    """Puts the thresholds where they clip nothing of an input, nor, unless this is the first one, of those before.
+
+    Raises:
+        InputError: MaxMin does not fit the input.
+    """
+    if isinstance(module, ClippedReLU):
+        largest = x.max() if bool(x.max() > 0) else torch.ones_like(module.threshold)
+        module.threshold.copy_(largest if first else torch.maximum(largest, module.threshold))
+        return
+    if x.dim() not in (2, 4) or x.shape[1] % 2:
+        raise InputError(
+            f"MaxMin pairs channels in dimension 1, and a ReLU of this network sees values of shape {tuple(x.shape)}; "
+            "choose clipped-relu"
+        )
+    if isinstance(module, ClippedMaxMin):
+        high, low = (part(*x.chunk(2, 1)) for part in (torch.maximum, torch.minimum))
+        module.upper.copy_(high.max() if first else torch.maximum(high.max(), module.upper))
+        module.lower.copy_(low.min() if first else torch.minimum(low.min(), module.lower))
+
+
 def _sorted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """max(a, b) and min(a, b).
 

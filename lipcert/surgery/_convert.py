@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from lipcert.errors import ConvertError, InputError
 from lipcert.model import Model
+from lipcert.surgery._activations import ACTIVATIONS, calibrate_activation
 from lipcert.surgery._adapt import Adaptation, adapt, parted
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._initial import calibrate_projection
-from lipcert.surgery._swap import Attention, Edit, Kept, Norm, Swapped, plan
+from lipcert.surgery._swap import Activation, Attention, Edit, Kept, Norm, Swapped, plan
 
 _RANDOM_IMAGES = 4
 _CALIBRATION_IMAGES = 16
@@ -55,6 +56,7 @@ def convert(
     norm: Norm = "keep",
     images: Tensor | None = None,
     *,
+    activation: Activation = "keep",
     adaptation: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
@@ -72,6 +74,9 @@ def convert(
             them.
         images: unlabeled images in [0, 1], shape (N, C, H, W). The first 16 calibrate. Random ones by default, which
             say little about the model on real images.
+        activation: ``"clipped-relu"``, ``"maxmin"`` or ``"clipped-maxmin"`` replace every ``nn.ReLU``, with one
+            threshold each, above all that it sees on the images: so clipped ReLU changes nothing there. MaxMin is
+            another function, and the network has to be trained again.
         adaptation: train the new attention on the images too, see :func:`lipcert.surgery.adapt`. The last quarter of
             them is then held out from calibration and training.
         progress: called as ``progress(done, total)`` after each attention that was trained.
@@ -80,7 +85,7 @@ def convert(
         The model.
 
     Raises:
-        InputError: on an unknown option or unusable images.
+        InputError: on an unknown option or unusable images, or where MaxMin finds no pairs of channels.
         ConvertError: if the model was converted before, or gives logits that are not finite.
     """
     if any(step.get("step") == "convert" for step in model.recipe):
@@ -96,7 +101,9 @@ def convert(
         raise InputError("adaptation needs 2 images of yours or more; pass images, or leave it out")
     pretrained = _sharing_weights(model) if adaptation else None
     fit = parted(images)[0] if adaptation else images
-    edits, kept = plan(model.net, attention=attention, norm=norm)
+    edits, kept = plan(model.net, attention=attention, norm=norm, activation=activation)
+    if activation != "keep" and not any(isinstance(edit.new, tuple(ACTIVATIONS.values())) for edit in edits):
+        raise ConvertError("the network has no ReLU module, so there is nothing for activation to replace")
     before = _logits(model, images)
     parameters = _count(model)
     applied: list[Edit] = []
@@ -125,7 +132,8 @@ def convert(
         agreement=float((after.argmax(1) == before.argmax(1)).double().mean()),
         adaptation=adapted,
     )
-    model.recipe.append({"step": "convert", "attention": attention, "norm": norm})
+    step = {"step": "convert", "attention": attention, "norm": norm}
+    model.recipe.append(step if activation == "keep" else {**step, "activation": activation})
     return model
 
 
@@ -133,14 +141,18 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
     """Runs the images through once; each new module is set from its input just before it runs for the first time."""
     waiting = {edit.new: edit for edit in edits if edit.new is not None}
 
+    activations = tuple(ACTIVATIONS.values())
+
     def set_from_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         edit = waiting.pop(module, None)
-        if edit is not None and isinstance(module, L2Attention):
+        if isinstance(module, activations):
+            calibrate_activation(module, inputs[0], first=edit is not None)
+        elif edit is not None and isinstance(module, L2Attention):
             edit.initialise(inputs[0])
         elif edit is not None:
             calibrate_projection(module, edit.old, inputs[0])  # type: ignore[arg-type]
 
-    handles = [module.register_forward_pre_hook(set_from_input) for module in waiting]
+    handles = [module.register_forward_pre_hook(set_from_input) for module in list(waiting)]
     try:
         _logits(model, images, batch=len(images))
     finally:

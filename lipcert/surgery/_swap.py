@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipcert.errors import InputError
+from lipcert.surgery._activations import ACTIVATIONS
 from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
 from lipcert.surgery._attention import L2Attention, L2WindowAttention
 from lipcert.surgery._heads import heads_of, sizes_of
@@ -22,6 +23,7 @@ from lipcert.surgery._table import ATTENTIONS, NORMS, attention_reason, class_na
 
 Attention = Literal["l2", "keep"]
 Norm = Literal["keep", "project", "smooth"]
+Activation = Literal["keep", "clipped-relu", "clipped-maxmin", "maxmin"]
 
 # Exact classes only: a subclass may have a forward of its own, such as timm's padded or standardised convolutions.
 _LINEAR = {nn.Linear: LipLinear, timm.layers.Linear: LipLinear, nn.Conv2d: LipConv2d}
@@ -103,7 +105,9 @@ class Edit:
             setattr(parent, name, self.old)
 
 
-def swap(net: nn.Module, *, attention: Attention, norm: Norm, initialise: bool = True) -> list[Swapped]:
+def swap(
+    net: nn.Module, *, attention: Attention, norm: Norm, activation: Activation = "keep", initialise: bool = True
+) -> list[Swapped]:
     """Replaces modules of ``net`` in place, without looking at data.
 
     Linear and Conv2d become :class:`LipLinear` and :class:`LipConv2d`; subclasses with a forward of their own stay.
@@ -115,27 +119,32 @@ def swap(net: nn.Module, *, attention: Attention, norm: Norm, initialise: bool =
         attention: ``"l2"`` replaces the attention of the classes in :mod:`lipcert.surgery._table`; ``"keep"`` leaves
             attention alone.
         norm: ``"project"`` or ``"smooth"`` replace the normalisations of that table; ``"keep"`` leaves them.
+        activation: what replaces every ``nn.ReLU``; ``"keep"`` leaves them.
         initialise: False saves the time for the weights of new attention, where a state dict follows.
 
     Returns:
         What was replaced, in the order of ``net.named_modules()``.
 
     Raises:
-        InputError: on an unknown ``attention`` or ``norm``.
+        InputError: on an unknown ``attention``, ``norm`` or ``activation``.
     """
-    edits, _ = plan(net, attention=attention, norm=norm)
+    edits, _ = plan(net, attention=attention, norm=norm, activation=activation)
     if initialise:
         for edit in edits:
             edit.initialise()
     return [edit.apply() for edit in edits]
 
 
-def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit], list[Kept]]:
+def plan(
+    net: nn.Module, *, attention: Attention, norm: Norm, activation: Activation = "keep"
+) -> tuple[list[Edit], list[Kept]]:
     """The replacements that :func:`swap` makes, before any is made, and what was to be replaced and stays."""
     if attention not in ("l2", "keep"):
         raise InputError(f"attention must be 'l2' or 'keep', got {attention!r}")
     if norm not in ("keep", *PROJECTIONS):
         raise InputError(f"norm must be 'keep', 'project' or 'smooth', got {norm!r}")
+    if activation not in ("keep", *ACTIVATIONS):
+        raise InputError(f"activation must be 'keep', {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in net.modules():
         for name, child in parent._modules.items():
@@ -162,6 +171,8 @@ def plan(net: nn.Module, *, attention: Attention, norm: Norm) -> tuple[list[Edit
                 new = _projection(module, norm, device)
                 after = [part for part in module.children() if not isinstance(part, nn.Identity)]
             inside_new.update(module.modules())
+        elif type(module) is nn.ReLU and activation != "keep":
+            new = ACTIVATIONS[activation]().to(device).train(module.training)
         elif type(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
             continue
         if new is None or module in places:
