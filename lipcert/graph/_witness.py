@@ -19,14 +19,12 @@ call stack; and it does not act on what it has counted in other runs (a step tha
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lipcert._random_states import random_states
 from lipcert._real import RealArithmetic
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
@@ -330,7 +329,7 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
 
 
 def _examined(module: nn.Module, image: Tensor) -> list[Look]:
-    chance = _random_state()
+    chance = random_states()
     try:
         first, *others = [look(module, example) for example in examples(image)]
         state = _state(module)
@@ -353,7 +352,7 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         problems.append(("values of an image that are kept for the next one", place))
     if state != _state(module):
         problems.append(("forward code that changes its module", ""))
-    if not _same_state(chance, _random_state()):
+    if chance != random_states():
         problems.append(("forward code that draws random numbers", ""))
     if problems:
         raise UnsupportedCode(problems[:8])
@@ -483,15 +482,3 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 def _hooks(module: nn.Module) -> list[Any]:
     return [value for name, value in vars(module).items() if name.endswith("_hooks")]
-
-
-def _random_state() -> tuple[Any, ...]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states, random.getstate(), np.random.get_state()
-
-
-def _same_state(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    tensors = all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True))
-    return tensors and one[1] == two[1] and repr(one[2]) == repr(two[2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lipcert._memory import is_out_of_memory
+from lipcert._random_states import random_states
 from lipcert._settings import SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.bounds import check_weights
 from lipcert.errors import InputError, first_line
@@ -226,9 +226,9 @@ def _check_network(model: Model) -> None:
     Runs it on a few noisy images: twice, with the states of the random number generators compared, and one by one.
     """
     images = 0.5 + 0.25 * normal(0, 0, range(3), model.input_size, model.device).to(model.dtype)
-    before = _random_states(model.device)
+    before = random_states()
     first, again = model(images), model(images)
-    drew = _random_states(model.device) != before
+    drew = random_states() != before
     scale = _ROUNDING * float(first.nan_to_num(0, 0, 0).abs().max())
     if drew or not _same(first, again, scale):
         raise InputError(
@@ -244,12 +244,3 @@ def _check_network(model: Model) -> None:
 
 def _same(first: Tensor, second: Tensor, tolerance: float) -> bool:
     return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=tolerance, equal_nan=True)
-
-
-def _random_states(device: torch.device) -> list[Any]:
-    """States of the generators that forward code may draw from, as values to compare."""
-    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    states += [part.tobytes() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return states
