@@ -116,7 +116,7 @@ class Certifier:
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
         self._confirmed = False
-        self.nominal = Nominal(self.analysis.graph)
+        self.nominal = Nominal(self.analysis.graph, self.model.device)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"

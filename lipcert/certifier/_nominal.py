@@ -15,6 +15,8 @@ thousand times smaller in norm, move a margin by no more than this noise does. I
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from lipcert.certifier._chains import Chains
 from lipcert.certifier._rounding import Local
-from lipcert.graph import Graph, Node, Replay, needed
+from lipcert.graph import Graph, Node, Replay, explicit_attention, needed
 from lipcert.graph._graph import run
 
 _TIMES = 1024
@@ -36,11 +38,12 @@ class Nominal:
 
     Args:
         graph: the network, captured in float64.
+        device: where the network is; the CPU by default.
         seed: of the noise.
     """
 
-    def __init__(self, graph: Graph, seed: int = 0):
-        self.graph = needed(graph)
+    def __init__(self, graph: Graph, device: torch.device | None = None, seed: int = 0):
+        self.graph = needed(explicit_attention(graph, device))
         self.local = Local(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
 
@@ -56,34 +59,42 @@ class Nominal:
         Returns:
             float64, of the shape of ``gaps``.
         """
-        lost = [self._lost(images[i : i + 1], predicted[i], gaps[i]) for i in range(len(images))]
-        taken = torch.stack(lost) if lost else torch.zeros_like(gaps)
-        return torch.where(taken > _NEGLIGIBLE * gaps.abs(), gaps - taken, gaps)
-
-    def _lost(self, image: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
-        values = run(self.graph.nodes, {self.graph.input: image})
-        errors = self.local.errors({node: value[None] for node, value in values.items() if node.shape})
+        values = self._values(images[:, None])
+        errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(self.seed)
-        largest = torch.zeros_like(gaps)
         noise: dict[Node, Tensor] = {}
         for node, error in errors.items():
             value = values[node]
-            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-                size = _TIMES * error.item() / math.sqrt(value.numel())
-                drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-                noise[node] = (size * drawn).masked_fill_(value.isinf(), 0.0)
+            if value.is_floating_point() and value.numel():
+                drawn = torch.randn(value.shape[1:], generator=generator, dtype=torch.float64).to(value)
+                size = _TIMES * error / math.sqrt(drawn.numel())
+                noise[node] = (size.reshape(-1, *[1] * drawn.dim()) * drawn).masked_fill_(value.isinf(), 0.0)
+        taken = torch.zeros_like(gaps)
         for sign in (1, -1):
-            logits = self._disturbed(image, noise, sign)[0].double().cpu()
-            change = (logits[predicted] - logits - gaps).abs()
-            largest = torch.maximum(largest, change.nan_to_num(nan=math.inf, posinf=math.inf))
-        largest[predicted] = 0.0
-        return _COUNTED * largest
+            disturbed = {node: sign * part for node, part in noise.items()}
+            logits = self._values(images[:, None], disturbed)[self.graph.output].reshape(gaps.shape).double().cpu()
+            change = (logits.gather(1, predicted[:, None]) - logits - gaps).abs()
+            taken = torch.maximum(taken, change.nan_to_num(nan=math.inf, posinf=math.inf))
+        taken = _COUNTED * taken.scatter(1, predicted[:, None], 0.0)
+        return torch.where(taken > _NEGLIGIBLE * gaps.abs(), gaps - taken, gaps)
 
-    def _disturbed(self, image: Tensor, noise: dict[Node, Tensor], sign: int) -> Tensor:
-        known: dict[Node, Any] = {self.graph.input: image}
-        for node in self.graph.nodes:
-            run([node], known)
-            if node in noise:
-                known[node] = known[node] + sign * noise[node]
-        result: Tensor = known[self.graph.output]
-        return result
+    def _values(self, images: Tensor, noise: Mapping[Node, Tensor] = MappingProxyType({})) -> dict[Node, Tensor]:
+        """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some of them.
+
+        Args:
+            images: shape (N, 1, C, H, W).
+            noise: each of shape (N, *node.shape).
+        """
+        single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
+
+        def one(image: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+            known: dict[Node, Any] = {self.graph.input: image}
+            added = dict(zip(noise, parts, strict=True))
+            for node in self.graph.nodes:
+                run((node,), known)
+                if node in added:
+                    known[node] = known[node] + added[node]
+            return tuple(known[node] for node in single)
+
+        found = torch.vmap(one)(images, *noise.values())
+        return {self.graph.input: images, **dict(zip(single, found, strict=True))}
