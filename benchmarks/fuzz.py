@@ -24,6 +24,7 @@ import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import re
 import subprocess
 import time
@@ -113,8 +114,10 @@ def look(kind: str, seed: int) -> dict[str, Any]:
 
 def _work(jobs: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
-    while True:
-        jobs.send(look(*jobs.recv()))
+    parent = os.getppid()
+    while os.getppid() == parent:  # or else nobody waits for the row
+        if jobs.poll(5):
+            jobs.send(look(*jobs.recv()))
 
 
 class _Worker:
