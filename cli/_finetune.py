@@ -15,7 +15,7 @@ from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted
 from lipcert.loading import resolve
 from lipcert.model import Model
-from lipcert.training import LOSSES, Augmentation, Batches, Epoch, FinetuneSettings
+from lipcert.training import LOSSES, Augmentation, Batches, Epoch, FinetuneSettings, Mixed
 from lipcert.training import finetune as train
 from lipcert.training._matrices import MaxNorm
 
@@ -91,6 +91,11 @@ def finetune(
         str | None, typer.Option(help="timm's RandAugment, such as rand-m9-n2.", show_default=False)
     ] = None,
     cutout: Annotated[float, typer.Option(help="Blacken a rectangle in this share of the images.")] = 0.0,
+    mix: Annotated[
+        str | None,
+        typer.Option(help="Images of a second data set, such as generated ones.", show_default=False),
+    ] = None,
+    mix_ratio: Annotated[float, typer.Option(help="Its share of a batch.")] = 0.7,
     limit: Annotated[
         int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
     ] = None,
@@ -115,6 +120,8 @@ def finetune(
         max_norm=_norms(max_norm), optimizer=optimizer, schedule=schedule,
         accumulate=accumulate, ema=ema, amp=cast(Any, amp), channels_last=channels_last,
     )  # fmt: skip
+    if not 0 < mix_ratio < 1:
+        raise InputError(f"--mix-ratio is a share of a batch between 0 and 1, got {mix_ratio}")
     augmentation = Augmentation(crop, randaugment, cutout) if augment else Augmentation("none")
     with torchrun() as processes:
         source = resolve(model)
@@ -135,11 +142,16 @@ def finetune(
                 seen += more
                 update(seen, total)
 
-            batches = Batches(images, loaded, batch_size, augmentation, count_up)
+            others = 0 if mix is None else round(batch_size * mix_ratio)
+            own = Batches(images, loaded, batch_size - others, augmentation, count_up)
+            batches: Batches | Mixed = own
+            if mix is not None:
+                batches = Mixed(own, Batches(open_images(mix, loaded), loaded, others, augmentation))
             shown = open_images(data, loaded, limit=min(limit or _SHOWN, _SHOWN))
             before = _accuracy(loaded, shown, processes)
             try:
-                origin: dict[str, Any] = {"--data": data, "--limit": limit, "--batch-size": batch_size}
+                origin: dict[str, Any] = {"--data": data, "--limit": limit, "--batch-size": batch_size, "--mix": mix}
+                origin |= {"--mix-ratio": mix_ratio if mix else None}
                 origin |= {"--augment": augment, "--crop": crop, "--randaugment": randaugment, "--cutout": cutout}
                 wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
                 train(loaded, batches, origin=origin, checkpoint=unfinished, progress=_say_epoch, **wanted)

@@ -29,6 +29,7 @@ from lipcert.training import (
     Batches,
     Epoch,
     FinetuneSettings,
+    Mixed,
     Muon,
     NormHold,
     anchored_loss,
@@ -761,6 +762,28 @@ def test_a_shift_moves_and_flips_and_brings_in_black(folder) -> None:
         options += [padded[:, down : down + 8, right : right + 8] for down in range(3) for right in range(3)]
         assert any(torch.equal(after, option) for option in options)
     assert not torch.equal(plain[0], moved[0])
+
+
+def test_a_second_data_set_is_mixed_into_every_batch(folder) -> None:
+    model = load_artifact("small.lipcert.safetensors")
+    for i in range(10):
+        path = folder / "made" / str(i) / f"{i}.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8), (255, 255, 255)).save(path)
+    made = open_images("made", model)
+    counted: list[int] = []
+    own = Batches(open_images("images", model), model, 5, False, counted.append)
+    loader = Mixed(own, Batches(made, model, 4, False))
+    found = list(loader)
+    assert len(loader) == len(found) == 3
+    assert counted == [5, 5, 2]
+    white = [int((images == 1).flatten(1).all(1).sum()) for images, _ in found]
+    assert white == [4, 4, 2]  # ten images in batches of four; then they would come again
+    assert [len(labels) for _, labels in found] == [9, 9, 4]
+    mixed = ("--mix", "made", "--mix-ratio", 0.4)
+    run("small.lipcert.safetensors", *SHORT, *mixed, "--out", "mixed.safetensors")
+    assert load_artifact("mixed.safetensors").recipe[-1]["step"] == "finetune"
+    assert "between 0 and 1" in refused("small.lipcert.safetensors", *SHORT, "--mix", "made", "--mix-ratio", 1)
 
 
 def test_cutout_and_randaugment_are_timms(folder) -> None:

@@ -4,7 +4,7 @@ Nothing here certifies. Norms and bounds are differentiable estimates for traini
 what :func:`lipcert.certify` then says.
 """
 
-from lipcert.training._batches import Augmentation, Batches
+from lipcert.training._batches import Augmentation, Batches, Mixed
 from lipcert.training._bound import TrainingBound
 from lipcert.training._finetune import Epoch, finetune
 from lipcert.training._losses import (
@@ -24,6 +24,7 @@ __all__ = [
     "LOSSES",
     "Augmentation",
     "Batches",
+    "Mixed",
     "Epoch",
     "FinetuneSettings",
     "Muon",

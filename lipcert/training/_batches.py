@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 from math import prod
 from typing import Any, cast
 
@@ -74,7 +75,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         processes = Processes.connected()
         seed = processes.gather(int(torch.randint(2**31, ()).item()))[0]
-        for count, places, images, labels in self._plain(seed, slice(processes.rank, None, processes.count)):
+        for number, places, images, labels in self._plain(seed, slice(processes.rank, None, processes.count)):
             if self.most and places:
                 images = _shifted(images, torch.tensor(places), self.most, seed)
             if self.augmentation is not None and places:
@@ -82,7 +83,7 @@ class Batches:
                     images = torch.stack([self._augmented(*item, seed) for item in zip(images, places, strict=True)])
             yield images, labels
             if self.seen is not None:
-                self.seen(count)
+                self.seen(number)
 
     def _plain(self, seed: int, part: slice) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """How many images a batch has, and of a part of it where they are, the images and the labels."""
@@ -116,6 +117,31 @@ class Batches:
         torch.default_generator.manual_seed(random.getrandbits(63))
         assert self.augmentation is not None
         return torch.as_tensor(self.augmentation(image)).clamp(0, 1)
+
+
+class Mixed:
+    """Batches of a data set with images of a second one, such as generated ones, in each.
+
+    It is gone through once; the second one as often as needed. ``len()`` is the number of batches.
+
+    Args:
+        own: batches of the data set.
+        other: batches of the second one.
+    """
+
+    def __init__(self, own: Batches, other: Batches):
+        if not len(other.images):
+            raise InputError(f"{other.images.spec} has no images to mix in")
+        self.own = own
+        self.other = other
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        others = chain.from_iterable(iter(self.other) for _ in count())
+        for (images, labels), (more, theirs) in zip(self.own, others, strict=False):
+            yield torch.cat([images, more]), torch.cat([labels, theirs])
 
 
 @contextlib.contextmanager
