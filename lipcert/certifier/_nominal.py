@@ -59,6 +59,8 @@ class Nominal:
         Returns:
             float64, of the shape of ``gaps``.
         """
+        if not len(images):
+            return gaps
         values = self._values(images[:, None])
         errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(self.seed)
