@@ -167,7 +167,7 @@ class Linearized:
         self.budget = self.delta = 0.0 if self.deterministic else delta
         self.tolerance = tolerance
         self.seed = seed
-        example = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(seed)).to(
+        example = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(
             model.device, model.dtype
         )
         self.widths = widths
