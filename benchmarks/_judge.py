@@ -30,6 +30,8 @@ from lipcert.roundoff import DTYPES
 OUTCOMES = ("false", "traceback", "held", "zero", "refused", "not run")
 # Beyond any radius, so that staged certification goes through all its methods.
 _EPS = 100.0
+# Radii are multiplied by this, to see how many of those that are too large are found.
+inflation = 1.0
 _ROUND_UP = 1 + 1e-12
 # A lead in float64 counts if it is more than so much of the largest logit, and than its second differences.
 _NOISE = 1e-11
@@ -197,9 +199,11 @@ def _certified(subject: Subject, method: str, dtype: str) -> tuple[Tensor, Tenso
     certifier = Certifier(model, _EPS, method, dtype=dtype)
     if _takes(subject, len(subject.images)):
         certificates = certifier.run(subject.images)
-        return certificates.radius.double(), certificates.predicted
+        return inflation * certificates.radius.double(), certificates.predicted
     parts = [certifier.run(image[None]) for image in subject.images]
-    return torch.cat([part.radius for part in parts]).double(), torch.cat([part.predicted for part in parts])
+    return inflation * torch.cat([part.radius for part in parts]).double(), torch.cat(
+        [part.predicted for part in parts]
+    )
 
 
 def _takes(subject: Subject, count: int) -> bool:

@@ -13,7 +13,8 @@ the worst over methods and types:
 * false: the network itself predicts another class nearer than the radius, a defect;
 * died, too long: the process ended, or ran for minutes, in torch or in lipcert.
 
-``--show program:17`` prints what a seed draws, and examines it.
+``--inflate 2 --rows other.jsonl --results other.json`` shows what the attacks can find: how many radii, made twice as
+large, they break. ``--show program:17`` prints what a seed draws, and examines it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import _hostile, _programs
+from benchmarks import _hostile, _judge, _programs
 from benchmarks._env import environment
 from benchmarks._judge import OUTCOMES, Runner, Subject, examine
 
@@ -234,11 +235,13 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--inflate", type=float, default=1.0, help="multiply radii, to see what the attacks can find")
     parser.add_argument("--redo", action="store_true", help="examine what was no success again: false, traceback, ...")
     parser.add_argument("--show", metavar="KIND:SEED", help="print what a seed draws, and examine nothing else")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "fuzz.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    _judge.inflation = args.inflate
     if args.show:
         kind, _, seed = args.show.partition(":")
         print(_programs.draw(int(seed)).source if kind == "program" else _hostile.draw(int(seed)))
