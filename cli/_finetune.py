@@ -40,7 +40,7 @@ def finetune(
         str,
         typer.Option(
             help="anchored: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
-            "noise: for smoothing; ce: cross-entropy."
+            "local-b, local-g: for local; noise: for smoothing; ce: cross-entropy."
         ),
     ] = LOSSES[0],
     epochs: Annotated[int, typer.Option(help="How often the images are gone through.")] = 10,
@@ -62,7 +62,7 @@ def finetune(
         str | None,
         typer.Option(
             help="A,B,S: eps in the loss goes from A to B times --eps over the share S of the run; "
-            "0.1,2,0.5 for emma, else 0,1,0.333.",
+            "0.1,2,0.5 for emma, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
             show_default=False,
         ),
     ] = None,
@@ -74,6 +74,7 @@ def finetune(
         float, typer.Option(help="In the loss noise: weight of the agreement of two draws, such as 10.")
     ] = 0.0,
     weight: Annotated[float, typer.Option(help="Of the divergence in the loss trades.")] = 1.0,
+    sparsity: Annotated[float, typer.Option(help="Of the sparsity loss in local-b and local-g.")] = 0.0,
     accumulate: Annotated[int, typer.Option(help="Batches an update.")] = 1,
     ema: Annotated[
         float | None, typer.Option(help="Average the weights with this decay, such as 0.999.", show_default=False)
@@ -116,7 +117,7 @@ def finetune(
         raise InputError(f"--loss takes {', '.join(LOSSES)}, got {loss!r}")
     asked = FinetuneSettings(
         loss=cast(Any, loss), eps=parse_eps(eps), epochs=epochs, lr=lr, temperature=_temperature(temperature),
-        ramp=_ramp(ramp), weight=weight, sigma=sigma, consistency=consistency,
+        ramp=_ramp(ramp), weight=weight, sparsity=sparsity, sigma=sigma, consistency=consistency,
         max_norm=_norms(max_norm), optimizer=optimizer, schedule=schedule,
         accumulate=accumulate, ema=ema, amp=cast(Any, amp), channels_last=channels_last,
     )  # fmt: skip

@@ -831,5 +831,5 @@ def test_batches_are_shuffled_augmented_and_in_range(folder, monkeypatch) -> Non
 
 
 def test_the_command_lists_all_losses() -> None:
-    assert set(LOSSES) == {"anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt"}
+    assert set(LOSSES) == {"anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"}
     assert all(loss in run("--help").stdout for loss in LOSSES)

@@ -7,6 +7,7 @@ what :func:`lipcert.certify` then says.
 from lipcert.training._batches import Augmentation, Batches, Mixed
 from lipcert.training._bound import TrainingBound
 from lipcert.training._finetune import Epoch, finetune
+from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     anchored_loss,
     emma_loss,
@@ -24,6 +25,7 @@ __all__ = [
     "LOSSES",
     "Augmentation",
     "Batches",
+    "LocalBound",
     "Mixed",
     "Epoch",
     "FinetuneSettings",
@@ -36,6 +38,7 @@ __all__ = [
     "fixed_loss",
     "gloro_loss",
     "hold_projections",
+    "local_loss",
     "noise_loss",
     "trades_loss",
     "twice_differentiable",

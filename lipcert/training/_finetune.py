@@ -25,6 +25,7 @@ from lipcert.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
+from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     anchored_loss,
     emma_loss,
@@ -36,7 +37,7 @@ from lipcert.training._losses import (
 )
 from lipcert.training._matrices import NormHold, matrices
 from lipcert.training._muon import Muon
-from lipcert.training._settings import GLOBAL, FinetuneSettings
+from lipcert.training._settings import GLOBAL, LOCAL, FinetuneSettings
 
 _WEIGHT_DECAY = 1e-4
 _WARMUP = 0.1
@@ -96,7 +97,10 @@ def finetune(
       :func:`lipcert.training.trades_loss`, ``"fixed"``: :func:`lipcert.training.fixed_loss`, all for the GloRo
       certificate, and ``"lmt"``, which is ``"fixed"`` for the global certificate.
 
-    The last five use :class:`lipcert.training.TrainingBound`, an estimate that follows the weights; after each epoch
+    * ``"local-b"``, ``"local-g"``: :func:`lipcert.training.local_loss`, for the local certificate of networks with
+      ReLU, clipped ReLU or MaxMin.
+
+    Those for GloRo use :class:`lipcert.training.TrainingBound`, an estimate that follows the weights; after each epoch
     the bound is certified.
 
     With torch.distributed initialised, each process gives its own share of every batch, which may be empty, and all
@@ -122,8 +126,10 @@ def finetune(
               one, 0.1 to 0.25. Two numbers are the first and the last one; it goes from one to the other over four
               fifths of the run.
             * ramp: (a, b, s): ε in the loss goes from a to b times ``eps`` over the share s of the run and stays
-              there. By default (0.1, 2, 0.5) for ``"emma"``, appendix B.1 of its paper, and (0, 1, 1/3) for others.
+              there. By default (0.1, 2, 0.5) for ``"emma"``, appendix B.1 of its paper, (0, 1.1, 0.5) for the
+              local ones, and (0, 1, 1/3) for others.
             * weight: of the divergence in ``"trades"``.
+            * sparsity: weight of the sparsity loss in ``"local-b"`` and ``"local-g"``.
             * sigma: standard deviation of the noise in ``"noise"``; that of certification.
             * consistency: weight of the term in ``"noise"`` that makes predictions under two draws agree, such as 10.
             * max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, or at different
@@ -222,6 +228,8 @@ class _Run:
         self.optimizer = self._optimizer()
         self.average = None if asked.ema is None else ModelEmaV3(model, decay=asked.ema, use_warmup=True)
         self.bound = TrainingBound(model, rows=asked.loss != "lmt") if asked.loss in GLOBAL else None
+        self.local = LocalBound(model) if asked.loss in LOCAL else None
+        self.mixture = 0.0
         lengths = processes.gather(_length(loader))
         self.batches = None if None in lengths else max(lengths)
         self.finished = 0
@@ -245,6 +253,7 @@ class _Run:
             within = min(batches / self.batches, 1.0) if self.batches else 0.5  # where that is not known, the middle
             done = (self.finished + within) / self.asked.epochs
             eps = self.asked.eps_at(done)
+            self.mixture = self.asked.mixture_at(done)
             first, last = self.temperatures
             self.temperature = first * (last / first) ** min(done / _COOLING, 1.0)
             for group in self.optimizer.param_groups:
@@ -334,6 +343,9 @@ class _Run:
     def _forward(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.asked.loss == "anchored":
             return anchored_loss(self.model, images, labels, eps, self.temperature)
+        if self.local is not None:
+            bottom, sparsity = self.asked.loss == "local-g", self.asked.sparsity
+            return local_loss(self.local, images, labels, eps, self.mixture, bottom=bottom, sparsity=sparsity)
         if self.asked.loss == "noise":
             sigma, weight = cast(float, self.asked.sigma), self.asked.consistency
             return noise_loss(self._logits, images, labels, sigma, weight, self.temperature)
@@ -387,6 +399,7 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "vectors": [] if self.hold is None else self.hold.vectors,
             "bound": [] if self.bound is None else self.bound.estimator.vectors,
+            "local": {} if self.local is None else self.local.vectors,
             "random": torch.get_rng_state(),
             "finished": self.finished,
             "updates": self.updates,
@@ -404,6 +417,8 @@ class _Run:
                 vector.copy_(saved)
         if self.bound is not None:
             self.bound.estimator.vectors = [vector.to(self.model.device) for vector in state["bound"]]
+        if self.local is not None:
+            self.local.vectors = {place: v.to(self.model.device) for place, v in state["local"].items()}
         torch.set_rng_state(state["random"])
         self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
 

@@ -13,17 +13,23 @@ from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.training._matrices import MaxNorm, held_at
 
-Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "noise"]
+Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
 Amp = Literal["bfloat16"]
 OPTIMIZERS = ("adamw", "muon", "nadam")
 SCHEDULES = ("cosine", "multistep", "exponential")
-LOSSES: tuple[Loss, ...] = ("anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "noise")
+LOSSES: tuple[Loss, ...] = ("anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise")
 # Losses with the global bound.
 GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
+# Losses with local bounds.
+LOCAL: tuple[Loss, ...] = ("local-b", "local-g")
 
 _LARGEST = 1e30
 # ε in the course of a run, see FinetuneSettings.ramp.
-_RAMPS: dict[str, tuple[float, float, float]] = {"emma": (0.1, 2.0, 0.5)}
+_RAMPS: dict[str, tuple[float, float, float]] = {
+    "emma": (0.1, 2.0, 0.5),
+    "local-b": (0.0, 1.1, 0.5),
+    "local-g": (0.0, 1.1, 0.5),
+}
 _RAMP = (0.0, 1.0, 1 / 3)
 
 
@@ -41,6 +47,7 @@ class FinetuneSettings:
     temperature: float | tuple[float, float] = 1.0
     ramp: tuple[float, float, float] | None = None
     weight: float = 1.0
+    sparsity: float = 0.0
     sigma: float | None = None
     consistency: float = 0.0
     max_norm: MaxNorm | None = None
@@ -60,6 +67,11 @@ class FinetuneSettings:
         """ε when the share ``done`` of the run is over."""
         first, last, share = self.ramp or _RAMPS.get(self.loss, _RAMP)
         return self.eps * (first + (last - first) * (min(done / share, 1.0) if share else 1.0))
+
+    def mixture_at(self, done: float) -> float:
+        """λ of the losses with local bounds, which rises from 0 to 1 as ε does (Huang et al. 2021, equation 29)."""
+        share = (self.ramp or _RAMPS.get(self.loss, _RAMP))[2]
+        return min(done / share, 1.0) if share else 1.0
 
     def check(self, model: Model) -> None:
         """Refuses what :func:`lipcert.finetune` cannot train with.
@@ -89,6 +101,8 @@ class FinetuneSettings:
             raise InputError(f"amp is bfloat16 or left out, got {self.amp!r}")
         if self.amp is not None and self.loss == "anchored":
             raise InputError("the loss anchored needs second derivatives, which bfloat16 loses; leave amp out")
+        if self.loss in LOCAL and (self.amp is not None or self.temperature != 1.0):
+            raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
         if model.dtype not in (torch.float32, torch.float64):
             raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
         check_weights(model)

@@ -1,0 +1,88 @@
+"""A LiResNet trained on CIFAR-10 by ``finetune --loss emma`` and certified by ``certify --method gloro``.
+
+    python -m benchmarks.liresnet_cifar --data ../shared/data/cifar10 --work liresnet --width 32 --epochs 12
+
+Trains from random weights and certifies all test images at 36/255, deterministically, by the two commands that a user
+types; they are printed. Both leave their files in the work folder and go on from there. What each epoch said, the
+certified accuracy at several ε, the environment and the commands go to benchmarks/results/liresnet_cifar.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks._env import environment
+
+RESULT = Path(__file__).parent / "results" / "liresnet_cifar.json"
+RADII = {"18/255": 18 / 255, "36/255": 36 / 255, "72/255": 72 / 255, "108/255": 108 / 255}
+EPOCH = re.compile(
+    r"epoch (\d+) of \d+: loss ([\d.]+), accuracy ([\d.]+), Lipschitz bound ([\d.]+) certified, ([\d.]+) estimated"
+    r" in training, ([\d.]+) s"
+)
+
+
+def run(command: list[str], log: Path) -> None:
+    """A lipcert command, printed; its messages are added to a file."""
+    print("lipcert", shlex.join(command), flush=True)
+    with log.open("a") as messages:
+        done = subprocess.run([sys.executable, "-m", "lipcert", *command], stderr=messages, check=False)
+    if done.returncode:
+        raise SystemExit(f"lipcert {command[0]} failed; see {log}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the model and the rows")
+    parser.add_argument("--width", type=int, default=32, help="channels of the residual blocks")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=128)
+    args = parser.parse_args()
+    args.work.mkdir(exist_ok=True)
+    model, rows, log = (args.work / name for name in ("liresnet.safetensors", "rows.jsonl", "log.txt"))
+    train = [
+        "finetune", "liresnet_l6w64", "--no-pretrained", "--model-args", f"width={args.width}",
+        "--data", str(args.data / "train.tar"), "--eps", "36/255", "--loss", "emma", "--epochs", str(args.epochs),
+        "--batch-size", str(args.batch_size), "--lr", "1e-3", "--optimizer", "nadam", "--amp", "bfloat16",
+        "--channels-last", "--crop", "shift", "--out", str(model),
+    ]  # fmt: skip
+    certify = [
+        "certify", str(model), "--data", str(args.data / "test.tar"), "--eps", "36/255", "--method", "gloro",
+        "--out", str(rows),
+    ]  # fmt: skip
+    if not model.exists():
+        run(train, log)
+    run(certify, log)
+    names = ("epoch", "loss", "accuracy", "certified_bound", "estimated_bound", "seconds")
+    epochs = [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(log.read_text())]
+    verdicts = [json.loads(line) for line in rows.read_text().splitlines()]
+    verdicts = [row for row in verdicts if "radius" in row]
+    correct = [row for row in verdicts if row["predicted"] == row["label"]]
+
+    def shown(command: list[str]) -> str:
+        text = shlex.join(["lipcert", *command])
+        return text.replace(f"{args.work}/", "").replace(f"{args.data}/", "")
+
+    result = {
+        "data": "CIFAR-10, lightly compressed JPEG files",
+        "commands": [shown(train), shown(certify)],
+        "images": len(verdicts),
+        "clean": len(correct) / len(verdicts),
+        "certified": {name: sum(row["radius"] > eps for row in correct) / len(verdicts) for name, eps in RADII.items()},
+        "certified_by_the_command": sum(bool(row["certified"]) for row in correct) / len(verdicts),
+        "rigor": sorted({row["rigor"] for row in verdicts}),
+        "epochs": epochs,
+        "environment": environment(),
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("images", "clean", "certified", "rigor")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Local-Lip training: boxes, worst logits and norms between what moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import lipcert
+from lipcert.errors import InputError
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
+from lipcert.training import LocalBound, local_loss
+from lipcert.training._local import reach
+
+
+def network(activation: str) -> nn.Module:
+    acts = {
+        "relu": nn.ReLU,
+        "clipped": lambda: ClippedReLU(0.3),
+        "maxmin": MaxMin,
+        "both": lambda: ClippedMaxMin(0.3, -0.3),
+    }
+    make = acts[activation]
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, 1, 1), make(), nn.Conv2d(4, 6, 2, 2), make(), nn.Flatten(), nn.Linear(24, 8), make(),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def lengths(images: Tensor) -> Tensor:
+    return images.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
+
+
+def model_of(net: nn.Module, size: tuple[int, int, int] = (1, 4, 4)) -> lipcert.Model:
+    return lipcert.load(net, mean=(0.5,) * size[0], std=(0.5,) * size[0], input_size=size).double()
+
+
+def test_the_papers_toy_example() -> None:
+    """Appendix A.1: the local constant is 1 where the global one is 9√3. Pixels are half of x, plus ½."""
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(3, 3, False), ClippedReLU(1.0), nn.Linear(3, 3, False), ClippedReLU(1.0),
+        nn.Linear(3, 2, False),
+    )  # fmt: skip
+    with torch.no_grad():
+        for layer in (net[1], net[3]):
+            layer.weight.copy_(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+        net[5].weight.copy_(torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+    model = model_of(net, (3, 1, 1))
+    image = torch.tensor([1.0, 0.0, 0.5]).double().view(1, 3, 1, 1)
+    eps = 0.05
+    logits, worst, _ = LocalBound(model).worst(image, torch.tensor([1]), eps)
+    rise = (worst - logits)[0, 0].item()
+    assert rise == pytest.approx(2 * eps, rel=1e-6)  # 2 is the constant of the normalisation
+    assert lipcert.lipschitz(model).value == pytest.approx(2 * 9 * 3**0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["relu", "clipped", "maxmin", "both"])
+@pytest.mark.parametrize("eps", [0.02, 0.3])
+def test_no_attack_passes_the_worst_logits(activation: str, eps: float) -> None:
+    """Projected gradient ascent on every f_j − f_y, from several starts, with power iteration at its end."""
+    torch.manual_seed(1)
+    model = model_of(network(activation))
+    images, labels = torch.rand(6, 1, 4, 4).double(), torch.randint(3, (6,))
+    bound = LocalBound(model)
+    for _ in range(60):
+        _, worst, _ = bound.worst(images, labels, eps)
+    limit = worst - worst.gather(1, labels[:, None])
+    best = torch.full_like(limit, -torch.inf)
+    for target in range(3):
+        for _ in range(3):
+            delta = torch.randn_like(images)
+            delta = delta * (eps / lengths(delta))
+            for _ in range(30):
+                moved = ((images + delta).clamp(0, 1)).requires_grad_()
+                gaps = model(moved)
+                gap = gaps[:, target] - gaps.gather(1, labels[:, None])[:, 0]
+                best[:, target] = torch.maximum(best[:, target], gap.detach())
+                (slope,) = torch.autograd.grad(gap.sum(), moved)
+                delta = (moved.detach() - images) + 0.3 * eps * slope / lengths(slope)
+                delta = delta * (eps / lengths(delta)).clamp(max=1)
+    others = ~F.one_hot(labels, 3).bool()
+    assert (best <= limit * (1 + 1e-6) + 1e-9)[others].all()
+    with torch.no_grad():
+        logits = model(images)
+    gaps = logits - logits.gather(1, labels[:, None])
+    assert (limit - gaps)[others].min() > 0
+
+
+def test_reach_is_the_maximum_over_the_box_and_the_ball() -> None:
+    """Against the best of many feasible points, found by projected ascent, and with the gradient of its value."""
+    torch.manual_seed(0)
+    rows, down, up = torch.randn(20, 5).double(), torch.rand(20, 5).double(), torch.rand(20, 5).double()
+    rho = torch.rand(20).double() * 1.5
+    found = reach(rows, down, up, rho)
+    best = torch.full((20,), -torch.inf).double()
+    for t in torch.logspace(-4, 4, 4001).double():
+        delta = torch.maximum(torch.minimum(rows * t, up), -down)
+        inside = delta.norm(dim=1) <= rho
+        best = torch.where(inside, torch.maximum(best, (rows * delta).sum(1)), best)
+    assert (found >= best - 1e-9).all()
+    assert (found <= best + 0.02).all()
+    torch.manual_seed(1)
+    for _ in range(2000):  # nothing feasible is above it
+        delta = torch.maximum(torch.minimum(torch.randn(20, 5).double(), up), -down)
+        delta = delta * (rho / delta.norm(dim=1)).clamp(max=1)[:, None]
+        assert ((rows * delta).sum(1) <= found + 1e-9).all()
+    inputs = tuple(part.requires_grad_() for part in (rows, down, up, rho))
+    assert torch.autograd.gradcheck(lambda *parts: reach(*parts), inputs, eps=1e-7, atol=1e-4)
+
+
+def test_thresholds_and_weights_have_gradients() -> None:
+    torch.manual_seed(0)
+    model = model_of(network("clipped"))
+    images, labels = torch.rand(8, 1, 4, 4).double(), torch.randint(3, (8,))
+    loss, _ = local_loss(LocalBound(model), images, labels, 0.2, 1.0, sparsity=0.1)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+
+
+def test_the_mixture_and_bottom_are_as_in_the_paper() -> None:
+    torch.manual_seed(0)
+    model = model_of(network("maxmin"))
+    images, labels = torch.rand(4, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0])
+    logits, worst, _ = LocalBound(model).worst(images, labels, 0.1)
+    plain, robust = F.cross_entropy(logits, labels), F.cross_entropy(worst, labels)
+    loss, same = local_loss(LocalBound(model), images, labels, 0.1, 0.3)
+    assert torch.allclose(same, model(images))
+    assert loss.item() == pytest.approx((0.7 * plain + 0.3 * robust).item())
+    pairs = zip(worst.tolist(), labels.tolist(), strict=True)
+    rivals = torch.tensor([max(row[j] for j in range(3) if j != y) for row, y in pairs]).double()
+    bottom = F.cross_entropy(torch.cat([logits, rivals[:, None]], 1), labels)
+    loss, _ = local_loss(LocalBound(model), images, labels, 0.1, 1.0, bottom=True)
+    assert loss.item() == pytest.approx(bottom.item())
+
+
+@pytest.mark.parametrize("loss", ["local-b", "local-g"])
+def test_training_for_local_certificates_certifies_more(loss: str) -> None:
+    data = load_digits()
+    images = torch.from_numpy(data.images / 16).float()[:256, None]
+    labels = torch.from_numpy(data.target)[:256].long()
+    loader: list[tuple[Tensor, Tensor]] = list(zip(images.split(32), labels.split(32), strict=True)) * 3
+
+    def trained(loss: str, **ways) -> float:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), ClippedReLU(1.0), nn.Linear(32, 10))
+        model = lipcert.load(net, mean=(0.5,), std=(0.5,), input_size=(1, 8, 8))
+        lipcert.finetune(model, loader, eps=0.5, loss=loss, epochs=4, lr=1e-2, **ways)
+        result = lipcert.certify(model, images[:48], labels[:48], eps=0.5, method="local")
+        return result.certified_accuracy
+
+    assert trained(loss, sparsity=0.001) > trained("ce") + 0.1
+
+
+def test_networks_and_settings_that_do_not_fit_are_refused() -> None:
+    gelu = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.GELU(), nn.Linear(4, 3))
+    with pytest.raises(InputError, match="gelu at net.2; take the loss emma"):
+        LocalBound(model_of(gelu))
+    headless = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU())
+    with pytest.raises(InputError, match="linear layer at the end"):
+        LocalBound(model_of(headless))
+    residual = lipcert.load("liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=1, neck=4, features=8)
+    with pytest.raises(InputError, match="the network has add"):
+        LocalBound(residual)
+    with pytest.raises(InputError, match="leave amp"):
+        lipcert.finetune(residual, [], loss="local-b", amp="bfloat16")
