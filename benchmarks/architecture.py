@@ -20,8 +20,8 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 LAYERS: dict[str, dict[str, float]] = {
     "command line": {"cli": 1, "lipcert": 3},
     "result files": {"report": 0, "results": 1},
-    "improvements, checks": {"training": 2.5, "certvit": 3.5, "smoothing": 4.5, "testing": 5.5},
-    "certificates": {"certifier": 0.9},
+    "improvements, checks": {"training": 2.5, "certvit": 3.5, "testing": 4.5},
+    "certificates": {"certifier": 0.9, "smoothing": 4.5},
     "analysis": {"roundoff": 0, "bounds": 1},
     "models, settings": {"networks": 0, "loading": 2.2, "settings": 3.2, "attacks": 5.5},
     "structure": {"surgery": 1, "graph": 2, "norms": 3, "model": 4.6},
@@ -34,9 +34,10 @@ MODULES = {
     "testing": "testing",
     "model": "model",
     **dict.fromkeys(("artifact", "data", "loading", "zoo", "assets"), "loading"),
-    **dict.fromkeys(("_checkpoint", "_construction", "_timm"), "loading"),
+    **dict.fromkeys(("_checkpoint", "_construction", "_preprocessing", "_timm"), "loading"),
     **dict.fromkeys(("_environment", "_processes", "_settings"), "settings"),
-    **dict.fromkeys(("_bound", "_memory", "_real", "_upper", "_version", "errors"), "numerics"),
+    **dict.fromkeys(("_bound", "_estimate", "_memory", "_random_states", "_real", "_upper"), "numerics"),
+    **dict.fromkeys(("_version", "errors"), "numerics"),
 }
 
 

@@ -47,8 +47,7 @@ from lipcert.bounds._masked import INFLATE, Core, core_of
 from lipcert.bounds._registry import key_of
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.activation import ACTIVATIONS
-from lipcert.graph import Graph, Node, needed
-from lipcert.graph._graph import PIECES, map_nodes, run
+from lipcert.graph import PIECES, Graph, Node, map_nodes, needed, run
 from lipcert.norms import Draw, Ledger
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 

@@ -16,8 +16,7 @@ from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
-from lipcert.graph import Graph, Node, capture, close, examples, needed
-from lipcert.graph._graph import PIECES, map_nodes
+from lipcert.graph import PIECES, Graph, Node, capture, close, examples, map_nodes, needed
 from lipcert.model import Model, unusable
 
 _REFERENCE = "composition of the rules of lipcert.bounds, each with its source"

@@ -71,8 +71,7 @@ from lipcert.certifier._linearized import (
 )
 from lipcert.certifier._lofast import Layers
 from lipcert.certifier._secants import with_secants
-from lipcert.graph import Node
-from lipcert.graph._graph import run
+from lipcert.graph import Node, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
 

@@ -35,8 +35,7 @@ from lipcert.errors import (
 )
 from lipcert.graph import across_types, confirm, examine
 from lipcert.model import Model
-from lipcert.norms import Ledger
-from lipcert.norms._ledger import part_of, rigor_of
+from lipcert.norms import Ledger, part_of, rigor_of
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 if TYPE_CHECKING:

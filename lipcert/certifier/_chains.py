@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipcert.graph import Node, Replay
-from lipcert.graph._graph import PIECES, REARRANGING
-from lipcert.norms._lanczos import SMALLEST
+from lipcert.graph import PIECES, REARRANGING, Node, Replay
+from lipcert.norms import SMALLEST
 
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
 _ADDING = frozenset(("add", "sub", "rsub"))

@@ -26,8 +26,7 @@ from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._margins import row_distances
 from lipcert.certifier._rounding import Local, Rounded, rounded
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, Replay, capture, cuts, explicit_attention, needed
-from lipcert.graph._graph import REARRANGING, run
+from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, explicit_attention, needed, run
 from lipcert.model import Model
 from lipcert.norms import (
     Draw,
@@ -38,10 +37,10 @@ from lipcert.norms import (
     explicit_rows,
     lanczos_norm,
     longest_row,
+    part_of,
     row_norm,
     row_norms,
 )
-from lipcert.norms._ledger import part_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

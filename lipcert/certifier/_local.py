@@ -13,8 +13,7 @@ from lipcert.bounds._masked import INFLATE, Core
 from lipcert.certifier._margins import ROUND_DOWN, MarginBounds, radii
 from lipcert.errors import InputError
 from lipcert.model import Model
-from lipcert.norms import Ledger
-from lipcert.norms._ledger import part_of
+from lipcert.norms import Ledger, part_of
 
 _EVALUATIONS = 64
 _ACCURACY = 1.01

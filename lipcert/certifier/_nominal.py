@@ -24,8 +24,7 @@ from torch import Tensor
 
 from lipcert.certifier._chains import Chains
 from lipcert.certifier._rounding import Local
-from lipcert.graph import Graph, Node, Replay, explicit_attention, needed
-from lipcert.graph._graph import run
+from lipcert.graph import Graph, Node, Replay, explicit_attention, needed, run
 
 _TIMES = 1024
 _COUNTED = 4

@@ -58,8 +58,7 @@ from torch import Tensor
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import arguments, per_image, remainder_of
 from lipcert.certifier._chains import Chains, Link
-from lipcert.graph import Node
-from lipcert.graph._graph import REARRANGING, map_nodes
+from lipcert.graph import REARRANGING, Node, map_nodes
 
 UNIT = 2.0**-53
 # The smallest normal number: what an underflow can cost an entry, flushed to zero or not.

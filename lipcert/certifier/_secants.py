@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lipcert.bounds.remainders.secants import SECANTS
-from lipcert.graph import Graph, Node
-from lipcert.graph._graph import map_nodes
+from lipcert.graph import Graph, Node, map_nodes
 
 
 def with_secants(graph: Graph) -> tuple[Graph, dict[Node, Node]]:

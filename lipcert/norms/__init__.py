@@ -12,10 +12,11 @@ from lipcert.norms._explicit import (
     row_norms,
 )
 from lipcert.norms._gram import gram_norm
-from lipcert.norms._lanczos import lanczos_norm
-from lipcert.norms._ledger import Draw, Ledger
+from lipcert.norms._lanczos import SMALLEST, lanczos_norm
+from lipcert.norms._ledger import Draw, Ledger, part_of, rigor_of
 
 __all__ = [
+    "SMALLEST",
     "Draw",
     "Ledger",
     "conv_norm",
@@ -28,6 +29,8 @@ __all__ = [
     "gram_norm",
     "lanczos_norm",
     "longest_row",
+    "part_of",
+    "rigor_of",
     "row_norm",
     "row_norms",
 ]

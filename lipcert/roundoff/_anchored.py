@@ -41,8 +41,7 @@ from lipcert.certifier._linearized import (
     Weighed,
     at_most,
 )
-from lipcert.graph import Node
-from lipcert.graph._graph import run
+from lipcert.graph import Node, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff._format import Format

@@ -27,8 +27,7 @@ from lipcert.bounds._value import Value
 from lipcert.certifier._linearized import SAFETY, at_most
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, capture, explicit_attention, needed
-from lipcert.graph._graph import PIECES, map_nodes, run
+from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff._constants import computed_error

@@ -20,15 +20,18 @@ from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._registry import NoAnswer, key_of
 from lipcert.bounds.rules.pooling import per_axis
 from lipcert.certifier._linearized import at_most
-from lipcert.graph import Node
-from lipcert.graph._graph import map_nodes
+from lipcert.graph import Node, map_nodes
 from lipcert.roundoff._format import EXTRA, INFLATE, Format
-from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
-from lipcert.surgery._projections import (
+from lipcert.surgery import (
+    ClippedMaxMin,
+    ClippedReLU,
     GroupLayerProject,
     GroupSmoothProject,
+    LayerProject,
+    MaxMin,
     RmsLayerProject,
     RmsSmoothProject,
+    SmoothProject,
 )
 
 
