@@ -13,9 +13,9 @@ import random
 import sys
 import tarfile
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +149,23 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Width and height of the first image before it is resized; None where that is not known without decoding."""
         return None
 
-    def batches(self, size: int, only: Collection[int] | None = None) -> Iterator[Batch]:
+    def batches(self, size: int | Iterable[int], only: Collection[int] | None = None) -> Iterator[Batch]:
         """All images in order, or some of them.
 
         Args:
-            size: images per batch; the last one may be smaller.
+            size: images per batch, or the numbers of images of one batch after the other; the last one may be smaller.
             only: indices of the images that are wanted; others are not decoded where the data set allows it.
 
         Yields:
-            Batches of ``size`` images.
+            Batches of these sizes.
 
         Raises:
             InputError: naming an image that cannot be read, or a label that is none of the model's classes.
         """
         items = self._items(only)
-        while chunk := list(islice(items, size)):
+        for count in repeat(size) if isinstance(size, int) else size:
+            if not (chunk := list(islice(items, count))):
+                return
             labels = torch.tensor([label for _, _, label in chunk]) if self.labelled else None
             indices, images = tuple(index for index, _, _ in chunk), torch.stack([image for _, image, _ in chunk])
             yield Batch(indices, images, labels, tuple(self.file(index) for index in indices))

@@ -52,25 +52,33 @@ def environment():
 
 
 def test_blocks_are_the_same_in_every_run(folder):
+    """Whatever is done and however many parts there are; small at first, and none above a sixteenth of the images."""
     model = load(None)
-    images = open_images(None, model, limit=20)
+    images = open_images(None, model, limit=100)
     certifier = Certifier(model, 0.1, "gloro")
-    certifier.together = 8
+    certifier.together = 32
     order = list(images.order)
-    seen = {}
-    for part in range(2):
+    whole = [batch.indices for batch in Remaining(certifier, images)._blocks()]
+    assert [len(block) for block in whole] == [1, 2, 4, *[7] * 13, 2]
+    assert [index for block in whole for index in block] == order
+    for parts in (2, 5):
         for done in ((), order[:3], order[2:11], order):
-            left = Remaining(certifier, images, done, part, 2)
-            blocks = [batch.indices for batch in left._blocks()]
-            for block in blocks:
-                start = order.index(block[0])
-                assert start % 16 == 8 * part
-                assert block == tuple(order[start : start + 8])
-            new = [index for block in blocks for index in block if index not in done]
-            assert left.length == len(new)
-            seen[part, len(done)] = new
-    assert seen[0, 0] + seen[1, 0] == [order[i] for i in (*range(8), *range(16, 20), *range(8, 16))]
-    assert seen[0, 20] == seen[1, 20] == []
+            for part in range(parts):
+                left = Remaining(certifier, images, done, part, parts)
+                blocks = [batch.indices for batch in left._blocks()]
+                assert blocks == [block for block in whole[part::parts] if not {*done}.issuperset(block)]
+                assert left.length == sum(index not in done for block in blocks for index in block)
+
+
+@pytest.mark.parametrize(("count", "parts", "least"), [(12, 2, 6), (12, 5, 2), (100, 4, 19), (120, 3, 37)])
+def test_parts_of_few_images_get_about_as_many(count, parts, least):
+    model = load(None)
+    certifier = Certifier(model, 0.1, "gloro")
+    certifier.together = 32
+    images = open_images(None, model, limit=count)
+    shares = [Remaining(certifier, images, part=part, parts=parts).length for part in range(parts)]
+    assert sum(shares) == min(count, images.total)
+    assert min(shares) >= least
 
 
 class Stream:
@@ -79,17 +87,21 @@ class Stream:
     def __init__(self, count):
         self.order, self.length, self.count = None, count, count
 
-    def batches(self, size):
-        for start in range(0, self.count, size):
-            stop = min(start + size, self.count)
-            yield lipcert.data.Batch(tuple(range(start, stop)), torch.rand(stop - start, 3, 8, 8), None)
+    def batches(self, sizes):
+        start = 0
+        for size in sizes:
+            if start >= self.count:
+                return
+            indices = tuple(range(start, min(start + size, self.count)))
+            start += size
+            yield lipcert.data.Batch(indices, torch.rand(len(indices), 3, 8, 8), None)
 
 
 def test_streams_have_blocks_too():
     certifier = Certifier(load(None), 0.1, "gloro")
     certifier.together = 4
     found = [[row["index"] for row in Remaining(certifier, Stream(11), {0, 1, 5}, part, 2)] for part in range(2)]
-    assert found == [[2, 3, 8, 9, 10], [4, 6, 7]]
+    assert found == [[2, 4, 6, 8, 10], [3, 7, 9]]
 
 
 def test_shards_are_put_together(folder):
@@ -279,7 +291,7 @@ def test_other_errors_are_not_taken_for_memory():
         raise RuntimeError("shapes cannot be multiplied")
 
     certifier.stages["gloro"] = broken
-    with pytest.raises(RuntimeError, match="multiplied"):
+    with pytest.raises(InputError, match="multiplied"):
         certifier.run(torch.rand(4, 3, 2, 2))
     assert calls == [1]
 

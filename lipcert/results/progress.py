@@ -2,7 +2,8 @@
 
 The blocks of a data set are the same in every run: consecutive images of its order, so that an image is always computed
 together with the same others. Rounding differs with the images of a batch; this way neither an interruption nor the
-number of processes changes a radius.
+number of processes changes a radius. The first blocks are small, so that rows come soon, and no block holds more than a
+sixteenth of the images, so that parts of a run get about as many.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, "int | None"], None]
 
+# A block holds no more than this part of the images.
+_BLOCKS = 16
+
 
 class Remaining:
     """What is left of a data set for one of several processes.
 
     Args:
-        certifier: certifies the blocks; its ``together`` is their size.
+        certifier: certifies the blocks; its ``together`` is their largest size.
         images: the data set.
         done: indices of images that have a row already.
         part: which process this is, from 0.
@@ -54,10 +58,11 @@ class Remaining:
         self.done = frozenset(done)
         self.part = part
         self.parts = parts
-        self.size = certifier.together
         self.length: int | None = None
+        self.blocks: list[Sequence[int]] | None = None
         if images.order is not None:
-            self.length = len(self._mine() - self.done)
+            self.blocks = [block for block in self._mine(images.order) if not self.done.issuperset(block)]
+            self.length = sum(index not in self.done for block in self.blocks for index in block)
         elif images.length is not None:
             self.length = max(0, images.length - len(self.done)) // parts
 
@@ -79,22 +84,34 @@ class Remaining:
                 if row["index"] not in self.done:
                     yield row
 
+    def _sizes(self) -> Iterator[int]:
+        """Images of each block: 1, 2, 4, up to the largest size."""
+        count = self.images.length
+        largest = min(self.certifier.together, self.certifier.together if count is None else -(-count // _BLOCKS) or 1)
+        size = 1
+        while True:
+            yield size
+            size = min(2 * size, largest)
+
+    def _mine(self, order: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The blocks of this process, those that are done included."""
+        start = 0
+        for number, size in enumerate(self._sizes()):
+            if start >= len(order):
+                return
+            if number % self.parts == self.part:
+                yield order[start : start + size]
+            start += size
+
     def _blocks(self) -> Iterator[Batch]:
-        if self.images.order is not None:
+        if self.blocks is not None:
             # What is left are whole blocks, so that these batches are those blocks.
-            yield from self.images.batches(self.size, only=self._mine())
+            wanted = frozenset(index for block in self.blocks for index in block)
+            yield from self.images.batches([len(block) for block in self.blocks], only=wanted)
             return
-        for number, batch in enumerate(self.images.batches(self.size)):
+        for number, batch in enumerate(self.images.batches(self._sizes())):
             if number % self.parts == self.part and not self.done.issuperset(batch.indices):
                 yield batch
-
-    def _mine(self) -> frozenset[int]:
-        """Indices of the images in those blocks of this process that are not done."""
-        order = self.images.order
-        assert order is not None
-        starts = range(self.part * self.size, len(order), self.parts * self.size)
-        blocks = (order[start : start + self.size] for start in starts)
-        return frozenset(index for block in blocks if not self.done.issuperset(block) for index in block)
 
 
 def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None) -> Tally:
