@@ -20,7 +20,7 @@ from lipcert.cli._report import report as command
 from lipcert.errors import InputError
 from lipcert.report import _build, _figures, model_card, read_runs, remarks, text_plot, to_html, to_markdown, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
-from lipcert.report._words import radius
+from lipcert.report._words import radius, wilson
 
 EPS = 0.1
 ATTACK = {"name": "PGD-ℓ2", "version": "1.0", "settings": {"steps": 5, "restarts": 2}}
@@ -217,11 +217,38 @@ def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
 
 def test_one_run_on_the_command_line(results):
     out = run(results(ATTACKED, attack=ATTACK), "--eps", "0.05", "--eps", "1/10").stdout
-    assert "clean accuracy\t5 of 6 (83.3 %)" in out
-    assert "certified accuracy at 0.05\t3 of 6 (50.0 %)" in out
-    assert "certified accuracy at 1/10\t2 of 6 (33.3 %)" in out
-    assert "accuracy under PGD-ℓ2 at 1/10\t3 of 6 (50.0 %), an estimate" in out
+    assert "clean accuracy\t5 of 6 (83.3 %, 95 %: 43.6–97.0 %)" in out
+    assert "certified accuracy at 0.05\t3 of 6 (50.0 %, 95 %: 18.8–81.2 %)" in out
+    assert "certified accuracy at 1/10\t2 of 6 (33.3 %, 95 %: 9.7–70.0 %)" in out
+    assert "accuracy under PGD-ℓ2 at 1/10\t3 of 6 (50.0 %, 95 %: 18.8–81.2 %), an estimate" in out
     assert "nan" in refused(results(), "--eps", "nan")
+
+
+def test_staged_radii_are_not_compared(results):
+    """They end just above ε, where the search stopped: no median, and the figure says where nobody looked."""
+    (r,) = read_runs([results(method="staged", name="s")])
+    (other,) = read_runs([results(name="a")])
+    table = _build.overview([r, other], [(EPS, "0.1")])
+    assert [row[table.columns.index("radius")] for row in table.rows] == ["–", "0.100"]
+    assert not any("median" in name for name, _ in _build.facts(r, [(EPS, "0.1")]))
+    assert any("median" in name for name, _ in _build.facts(other, [(EPS, "0.1")]))
+    text = to_markdown(_build.report([r]))
+    assert "did not look further" in text
+    if _figures.available():
+        assert _figures.curve([r]).count("<pattern") > _figures.curve([other]).count("<pattern")
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(1, 50))
+def test_wilson_intervals(part, whole):
+    """Its ends are the shares at which the score test is just not rejected."""
+    part = min(part, whole)
+    low, high = wilson(part, whole)
+    assert 0 <= low <= part / whole <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:
+            score = (part / whole - end) / math.sqrt(end * (1 - end) / whole)
+            assert abs(score) == pytest.approx(1.959963984540054) or score == pytest.approx(0, abs=1e-6)
 
 
 def test_several_runs_are_compared(results, tmp_path):

@@ -18,8 +18,9 @@ from lipcert.results import Run
 Eps = Sequence[tuple[float, str]]
 
 OVERVIEW = (
-    "radius: the median of the images predicted right. δ: probability that one radius is too large, over lipcert's own "
-    "random draws; 0 is deterministic. Certificates that hold for smoothed(σ) are not about the network itself."
+    "radius: the median of the images predicted right; staged runs have none. δ: probability that one radius is too "
+    "large, over lipcert's own random draws; 0 is deterministic. Certificates that hold for smoothed(σ) are not about "
+    "the network itself."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -64,10 +65,11 @@ def remarks(runs: Sequence[Run]) -> list[str]:
             "draws for a smoothed classifier end as soon as the verdict at the ε asked for is known: more may be "
             "certifiable above it with --all-samples"
         )
-    staged = [run for run in runs if run.summary.get("method") == "staged"]
+    staged = [run for run in runs if run.staged]
     if staged:
         found.append(
-            "staged certification stops at the first radius beyond the ε asked for: above it, more may be certifiable"
+            "staged certification stops at the first radius beyond the ε asked for: above it, more may be certifiable, "
+            "and its median radius says nothing"
         )
     if any(run.attacked for run in staged):
         found.append(
@@ -104,7 +106,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> Table:
             ]
             if attacked:
                 row.append(_percent(run.surviving_at(value), run) if run.attacked else "–")
-            rows.append([*row, radius(run.median_radius or 0.0), f"{run.delta:g}"])
+            rows.append([*row, "–" if run.staged else radius(run.median_radius or 0.0), f"{run.delta:g}"])
     for family in families(runs):
         for value, typed in eps:
             best = max(family, key=lambda run: run.certified_at(value))
@@ -124,7 +126,8 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
         if run.attacked:
             what = f"accuracy under {run.attack_name}" if run.labelled else above(run)
             found.append((f"{what} at {typed}", f"{share(run.surviving_at(value), len(run))}, an estimate"))
-    found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
+    if not run.staged:
+        found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
     found += [("rigor", run.rigor), ("holds for", about(run))]
     if run.smoothed:
         found += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
@@ -294,6 +297,8 @@ def _caption(runs: Sequence[Run]) -> str:
         text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
     if families(runs):
         text += " Grey: the best σ at each ε, which are several classifiers."
+    if any(run.staged for run in runs):
+        text += " Hatched: above the ε asked for, where staged certification did not look further."
     return f"{text} The truth lies between the solid line and the others."
 
 

@@ -85,7 +85,7 @@ def curve(runs: Sequence[Run]) -> Any:
         colour = _COLOURS[i % len(_COLOURS)]
         eps = steps(np.concatenate([run.radii, run.broken_at]), start, end)
         lower, upper = 100 * certified_curve(run, eps), 100 * attack_curve(run, eps)
-        clean = 100 * run.correct / len(run)
+        clean = 100 * float(run.right.mean())
         marks: dict[str, Any] = {}
         if len(runs) == 1:
             axes.fill_between(eps, lower, upper, step="post", color="0.92", linewidth=0)
@@ -105,6 +105,9 @@ def curve(runs: Sequence[Run]) -> Any:
         eps = steps(np.concatenate([run.radii for run in family]), start, end)
         best = np.max([100 * certified_curve(run, eps) for run in family], axis=0)
         axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0)
+    beyond = [run.eps for run in runs if run.staged]
+    if beyond and min(beyond) < end:
+        axes.axvspan(min(beyond), end, color="0.5", alpha=0.12, hatch="//", linewidth=0, zorder=0)
     for value, typed in sorted({run.eps: run.eps_typed for run in runs}.items()):
         axes.axvline(value, **_DOTS)
         axes.text(value, 1.01, f"ε = {typed}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")

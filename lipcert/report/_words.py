@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from decimal import ROUND_FLOOR, Context, Decimal
 
@@ -28,6 +29,7 @@ _SMOOTHED = (
     "most δ an image. The draws are pseudo-random and rounded; that this changes nothing is assumed, not proved.",
 )
 _COMMON = (
+    "Shares are exact for these images. Intervals (Wilson, 95 %) say what other images of the same kind may give.",
     "It does not say that the prediction is right, nor anything about changes that are not small in ℓ2.",
     "Figures from an attack are estimates from above: an image that an attack did not break may still be fragile.",
 )
@@ -68,8 +70,21 @@ def radius(value: float) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A count with its percentage."""
-    return f"{part} of {whole} ({100 * part / whole:.1f} %)"
+    """A count with its percentage, and what the share of all images may be: ``7 of 40 (17.5 %, 95 %: 8.7–32.0 %)``."""
+    low, high = wilson(part, whole)
+    return f"{part} of {whole} ({100 * part / whole:.1f} %, 95 %: {100 * low:.1f}–{100 * high:.1f} %)"
+
+
+def wilson(part: int, whole: int) -> tuple[float, float]:
+    """Wilson's score interval at 95 % (Wilson 1927) for the share of which ``part`` of ``whole`` is a sample.
+
+    Its centre is (p + z²/2n) / (1 + z²/n) and its half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n), for p = part/whole,
+    n = whole and z = 1.96: the shares that a test of the normal approximation does not reject.
+    """
+    p, z = part / whole, 1.959963984540054
+    centre, scale = p + z * z / (2 * whole), 1 + z * z / whole
+    width = z * math.sqrt(p * (1 - p) / whole + z * z / (4 * whole**2))
+    return max(0.0, min(p, (centre - width) / scale)), min(1.0, max(p, (centre + width) / scale))
 
 
 def known(run: Run) -> str:

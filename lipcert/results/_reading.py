@@ -122,6 +122,11 @@ class Run(Tally):
         return in_words(self.summary.get("preprocessing") or {})
 
     @property
+    def staged(self) -> bool:
+        """Whether the search for radii ended as soon as one was beyond ε."""
+        return bool(self.summary.get("method") == "staged")
+
+    @property
     def attack_name(self) -> str:
         """The attack's name."""
         known = self.summary.get("attack")
