@@ -111,6 +111,9 @@ class CertifySettings:
             and Pearson, for the largest radius. Else draws end as soon as a confidence sequence decides the verdict at
             ε either way.
         seed: of the noise, from 0 to 2⁶⁴ − 1. Choose it before looking at results.
+        smooth_at: None for noise on the pixels; or the path of a module, such as ``"blocks.0"``, to whose output it is
+            added. What comes before has a Lipschitz constant, by which the radius there is divided: ε and radii stay
+            those of pixels. The network needs rules for this.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
             the global constants on images that it breaks within ε, and each certificate is put to the test.
         eps_typed: ε as it was written.
@@ -148,6 +151,11 @@ class CertifySettings:
         typed=bool,
     )
     seed: int = option("smoothing: seed of the noise.", 0, typed=int)
+    smooth_at: str | None = option(
+        "smoothing: add the noise to a module's output, such as blocks.0; radii stay those of pixels.",
+        None,
+        typed=str | None,
+    )
     delta: float = 1e-9
     attack: str | Attack | None = None
     eps_typed: str = field(init=False, default="")

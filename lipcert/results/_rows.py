@@ -125,7 +125,7 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
 
 def _contradiction_of_draws(row: Mapping[str, Any]) -> str | None:
     """The same for a row about a smoothed classifier."""
-    if not re.fullmatch(r"smoothed\([\d.e+-]+\)", str(row.get("holds_for"))):
+    if not re.fullmatch(r"smoothed\([\d.e+-]+( at [\w.]+)?\)", str(row.get("holds_for"))):
         return f"it holds for {row.get('holds_for')!r}, and method {SMOOTHING} certifies a smoothed classifier"
     if not delta(row["rigor"]):
         return f"its rigor is {row['rigor']!r}, and draws of noise make a certificate probabilistic"

@@ -23,6 +23,7 @@ class SmoothedCertificates(Certificates):
         sigma: σ, the standard deviation of the noise at each pixel.
         alpha: α, the probability at most with which each radius is too large.
         seed: of the noise.
+        place: path of the module whose output is noisy; None for the pixels.
         count: how often the predicted class was drawn, int64, shape (N,).
         samples: among how many draws, int64, shape (N,).
         selected: how many further draws selected the class, int64, shape (N,).
@@ -31,6 +32,7 @@ class SmoothedCertificates(Certificates):
     sigma: float = 0.0
     alpha: float = 0.0
     seed: int = 0
+    place: str | None = None
     count: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     selected: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -43,7 +45,7 @@ class SmoothedCertificates(Certificates):
     @property
     def holds_for(self) -> str:
         """What the certificates are about, such as ``smoothed(0.25)``."""
-        return f"smoothed({self.sigma:g})"
+        return f"smoothed({self.sigma:g}{f' at {self.place}' if self.place else ''})"
 
     def entries(self, i: int) -> dict[str, Any]:
         """What a row says of one image beyond the row of any certificate."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from lipcert.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
+from lipcert.smoothing._prefix import Prefix
 from lipcert.smoothing._votes import Plan, Votes
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ Wanted = Sequence[tuple[Tensor, int, range]]
 
 class Smoothing:
     """Certificates for the smoothed classifier of a network: g(x) = the class it gives most often at x + N(0, σ²I).
+
+    With ``smooth_at`` the noise is added inside the network, see :class:`lipcert.smoothing._prefix.Prefix`.
 
     Any module is taken as it is: nothing is captured and no operation needs a rule. For each image some draws select a
     class; further draws bound the probability of that class from below, and the radius is σ Φ⁻¹ of the bound: every
@@ -59,8 +63,7 @@ class Smoothing:
 
     Raises:
         InputError: settings that cannot be used, weights that are NaN, a network that draws random numbers or whose
-            logits
-            for an image depend on the other images of a batch.
+            logits for an image depend on the other images of a batch.
     """
 
     # What a certifier of the network itself has, and this has not.
@@ -74,13 +77,17 @@ class Smoothing:
             raise InputError(f"the number of draws at once must be a whole number, at least 1, got {batch}")
         self.settings = eps
         self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
-        _check_reach(self.plan)
         self.skipped: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.classes = number_of_classes(self.model)
         _check_network(self.model)
+        self.prefix = None if eps.smooth_at is None else Prefix(self.model, eps.smooth_at)
+        if self.prefix is not None:
+            self.plan = replace(self.plan, stretch=self.prefix.constant)
+            self.notes["smooth_at"] = f"the Lipschitz constant up to there is {self.prefix.constant:.4g}"
+        _check_reach(self.plan)
         if eps.dtype != "real":
             self.model = self.model.to(getattr(torch, eps.dtype))
         self.dtype = str(self.model.dtype).removeprefix("torch.")
@@ -106,8 +113,7 @@ class Smoothing:
 
         Raises:
             InputError: images of a wrong shape or outside [0, 1]; labels that do not fit; one draw that alone does not
-                fit
-                into memory.
+                fit into memory.
         """
         numbers = range(len(images)) if indices is None else indices
         return self._run(images, labels, numbers, [Votes(self.plan, self.classes) for _ in numbers])
@@ -146,6 +152,7 @@ class Smoothing:
             sigma=self.plan.sigma,
             alpha=self.plan.alpha,
             seed=self.settings.seed,
+            place=self.settings.smooth_at,
             count=torch.tensor([v.count for v in votes], dtype=torch.int64),
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
@@ -165,29 +172,34 @@ class Smoothing:
         """The class of each draw, -1 where a logit is NaN: one array for each image."""
         found: list[list[NDArray[np.int64]]] = [[] for _ in wanted]
         for pieces in _packed([draws for _, _, draws in wanted], self.batch):
-            noisy = torch.cat([self._noisy(*wanted[i][:2], draws) for i, draws in pieces])
-            classes = self._predict(noisy).cpu()
+            images = torch.cat([wanted[i][0].expand(len(draws), *wanted[i][0].shape) for i, draws in pieces])
+            noise = torch.cat([self._noise(wanted[i][1], draws) for i, draws in pieces])
+            classes = self._predict(images, noise).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
                 found[i].append(part.numpy())
         return [np.concatenate(parts) for parts in found]
 
-    def _noisy(self, image: Tensor, index: int, draws: range) -> Tensor:
-        noise = normal(self.settings.seed, index, draws, image.shape, image.device)
-        return noise.mul_(self.plan.sigma).add_(image)
+    def _noise(self, index: int, draws: range) -> Tensor:
+        shape = self.model.input_size if self.prefix is None else self.prefix.shape
+        return normal(self.settings.seed, index, draws, shape, self.model.device).mul_(self.plan.sigma)
 
-    def _predict(self, noisy: Tensor) -> Tensor:
-        """Classes of noisy images, in parts where memory does not hold the whole; -1 where a logit is NaN."""
+    def _predict(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Classes of images under noise, in parts where memory does not hold the whole; -1 where a logit is NaN."""
         try:
-            logits = self.model(noisy.to(self.model.dtype))
+            if self.prefix is None:
+                logits = self.model((images + noise).to(self.model.dtype))
+            else:
+                logits = self.prefix.under(noise, images.to(self.model.dtype))
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(noisy) == 1:
+            if len(images) == 1:
                 raise InputError(f"memory does not hold the network's forward pass: {first_line(error)}") from error
-        half = (len(noisy) + 1) // 2
+        half = (len(images) + 1) // 2
         self.batch = min(self.batch, half)
-        return torch.cat([self._predict(noisy[:half]), self._predict(noisy[half:])])
+        parts = (slice(None, half), slice(half, None))
+        return torch.cat([self._predict(images[part], noise[part]) for part in parts])
 
 
 def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, range]]]:

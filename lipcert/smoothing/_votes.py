@@ -32,6 +32,7 @@ class Plan:
         samples: the most draws that are counted.
         alpha: α, the probability at most with which a radius is too large.
         all_samples: whether to count all samples, for the largest radius; else only as many as the verdict at ε takes.
+        stretch: a Lipschitz constant of what comes before the noise.
         threshold: a probability with which a class is certified at ε; 1 where none is enough.
     """
 
@@ -40,10 +41,11 @@ class Plan:
     samples: int
     alpha: float
     all_samples: bool
+    stretch: float = 1.0
     threshold: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", needed(self.eps, self.sigma))
+        object.__setattr__(self, "threshold", needed(self.eps, self.sigma, self.stretch))
 
     def radius(self, count: int, samples: int) -> float:
         """The radius that a class has which won ``count`` of ``samples`` draws; 0 for fewer draws than are asked for.
@@ -57,7 +59,7 @@ class Plan:
             bound = robbins(count, samples, self.alpha, start)
         else:
             bound = 0.0
-        return radius(bound, self.sigma)
+        return radius(bound, self.sigma, self.stretch)
 
     def decides(self, count: int, samples: int) -> bool:
         """Whether the confidence sequence has left out the threshold, so that the verdict at ε is known."""

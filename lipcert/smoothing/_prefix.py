@@ -1,0 +1,93 @@
+"""Noise inside a network: its first stages have a Lipschitz constant, and the rest is smoothed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import analyze
+from lipcert.errors import InputError
+from lipcert.graph._graph import Node, run
+from lipcert.graph._stages import cuts
+from lipcert.model import Model
+
+# How close the module's output must come to the value in the graph, relative to the largest entry: both are float64.
+_SAME = 1e-9
+
+
+class Prefix:
+    """A network f = rest ∘ prefix at the output of a module, and the Lipschitz constant K of the prefix.
+
+    What is certified is g(x) = the class that rest gives most often at prefix(x) + N(0, σ²I). Smoothing makes it
+    constant in a ball of radius r around prefix(x), for any function rest. The prefix moves by at most K ‖x′ − x‖, so g
+    is constant for ‖x′ − x‖ < r/K. K holds in real arithmetic; that the prefix as it runs changes the probabilities by
+    no more than the bound has left is assumed, as it is of the noise.
+
+    Source: Zhong and Tandon, "SPLITZ: certifiable robustness via split Lipschitz randomized smoothing", 2024 (arXiv
+    2407.02811), theorem 1.
+
+    Attributes:
+        constant: K, rounded up.
+        shape: of the value for one image.
+
+    Args:
+        model: the model, in which the noise will be added.
+        path: of the module.
+
+    Raises:
+        InputError: there is no such module, its output is not one tensor, a later value depends on the image in another
+            way too, or the constant is infinite.
+        UnsupportedOperation: the network has operations without a rule.
+    """
+
+    def __init__(self, model: Model, path: str):
+        self._model = model
+        modules = dict(model.net.named_modules())
+        if not path or path.removeprefix("net.") not in modules:
+            known = ", ".join(name for name in modules if name and name.count(".") < 2)
+            raise InputError(f"there is no module smooth_at={path!r}; the network has {known}")
+        self._path = path.removeprefix("net.")
+        real = copy.deepcopy(model).double()
+        real.real = True
+        analysis = analyze(real)
+        node = self._node(real, analysis.graph, path)
+        constant = analysis.values[node].lip
+        if not constant.finite:
+            raise InputError(f"the Lipschitz constant up to smooth_at={path!r} is infinite; take an earlier module")
+        self.constant = max(float(constant), torch.finfo(torch.float64).tiny)
+        self.shape = node.shape[1:]
+
+    def _node(self, real: Model, graph: Any, path: str) -> Node:
+        """The value of the graph that is the module's output, through which all that follows depends on the image."""
+        seen: list[Any] = []
+        images = torch.rand(2, *real.input_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        handle = real.net.get_submodule(self._path).register_forward_hook(lambda _, __, output: seen.append(output))
+        with handle, torch.no_grad():
+            real(images.to(real.device))
+            alone = [run(graph.nodes, {graph.input: image[None].to(real.device)}) for image in images]
+        if len(seen) != 1 or not isinstance(seen[0], Tensor):
+            raise InputError(f"smooth_at={path!r} must be a module that runs once and returns one tensor")
+        inside = [n for n in graph.nodes if f"{n.path.removeprefix('net.')}.".startswith(f"{self._path}.") and n.single]
+        if inside and inside[-1] in cuts(graph) and inside[-1].shape[:1] == (1,):
+            value = torch.cat([values[inside[-1]] for values in alone])
+            if value.shape == seen[0].shape and (value - seen[0]).abs().max() <= _SAME * seen[0].abs().max():
+                return inside[-1]
+        raise InputError(
+            f"what follows smooth_at={path!r} depends on the image in other ways than through its output; take a "
+            "module such as blocks.0, after which nothing passes it by"
+        )
+
+    def under(self, noise: Tensor, images: Tensor) -> Tensor:
+        """Logits with noise added to the module's output.
+
+        Args:
+            noise: float32, shape (N, *shape).
+            images: shape (N, C, H, W).
+        """
+        module = self._model.net.get_submodule(self._path)
+        with module.register_forward_hook(lambda _, __, output: (output.float() + noise).to(output.dtype)):
+            logits: Tensor = self._model(images)
+        return logits
