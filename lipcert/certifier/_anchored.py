@@ -55,7 +55,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._remainder import Against, per_image, quadratic
+from lipcert.bounds import Against, per_image, quadratic
 from lipcert.certifier._linearized import (
     NOT_WEIGHED,
     SAFETY,

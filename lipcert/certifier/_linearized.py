@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from lipcert._settings import RIGORS
-from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer, kept_whole
-from lipcert.bounds._remainder import REMAINDERS, Remainder, per_image, remainder_of, total
+from lipcert.bounds import REMAINDERS, NoAnswer, Remainder, arguments, kept_whole, per_image, remainder_of, total
 from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._margins import row_distances

@@ -55,8 +55,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import arguments, per_image, remainder_of
+from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
 from lipcert.certifier._chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments
+from lipcert.bounds import arguments, per_image
 from lipcert.bounds._masked import verified_norms
-from lipcert.bounds._remainder import per_image
 from lipcert.certifier._anchored import Anchor, Anchored, Toward
 from lipcert.certifier._linearized import (
     NOT_WEIGHED,

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._upper import Number
+from lipcert.bounds import NoAnswer, Value, kept_whole, rule_for
 from lipcert.bounds._global import _answer, _walk
-from lipcert.bounds._registry import NoAnswer, kept_whole, rule_for
-from lipcert.bounds._value import Value
 from lipcert.certifier._linearized import SAFETY, at_most
 from lipcert.certifier._margins import row_distances
 from lipcert.errors import UnsupportedOperation

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments, by_operand
-from lipcert.bounds._registry import NoAnswer, key_of
+from lipcert.bounds import NoAnswer, arguments, by_operand, key_of
 from lipcert.bounds.rules.pooling import per_axis
 from lipcert.certifier._linearized import at_most
 from lipcert.graph import Node, map_nodes
