@@ -133,6 +133,19 @@ def test_code_that_depends_on_the_type_is_refused(name, dtype):
         Certifier(loaded(Code(TYPES[name])), 0.1, dtype=dtype)
 
 
+MODES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "grad mode": lambda z, x: 2 * z if torch.is_grad_enabled() else z,
+    "requires_grad": lambda z, x: 2 * z if x.requires_grad else z,
+    "inference mode": lambda z, x: 2 * z if torch.is_inference_mode_enabled() else z,
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_code_that_depends_on_gradients_being_wanted_is_refused(name):
+    with pytest.raises(UnsupportedCode, match="gradients are wanted"):
+        Certifier(loaded(Code(MODES[name])), 0.1)
+
+
 def test_a_refusal_is_one_line_that_says_what_differs():
     with pytest.raises(UnsupportedCode) as refused:
         Certifier(loaded(Code(TYPES["finfo"])), 0.1)
@@ -229,6 +242,12 @@ def test_a_graph_is_held_against_every_image_it_is_confirmed_on():
     net.head.weight.data += 1
     with pytest.raises(UnsupportedCode):
         confirm(net, graph, torch.rand(1, *SIZE).double(), real=True)
+
+
+def test_a_module_may_be_captured_with_one_image_after_the_other():
+    net = Code(lambda z, x: z.relu())
+    assert capture(net, torch.rand(1, *SIZE)).nodes
+    assert capture(net, torch.rand(1, *SIZE)).nodes
 
 
 def test_a_module_is_examined_again_once_it_has_changed():

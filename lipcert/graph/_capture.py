@@ -17,7 +17,7 @@ from lipcert._memory import is_out_of_memory
 from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
-from lipcert.graph._witness import close, examine, examples, module_calls
+from lipcert.graph._witness import close, examine, module_calls
 
 # Questions about a tensor's form, answered from the nominal value: they make no value that depends on the image.
 _FORM = frozenset(
@@ -514,8 +514,8 @@ def capture(
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")
         looks = examine(module, images, real)
         graph = recorder.graph(recorder.run(module, images))
-        for example, seen in zip(examples(images), looks, strict=True):
-            if not close(graph.replay(example), seen.result, _tolerance(truth, casts)):
+        for seen in looks:
+            if not close(graph.replay(seen.image), seen.result, _tolerance(truth, casts)):
                 raise UnsupportedCode([("forward code that takes another way when it is captured", "")])
     return graph
 

@@ -6,6 +6,7 @@ down (``TorchDispatchMode``), together with which memory depends on the image. A
 
 - reads a value that depends on the image out of a tensor: a number, a list, an array, a size that depends on values,
   or an error that is raised or not;
+- does something else where gradients are wanted, or in inference mode;
 - draws random numbers, gives two results for one image, or changes its own parameters, buffers or attributes;
 - takes other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
   other tensors that do not depend on the image.
@@ -32,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lipcert._memory import is_out_of_memory
 from lipcert._random_states import random_states
 from lipcert._real import RealArithmetic
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
@@ -356,9 +358,26 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         problems.append(("forward code that draws random numbers", ""))
     if problems:
         raise UnsupportedCode(problems[:8])
+    if not _same_with_gradients(module, image, plain):
+        raise UnsupportedCode([("forward code that depends on whether gradients are wanted", "")])
     for found in others:
         found.steps = []  # the same
     return [first, *others]
+
+
+def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> bool:
+    """Whether the module gives the same where gradients are wanted, and in inference mode, as far as it runs there."""
+    for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
+        try:
+            with mode:
+                found = module(image.clone().requires_grad_() * 1 if gradients else image.clone())
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            continue
+        if not close(found.detach(), plain, _between(plain)):
+            return False
+    return True
 
 
 def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) -> None:
