@@ -42,8 +42,8 @@ class Bound:
         rigor: ``deterministic``, or ``probabilistic`` with failure probability ``delta``.
         method: how it was computed.
         reference: paper and theorem, or where the proof stands.
-        delta: probability that the bound is too small, over the certifier's own random start vectors; 0 if
-        deterministic. log10: decimal logarithm of the bound, also where ``value`` overflows.
+        delta: probability that the bound is too small, over lipcert's own random start vectors; 0 if deterministic.
+        log10: decimal logarithm of the bound, also where ``value`` overflows.
         layers: the budget, operation by operation, for bounds of whole models.
     """
 

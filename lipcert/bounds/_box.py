@@ -96,8 +96,10 @@ class Way:
     local: bool = False
 
     def norm(self, node: Node) -> Tensor:
-        """The norm for each image, constant units of the base removed; inf where there are none, and nothing is
-        gained. ``node`` is the operation whose norm it is."""
+        """The norm per image without the constant units of the base; inf where no unit is constant.
+
+        ``node`` is the operation whose norm it is.
+        """
         inner = self.inner * self.base.moving
         if self.core is None:
             return top(self.outer * inner) * INFLATE
@@ -506,8 +508,10 @@ def _same(walk: Walk, node: Node, x: State, *templates: State) -> State:
     "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 )  # fmt: skip
 def _nonnegative(walk: Walk, node: Node, *operands: State) -> State:
-    """Affine with weights ≥ 0: f(up) − f(0), where f(0) consists of constants that are copied, so that it cancels
-    exactly."""
+    """Affine with weights ≥ 0: f(up) − f(0).
+
+    f(0) consists of constants that are copied, so it cancels exactly.
+    """
     order = list(dict.fromkeys(node.operands))
     if not all(operand in walk.states for operand in order):
         return _unknown(walk, node, *operands)

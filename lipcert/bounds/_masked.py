@@ -1,7 +1,7 @@
 """Norms of matrices and convolutions between diagonal weights that differ from image to image.
 
-Near one image many units are constant. An operator A then matters only as diag(outer)·A·diag(inner), with zeros for the
-constant units of its input and of the activation behind it.
+Near one image many units are constant. Only diag(outer)·A·diag(inner) of an operator A matters then, with zeros for the
+constant units of its input and of the activation after it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ class Core:
         return self.operation(inner.square(), self.weight.square()).clamp_min(0).sqrt() * INFLATE
 
     def rounding(self, operand: Tensor) -> Tensor:
-        """What rounding changes at most in each entry of the result: (n + 16) 2⁻⁵² (|W||h| + |b|), for any order of the
-        sums."""
+        """A bound on the rounding error of each entry of the result: (n + 16) 2⁻⁵² (|W||h| + |b|).
+
+        It holds for any order of the sums.
+        """
         size = self.operation(operand.abs(), self.weight.abs()) + self.bias
         return size * ((self.fan_in + 16) * 2.0**-52)
 

@@ -1,5 +1,4 @@
-"""The anchored certificate: one linearisation of the whole network at the image, and what every nonlinearity adds to
-it.
+"""The anchored certificate: one linearisation of the network at the image, and what nonlinearities add to it.
 
 Let the operations v of the network be linearised at the image x. For a perturbation δ, operation v leaves its
 linearisation by a remainder R_v, and everything behind it sees that as an error put in at its output. With G(a → b) the

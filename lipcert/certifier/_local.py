@@ -183,8 +183,7 @@ class Local:
         return Walk(self.boxes, nominal, eps, ledger if self.delta else None, share)
 
     def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
-        """The last matrix, the value in front of it, and the weights of its columns; None if the logits are not a
-        matrix's."""
+        """The last matrix, its operand, and the weights of its columns; None if no matrix computes the logits."""
         way = walk.output.way
         if way is None or way.core is None or walk.boxes.graph.output not in walk.boxes.cores:
             return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lipcert.roundoff._format import INFLATE, Format
+from lipcert.roundoff._format import OWN_ROUNDING, Format
 from lipcert.surgery import L2Attention
 
 
@@ -30,7 +30,7 @@ def computed_error(constant: Tensor, path: str, model: nn.Module, fmt: Format) -
     module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
     for value, error in (*_mixing(module, fmt), *_positions(module, parent, fmt)):
         if value.numel() == constant.numel() and torch.equal(value.reshape(constant.shape), constant):
-            return error.expand(value.shape).reshape(constant.shape) * INFLATE
+            return error.expand(value.shape).reshape(constant.shape) * OWN_ROUNDING
     return None
 
 

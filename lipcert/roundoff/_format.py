@@ -15,7 +15,7 @@ from lipcert.errors import InputError
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # The bounds themselves are float64 sums and products of non-negative numbers: this is more than their rounding.
-INFLATE = 1 + 1e-6
+OWN_ROUNDING = 1 + 1e-6
 # Roundings on the way of a term besides those of the sum: product, bias, scale, a change of format.
 EXTRA = 8
 # Sums kept in float32 may be truncated where tensor cores align their terms; four times u covers that.
@@ -135,7 +135,7 @@ class Format:
         pixels = images.reshape(len(images), -1)
         root = math.sqrt(pixels.shape[1])
         norm = (pixels.norm(dim=1) + radius).clamp_max(root)
-        return (norm * self.unit + root * self.smallest) * INFLATE
+        return (norm * self.unit + root * self.smallest) * OWN_ROUNDING
 
 
 def address(constant: Tensor) -> tuple[int, torch.Size]:

@@ -30,7 +30,7 @@ from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff._constants import computed_error
-from lipcert.roundoff._format import INFLATE, Format, address
+from lipcert.roundoff._format import OWN_ROUNDING, Format, address
 from lipcert.roundoff._rules import ROUNDINGS, Operand, local_error
 
 # (images, predicted, ledger) ↦ (gaps f_y − f_j, number of the call) ↦ radii of shape (N,).
@@ -93,7 +93,7 @@ class Gains:
         """How far a value may be from its range in ℓ2."""
         value = self.values[node]
         sizes = [value.magnitude] if value.rows is None else [value.magnitude, value.rows[1]]
-        return float(min(sizes)) * (_WIDER - 1) / INFLATE
+        return float(min(sizes)) * (_WIDER - 1) / OWN_ROUNDING
 
     def of(self, node: Node) -> dict[Node, float]:
         """‖f(…, u', …) − f(…, u, …)‖ ≤ gain · ‖u' − u‖, for every operand u."""
@@ -154,7 +154,7 @@ def length(error: Tensor) -> Tensor:
     flat = error.reshape(len(error), -1)
     scale = flat.amax(1, keepdim=True)
     unit = torch.where(scale > 0, flat / scale, 0.0).norm(dim=1) * scale[:, 0]
-    return at_most(unit * INFLATE)
+    return at_most(unit * OWN_ROUNDING)
 
 
 class Roundoff:
@@ -230,7 +230,7 @@ class Roundoff:
             head = local[output].reshape(len(images), -1)
             through = apart * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
             found = torch.minimum(found, through)
-        found = at_most(found * INFLATE)
+        found = at_most(found * OWN_ROUNDING)
         return found.scatter(1, predicted[:, None], 0.0)
 
     def entry(self, images: Tensor, radius: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class Roundoff:
                 error = error + length(local[node])
             if node.single:
                 error = torch.where(error <= self.gains.slack(node), error, math.inf)
-            errors[node] = error * INFLATE
+            errors[node] = error * OWN_ROUNDING
         return errors, local
 
     def _operand(self, node: Node, nominal: Tensor, radius: Tensor, error: Tensor) -> Operand:

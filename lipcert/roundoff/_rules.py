@@ -20,7 +20,7 @@ from lipcert.bounds import NoAnswer, arguments, by_operand, key_of
 from lipcert.bounds.rules.pooling import per_axis
 from lipcert.certifier._linearized import at_most
 from lipcert.graph import Node, map_nodes
-from lipcert.roundoff._format import EXTRA, INFLATE, Format
+from lipcert.roundoff._format import EXTRA, OWN_ROUNDING, Format
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,
@@ -92,7 +92,7 @@ def local_error(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     if rule is None:
         raise NoAnswer("no rounding rule")
     try:
-        error = rule(node, operands, fmt) * INFLATE
+        error = rule(node, operands, fmt) * OWN_ROUNDING
     except KeyError as missing:
         raise NoAnswer(f"no argument {missing}") from None
     return at_most(error)
