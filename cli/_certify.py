@@ -27,7 +27,17 @@ from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.smoothing import SELECTION
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, ModelArgs, ModelNames, NoPretrained, load_model, options_of, show_preprocessing
+from ._options import (
+    Checkpoint,
+    Data,
+    Denoiser,
+    ModelArgs,
+    ModelNames,
+    NoPretrained,
+    load_model,
+    options_of,
+    show_preprocessing,
+)
 from ._output import default_name, move_to
 from ._parse import parse_shard, read_names
 from ._print import annotate, lower, percent, print_facts, print_table, progress, say, share, upper
@@ -81,6 +91,7 @@ def certify(
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
+    denoiser: Denoiser = None,
 ) -> None:
     """Certify images: no perturbation of the pixels smaller than the radius changes the prediction."""
     chosen = AutoAttack() if autoattack else PGD() if attack else None
@@ -100,7 +111,9 @@ def certify(
     several = several_models or len(asked) > 1
     if several_models and checkpoint is not None:
         raise InputError("--checkpoint holds weights of one model; certify several one by one")
-    load = partial(load_model, checkpoint=checkpoint, no_pretrained=no_pretrained, model_args=model_args)
+    load = partial(
+        load_model, checkpoint=checkpoint, no_pretrained=no_pretrained, model_args=model_args, denoiser=denoiser
+    )
     plan = _Plan(asked, pixels(), load, data, limit, device, part, parts, fail_under)
     with torchrun():
         if several_models:

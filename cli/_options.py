@@ -1,7 +1,10 @@
 """Options that several commands share, and the model they name."""
 
 import functools
+import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,8 +17,10 @@ import typer
 from lipcert._preprocessing import in_words, preprocessing, remarks
 from lipcert._settings import settings_of
 from lipcert.data import Images
+from lipcert.errors import InputError, first_line
 from lipcert.loading import BUNDLED, load, resolve
 from lipcert.model import Model
+from lipcert.smoothing import Denoised
 
 from ._parse import parse_model_args
 from ._print import busy, say
@@ -57,12 +62,23 @@ Data = Annotated[
 ]
 
 
+Denoiser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:NAME",
+        help="Send images through a denoiser first: a function or class of a Python module of yours that makes one.",
+        show_default=False,
+    ),
+]
+
+
 def load_model(
     model: str | None,
     checkpoint: Path | None,
     no_pretrained: bool,
     model_args: str | None,
     features: bool = False,
+    denoiser: str | None = None,
 ) -> Model:
     """The model that a command works on; says which one it is where the user named none."""
     arguments = parse_model_args(model_args)
@@ -72,7 +88,23 @@ def load_model(
         say(f"model: {which}")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
-        return load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
+        loaded = load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
+    return loaded if denoiser is None else Denoised(loaded, _made(denoiser), denoiser)
+
+
+def _made(text: str) -> torch.nn.Module:
+    """The module that ``MODULE:NAME`` makes; the code is the user's own."""
+    place, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        made = getattr(importlib.import_module(place), name)()
+    except Exception as error:  # whatever the code of a user raises
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
+    if not isinstance(made, torch.nn.Module):
+        raise InputError(f"--denoiser {text} makes a {type(made).__name__}, and must make a torch.nn.Module")
+    return made
 
 
 def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -15,7 +15,7 @@ from lipcert.results.verify import attack_of, check_model
 from lipcert.results.verify import verify as verify_rows
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, ModelArgs, NoPretrained, complete_model, load_model
+from ._options import Checkpoint, Denoiser, ModelArgs, NoPretrained, complete_model, load_model
 from ._print import print_facts, progress, say
 
 SAMPLE = 16
@@ -41,12 +41,15 @@ def verify(
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
+    denoiser: Denoiser = None,
 ) -> None:
     """Compute results again from the model and the images; exit with 1 if something in them does not stand."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     run = read_run(results)
-    loaded = load_model(str(BUNDLED) if model == "bundled" else model, checkpoint, no_pretrained, model_args)
+    loaded = load_model(
+        str(BUNDLED) if model == "bundled" else model, checkpoint, no_pretrained, model_args, denoiser=denoiser
+    )
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
     spec = data or str(run.summary["data"].get("spec"))

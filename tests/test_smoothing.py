@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.cli import app
 from lipcert.errors import InputError
-from lipcert.smoothing import Smoothing, clopper_pearson, normal, quantile, radius, robbins
+from lipcert.smoothing import Denoised, Smoothing, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed
 from lipcert.training import noise_loss
@@ -508,3 +508,41 @@ def test_an_identity_beside_a_way_around_it_is_no_place_for_noise() -> None:
 
     with pytest.raises(InputError, match="in other ways"):
         Smoothing(wrapped(Around()), EPS, sigma=0.25, smooth_at="inner")
+
+
+DENOISER = """
+import torch
+class Box(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.share = torch.nn.Parameter(torch.tensor(0.5))
+    def forward(self, x):
+        return self.share * x.clamp(0, 1) + (1 - self.share) * x
+def number():
+    return 3
+def small():
+    return torch.nn.AvgPool2d(2)
+"""
+
+
+def test_a_denoiser_in_front(tmp_path: Path) -> None:
+    (tmp_path / "own_denoiser.py").write_text(DENOISER)
+    run = (*SMALL, "--limit", "4", "--denoiser", "own_denoiser:Box", "--out", "r.jsonl")
+    assert certified(tmp_path, *run)[0] == 0
+    again = ("verify", "bundled", "r.jsonl", "--all")
+    assert command(*again, "--denoiser", "own_denoiser:Box", cwd=tmp_path)[0] == 0
+    assert command(*again, cwd=tmp_path)[0] == 2
+    for name, message in (("number", "makes a int"), ("small", "both must be the same"), ("none", "AttributeError")):
+        code, _, said = certified(tmp_path, *SMALL, "--denoiser", f"own_denoiser:{name}")
+        assert code == 2
+        assert message in said
+
+
+def test_the_denoised_network_is_what_is_smoothed() -> None:
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    images = torch.rand(2, *lipcert.load(None).input_size)
+    model = lipcert.load(None).double()
+    torch.testing.assert_close(Denoised(model, Half())(images.double()), model(images.double() / 2))

@@ -6,6 +6,7 @@ certificate is wrong with probability at most α for each image, over the draws 
 
 from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
+from lipcert.smoothing._denoised import Denoised
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._normal import quantile, radius
 from lipcert.smoothing._smoothing import Smoothing
@@ -13,6 +14,7 @@ from lipcert.smoothing._votes import SELECTION
 
 __all__ = [
     "SELECTION",
+    "Denoised",
     "SmoothedCertificates",
     "Smoothing",
     "clopper_pearson",

@@ -1,0 +1,55 @@
+"""A denoiser in front of a network that was not trained under noise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.errors import InputError, first_line
+from lipcert.model import Model
+
+
+class Denoised(Model):
+    """A model whose images go through a denoiser first: ``model(denoiser(images))``.
+
+    The smoothed classifier is that of the two together, so any denoiser is safe; a good one gives large radii. Its
+    weights are a part of the model's, and so of the hash that results hold.
+
+    Source: Salman, Sun, Yang, Kapoor and Kolter, "Denoised smoothing: a provable defense for pretrained classifiers",
+    NeurIPS 2020.
+
+    Args:
+        model: the model; its weights are shared.
+        denoiser: from images in [0, 1] with noise to images of the same shape.
+        name: what the recipe calls the denoiser.
+
+    Raises:
+        InputError: a denoiser that does not give images of the model's shape.
+    """
+
+    def __init__(self, model: Model, denoiser: nn.Module, name: str | None = None):
+        super().__init__(
+            model.net,
+            mean=model.mean.flatten().tolist(),
+            std=model.std.flatten().tolist(),
+            input_size=model.input_size,
+            source=model.source,
+            data_config=model.data_config,
+            recipe=[*model.recipe, {"step": "denoise", "denoiser": name or type(denoiser).__name__}],
+        )
+        self.to(model.device)
+        self.denoiser = denoiser.to(model.device, model.dtype).eval()
+        grey = torch.full((1, *model.input_size), 0.5, device=model.device, dtype=model.dtype)
+        try:
+            with torch.no_grad():
+                shape = tuple(self.denoiser(grey).shape)
+        except Exception as error:  # whatever foreign code raises
+            raise InputError(f"the denoiser fails on images of {model.input_size}: {first_line(error)}") from error
+        if shape != tuple(grey.shape):
+            raise InputError(
+                f"the denoiser makes {shape} of images of shape {tuple(grey.shape)}; both must be the same"
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the denoised images, shape (N, classes)."""
+        return super().forward(self.denoiser(images))
