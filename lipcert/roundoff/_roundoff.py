@@ -152,6 +152,8 @@ def _tensors(tree: object, found: list[Tensor]) -> None:
 def length(error: Tensor) -> Tensor:
     """ℓ2 norms of (N, ...) from above, shape (N,)."""
     flat = error.reshape(len(error), -1)
+    if not flat.shape[1]:
+        return flat.new_zeros(len(flat))
     scale = flat.amax(1, keepdim=True)
     unit = torch.where(scale > 0, flat / scale, 0.0).norm(dim=1) * scale[:, 0]
     return at_most(unit * OWN_ROUNDING)
