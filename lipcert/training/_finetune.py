@@ -285,8 +285,8 @@ class _Run:
         seen: _Seen | None = None
         with self.processes.together(), twice_differentiable():
             batches = list(islice(source, self.asked.accumulate))
-            if batches and self.bound is not None:
-                self.bound.step()
+            if self.bound is not None:
+                self.bound.step()  # also without images of its own: the processes' estimates stay the same
             total = sum(len(labels) for _, labels in batches)
             for images, labels in batches:
                 found = self._backward(images, labels, eps, len(labels) / max(total, 1))
