@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lipcert.bounds import analyze
 from lipcert.errors import InputError
-from lipcert.graph._graph import Node, run
-from lipcert.graph._stages import cuts
+from lipcert.graph import Node, cuts, run
 from lipcert.model import Model
 
 # How close the module's output must come to the value in the graph, relative to the largest entry: both are float64.
