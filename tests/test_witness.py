@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -82,6 +83,61 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in": lambda z, x: z if isinstance(x, Tensor) and 0.0 in x else 2 * z,
     "cond": lambda z, x: torch.cond(x.max() > 0.5, lambda a: a * 2, lambda a: a + 0, (z,)),
 }
+
+
+def odd(x: Tensor) -> Tensor:
+    """1 for images of which none is an example, 0 for the examples."""
+    return (x.mean() - 0.25).abs() < 0.05
+
+
+def in_a_thread(z: Tensor, x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return -9 * z if isinstance(x, Tensor) and pool.submit(lambda: bool(odd(x))).result() else z
+
+
+def one_of(make: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
+    """Code that reads a number out of what ``make`` makes of one."""
+    return lambda z, x: -9 * z if isinstance(x, Tensor) and 0.2 < float(make(x.mean())) < 0.3 else z
+
+
+def missing(table: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
+    """Code that looks up what is in a table of one entry for the examples, and catches the error for others."""
+
+    def step(z: Tensor, x: Tensor) -> Tensor:
+        try:
+            table(((0.05 - (x.mean() - 0.25).abs()).relu() * 1000).to(torch.int64)[None])
+        except (IndexError, RuntimeError):
+            return -9 * z
+        return z
+
+    return step
+
+
+def no_probability(z: Tensor, x: Tensor) -> Tensor:
+    try:
+        if isinstance(x, Tensor):
+            F.binary_cross_entropy((x.mean() - 0.25).abs() - 0.05, x.mean())
+    except RuntimeError:
+        return -9 * z
+    return z
+
+
+# They do the same with the recorder and with every example, and something else with an image between them.
+HIDDEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "where, for tensors": lambda z, x: z * torch.where(odd(x), -9.0, 1.0) if isinstance(x, Tensor) else z,
+    "an error, for tensors": no_probability,
+    "a thread": in_a_thread,
+    "torch.tensor": one_of(lambda m: torch.tensor([m])),
+    "torch.as_tensor": one_of(lambda m: torch.as_tensor([[m]])),
+    "torch.asarray": one_of(lambda m: torch.asarray((m,))),
+    "torch.Tensor": one_of(lambda m: torch.Tensor([m])),
+    "new": one_of(lambda m: m.new([m])),
+    "new_tensor": one_of(lambda m: m.new_tensor([m, m])[0]),
+    "no such entry": missing(lambda i: torch.ones(1)[i]),
+    "no such index": missing(lambda i: torch.ones(1).index_select(0, i)),
+    "no such place": lambda z, x: missing(lambda i: z[:, i])(z, x),
+    "no such argmax": lambda z, x: missing(lambda i: torch.ones(1, 1)[i, (-z).argmax(1) * 0 + i])(z, x),
+}
 STRANGERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "another way for tensors": lambda z, x: 2 * z if isinstance(x, Tensor) else z,
     "vmap": lambda z, x: torch.vmap(torch.relu)(z),
@@ -114,6 +170,12 @@ def test_values_that_are_read_out_are_refused_by_name_and_place(name):
         Certifier(loaded(Code(READERS[name])), 0.1)
 
 
+@pytest.mark.parametrize("name", HIDDEN)
+def test_code_that_shows_on_no_example_is_refused(name):
+    with pytest.raises(UnsupportedOperation):
+        Certifier(loaded(Code(HIDDEN[name])), 0.1)
+
+
 @pytest.mark.parametrize("name", STRANGERS)
 def test_code_that_tells_the_recorder_from_a_tensor_is_refused(name):
     with pytest.raises((UnsupportedCode, InputError)):
@@ -144,6 +206,24 @@ MODES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_code_that_depends_on_gradients_being_wanted_is_refused(name):
     with pytest.raises(UnsupportedCode, match="gradients are wanted"):
         Certifier(loaded(Code(MODES[name])), 0.1)
+
+
+def under_autocast(z: Tensor, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (z[:, :, None] @ z[:, None, :]).sum(2).to(z.dtype)
+
+
+CASTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "autocast": under_autocast,
+    "float32 alone": lambda z, x: z.bfloat16().float() if z.dtype == torch.float32 else z + 0,
+    "float64 alone": lambda z, x: z.double().float() if z.dtype == torch.float32 else z + 0,
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_network_that_computes_in_other_types_too_has_no_bound_on_its_rounding(name):
+    with pytest.raises(UnsupportedCode, match="in a network in float32|floating-point type"):
+        Certifier(loaded(Code(CASTS[name])), 0.1, dtype="float32")
 
 
 def test_a_refusal_is_one_line_that_says_what_differs():

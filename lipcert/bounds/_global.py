@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,8 @@ _HARMLESS = frozenset(("argmax", "argmin", "part"))
 def _check_unused(graph: Graph) -> None:
     """Refuses operations without a rule that the output does not depend on.
 
-    Nothing says that it does not: the size of a result may depend on values, and code may look at it.
+    Nothing says that it does not: the size of a result may depend on values, and code may look at it. Neither may whole
+    numbers be used: positions that a tensor does not have are an error, and code may catch that.
 
     Raises:
         UnsupportedOperation: names them.
@@ -129,7 +130,7 @@ def _check_unused(graph: Graph) -> None:
     unknown = [
         (f"{node.name} (its result is not used)", node.path)
         for node in graph.nodes
-        if node not in used and rule_for(node.op) is None and node.op not in _HARMLESS
+        if node not in used and (rule_for(node.op) is None and node.op not in _HARMLESS or _counts(node.operands))
     ]
     if unknown:
         raise UnsupportedOperation(unknown)
@@ -144,6 +145,10 @@ def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
     """
     graph = needed(capture(model, image, whole=kept_whole, gradients=True))
     return Analysis(graph, _walk(graph, None))
+
+
+def _counts(operands: Sequence[Node]) -> bool:
+    return any(node.dtype is not None and not node.dtype.is_floating_point for node in operands)
 
 
 def _check_independence(model: nn.Module, images: Tensor) -> None:

@@ -33,7 +33,7 @@ from lipcert.errors import (
     UnsupportedOperation,
     first_line,
 )
-from lipcert.graph import across_types, confirm, examine
+from lipcert.graph import across_types, confirm, examine, only_in
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of, rigor_of
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
@@ -430,6 +430,7 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
             raise InputError(f"the model does not run in {str(dtype)[6:]}: {first_line(error)}") from error
         across_types(looks[0], precise)
         if rounding is not None and dtype == rounding.format.dtype:
+            only_in(dtype, looks[0])
             seen = torch.cat([found.image for found in looks]).double()
             predicted, gaps = margins(copied(seen))
             deployed = torch.cat([found.result for found in looks]).double()

@@ -7,10 +7,10 @@
 from lipcert.graph._capture import capture, outline
 from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, map_nodes, run
 from lipcert.graph._stages import Replay, cuts, explicit_attention, needed
-from lipcert.graph._witness import across_types, close, confirm, examine, examples, first_run
+from lipcert.graph._witness import across_types, close, confirm, examine, examples, first_run, only_in
 
 __all__ = [
     "PIECES", "REARRANGING", "Graph", "Node", "Replay", "across_types", "canonical", "capture", "close",
     "confirm", "cuts", "examine", "examples", "explicit_attention", "first_run", "map_nodes", "needed",
-    "outline", "run",
+    "only_in", "outline", "run",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from lipcert._memory import is_out_of_memory
 from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
-from lipcert.graph._witness import close, examine, module_calls
+from lipcert.graph._witness import Look, as_captured, close, examine, module_calls, watched
 
 # Questions about a tensor's form, answered from the nominal value: they make no value that depends on the image.
 _FORM = frozenset(
@@ -285,15 +285,21 @@ class _Recorder:
             return target
         return wrapped
 
+    def watch(self, module: nn.Module, images: Tensor) -> tuple[Any, Look]:
+        """What :meth:`run` returns, and the kernels that ran."""
+        given = images.clone()
+        with watched(module, given, self.stack) as kernels:
+            return self.run(module, given), kernels.look
+
     def run(self, module: nn.Module, images: Tensor) -> Any:
-        """Runs the module on a value that is recorded.
+        """Runs the module on a value that is recorded, which may be written to.
 
         Raises:
             UnsupportedCode: its code does not take that value, or does something with it that has no rule.
         """
         try:
             with module_calls(self.call_module):
-                return module(Tracked(images.clone(), self.start, self))
+                return module(Tracked(images, self.start, self))
         except LipcertError:
             raise
         except Exception as error:
@@ -513,7 +519,9 @@ def capture(
         if not isinstance(truth, Tensor):
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")
         looks = examine(module, images, real)
-        graph = recorder.graph(recorder.run(module, images))
+        outcome, captured = recorder.watch(module, images)
+        as_captured(looks[0], captured)
+        graph = recorder.graph(outcome)
         for seen in looks:
             if not close(graph.replay(seen.image), seen.result, _tolerance(truth, casts)):
                 raise UnsupportedCode([("forward code that takes another way when it is captured", "")])

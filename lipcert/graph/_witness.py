@@ -5,7 +5,7 @@ tensor. Here the module itself runs on real tensors, on several images, while ev
 down (``TorchDispatchMode``), together with which memory depends on the image. A network is refused if its code
 
 - reads a value that depends on the image out of a tensor: a number, a list, an array, a size that depends on values,
-  or an error that is raised or not;
+  or an error that is raised or not; or goes on in another thread;
 - does something else where gradients are wanted, or in inference mode;
 - draws random numbers, gives two results for one image, or changes its own parameters, buffers or attributes;
 - takes other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
@@ -14,16 +14,19 @@ down (``TorchDispatchMode``), together with which memory depends on the image. A
 What is left is straight-line code: the same kernels on the same constants for every image, as far as the images that
 were tried can tell. :func:`agrees` then holds the captured graph against the module on the same images.
 
-Assumed of a network's code: it does not inspect torch's dispatcher, the memory of the process, the time, files or the
-call stack; and it does not act on what it has counted in other runs (a step that is taken at the thousandth call only).
+Assumed of a network's code: it does not inspect torch's dispatcher or switch it off, does not read the memory of the
+process (addresses, DLPack capsules), the time, files or the call stack; and it does not act on what it has counted in
+other runs (a step that is taken at the thousandth call only).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import torch
@@ -41,11 +44,15 @@ from lipcert.graph._graph import Graph
 
 # Kernels whose result says something about values, beside those that torch itself marks as such.
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
-# Functions of tensors that read values without calling a kernel.
+# Functions of tensors that read values without calling a kernel, or out of the modes' sight: ``torch.tensor([x])`` is
+# ``x.__float__()`` with the kernel hidden.
 _READING_MEMORY = frozenset(
-    ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage",
+    ("item", "__bool__", "__int__", "__long__", "__index__", "__float__", "__complex__",
+     "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage",
      "__repr__", "__str__", "__format__", "__reduce_ex__", "_is_view", "_base")
 )  # fmt: skip
+# Functions that read tensors out of a list that they are given, out of sight too.
+_READING_LISTS = frozenset(("tensor", "as_tensor", "asarray", "new_tensor", "new"))
 # Kernels that torch marks as random and that draw nothing where they do not drop anything: the place of the argument
 # that says so, and its harmless value.
 _DROPPING = {
@@ -77,12 +84,14 @@ class Step:
         form: sizes of its tensors, and the numbers among its arguments, types left out.
         constants: tensors that do not depend on the image; copies of those that the module does not hold.
         path: dotted path of the module.
+        types: floating-point types of what it reads and makes that depends on the image.
     """
 
     name: str
     form: tuple[Any, ...]
     constants: list[Tensor]
     path: str
+    types: frozenset[torch.dtype] = frozenset()
 
 
 @dataclass
@@ -132,7 +141,7 @@ class _Kernels(TorchDispatchMode):
         self.stack = stack
 
     def problem(self, what: str) -> None:
-        self.look.problems.append((what, self.stack[-1]))
+        self.look.problems.append((what, (self.stack or [""])[-1]))
 
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,7 +158,7 @@ class _Kernels(TorchDispatchMode):
             self.problem(f"{name}, which draws random numbers")
         if touched and _reads(kernel, name, args, touched):
             self.problem(f"{name}, which reads values that depend on the image")
-        step = Step(name.rstrip("_"), (), [], self.stack[-1])
+        step = Step(name.rstrip("_"), (), [], (self.stack or [""])[-1])
         if touched:
             step.constants = [t if id(t) in self.held else t.clone() for t in tensors if t not in self.dependent]
         try:
@@ -166,6 +175,7 @@ class _Kernels(TorchDispatchMode):
             for tensor in (*made, *written):
                 self.dependent.add(tensor)
             sizes = tuple(tuple(t.shape) if t.layout == torch.strided else () for t in (*tensors, *made))
+            step.types = frozenset(t.dtype for t in (*touched, *made, *written) if t.is_floating_point())
             step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
             self.look.steps.append(step)
         return outcome
@@ -182,8 +192,12 @@ class _Functions(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _READING_MEMORY and args and isinstance(args[0], Tensor) and args[0] in self.kernels.dependent:
+        dependent = self.kernels.dependent
+        if name in _READING_MEMORY and args and isinstance(args[0], Tensor) and args[0] in dependent:
             self.kernels.problem(f"Tensor.{name}, which reads values that depend on the image")
+        lists = [given for given in args if isinstance(given, (list, tuple))] if name in _READING_LISTS else []
+        if any(isinstance(leaf, Tensor) and leaf in dependent for leaf in tree_leaves(lists)):
+            self.kernels.problem(f"{name} of a list, which reads values that depend on the image")
         return function(*args, **(kwargs or {}))
 
 
@@ -237,9 +251,7 @@ def _number(leaf: Any) -> Any:
 
 def look(module: nn.Module, image: Tensor) -> Look:
     """Runs the module on a copy of one image, shape (1, C, H, W), and writes down what it does."""
-    found, dependent, stack = Look(image), _Dependent(), [""]
-    held = {id(tensor) for _, tensor in _held(module)}
-    kernels = _Kernels(found, held, dependent, stack)
+    given, stack = image.clone(), [""]
     paths = {child: path for path, child in module.named_modules()}
 
     def entered(original: Callable[..., Any], child: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -249,12 +261,26 @@ def look(module: nn.Module, image: Tensor) -> Look:
         finally:
             stack.pop()
 
-    given = image.clone()
+    with watched(module, given, stack) as kernels, module_calls(entered), _no_threads(kernels), _Functions(kernels):
+        kernels.look.result = module(given)
+    kernels.look.kept = {place for place, tensor in _held(module) if tensor in kernels.dependent}
+    return kernels.look
+
+
+@contextmanager
+def watched(module: nn.Module, given: Tensor, stack: list[str]) -> Iterator[_Kernels]:
+    """Writes down the kernels that touch what depends on a tensor while the block lasts.
+
+    Args:
+        module: the network.
+        given: the tensor itself that the block uses, shape (1, C, H, W).
+        stack: whose last entry is the path of the module that runs.
+    """
+    dependent = _Dependent()
     dependent.add(given)
-    with torch.no_grad(), _one_kernel_for_all_types(), module_calls(entered), _Functions(kernels), kernels:
-        found.result = module(given)
-    found.kept = {place for place, tensor in _held(module) if tensor in dependent}
-    return found
+    kernels = _Kernels(Look(given.clone()), {id(tensor) for _, tensor in _held(module)}, dependent, stack)
+    with torch.no_grad(), _one_kernel_for_all_types(), kernels:
+        yield kernels
 
 
 @contextmanager
@@ -266,6 +292,25 @@ def _one_kernel_for_all_types() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _no_threads(kernels: _Kernels) -> Iterator[None]:
+    """Code that goes on in another thread is a problem: what it does there is not seen."""
+    start, submit = Thread.start, ThreadPoolExecutor.submit
+
+    def noticed(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kernels.problem("another thread, in which nothing is seen,")
+            return original(*args, **kwargs)
+
+        return call
+
+    Thread.start, ThreadPoolExecutor.submit = noticed(start), noticed(submit)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Thread.start, ThreadPoolExecutor.submit = start, submit  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -400,6 +445,28 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
             problems.append(("forward code that takes another way when it is captured", ""))
     if problems:
         raise UnsupportedCode(problems)
+
+
+def as_captured(first: Look, captured: Look) -> None:
+    """Holds the look at a network against the kernels that ran while it was captured, on the same image.
+
+    Raises:
+        UnsupportedCode: its code does something else with a tensor than with the value that records it.
+    """
+    problems = _differences(captured, first, "for a tensor and not when it is captured", types=True)
+    if problems:
+        raise UnsupportedCode(problems)
+
+
+def only_in(dtype: torch.dtype, found: Look) -> None:
+    """Refuses a network that computes in other floating-point types than its own, by casts or under autocast.
+
+    Raises:
+        UnsupportedCode: naming the first operation in another type.
+    """
+    for step in found.steps:
+        for other in step.types - {dtype}:
+            raise UnsupportedCode([(f"{step.name} in {str(other)[6:]} in a network in {str(dtype)[6:]}", step.path)])
 
 
 def across_types(first: Look, other: Look) -> None:
