@@ -298,7 +298,10 @@ def _print_outcome(outcome: _Outcome, plan: _Plan) -> None:
 
 def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, str]]:
     """What else there is to say about a smoothed classifier."""
-    facts = [("holds for", f"the network smoothed by noise of sigma = {settings.sigma:g}, not the network itself")]
+    place = "" if settings.smooth_at is None else f" at {settings.smooth_at}"
+    dtype = "" if settings.dtype == "real" else f" in {settings.dtype}"
+    noise = f"noise of sigma = {settings.sigma:g}{place}"
+    facts = [("holds for", f"the network{dtype} smoothed by {noise}, not the network itself")]
     if tally.samples:
         facts.append(("abstained", share(tally.abstained, len(tally))))
         most = len(tally) * (settings.samples + SELECTION)

@@ -255,7 +255,12 @@ def test_networks_that_are_no_function_of_one_image() -> None:
             self.calls += 1
             return super().forward(x) + torch.tensor([self.calls, 0.0])
 
-    for net, message in ((Noisy(), "draws random"), (Counting(), "changes from one"), (Mixing(), "other images")):
+    class Scaling(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / x.abs().amax()
+
+    refused = ((Noisy(), "draws random"), (Counting(), "changes from one"))
+    for net, message in (*refused, (Mixing(), "other images"), (Scaling(), "other images")):
         with pytest.raises(InputError, match=message):
             Smoothing(wrapped(net), EPS, sigma=0.5)
 

@@ -24,7 +24,7 @@ _SMOOTHED = (
     "class that the network gives most often when Gaussian noise of standard deviation σ is added to the pixels. "
     "Nothing is certified about the network without noise.",
     "To use the smoothed classifier is to draw many noisy images for each answer, and to abstain where none of the "
-    "classes wins clearly. The network is sampled in the dtype named here.",
+    "classes wins clearly. The network is sampled in the dtype named here, or else in that of its weights.",
     "probabilistic, δ, of a smoothed classifier: over the draws of the noise a radius is too large with probability at "
     "most δ an image. The draws are pseudo-random and rounded; that this changes nothing is assumed, not proved.",
 )
@@ -55,7 +55,8 @@ def about(run: Run) -> str:
     """What the certificates are about."""
     dtype = str(run.summary.get("dtype", "unknown"))
     if run.smoothed:
-        return f"{run.holds_for}: the {dtype} network under noise, not the network itself"
+        network = "the network" if dtype == "real" else f"the network in {dtype}"
+        return f"{run.holds_for}: {network} under noise, not the network itself"
     return "the network in real arithmetic" if dtype == "real" else f"the network in {dtype}"
 
 
