@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, "int | None"], None]
 
 # A block holds no more than this part of the images.
-_BLOCKS = 16
+_BLOCKS = 4
 
 
 class Remaining:
