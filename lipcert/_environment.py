@@ -65,7 +65,7 @@ def settings() -> dict[str, Any]:
     """The settings of torch that certificates depend on, by name; those that this version lacks are left out."""
     found = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
     found |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
-    found["torch.get_float32_matmul_precision()"] = _matmul_precision()
+    found["torch.get_float32_matmul_precision()"] = matmul_precision()
     found["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
     found["torch.get_default_dtype()"] = str(torch.get_default_dtype()).removeprefix("torch.")
     return {name: value for name, value in found.items() if value is not None}
@@ -114,7 +114,7 @@ def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
 
 
 def _fewer_bits(device: torch.device) -> Iterator[tuple[str, str]]:
-    precision = _matmul_precision()
+    precision = matmul_precision()
     if precision not in (None, "highest"):
         yield f"the float32 matmul precision is {precision}", 'torch.set_float32_matmul_precision("highest")'
     for name in _TF32 if device.type == "cuda" else ():
@@ -145,7 +145,8 @@ def _autocast(kind: str) -> bool:
         return False
 
 
-def _matmul_precision() -> str | None:
+def matmul_precision() -> str | None:
+    """Of float32 matrix products, by torch's older name for it; None where only the newer ones tell."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # set by the newer names, which are read one by one

@@ -213,6 +213,19 @@ def under_autocast(z: Tensor, x: Tensor) -> Tensor:
         return (z[:, :, None] @ z[:, None, :]).sum(2).to(z.dtype)
 
 
+def with_fewer_bits(z: Tensor, x: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return (z[:, :, None] @ z[:, None, :]).sum(2)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_network_that_changes_the_precision_of_products_is_refused():
+    with pytest.raises(UnsupportedCode, match="precision of float32 products at net"):
+        Certifier(loaded(Code(with_fewer_bits)), 0.1, dtype="float32")
+
+
 CASTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "autocast": under_autocast,
     "float32 alone": lambda z, x: z.bfloat16().float() if z.dtype == torch.float32 else z + 0,

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lipcert._environment import matmul_precision
 from lipcert._memory import is_out_of_memory
 from lipcert._random_states import random_states
 from lipcert._real import RealArithmetic
@@ -139,6 +140,7 @@ class _Kernels(TorchDispatchMode):
         self.held = held
         self.dependent = dependent
         self.stack = stack
+        self.precision = matmul_precision()
 
     def problem(self, what: str) -> None:
         self.look.problems.append((what, (self.stack or [""])[-1]))
@@ -158,6 +160,8 @@ class _Kernels(TorchDispatchMode):
             self.problem(f"{name}, which draws random numbers")
         if touched and _reads(kernel, name, args, touched):
             self.problem(f"{name}, which reads values that depend on the image")
+        if matmul_precision() != self.precision:
+            self.problem("code that changes the precision of float32 products")
         step = Step(name.rstrip("_"), (), [], (self.stack or [""])[-1])
         if touched:
             step.constants = [t if id(t) in self.held else t.clone() for t in tensors if t not in self.dependent]
