@@ -31,6 +31,32 @@ Progress = Callable[[int, "int | None"], None]
 _BLOCKS = 4
 
 
+def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
+    """The blocks of images that a run computes together.
+
+    Args:
+        order: positions in the data set, in the order of the run.
+        together: the largest number of images that are computed at once.
+    """
+    blocks: list[Sequence[int]] = []
+    start = 0
+    for size in _sizes(len(order), together):
+        if start >= len(order):
+            break
+        blocks.append(order[start : start + size])
+        start += size
+    return blocks
+
+
+def _sizes(count: int | None, together: int) -> Iterator[int]:
+    """Images of each block: 1, 2, 4, up to the largest size."""
+    largest = together if count is None else min(together, -(-count // _BLOCKS) or 1)
+    size = 1
+    while True:
+        yield size
+        size = min(2 * size, largest)
+
+
 class Remaining:
     """What is left of a data set for one of several processes.
 
@@ -61,7 +87,8 @@ class Remaining:
         self.length: int | None = None
         self.blocks: list[Sequence[int]] | None = None
         if images.order is not None:
-            self.blocks = [block for block in self._mine(images.order) if not self.done.issuperset(block)]
+            mine = blocks_of(images.order, certifier.together)[part::parts]
+            self.blocks = [block for block in mine if not self.done.issuperset(block)]
             self.length = sum(index not in self.done for block in self.blocks for index in block)
         elif images.length is not None:
             self.length = max(0, images.length - len(self.done)) // parts
@@ -84,32 +111,13 @@ class Remaining:
                 if row["index"] not in self.done:
                     yield row
 
-    def _sizes(self) -> Iterator[int]:
-        """Images of each block: 1, 2, 4, up to the largest size."""
-        count = self.images.length
-        largest = min(self.certifier.together, self.certifier.together if count is None else -(-count // _BLOCKS) or 1)
-        size = 1
-        while True:
-            yield size
-            size = min(2 * size, largest)
-
-    def _mine(self, order: Sequence[int]) -> Iterator[Sequence[int]]:
-        """The blocks of this process, those that are done included."""
-        start = 0
-        for number, size in enumerate(self._sizes()):
-            if start >= len(order):
-                return
-            if number % self.parts == self.part:
-                yield order[start : start + size]
-            start += size
-
     def _blocks(self) -> Iterator[Batch]:
         if self.blocks is not None:
             # What is left are whole blocks, so that these batches are those blocks.
             wanted = frozenset(index for block in self.blocks for index in block)
             yield from self.images.batches([len(block) for block in self.blocks], only=wanted)
             return
-        for number, batch in enumerate(self.images.batches(self._sizes())):
+        for number, batch in enumerate(self.images.batches(_sizes(self.images.length, self.certifier.together))):
             if number % self.parts == self.part and not self.done.issuperset(batch.indices):
                 yield batch
 

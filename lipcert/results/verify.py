@@ -6,7 +6,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from lipcert._settings import LINEARISED, SINGLE
 from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.attacks import PGD, Attack
 from lipcert.certifier import Certifier, certifier_for
-from lipcert.data import Images, order_of
+from lipcert.data import Batch, Images, order_of
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, delta, rows, same
 from lipcert.results.description import describe
+from lipcert.results.progress import blocks_of
 from lipcert.smoothing import Smoothing
 
 # Rounding differs between machines and with the images of a batch; it changes a figure by far less than this.
@@ -115,13 +116,15 @@ def verify(
             yield Verdict(None, f"image {row['index']}: {reason}")
     others: dict[str, Certifier] = {}
     done = 0
-    for batch in images.batches(certifier.together, only=wanted.keys()):
+    for batch in _batches(run, certifier, images, wanted.keys()):
         if isinstance(certifier, Certifier):
             certificates = certifier.run(batch.images, batch.labels)
         else:
             drawn = [(wanted[index]["predicted"], wanted[index].get("samples", 0)) for index in batch.indices]
             certificates = certifier.again(batch, drawn)
         for i, found in enumerate(rows(batch, certificates, 0.0)):
+            if found["index"] not in wanted:
+                continue
             claimed = wanted[found["index"]]
             method = claimed["method"]
             if isinstance(certifier, Certifier) and method != found["method"] and method in SINGLE:
@@ -144,6 +147,18 @@ def verify(
             progress(done, len(wanted))
     if done < len(wanted):
         raise InputError(f"{run.path} has {len(wanted)} rows to verify, and the data has images for {done} of them")
+
+
+def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, wanted: Collection[int]) -> Iterator[Batch]:
+    """The wanted images, with the others of the blocks that the run computed together: searches depend on these."""
+    if images.total is None or not isinstance(certifier, Certifier):
+        yield from images.batches(certifier.together, only=wanted)
+        return
+    limit = run.summary.get("limit")
+    order = order_of(images.total, limit if type(limit) is int and limit > 0 else None)
+    blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(wanted)]
+    for block in [*blocks, *([index] for index in {*wanted} - {*order})]:
+        yield from images.batches(len(block), only=frozenset(block))
 
 
 def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Iterator[str]:
