@@ -58,7 +58,7 @@ _IN_PLACE_OPERATORS = frozenset(
         "__setitem__",
     ]
 )
-_PROPERTIES_THAT_ARE_OPERATIONS = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
+_PROPERTIES_THAT_ARE_OPERATIONS = frozenset(["T", "mT", "H", "mH", "real", "data"])
 # These take form or type from their second argument; where only that one depends on the image, the result does not.
 _TEMPLATES = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 
@@ -88,8 +88,8 @@ class Tracked:
     def __getattr__(self, name: str) -> Any:
         if name == "T":
             return self.recorder.call(torch.Tensor.permute, (self, *reversed(range(self.tensor.dim()))), {})
-        if name in _PROPERTIES_THAT_ARE_OPERATIONS:
-            return self.recorder.call(_property(name, self.tensor.is_complex()), (self,), {})
+        if name in _PROPERTIES_THAT_ARE_OPERATIONS and not (name == "real" and self.tensor.is_complex()):
+            return self.recorder.call(_property(name), (self,), {})
         attribute = getattr(self.tensor, name)
         if isinstance(attribute, Tensor):
             raise UnsupportedCode([(f".{name}", self.recorder.path)])
@@ -159,11 +159,11 @@ for _name, _as in (("neg", torch.neg), ("abs", torch.abs), ("pos", torch.positiv
 Tracked.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def _property(name: str, of_complex: bool) -> Callable[[Tensor], Tensor]:
+def _property(name: str) -> Callable[[Tensor], Tensor]:
     def read(tensor: Tensor) -> Tensor:
         return getattr(tensor, name)
 
-    read.__name__ = "detach" if name == "data" or name == "real" and not of_complex else name
+    read.__name__ = "detach" if name in ("data", "real") else name
     read.__module__ = "torch"
     return read
 
