@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="channels of the residual blocks")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--note", help="a line for the result file")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
     model, rows, log = (args.work / name for name in ("liresnet.safetensors", "rows.jsonl", "log.txt"))
@@ -71,6 +72,7 @@ def main() -> None:
 
     result = {
         "data": "CIFAR-10, lightly compressed JPEG files",
+        **({"note": args.note} if args.note else {}),
         "commands": [shown(train), shown(certify)],
         "images": len(verdicts),
         "clean": len(correct) / len(verdicts),

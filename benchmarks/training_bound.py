@@ -119,11 +119,6 @@ def main() -> None:
     def write() -> None:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
-    for seed in range(args.seeds):
-        for kind in ("true", "flattened"):
-            result["runs"].append(compared(args, kind, seed))
-            print(json.dumps(result["runs"][-1]), flush=True)
-            write()
     for name, losses in (
         ("liresnet_l6w64", ("ce", "emma")),
         ("lip_convnet_6c2f", ("ce", "emma", "local-b", "local-g")),
@@ -131,6 +126,11 @@ def main() -> None:
         result["cpu_seconds_an_update"][name] = {loss: cpu_seconds(loss, name, 128) for loss in losses}
         print(name, result["cpu_seconds_an_update"][name], flush=True)
         write()
+    for seed in range(args.seeds):
+        for kind in ("true", "flattened"):
+            result["runs"].append(compared(args, kind, seed))
+            print(json.dumps(result["runs"][-1]), flush=True)
+            write()
 
 
 if __name__ == "__main__":
