@@ -3,7 +3,7 @@
 The blocks of a data set are the same in every run: consecutive images of its order, so that an image is always computed
 together with the same others. Rounding differs with the images of a batch; this way neither an interruption nor the
 number of processes changes a radius. The first blocks are small, so that rows come soon, and no block holds more than a
-sixteenth of the images, so that parts of a run get about as many.
+quarter of the images, so that parts of a run get about as many.
 """
 
 from __future__ import annotations
