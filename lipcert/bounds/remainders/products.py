@@ -36,7 +36,7 @@ class Product:
 class Contraction(Product):
     """A batch of matrix products (lipcert.bounds.rules.contraction): ‖X Y‖_F ≤ ‖X‖_F‖Y‖_F in each.
 
-    K = 1, times √m for an operand that is repeated m times along axes where it has size 1.
+    K = 1. An axis that one operand has with size 1 and the other with more is refused: an attack has broken a radius.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -44,10 +44,9 @@ class Contraction(Product):
         if len(operands) != 2 or not isinstance(equation, str):
             raise NoAnswer("other than two tensors")
         wide = sizes(equation, node.operands)
-        self.factor = math.prod(
-            math.sqrt(math.prod(wide[axis] for axis in term) / max(1, math.prod(operand.shape)))
-            for term, operand in zip(terms(equation), node.operands, strict=True)
-        )
+        for term, operand in zip(terms(equation), node.operands, strict=True):
+            if math.prod(wide[axis] for axis in term) != math.prod(operand.shape):
+                raise NoAnswer("an axis of size 1 that is repeated")
 
 
 @remainder("conv1d", "conv2d", "conv3d")
