@@ -841,7 +841,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("more results than entries", lambda x: F.adaptive_max_pool2d(x, 9)),
     ("weights of both signs", lambda x: F.avg_pool2d(x, 2, divisor_override=-3)),
     ("random", lambda x: F.dropout(x * 0, 0.5, True)),
-    ("dropout", lambda x: F.scaled_dot_product_attention(x, x, x * 0, dropout_p=0.5)),
+    ("random", lambda x: F.scaled_dot_product_attention(x, x, x * 0, dropout_p=0.5)),
     ("multi_margin", lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([0]))),
 ]
 

@@ -321,6 +321,18 @@ def test_an_operation_without_a_rule_is_refused_though_nothing_uses_it():
         lipcert.lipschitz(loaded(Code(unused)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_that_a_type_rounds_are_no_other_network(dtype):
+    assert Certifier(loaded(Code(HARMLESS["plus"])), 0.1, "global", dtype=dtype).bound.value > 0
+
+
+def test_numbers_of_a_generator_of_its_own_are_constants():
+    def noisy(z, x):
+        return z + torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z)
+
+    assert Certifier(loaded(Code(noisy)), 0.1).bound.value > 0
+
+
 def test_the_first_image_to_be_certified_is_looked_at_too():
     certifier = Certifier(loaded(Code(lambda z, x: z.relu())), 0.1, "global")
     certifier.model.net.step = lambda z, x: 2 * z.relu()

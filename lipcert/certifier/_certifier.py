@@ -417,7 +417,7 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
         InputError: a network that does not run in its type, or rounds more there than the bounds say.
         UnsupportedOperation: forward code that depends on the type.
     """
-    dtypes = {model.dtype} if rounding is None else {model.dtype, rounding.format.dtype}
+    dtypes = {model.dtype if rounding is None else rounding.format.dtype}  # whose weights the copy has
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     precise, *_ = examine(copied, image.double(), copied.real)
     for dtype in dtypes:

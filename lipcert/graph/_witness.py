@@ -156,7 +156,11 @@ class _Kernels(TorchDispatchMode):
         given = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         touched = [tensor for tensor in tensors if tensor in self.dependent]
-        if touched and torch.Tag.nondeterministic_seeded in kernel.tags and not _draws_nothing(kernel, name, args, kwargs):
+        if (
+            touched
+            and torch.Tag.nondeterministic_seeded in kernel.tags
+            and not _draws_nothing(kernel, name, args, kwargs)
+        ):
             self.problem(f"{name}, which draws random numbers")
         if touched and _reads(kernel, name, args, touched):
             self.problem(f"{name}, which reads values that depend on the image")
