@@ -79,7 +79,7 @@ def check(row: Mapping[str, Any]) -> None:
         raise ValueError(f"the radius is {radius}")
     if not (distance is None or distance >= 0):
         raise ValueError(f"the distance of an attack is {distance}")
-    if not all(number is None or math.isfinite(number) for number in (row.get("seconds", 0), row.get("margin"))):
+    if not math.isfinite(row.get("seconds", 0)) or not math.isfinite(row.get("margin") or 0):
         raise ValueError("its time or margin is no number")
     drawn = [row.get(name, 0) for name in ("count", "samples", "selected", "seed")]
     if not all(type(number) is int and 0 <= number < 2**64 for number in drawn):
