@@ -12,7 +12,7 @@ down (``TorchDispatchMode``), together with which memory depends on the image. A
   other tensors that do not depend on the image.
 
 What is left is straight-line code: the same kernels on the same constants for every image, as far as the images that
-were tried can tell. :func:`agrees` then holds the captured graph against the module on the same images.
+were tried can tell. :func:`lipcert.graph.capture` then holds the captured graph against the module on the same images.
 
 Assumed of a network's code: it does not inspect torch's dispatcher or switch it off, does not read the memory of the
 process (addresses, DLPack capsules), the time, files or the call stack; and it does not act on what it has counted in
@@ -45,6 +45,8 @@ from lipcert.graph._graph import Graph
 
 # Kernels whose result says something about values, beside those that torch itself marks as such.
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
+# Kernels with a marked overload; torch does not mark those that write to ``out``.
+_MARKED_ELSEWHERE = frozenset(("nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount"))
 # Functions of tensors that read values without calling a kernel, or out of the modes' sight: ``torch.tensor([x])`` is
 # ``x.__float__()`` with the kernel hidden.
 _READING_MEMORY = frozenset(
@@ -224,16 +226,11 @@ def _reads(kernel: Any, name: str, args: tuple[Any, ...], touched: list[Tensor])
     if name == "index":  # marked for masks, whose number of entries is a size; positions are no sizes
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] if _in(i, touched))
     marked = torch.Tag.data_dependent_output in kernel.tags or torch.Tag.dynamic_output_shape in kernel.tags
-    return marked or name in _READING or name in _marked_elsewhere()
+    return marked or name in _READING or name in _MARKED_ELSEWHERE
 
 
 def _in(tensor: Any, tensors: list[Tensor]) -> bool:
     return any(tensor is other for other in tensors)
-
-
-def _marked_elsewhere() -> frozenset[str]:
-    """Kernels with a marked overload; torch does not mark those that write to ``out``."""
-    return frozenset(("nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount"))
 
 
 def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -391,11 +388,13 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         again = look(module, image)
         with torch.no_grad():
             plain, repeated = module(image.clone()), module(image.clone())
-    except (LipcertError, MemoryError, torch.OutOfMemoryError):
+    except LipcertError:
         raise
     except Exception as error:
-        problem = f"code that fails for some images ({type(error).__name__}: {first_line(error)[:200]})"
-        raise UnsupportedCode([(problem, "")]) from error
+        if is_out_of_memory(error):
+            raise
+        why = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise UnsupportedCode([(f"code that fails for some {str(image.dtype)[6:]} images ({why})", "")]) from error
     problems = list(dict.fromkeys(problem for found in (first, *others, again) for problem in found.problems))
     for found in (*others, again):
         problems += _differences(first, found, "for another image")
