@@ -452,3 +452,46 @@ def test_linear_attention_that_casts() -> None:
     model = lipcert.load("efficientvit_b0", pretrained=False, num_classes=3, input_size=(3, 32, 32), **sizes)
     result = certify(model, torch.rand(1, 3, 32, 32), eps=1e-6, method="lofast")
     assert result.certified.all()
+
+
+def near_kinks() -> Any:
+    """Orthogonal matrices and absolute values, which keep lengths: a small constant, and kinks near every image."""
+
+    class Absolute(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.abs()
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 64, bias=False), *(nn.Linear(64, 64, bias=False) for _ in range(3))]
+    for layer in layers:
+        torch.nn.init.orthogonal_(layer.weight)
+    behind = [part for layer in layers for part in (layer, Absolute())]
+    net = nn.Sequential(nn.Flatten(), *behind, nn.Linear(64, 3))
+    return Model(net, mean=(0.5,) * 3, std=(1.0,) * 3, input_size=(3, 2, 2)).double()
+
+
+@pytest.mark.parametrize("dtype", ["real", "float32"])
+@pytest.mark.parametrize("method", ["local", "lofast", "anchored"])
+def test_no_method_returns_less_than_gloro(method: str, dtype: str) -> None:
+    model, images = near_kinks(), torch.rand(6, 3, 2, 2)
+    cheap = Certifier(model, 0.01, "gloro", dtype=dtype).run(images)
+    strong = Certifier(model, 0.01, method, dtype=dtype).run(images)
+    assert (cheap.radius > 0).all()
+    assert (strong.radius >= cheap.radius).all()
+    assert set(strong.method) == {method}
+
+
+def test_gloro_stands_in_for_a_linearisation_that_knows_less() -> None:
+    """The radius is the larger of the two; rigor stays that of the method."""
+    model, images = near_kinks(), torch.rand(6, 3, 2, 2)
+    both = Certifier(model, 0.01, "anchored")
+    reported, cheap = both.run(images), Certifier(model, 0.01, "gloro").run(images)
+    both._least = None
+    alone = both.run(images)
+    assert (alone.radius < cheap.radius).any()
+    torch.testing.assert_close(reported.radius, torch.maximum(alone.radius, cheap.radius), rtol=0, atol=0)
+    assert reported.rigor == alone.rigor
+
+
+def test_gloro_says_nothing_of_perturbations_inside_the_network() -> None:
+    assert Certifier(near_kinks(), 0.01, "anchored", at="2")._least is None

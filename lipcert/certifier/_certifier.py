@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 # Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
 _STAGES = ("global", "gloro", "local", "anchored")
+_STRONGER = ("local", "lofast", "anchored")  # than gloro, as a rule
 
 # Staged certification does not start what takes more floating-point operations an image than this, a minute or two on a
 # core. Where all norms of Jacobians would take more, it finds those that some ten seconds allow. The search of the
@@ -135,16 +136,15 @@ class Certifier:
                 self._prepare(name)
         if not self.stages:
             raise InputError(f"no method is left for this model: {'; '.join(self.skipped.values())}")
+        # Known from the analysis, and deterministic: no other method returns less. It is about the pixels.
+        self._least = self._everywhere("gloro") if self.at is None and self.method in _STRONGER else None
         self.together = self._images_together()
 
     def _prepare(self, name: str) -> None:
         """Makes one method ready, or notes why staged certification does without it."""
         staged = self.method == "staged"
         if name in ("global", "gloro"):
-            bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
-            self.stages[name] = self._deployed(
-                lambda images, predicted, ledger: lambda gaps, call: radii(gaps, bounds.of(predicted))
-            )
+            self.stages[name] = self._everywhere(name)
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
                 return  # nothing that boxes could hold constant: local is global here
@@ -185,6 +185,11 @@ class Certifier:
                 return lambda gaps, call: found.radius(classes, gaps.to(images.device)).to(gaps.device)
 
             self.stages[name] = stage if isinstance(method, roundoff.DeployedAnchored) else self._deployed(stage)
+
+    def _everywhere(self, name: str) -> roundoff.Stage:
+        """The methods global and gloro."""
+        bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
+        return self._deployed(lambda images, predicted, ledger: lambda gaps, call: radii(gaps, bounds.of(predicted)))
 
     def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored:
         arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
@@ -298,8 +303,11 @@ class Certifier:
                 continue
             own = ledger.only(wanted).part(name)
             before = own.spent
+            asked = images[wanted], predicted[wanted], own
             with _understood(name):
-                bounds = stage(images[wanted], predicted[wanted], own)(gaps[wanted], 0)
+                bounds = stage(*asked)(gaps[wanted], 0)
+                if self._least is not None:
+                    bounds = torch.maximum(bounds, self._least(*asked)(gaps[wanted], 0))
             drew = (own.spent > before).tolist()
             for place, value, chance in zip(wanted.tolist(), bounds.tolist(), drew, strict=True):
                 if value >= radius[place]:
