@@ -23,8 +23,8 @@ from torch import nn
 import lipcert
 from benchmarks._cifar import first_order_limit
 from benchmarks._env import environment
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import margins
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored
 from lipcert.training import NormHold, hold_projections
 
 DEPTHS, TOKENS = (3, 6, 12), (16, 64, 196)

@@ -20,8 +20,8 @@ from torch import Tensor
 import lipcert
 from benchmarks._cifar import first_order_limit, labels_of
 from benchmarks._env import environment
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import margins
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored
 from lipcert.data import open_images
 
 EPS = {"0.02": 0.02, "0.05": 0.05, "0.1": 0.1, "36/255": 36 / 255}

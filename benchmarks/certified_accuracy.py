@@ -28,8 +28,8 @@ import benchmarks.train_cifar_vit  # noqa: F401  registers its architecture
 import lipcert
 from benchmarks._cifar import EPS, clean, first_order_limit, labels_of, pgd
 from benchmarks._env import environment
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import margins
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored
 from lipcert.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"

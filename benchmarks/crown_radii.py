@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks._env import environment
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import margins
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored
 from lipcert.data import open_images
 from lipcert.surgery import LayerProject
 

@@ -237,7 +237,7 @@ def _global_reason(graph: Graph) -> str:
             node.function = stand_ins(node.function)
     with _without_arithmetic():
         try:
-            values = _global._walk(graph, None)
+            values = _global.global_values(graph)
         except UnsupportedOperation as error:
             return _listed(error.operations)
     if values[graph.output].lip.finite:

@@ -24,8 +24,7 @@ from torch import Tensor
 import lipcert
 from benchmarks._cifar import EPS
 from benchmarks._env import environment
-from lipcert.bounds import analyze
-from lipcert.certifier._margins import MarginBounds
+from lipcert.bounds import MarginBounds, analyze
 from lipcert.data import open_images
 from lipcert.norms import gram_norm
 from lipcert.training import Augmentation, Batches, TrainingBound

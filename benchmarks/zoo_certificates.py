@@ -42,11 +42,8 @@ from torch import Tensor
 import lipcert
 from benchmarks.zoo import attained, family, names_of, open_branches, rows_of, write
 from lipcert.attacks import PGD, smallest
-from lipcert.certifier import METHODS, Certifier, MarginBounds
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._local import Local
-from lipcert.certifier._lofast import LoFAST
-from lipcert.certifier._margins import margins, radii
+from lipcert.bounds import margins, radii
+from lipcert.certifier import METHODS, Anchored, Certifier, Local, LoFAST, MarginBounds
 from lipcert.errors import LipcertError
 from lipcert.zoo import architectures
 

@@ -15,9 +15,8 @@ from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted
 from lipcert.loading import resolve
 from lipcert.model import Model
-from lipcert.training import LOSSES, Augmentation, Batches, Epoch, FinetuneSettings, Mixed
+from lipcert.training import LOSSES, Augmentation, Batches, Epoch, FinetuneSettings, MaxNorm, Mixed
 from lipcert.training import finetune as train
-from lipcert.training._matrices import MaxNorm
 
 from ._errors import one_line_errors
 from ._options import Checkpoint, Force, ModelArgs, ModelName, NoPretrained, load_model

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lipcert
-from lipcert.certifier import Certifier
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import margins
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._nominal import Nominal
 from lipcert.certifier._rounding import Ways
 from lipcert.graph import Node

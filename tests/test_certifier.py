@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lipcert
-from lipcert.bounds import analyze
+from lipcert.bounds import analyze, margins, radii
 from lipcert.certifier import METHODS, Certifier, MarginBounds, bottom_logit, certify
-from lipcert.certifier._margins import margins, radii
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.roundoff import Roundoff

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 import lipcert
 from lipcert.artifact import load_artifact, read_metadata
-from lipcert.bounds import analyze
-from lipcert.certifier._margins import MarginBounds
+from lipcert.bounds import MarginBounds, analyze
 from lipcert.cli import app
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation

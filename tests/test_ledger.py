@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipcert
-from lipcert.bounds import _masked
-from lipcert.certifier import Certifier, _linearized
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import margins
+from lipcert.bounds import _masked, margins
+from lipcert.certifier import Anchored, Certifier, _linearized
 from lipcert.errors import LedgerError
 from lipcert.norms import Ledger, lanczos_norm
 from lipcert.norms._ledger import part_of, rigor_of

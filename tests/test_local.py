@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipcert import Model
+from lipcert.bounds import MarginBounds, margins, radii
 from lipcert.bounds._box import Walk, flat
-from lipcert.bounds._masked import core_of, verified_norms
-from lipcert.certifier._local import Local
-from lipcert.certifier._margins import MarginBounds, margins, radii
+from lipcert.bounds._masked import core_of
+from lipcert.certifier import Local
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import capture
 from lipcert.graph._graph import run
-from lipcert.norms import Ledger
+from lipcert.norms import Ledger, verified_norms
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin
 
 few = settings(deadline=None, max_examples=40, derandomize=True)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import lipcert
+from lipcert.bounds import margins
 from lipcert.bounds._remainder import quadratic
-from lipcert.certifier import Certifier, _certifier, certify
-from lipcert.certifier._anchored import Anchored
+from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier, certify
 from lipcert.certifier._chains import Chains
 from lipcert.certifier._linearized import search, search_each
 from lipcert.certifier._lofast import (
@@ -20,10 +20,8 @@ from lipcert.certifier._lofast import (
     ball_change,
     naive_change,
 )
-from lipcert.certifier._margins import margins
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Ledger, lanczos_norm
-from lipcert.roundoff import DeployedAnchored
 
 
 def seeded(*shape, seed=0):

@@ -81,8 +81,7 @@ def test_the_heads_rows_have_norm_one() -> None:
     rows = head.weight / head.weight.norm(dim=1, keepdim=True)
     assert torch.allclose(head(x), F.linear(x, rows, head.bias))
     model = lipcert.load("liresnet_l6w64", pretrained=False, width=4, depth=1, neck=4, features=8)
-    from lipcert.bounds import analyze
-    from lipcert.certifier._margins import MarginBounds
+    from lipcert.bounds import MarginBounds, analyze
 
     weight = MarginBounds(analyze(model)).weight
     assert weight is not None

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
-from lipcert.bounds import analyze
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._margins import MarginBounds, margins, radii
+from lipcert.bounds import MarginBounds, analyze, margins, radii
+from lipcert.certifier import Anchored, DeployedAnchored
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture
@@ -25,7 +24,7 @@ from lipcert.graph._graph import map_nodes
 from lipcert.loading import BUNDLED
 from lipcert.model import Model
 from lipcert.norms import Ledger
-from lipcert.roundoff import DTYPES, DeployedAnchored, Format, Radii, Roundoff
+from lipcert.roundoff import DTYPES, Format, Radii, Roundoff
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._roundoff import _whole
 from lipcert.roundoff._rules import Operand, local_error

@@ -7,13 +7,26 @@ from lipcert._bound import Bound, Estimate, LayerBound
 from lipcert.bounds import remainders as _remainders  # noqa: F401  fills the tables
 from lipcert.bounds import rules as _rules  # noqa: F401
 from lipcert.bounds._arguments import arguments, by_operand
-from lipcert.bounds._global import Analysis, analyze, check_weights, lipschitz
+from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
+from lipcert.bounds._global import (
+    Analysis,
+    analyze,
+    analyze_for_training,
+    check_weights,
+    global_value,
+    global_values,
+    lipschitz,
+)
+from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, bottom_logit, margins, radii, row_distances
+from lipcert.bounds._masked import Core
 from lipcert.bounds._registry import Call, NoAnswer, kept_whole, key_of, rule, rule_for
 from lipcert.bounds._remainder import REMAINDERS, Against, Remainder, per_image, quadratic, remainder_of, total
 from lipcert.bounds._value import COMPOSED, Dense, Value
 
 __all__ = [
-    "COMPOSED", "REMAINDERS", "Against", "Analysis", "Bound", "Call", "Dense", "Estimate", "LayerBound",
-    "NoAnswer", "Remainder", "Value", "analyze", "arguments", "by_operand", "check_weights", "kept_whole",
-    "key_of", "lipschitz", "per_image", "quadratic", "remainder_of", "rule", "rule_for", "total",
+    "COMPOSED", "REMAINDERS", "ROUND_DOWN", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense",
+    "Estimate", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Remainder", "State", "Value", "Walk",
+    "analyze", "analyze_for_training", "arguments", "bottom_logit", "by_operand", "check_weights", "flat",
+    "global_value", "global_values", "kept_whole", "key_of", "lipschitz", "margins", "per_image", "quadratic",
+    "radii", "remainder_of", "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

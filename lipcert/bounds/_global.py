@@ -110,7 +110,7 @@ def analyze(
         _check_independence(model, images)
     _check_unused(graph)
     graph = needed(graph)
-    return Analysis(graph, _walk(graph, progress))
+    return Analysis(graph, global_values(graph, progress))
 
 
 # Operations without a rule whose results go nowhere: torch.max gives the places of the largest entries beside them.
@@ -144,7 +144,7 @@ def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
         image: shape (1, C, H, W).
     """
     graph = needed(capture(model, image, whole=kept_whole, gradients=True))
-    return Analysis(graph, _walk(graph, None))
+    return Analysis(graph, global_values(graph))
 
 
 def _counts(operands: Sequence[Node]) -> bool:
@@ -173,7 +173,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
                 raise InputError(problem)
 
 
-def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Node, Any]:
+def global_values(graph: Graph, progress: Callable[[int, int], None] | None = None) -> dict[Node, Any]:
     # The box [0, 1]^(C×H×W): pixels have magnitude at most 1, and the constant from the pixels to themselves is 1.
     values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
     missing: list[tuple[str, str]] = []
@@ -189,7 +189,7 @@ def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Nod
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
-            values[node] = _answer(node, args, kwargs)
+            values[node] = global_value(node, args, kwargs)
         except NoAnswer as reason:
             missing.append((f"{node.name} ({reason})" if str(reason) else node.name, node.path))
             values[node] = None
@@ -198,7 +198,7 @@ def _walk(graph: Graph, progress: Callable[[int, int], None] | None) -> dict[Nod
     return values
 
 
-def _answer(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Asks the operation's rule, if its arguments are such as the rule's signature allows.
 
     A parameter annotated ``Value`` must depend on the image, one annotated with anything else but ``Any`` must not.

@@ -15,47 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert._numerics import INFLATE
 from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
-from lipcert.norms import Draw, lanczos_norm
-from lipcert.norms._verify import UNIT, _verify, dot_error, sum_squares
+from lipcert.norms import Draw, lanczos_norm, verified_norms
 
-# Sums of n < 4e6 products of non-negative float64 numbers are off by at most (n + 8) 2⁻⁵³ relative, below 1e-9.
-INFLATE = 1 + 1e-9
 DENSE_SIDE = 256
 _DENSE_ENTRIES = 2**20
 _CHUNK = 2**25
 _LANCZOS_STEPS = 48
-
-
-def verified_norms(matrices: Tensor) -> Tensor:
-    """Upper bounds on the spectral norm of each matrix, rounding included.
-
-    With G the computed Gram matrix and t just above its computed largest eigenvalue, ‖M‖² ≤ t·b + ‖MMᵀ − G‖_F where b
-    bounds the largest eigenvalue of G/t by a Cholesky factor and its residual (:mod:`lipcert.norms._verify`), so
-    nothing rests on the eigenvalue solver. Dividing by t moves G/t by at most u‖G/t‖_F. Where the factorisation fails,
-    ‖M‖_F.
-
-    Args:
-        matrices: shape (B, n, m), float64.
-
-    Returns:
-        float64, shape (B,); as a rule within 1e-9 of the norm.
-    """
-    if matrices.shape[-2] > matrices.shape[-1]:
-        matrices = matrices.mT
-    if not matrices.numel():
-        return matrices.new_zeros(len(matrices))
-    exponent = torch.frexp(matrices.abs().amax((1, 2))).exponent.double()
-    scale = torch.exp2(exponent)
-    matrices = matrices / scale[:, None, None]
-    squares = sum_squares(matrices) * INFLATE
-    gram = matrices @ matrices.mT
-    threshold = (torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0) * (1 + 1e-10)).clamp_min(2.0**-100)
-    relative = gram / threshold[:, None, None]
-    bound = _verify(relative, 1.0) + UNIT * sum_squares(relative).sqrt() * INFLATE
-    rounding = 1.001 * dot_error(matrices.shape[-1]) * squares
-    return torch.minimum(threshold * bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
 
 
 class Core:

@@ -4,17 +4,25 @@
 batch after batch.
 """
 
+from lipcert._certificates import Certificates
 from lipcert._settings import METHODS, CertifySettings
-from lipcert.certifier._certificates import Certificates
+from lipcert.bounds import MarginBounds, bottom_logit
+from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._certifier import Certifier
 from lipcert.certifier._certify import certifier_for, certify
-from lipcert.certifier._margins import MarginBounds, bottom_logit
+from lipcert.certifier._deployed import DeployedAnchored
+from lipcert.certifier._local import Local
+from lipcert.certifier._lofast import LoFAST
 
 __all__ = [
     "METHODS",
+    "Anchored",
     "Certificates",
     "Certifier",
     "CertifySettings",
+    "DeployedAnchored",
+    "LoFAST",
+    "Local",
     "MarginBounds",
     "bottom_logit",
     "certifier_for",

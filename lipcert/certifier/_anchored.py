@@ -54,17 +54,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import Against, per_image, quadratic
 from lipcert.certifier._linearized import (
     NOT_WEIGHED,
-    SAFETY,
     Deviations,
     Gain,
     Linearization,
     Linearized,
     Progress,
     Weighed,
-    at_most,
     search,
     search_each,
 )

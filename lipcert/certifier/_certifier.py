@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lipcert import roundoff  # which asks for the certificates themselves
+from lipcert import roundoff
+from lipcert._certificates import Certificates
 from lipcert._environment import check as check_environment
 from lipcert._memory import is_out_of_memory, memory_left
 from lipcert._settings import DETERMINISTIC, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Analysis, Bound, analyze
+from lipcert.bounds import Analysis, Bound, MarginBounds, analyze, bottom_logit, margins, radii
 from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._certificates import Certificates
+from lipcert.certifier._deployed import DeployedAnchored
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
-from lipcert.certifier._margins import MarginBounds, bottom_logit, margins, radii
 from lipcert.certifier._nominal import Nominal
 from lipcert.errors import (
     BrokenCertificate,
@@ -184,7 +184,7 @@ class Certifier:
                 found, classes = method(images, ledger=ledger), predicted.to(images.device)
                 return lambda gaps, call: found.radius(classes, gaps.to(images.device)).to(gaps.device)
 
-            self.stages[name] = stage if isinstance(method, roundoff.DeployedAnchored) else self._deployed(stage)
+            self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
 
     def _everywhere(self, name: str) -> roundoff.Stage:
         """The methods global and gloro."""
@@ -197,7 +197,7 @@ class Certifier:
             return LoFAST(self.model, at=self.at, **arguments)
         if self.roundoff is None:
             return Anchored(self.model, at=self.at, **arguments)
-        return roundoff.DeployedAnchored(self.model, self.dtype, **arguments)
+        return DeployedAnchored(self.model, self.dtype, **arguments)
 
     def _deployed(self, stage: roundoff.Stage) -> roundoff.Stage:
         return stage if self.roundoff is None else self.roundoff.deployed(stage)

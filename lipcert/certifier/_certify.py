@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from lipcert._certificates import Certificates
 from lipcert._settings import SMOOTHING, CertifySettings, settings_of, takes
-from lipcert.certifier._certificates import Certificates
 from lipcert.certifier._certifier import Certifier
 from lipcert.errors import InputError
 from lipcert.model import Model

@@ -17,11 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lipcert._numerics import SAFETY, at_most
 from lipcert._settings import RIGORS
-from lipcert.bounds import REMAINDERS, NoAnswer, Remainder, arguments, kept_whole, per_image, remainder_of, total
+from lipcert.bounds import (
+    REMAINDERS,
+    NoAnswer,
+    Remainder,
+    arguments,
+    kept_whole,
+    per_image,
+    remainder_of,
+    row_distances,
+    total,
+)
 from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._chains import Chains, Link, work
-from lipcert.certifier._margins import row_distances
 from lipcert.certifier._rounding import Local, Rounded, rounded
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, explicit_attention, needed, run
@@ -50,7 +60,6 @@ Product = Callable[[Tensor], Tensor]
 Weighed = Mapping[Node, Gain]
 
 NOT_WEIGHED: Weighed = MappingProxyType({})
-SAFETY = 1e-6
 # A Jacobian with so few rows or columns is written out: that takes fewer products than Lanczos.
 _FEW = 64
 # The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.
@@ -920,11 +929,6 @@ class Linearization:
             head = math.sqrt(2) * rounding.errors[self.method.root(output)]
             change = torch.minimum(change, spreads * features[:, None] + head[:, None])
         return at_most(change) * (1 + SAFETY)
-
-
-def at_most(bound: Tensor) -> Tensor:
-    """An upper bound with ∞ in place of NaN, which among non-negative numbers is 0 · ∞: nothing is known any more."""
-    return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
 
 
 def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:

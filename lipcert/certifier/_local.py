@@ -7,10 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Analysis, analyze
-from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
-from lipcert.bounds._masked import INFLATE, Core
-from lipcert.certifier._margins import ROUND_DOWN, MarginBounds, radii
+from lipcert._numerics import INFLATE
+from lipcert.bounds import ROUND_DOWN, Analysis, Boxes, Core, MarginBounds, Nominal, State, Walk, analyze, flat, radii
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of

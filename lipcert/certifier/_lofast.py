@@ -51,7 +51,8 @@ import torch
 from torch import Tensor
 
 from lipcert._bound import Rigor
-from lipcert.certifier._linearized import SAFETY, Deviations, Gain, Linearization, Linearized, Progress, at_most, search
+from lipcert._numerics import SAFETY, at_most
+from lipcert.certifier._linearized import Deviations, Gain, Linearization, Linearized, Progress, search
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import Ledger, lanczos_norm

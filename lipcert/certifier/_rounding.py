@@ -55,13 +55,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._numerics import TINY, UNIT, at_most
 from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
 from lipcert.certifier._chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
-UNIT = 2.0**-53
-# The smallest normal number: what an underflow can cost an entry, flushed to zero or not.
-TINY = 2.0**-1022
 # Of a norm, what rounding may add to it at first, and how often that is tried again with more.
 _SHARE = 1e-6
 _ATTEMPTS = 12
@@ -116,11 +114,11 @@ class Local:
             error = _gamma(0) * size
             for link in links:
                 gain, kappa = self._link(link, values)
-                gains[link], off[link] = _known(still + gain), _known(still + kappa)
+                gains[link], off[link] = at_most(still + gain), at_most(still + kappa)
                 error = error + 2 * off[link] * _norm(values[link.operand])
             if all(link.isometric for link in links) and node.op in REARRANGING:
                 error = still
-            errors[node] = _known(error + TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape))))
+            errors[node] = at_most(error + TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape))))
         return Errors(gains, off, errors, still)
 
     @torch.no_grad()
@@ -140,7 +138,7 @@ class Local:
                 else:
                     lost = TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
                     error = error + 2 * self._link(link, values)[1] * size + lost
-            found[node] = _known(error)
+            found[node] = at_most(error)
         return found
 
     def _has_rule(self, link: Link, values: Mapping[Node, Tensor]) -> bool:
@@ -205,10 +203,6 @@ def _norm(value: Tensor) -> Tensor:
     flat = torch.where(flat.isinf(), 0.0, flat).abs()
     largest = flat.amax(1, keepdim=True).clamp_min(TINY) if flat.shape[1] else flat.new_ones(len(flat), 1)
     return (flat / largest).norm(dim=1) * largest[:, 0] * (1 + 1e-9)
-
-
-def _known(bound: Tensor) -> Tensor:
-    return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
 
 
 def _terms(node: Node, operand: Node) -> int:
@@ -436,7 +430,7 @@ class Rounded:
                 weight[:, self.place[link.operand]] += term
                 lost.append(times(term, self.noise[link.operand]))
         through = torch.where(self.ways > 0, self.ways * weight[:, None], 0.0).sum(2)
-        return _known(torch.stack(lost).sum(0)), _known(through)
+        return at_most(torch.stack(lost).sum(0)), at_most(through)
 
 
 def times(first: Tensor, second: Tensor) -> Tensor:
@@ -495,7 +489,7 @@ class Ways:
 
     def _table(self, nodes: list[Node], taken: Mapping[tuple[Node, Node], Tensor]) -> Tensor:
         table = self.chains.table(nodes, taken, self.gains)
-        return _known(torch.stack([table[node] for node in nodes]).permute(2, 1, 0))
+        return at_most(torch.stack([table[node] for node in nodes]).permute(2, 1, 0))
 
     def off_by(self) -> Tensor:
         """S for all (a, b), shape (N, values, values)."""

@@ -14,6 +14,7 @@ from lipcert.norms._explicit import (
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import SMALLEST, lanczos_norm
 from lipcert.norms._ledger import Draw, Ledger, part_of, rigor_of
+from lipcert.norms._verify import verified_norms
 
 __all__ = [
     "SMALLEST",
@@ -33,4 +34,5 @@ __all__ = [
     "rigor_of",
     "row_norm",
     "row_norms",
+    "verified_norms",
 ]

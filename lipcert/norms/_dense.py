@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from lipcert._estimate import Estimator, or_estimated
+from lipcert._numerics import UNIT
 from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms._scale import as_float64, normalise
-from lipcert.norms._verify import UNIT, chunk_length, dot_error, largest_norm, sum_squares
+from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
 
 _PANEL = 128
 

@@ -42,10 +42,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lipcert._numerics import INFLATE, UNIT
 from lipcert._upper import Upper
 from lipcert.norms._estimate import estimate_largest
 
-UNIT = 2.0**-53
 CHUNK_BYTES = 2**28
 _SLACK = 1e-5
 _ATTEMPTS = 8
@@ -146,6 +146,36 @@ def _verify(gram: Tensor, threshold: float) -> Tensor:
     rounding = dot_error(size) * (sum_squares(factor) + threshold)
     bound = (threshold + 1.001 * ((2 * residual).sqrt() + rounding)) * (1 + 4 * UNIT)
     return torch.where(bound.isfinite(), bound, torch.inf)
+
+
+def verified_norms(matrices: Tensor) -> Tensor:
+    """Upper bounds on the spectral norm of each matrix, rounding included.
+
+    With G the computed Gram matrix and t just above its computed largest eigenvalue, ‖M‖² ≤ t·b + ‖MMᵀ − G‖_F where b
+    bounds the largest eigenvalue of G/t by a Cholesky factor and its residual (see the head of this file), so
+    nothing rests on the eigenvalue solver. Dividing by t moves G/t by at most u‖G/t‖_F. Where the factorisation fails,
+    ‖M‖_F.
+
+    Args:
+        matrices: shape (B, n, m), float64.
+
+    Returns:
+        float64, shape (B,); as a rule within 1e-9 of the norm.
+    """
+    if matrices.shape[-2] > matrices.shape[-1]:
+        matrices = matrices.mT
+    if not matrices.numel():
+        return matrices.new_zeros(len(matrices))
+    exponent = torch.frexp(matrices.abs().amax((1, 2))).exponent.double()
+    scale = torch.exp2(exponent)
+    matrices = matrices / scale[:, None, None]
+    squares = sum_squares(matrices) * INFLATE
+    gram = matrices @ matrices.mT
+    threshold = (torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0) * (1 + 1e-10)).clamp_min(2.0**-100)
+    relative = gram / threshold[:, None, None]
+    bound = _verify(relative, 1.0) + UNIT * sum_squares(relative).sqrt() * INFLATE
+    rounding = 1.001 * dot_error(matrices.shape[-1]) * squares
+    return torch.minimum(threshold * bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
 
 
 def _select(matrices: Tensor, indices: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ Certificates are computed for the network F in real arithmetic. What runs is F̂
 ``images.to(dtype)``. This package bounds their difference for every image within a radius, operation by operation
 (running error analysis; Murray, "Lipschitz-Based Robustness Certification Under Floating-Point Execution", arXiv
 2603.13334, does it for layers of ReLU networks), in two ways: :class:`Roundoff` bounds the error of the margins, which
-is then taken off them before any method looks at them, and :class:`DeployedAnchored` is the anchored certificate with
-rounding errors as further remainders, far tighter for deep networks.
+is then taken off them before any method looks at them, and ``lipcert.certifier.DeployedAnchored`` is the anchored
+certificate with rounding errors as further remainders, far tighter for deep networks.
 
 What is assumed of the machine that runs F̂, and nothing else; :mod:`lipcert._environment` reads and probes what it can
 of it, and refuses what contradicts it:
@@ -27,8 +27,19 @@ Overflow, NaN, operations without a rule, and constants that the network compute
 known here have no bound.
 """
 
-from lipcert.roundoff._anchored import DeployedAnchored
 from lipcert.roundoff._format import DTYPES, Format
-from lipcert.roundoff._roundoff import Radii, Roundoff, Stage
+from lipcert.roundoff._roundoff import Gains, Radii, Roundoff, Stage, length, passes
+from lipcert.roundoff._rules import Operand, local_error
 
-__all__ = ["DTYPES", "DeployedAnchored", "Format", "Radii", "Roundoff", "Stage"]
+__all__ = [
+    "DTYPES",
+    "Format",
+    "Gains",
+    "Operand",
+    "Radii",
+    "Roundoff",
+    "Stage",
+    "length",
+    "local_error",
+    "passes",
+]

@@ -20,11 +20,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lipcert._numerics import SAFETY, at_most
 from lipcert._upper import Number
-from lipcert.bounds import NoAnswer, Value, kept_whole, rule_for
-from lipcert.bounds._global import _answer, _walk
-from lipcert.certifier._linearized import SAFETY, at_most
-from lipcert.certifier._margins import row_distances
+from lipcert.bounds import NoAnswer, Value, global_value, global_values, kept_whole, row_distances, rule_for
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
@@ -58,7 +56,7 @@ class Gains:
     """
 
     def __init__(self, graph: Graph, model: Model, fmt: Format):
-        self.values = _walk(graph, None)
+        self.values = global_values(graph)
         self._gains: dict[Node, dict[Node, float]] = {}
         known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
@@ -115,7 +113,7 @@ class Gains:
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
-            return float(_answer(node, args, kwargs).lip)
+            return float(global_value(node, args, kwargs).lip)
         except NoAnswer:
             return math.inf
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert._numerics import at_most
 from lipcert.bounds import NoAnswer, arguments, by_operand, key_of
 from lipcert.bounds.rules.pooling import per_axis
-from lipcert.certifier._linearized import at_most
 from lipcert.graph import Node, map_nodes
 from lipcert.roundoff._format import EXTRA, OWN_ROUNDING, Format
 from lipcert.surgery import (

@@ -17,7 +17,7 @@ from lipcert.training._losses import (
     trades_loss,
     twice_differentiable,
 )
-from lipcert.training._matrices import NormHold, hold_projections
+from lipcert.training._matrices import MaxNorm, NormHold, hold_projections
 from lipcert.training._muon import Muon
 from lipcert.training._settings import LOSSES, FinetuneSettings
 
@@ -29,6 +29,7 @@ __all__ = [
     "Mixed",
     "Epoch",
     "FinetuneSettings",
+    "MaxNorm",
     "Muon",
     "NormHold",
     "TrainingBound",

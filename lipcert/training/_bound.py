@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._estimate import Estimator, as_tensor, estimating
-from lipcert.bounds import Analysis, analyze
-from lipcert.bounds._global import analyze_for_training
-from lipcert.certifier._margins import MarginBounds
+from lipcert.bounds import Analysis, MarginBounds, analyze, analyze_for_training
 from lipcert.errors import InputError
 from lipcert.model import Model
 

@@ -27,25 +27,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import arguments, per_image
-from lipcert.bounds._masked import verified_norms
 from lipcert.certifier._anchored import Anchor, Anchored, Toward
 from lipcert.certifier._linearized import (
     NOT_WEIGHED,
-    SAFETY,
     Deviations,
     Gain,
     Progress,
     Stage,
     Weighed,
-    at_most,
 )
 from lipcert.graph import Node, run
 from lipcert.model import Model
-from lipcert.norms import Ledger
-from lipcert.roundoff._format import Format
-from lipcert.roundoff._roundoff import Gains, length, passes
-from lipcert.roundoff._rules import Operand, local_error
+from lipcert.norms import Ledger, verified_norms
+from lipcert.roundoff import Format, Gains, Operand, length, local_error, passes
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lipcert.bounds import COMPOSED, Analysis, Dense
+from lipcert.bounds._global import Analysis
+from lipcert.bounds._value import COMPOSED, Dense
 
 # Margins and quotients are float64 numbers computed with a few roundings each; this shrinks a radius by more than they
 # can.
