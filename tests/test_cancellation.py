@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -244,3 +245,40 @@ def test_single_operations_round_no_more_than_their_rules_say() -> None:
         ]
         off = float(sum((Fraction(v) - t) ** 2 for v, t in zip(result[0].tolist(), exact, strict=True))) ** 0.5
         assert off <= said < 1e-3
+
+
+SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum, a summed axis of size 1": lambda x: torch.einsum("dn,nd->n", x.tanh().mT, x[:, :1]),
+    "einsum, the other one": lambda x: torch.einsum("nd,nd->n", x[:, :1], x.tanh()),
+    "einsum, both": lambda x: torch.einsum("bij,bij->b", x.reshape(-1, 2, 2)[:, :1], x.reshape(-1, 2, 2)[:, :, :1]),
+    "einsum, a batch of size 1": lambda x: torch.einsum("bhi,bhj->bhij", x.reshape(-1, 2, 2), x.tanh()[:, None, :3]),
+    "einsum, an outer product": lambda x: torch.einsum("bi,bj->bij", x, x.tanh()),
+    "matmul, broadcast": lambda x: x.reshape(-1, 1, 2, 2) @ x.reshape(-1, 2, 2, 1),
+    "mul, broadcast": lambda x: x.reshape(-1, 2, 2) * x.reshape(-1, 2, 2)[:, :1],
+    "mul, both broadcast": lambda x: x[:, :, None] * x[:, None],
+    "div, broadcast": lambda x: x.reshape(-1, 2, 2) / (1 + x.reshape(-1, 2, 2)[:, :1].square()),
+    "div, a numerator broadcast": lambda x: x[:, :1] / (1 + x.square()),
+    "conv1d, a kernel of the image": lambda x: nn.functional.conv1d(x[:, None], x.reshape(1, 1, 4)[..., :2]),
+    "softmax": lambda x: (8 * x).softmax(1),
+    "var": lambda x: x.var(1),
+    "norm": lambda x: x.norm(dim=1),
+    "max_pool1d": lambda x: nn.functional.max_pool1d(x[:, None], 3, 1),
+    "layer_norm": lambda x: nn.functional.layer_norm(x, (4,), torch.tensor([3.0, 1, 1, 0.1]).double()),
+    "rms_norm": lambda x: nn.functional.rms_norm(x - 0.3, (4,), torch.tensor([3.0, 1, 1, 0.1]).double(), 1e-6),
+    "normalize": lambda x: nn.functional.normalize(x - 0.3, dim=1),
+    "gelu": lambda x: nn.functional.gelu(3 * x),
+    "unbind": lambda x: torch.stack(x.tanh().unbind(1)[::-1], 1),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_gains_of_single_operations_are_upper_bounds(name: str) -> None:
+    method = Anchored(model(lambda x: SINGLE[name](x).reshape(len(x), -1)))
+    for pixels in (PIXELS, (0.9, 0.1, 0.2, 0.6)):
+        values = method.values(image(pixels)[:, None])
+        for link, gain in method.local(values).gains.items():
+            columns = math.prod(link.operand.shape)
+            product, _ = method._products(link.operand, link.node, values, several=True, path=link.path)
+            jacobian = product(torch.eye(columns, dtype=torch.float64)[:, None])
+            exact = torch.linalg.matrix_norm(jacobian.reshape(columns, -1), 2).item()
+            assert exact <= gain.item() * (1 + 1e-9), link.node

@@ -57,6 +57,7 @@ from torch import Tensor
 
 from lipcert._numerics import TINY, UNIT, at_most
 from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
+from lipcert.bounds.rules.contraction import repeats
 from lipcert.certifier._chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
@@ -316,7 +317,10 @@ def _nonlinear(chains: Chains, link: Link, place: int, values: Mapping[Node, Ten
 
 
 def _product(node: Node, place: int, values: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
-    """Products of two values: by Cauchy and Schwarz, the entries' sum of squares, or the largest entry of a factor."""
+    """Products of two values: by Cauchy and Schwarz, the entries' sum of squares, or the largest entry of a factor.
+
+    An einsum repeats operands along axes where they have size 1: √m ‖·‖ for one that is repeated m times.
+    """
     operand, other = node.operands[place], values[node.operands[1 - place]]
     entries = math.prod(node.shape)
     copies = math.sqrt(max(1.0, entries / max(1, math.prod(operand.shape))))
@@ -331,12 +335,13 @@ def _product(node: Node, place: int, values: Mapping[Node, Tensor]) -> tuple[Ten
         batch = math.prod(node.shape[:-2]) / max(1, math.prod(operand.shape[:-2]))
         gain = _norm(other) * math.sqrt(max(1.0, batch))
     elif node.op == "einsum":
-        gain = _norm(other) * copies
+        gain = _norm(other) * math.sqrt(math.prod(repeats(node.args[0], node.operands)))
     else:
         weight = node.operands[1] if len(node.operands) == 2 else operand
         gain = _norm(other) * math.sqrt(math.prod(weight.shape[2:]))
     terms = sum(operand.shape) + sum(node.shape) if node.op != "div" else 0
     terms += math.prod(operand.shape[1:]) if str(node.op).startswith("conv") else 0
+    terms += sum(node.operands[1 - place].shape) if node.op == "einsum" else 0
     return gain, _gamma(terms) * gain
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds._remainder import Against, per_image, remainder
-from lipcert.bounds.rules.contraction import sizes, terms
+from lipcert.bounds.rules.contraction import repeats
 from lipcert.graph import Node
 
 
@@ -36,17 +36,14 @@ class Product:
 class Contraction(Product):
     """A batch of matrix products (lipcert.bounds.rules.contraction): ‖X Y‖_F ≤ ‖X‖_F‖Y‖_F in each.
 
-    K = 1. An axis that one operand has with size 1 and the other with more is refused: an attack has broken a radius.
+    K = 1, times √m for an operand that is repeated m times along axes where it has size 1.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         equation = node.args[0]
         if len(operands) != 2 or not isinstance(equation, str):
             raise NoAnswer("other than two tensors")
-        wide = sizes(equation, node.operands)
-        for term, operand in zip(terms(equation), node.operands, strict=True):
-            if math.prod(wide[axis] for axis in term) != math.prod(operand.shape):
-                raise NoAnswer("an axis of size 1 that is repeated")
+        self.factor = math.sqrt(math.prod(repeats(equation, node.operands)))
 
 
 @remainder("conv1d", "conv2d", "conv3d")

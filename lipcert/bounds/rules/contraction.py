@@ -49,6 +49,17 @@ def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
     return found
 
 
+def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
+    """How many times each of two operands is repeated along axes where it has size 1 and the other one has more.
+
+    Raises:
+        NoAnswer: as :func:`roles`.
+    """
+    wide = sizes(equation, operands)
+    both = zip(terms(equation), operands, strict=True)
+    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in both]
+
+
 def roles(equation: str) -> tuple[str, str, str, str]:
     """Axes of a product of two tensors: those in both and the result, left alone, right alone, summed over.
 
