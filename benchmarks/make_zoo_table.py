@@ -36,9 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipcert._upper import Upper
-from lipcert.bounds import Value, _global, _value, kept_whole
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import remainder_of
+from lipcert.bounds import NoAnswer, Value, _global, _value, kept_whole, remainder_of
 from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, explicit_attention, needed, outline

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks._env import environment
-from lipcert.bounds import NoAnswer, analyze, kept_whole
-from lipcert.bounds._remainder import REMAINDERS, remainder_of
+from lipcert.bounds import NoAnswer, analyze, kept_whole, remainder_of
 from lipcert.errors import LipcertError, UnsupportedOperation
 from lipcert.graph import Node, capture, explicit_attention, needed
 from lipcert.graph._graph import run
@@ -107,7 +106,7 @@ def anchored(model: lipcert.Model) -> dict[str, Any]:
     images = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     missing = []
     try:
-        graph = needed(explicit_attention(capture(model, images, whole=lambda module: kept_whole(module, REMAINDERS))))
+        graph = needed(explicit_attention(capture(model, images, whole=lambda module: kept_whole(module, "remainder"))))
         last_read = {operand: node for node in graph.nodes for operand in node.operands}
         values: dict[Node, Any] = {graph.input: images}
         for node in graph.nodes[1:]:

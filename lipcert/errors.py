@@ -34,10 +34,12 @@ class UnsupportedOperation(LipcertError):
 
     Attributes:
         operations: one ``(operation, module path)`` pair for every place in the model.
+        question: what is not known of them: "lipschitz", "remainder" or "rounding".
     """
 
-    def __init__(self, operations: Sequence[tuple[str, str]]):
+    def __init__(self, operations: Sequence[tuple[str, str]], question: str = "lipschitz"):
         self.operations = tuple(operations)
+        self.question = question
         super().__init__(self._message(*self._listed()))
 
     def _listed(self) -> tuple[int, str]:
@@ -53,9 +55,10 @@ class UnsupportedOperation(LipcertError):
         return len(places), listed
 
     def _message(self, count: int, listed: str) -> str:
+        missing = "" if self.question == "lipschitz" else f"{self.question} "
         return (
-            f"no rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
-            "add one with @lipcert.bounds.rule, or convert the modules"
+            f"no {missing}rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
+            f"add one with @lipcert.bounds.{missing.strip() or 'rule'}, or convert the modules"
         )
 
 

@@ -19,14 +19,28 @@ from lipcert.bounds._global import (
 )
 from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, bottom_logit, margins, radii, row_distances
 from lipcert.bounds._masked import Core
-from lipcert.bounds._registry import Call, NoAnswer, kept_whole, key_of, rule, rule_for
-from lipcert.bounds._remainder import REMAINDERS, Against, Remainder, per_image, quadratic, remainder_of, total
+from lipcert.bounds._registry import (
+    RULES,
+    Call,
+    NoAnswer,
+    Rule,
+    answer_of,
+    box,
+    kept_whole,
+    key_of,
+    refusal,
+    remainder,
+    rounding,
+    rule,
+    rule_for,
+)
+from lipcert.bounds._remainder import Against, Remainder, per_image, quadratic, remainder_of, total
 from lipcert.bounds._value import COMPOSED, Dense, Value
 
 __all__ = [
-    "COMPOSED", "REMAINDERS", "ROUND_DOWN", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense",
-    "Estimate", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Remainder", "State", "Value", "Walk",
-    "analyze", "analyze_for_training", "arguments", "bottom_logit", "by_operand", "check_weights", "flat",
-    "global_value", "global_values", "kept_whole", "key_of", "lipschitz", "margins", "per_image", "quadratic",
-    "radii", "remainder_of", "row_distances", "rule", "rule_for", "total",
+    "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense", "Estimate",
+    "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Remainder", "Rule", "State", "Value", "Walk", "analyze",
+    "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand", "check_weights", "flat",
+    "global_value", "global_values", "kept_whole", "key_of", "lipschitz", "margins", "per_image", "quadratic", "radii",
+    "refusal", "remainder", "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

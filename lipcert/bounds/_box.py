@@ -44,7 +44,7 @@ from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import INFLATE, Core, core_of
-from lipcert.bounds._registry import key_of
+from lipcert.bounds._registry import RULES, box, key_of
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.graph import PIECES, Graph, Node, map_nodes, needed, run
@@ -286,7 +286,7 @@ class Walk:
                 self.states[node] = self._pixels(node)
             elif node in boxes.lips:
                 operands = [self.states[source] for source in boxes.sources(node)]
-                known = BOXES.get(node.op, _unknown)
+                known = RULES[node.op].box or _unknown
                 self.states[node] = known(self, node, *operands)
 
     @property
@@ -354,17 +354,7 @@ class Walk:
         return self.value(node).abs() * factor
 
 
-Rule = Callable[..., State]
-BOXES: dict[Any, Rule] = {}
 _CORES = ("linear", "matmul", "conv1d", "conv2d", "conv3d")
-
-
-def _box(*targets: Any) -> Callable[[Rule], Rule]:
-    def register(answer: Rule) -> Rule:
-        BOXES.update({key_of(target): answer for target in targets})
-        return answer
-
-    return register
 
 
 def _unknown(walk: Walk, node: Node, *operands: State) -> State:
@@ -391,7 +381,7 @@ def _extended(x: State, weight: Tensor, local: bool = False) -> Way:
     return Way(x, None, torch.ones_like(x.value), weight, local)
 
 
-@_box(*_CORES)
+@box(*_CORES)
 def _operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     """A matrix or convolution: interval ∩ ball, with the row norms of the operator between the weights."""
     core = walk.boxes.cores.get(node)
@@ -418,7 +408,7 @@ def _scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
     return walk.result(node, up, down, way=_extended(x, weight), rounding=rounding)
 
 
-@_box("batch_norm")
+@box("batch_norm")
 def _batch_norm(walk: Walk, node: Node, x: State) -> State:
     given = arguments(node)
     scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
@@ -439,7 +429,7 @@ def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
     return factor.reshape((1,) * (x.value.dim() - factor.dim()) + tuple(factor.shape))
 
 
-@_box("mul", "div")
+@box("mul", "div")
 def _times(walk: Walk, node: Node, *operands: State) -> State:
     """By a constant."""
     given = arguments(node)
@@ -452,12 +442,12 @@ def _times(walk: Walk, node: Node, *operands: State) -> State:
     return _scaled(walk, node, operands[0], 1 / factor if node.op == "div" else factor)
 
 
-@_box("neg")
+@box("neg")
 def _negated(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, x.down, x.up, way=_extended(x, torch.ones_like(x.value)))
 
 
-@_box("add", "sub", "rsub")
+@box("add", "sub", "rsub")
 def _sum(walk: Walk, node: Node, *operands: State) -> State:
     """x ± α y; a constant shifts. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, and what the global analysis folded."""
     given = arguments(node)
@@ -497,12 +487,12 @@ def _sum(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, operands, constant=constant)
 
 
-@_box("identity", "dropout")
+@box("identity", "dropout")
 def _same(walk: Walk, node: Node, x: State, *templates: State) -> State:
     return walk.result(node, x.up, x.down, (x,), way=x.way, constant=lambda: x.constant)
 
 
-@_box(
+@box(
     "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
     "constant_pad_nd", "expand", "repeat", "tile", "repeat_interleave", "mean", "sum", "avg_pool1d", "avg_pool2d",
     "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
@@ -530,7 +520,7 @@ def _nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, states, constant=side_by_side if once else None, rounding=rounding)
 
 
-@_box("part")
+@box("part")
 def _part(walk: Walk, node: Node, *operands: State) -> State:
     """One of the parts into which a value was cut."""
     whole = node.args[0]
@@ -550,21 +540,21 @@ def _monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor,
     return _gap(high, middle), _gap(middle, low), low, high
 
 
-@_box("relu", "relu6", "hardtanh", ClippedReLU)
+@box("relu", "relu6", "hardtanh", ClippedReLU)
 def _clip(walk: Walk, node: Node, x: State) -> State:
     """Slope 1 between two limits, 0 outside: constant where both ends of the box give the same."""
     up, down, low, high = _monotone(walk, node, x)
     return walk.result(node, up, down, way=_extended(x, (high > low).double(), local=True))
 
 
-@_box("clamp")
+@box("clamp")
 def _clamp(walk: Walk, node: Node, x: State, *others: State) -> State:
     return (
         _unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else _clip(walk, node, x)
     )
 
 
-@_box("leaky_relu")
+@box("leaky_relu")
 def _leaky(walk: Walk, node: Node, x: State) -> State:
     """Slopes 1 and s: the smaller one where the box stays on its side."""
     slope = float(arguments(node).get("negative_slope", 0.01))
@@ -580,7 +570,7 @@ def _leaky(walk: Walk, node: Node, x: State) -> State:
     )
 
 
-@_box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
+@box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
 def _entrywise(walk: Walk, node: Node, x: State) -> State:
     """|φ'| ≤ L: every entry moves by at most L times what it did."""
     gain = ratio(walk.boxes.lips[node], x.lip)
@@ -592,7 +582,7 @@ def _entrywise(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, reach, reach, way=way, rounding=_over(rounding, reach).expand_as(reach))
 
 
-@_box(MaxMin, ClippedMaxMin)
+@box(MaxMin, ClippedMaxMin)
 def _max_min(walk: Walk, node: Node, x: State) -> State:
     """Pairs (a, b) ↦ (max, min), which rise in both.
 
@@ -610,7 +600,7 @@ def _max_min(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, up, down, way=_extended(x, torch.cat((first, second), dim), local=True), open=False)
 
 
-@_box("max_pool2d")
+@box("max_pool2d")
 def _max_pool(walk: Walk, node: Node, x: State) -> State:
     """An entry that cannot be the largest of a window in the ball does not count there.
 
@@ -641,7 +631,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 
-@_box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
+@box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
 def _extremes(walk: Walk, node: Node, x: State) -> State:
     up, down, _, _ = _monotone(walk, node, x)
     return walk.result(node, up, down, (x,))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipcert._bound import Bound, LayerBound
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import named
-from lipcert.bounds._registry import Call, NoAnswer, kept_whole, rule_for
+from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whole, refusal
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
 from lipcert.graph import PIECES, Graph, Node, capture, close, examples, map_nodes, needed
@@ -130,7 +130,7 @@ def _check_unused(graph: Graph) -> None:
     unknown = [
         (f"{node.name} (its result is not used)", node.path)
         for node in graph.nodes
-        if node not in used and (rule_for(node.op) is None and node.op not in _HARMLESS or _counts(node.operands))
+        if node not in used and (not (_has_rule(node.op) or node.op in _HARMLESS) or _counts(node.operands))
     ]
     if unknown:
         raise UnsupportedOperation(unknown)
@@ -145,6 +145,10 @@ def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
     """
     graph = needed(capture(model, image, whole=kept_whole, gradients=True))
     return Analysis(graph, global_values(graph))
+
+
+def _has_rule(op: Any) -> bool:
+    return op in RULES and RULES[op].lipschitz is not None
 
 
 def _counts(operands: Sequence[Node]) -> bool:
@@ -191,7 +195,7 @@ def global_values(graph: Graph, progress: Callable[[int, int], None] | None = No
         try:
             values[node] = global_value(node, args, kwargs)
         except NoAnswer as reason:
-            missing.append((f"{node.name} ({reason})" if str(reason) else node.name, node.path))
+            missing.append(refusal(node, reason))
             values[node] = None
     if missing:
         raise UnsupportedOperation(missing)
@@ -206,9 +210,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Raises:
         NoAnswer: no rule, or arguments that it does not cover.
     """
-    rule = rule_for(node.op)
-    if rule is None:
-        raise NoAnswer()
+    rule = answer_of(node.op, "lipschitz")
     if node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"its result is {node.dtype}, not real")
     if isinstance(node.op, str):
@@ -218,7 +220,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if "input" in kwargs and not args:
             args = (kwargs.pop("input"),)
     call = Call(node.shape, node.path)
-    signature = rule.signature
+    signature = inspect.signature(rule)
     try:
         arguments = signature.bind(call, *args, **kwargs).arguments
     except TypeError as mismatch:

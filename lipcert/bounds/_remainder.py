@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer, key_of
+from lipcert.bounds._registry import RULES, NoAnswer, answer_of, remainder
 from lipcert.graph import Node
 
 Against = Callable[[Sequence[Tensor]], Tensor]
@@ -79,95 +79,18 @@ def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor], size: Tensor) 
     return found.nan_to_num(nan=math.inf, posinf=math.inf)  # 0 · ∞: nothing is known
 
 
-REMAINDERS: dict[Any, type[Remainder]] = {}
-
-# Operations that are affine in what depends on the image, whichever operands that is.
-_LINEAR = frozenset(
-    """
-    identity dropout reshape permute movedim transpose getitem index_select flip roll unbind split chunk tensor_split
-    split_with_sizes part cat stack expand repeat tile repeat_interleave pad constant_pad_nd add sub rsub neg mean sum
-    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d batch_norm
-    interpolate unfold fold unfold_axis setitem
-    """.split()  # noqa: SIM905
-)
-# Operations that are affine as long as one operand alone depends on the image, and that is the first where it matters.
-_BILINEAR = frozenset(
-    """
-    mul matmul linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d einsum addcmul
-    """.split()  # noqa: SIM905
-)
-
-
-def remainder(*targets: Any) -> Callable[[type[Remainder]], type[Remainder]]:
-    """Registers the remainder rule of operations or module classes, as ``rule`` does for the global question."""
-
-    def register(answer: type[Remainder]) -> type[Remainder]:
-        for target in targets:
-            REMAINDERS[key_of(target)] = answer
-        return answer
-
-    return register
-
-
 def remainder_of(node: Node) -> type[Remainder] | None:
-    """The remainder rule of a captured operation; None if it is linear.
+    """The remainder rule of a captured operation; None if it is affine in what depends on the image.
 
     Raises:
-        NoAnswer: there is no rule.
+        NoAnswer: there is no rule, or the operation has a form that is refused.
     """
-    if isinstance(node.op, str):
-        operands = len(node.operands)
-        _check_affine(node)
-        if node.op in _LINEAR or (node.op in _BILINEAR and operands == 1):
-            return None
-        if node.op == "div" and operands == 1 and isinstance(arguments(node)["input"], Node):
-            return None
-    found = REMAINDERS.get(node.op)
-    if found is None:
-        raise NoAnswer("no remainder rule")
-    return found
-
-
-def _check_affine(node: Node) -> None:
-    """Refuses the forms of affine operations that are not affine.
-
-    Raises:
-        NoAnswer: says what the operation does.
-    """
-    if node.dtype is not None and not node.dtype.is_floating_point:
+    if isinstance(node.op, str) and node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"rounds to {node.dtype}")
-    if node.op == "reshape" and any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
-        raise NoAnswer("another reading of the same bits")
-    if node.op == "div" and arguments(node).get("rounding_mode"):
-        raise NoAnswer("rounds")
-    if node.op == "batch_norm" and arguments(node).get("training", False):
-        raise NoAnswer("normalises by the image's own statistics")
-    if node.op == "dropout" and (given := arguments(node)).get("training", True) and given.get("p", 0.5):
-        raise NoAnswer("it is random, training=True")
-    if node.op == "setitem":
-        check_written_once(node.operands[0].shape, arguments(node)["index"])
-
-
-def check_written_once(shape: tuple[int, ...], index: Any) -> None:
-    """Refuses an assignment to positions of which one occurs twice: torch does not say which of the values stays.
-
-    Raises:
-        NoAnswer: it does, or positions depend on the image.
-    """
-    places = torch.arange(math.prod(shape)).reshape(shape)[_still(index)].flatten()
-    if len(places) != len(places.unique()):
-        raise NoAnswer("positions that are written to twice")
-
-
-def _still(index: Any) -> Any:
-    """An index on the CPU."""
-    if isinstance(index, (tuple, list)):
-        return type(index)(map(_still, index))
-    if isinstance(index, Tensor):
-        return index.cpu()
-    if isinstance(index, (int, slice, type(None), type(Ellipsis))):
-        return index
-    raise NoAnswer("the positions depend on the image")
+    rule = RULES.get(node.op)
+    if rule is not None and rule.linear is not None and rule.linear(node):
+        return None
+    return answer_of(node.op, "remainder")
 
 
 def per_image(tensor: Tensor) -> Tensor:

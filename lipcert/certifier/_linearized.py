@@ -20,17 +20,16 @@ from torch import Tensor
 from lipcert._numerics import SAFETY, at_most
 from lipcert._settings import RIGORS
 from lipcert.bounds import (
-    REMAINDERS,
     NoAnswer,
     Remainder,
     arguments,
     kept_whole,
     per_image,
+    refusal,
     remainder_of,
     row_distances,
     total,
 )
-from lipcert.bounds.remainders.secants import SECANT_RULES
 from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._rounding import Local, Rounded, rounded
 from lipcert.errors import InputError, UnsupportedOperation
@@ -178,7 +177,7 @@ class Linearized:
         )
         self.widths = widths
         if graph is None:
-            whole = lambda module: kept_whole(module, REMAINDERS)  # noqa: E731
+            whole = lambda module: kept_whole(module, "remainder")  # noqa: E731
             graph = explicit_attention(capture(model, example, whole, casts=self.casts), model.device)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
@@ -379,16 +378,16 @@ class Linearized:
         missing = []
         for node in self.replay.between(self.source, [self.graph.output]):
             try:
-                found = SECANT_RULES[node.op] if node.op in SECANT_RULES else remainder_of(node)
+                found = remainder_of(node)
                 if found is not None:
                     found(node, [values[operand] for operand in node.operands], values[node])
             except NoAnswer as reason:
-                missing.append((f"{node.name} ({reason})", node.path))
+                missing.append(refusal(node, reason))
                 continue
             if found is not None:
                 rules[node] = found
         if missing:
-            raise UnsupportedOperation(missing)
+            raise UnsupportedOperation(missing, "remainder")
         return rules
 
     def _stages(self) -> list[Stage]:

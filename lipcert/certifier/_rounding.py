@@ -192,10 +192,13 @@ def _moves(link: Link) -> bool:
 
 
 def _affine(node: Node) -> bool | None:
+    """Whether Schur's test with the constants' absolute values covers an operation; None for unknown ones."""
+    if callable(node.op):  # a module or a function of the user's own, whose constants may not be among its arguments
+        return False
     try:
         return remainder_of(node) is None
     except NoAnswer:
-        return False if callable(node.op) else None
+        return None
 
 
 def _norm(value: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lipcert.bounds.remainders.secants import SECANTS
+from lipcert.bounds import rule_for
 from lipcert.graph import Graph, Node, map_nodes
 
 
@@ -19,8 +19,8 @@ def with_secants(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     for node in graph.nodes:
         args, kwargs = map_nodes(lambda n: stands_for.get(n, n), (node.args, dict(node.kwargs)))
         new = node
-        if node.op in SECANTS and len(node.operands) == 1:
-            secant = SECANTS[node.op]
+        rule = rule_for(node.op)
+        if rule is not None and (secant := rule.secant) is not None and len(node.operands) == 1:
             widths[node] = Node("width", secant.function, (), {}, node.path, (1,))
             (x,) = node.operands
             arguments = (stands_for.get(x, x), widths[node], *secant.rest(node))

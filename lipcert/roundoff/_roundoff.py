@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from lipcert._numerics import SAFETY, at_most
 from lipcert._upper import Number
-from lipcert.bounds import NoAnswer, Value, global_value, global_values, kept_whole, row_distances, rule_for
+from lipcert.bounds import NoAnswer, Value, global_value, global_values, kept_whole, refusal, row_distances, rule_for
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._format import OWN_ROUNDING, Format, address
-from lipcert.roundoff._rules import ROUNDINGS, Operand, local_error
+from lipcert.roundoff._rules import Operand, local_error
 
 # (images, predicted, ledger) ↦ (gaps f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
@@ -77,9 +77,9 @@ class Gains:
                     operands = [Operand(nominal[u], still, torch.full_like(still, math.inf)) for u in node.operands]
                     local_error(node, operands, self.format)
                 except NoAnswer as reason:
-                    missing.append((f"{node.name} ({reason})", node.path))
+                    missing.append(refusal(node, reason))
         if missing:
-            raise UnsupportedOperation(missing)
+            raise UnsupportedOperation(missing, "rounding")
 
     def widened(self, node: Node, lip: Number) -> Value:
         """The ranges of a value, widened, with another constant."""
@@ -270,7 +270,7 @@ def _times(gain: float, error: Tensor) -> Tensor:
 
 
 def _whole(module: nn.Module) -> bool:
-    return kept_whole(module, ROUNDINGS.keys()) and rule_for(type(module)) is not None
+    return kept_whole(module, "rounding") and rule_for(type(module)) is not None
 
 
 def _example(model: Model) -> Tensor:

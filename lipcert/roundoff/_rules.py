@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._numerics import at_most
-from lipcert.bounds import NoAnswer, arguments, by_operand, key_of
+from lipcert.bounds import NoAnswer, answer_of, arguments, by_operand, rounding
 from lipcert.bounds.rules.pooling import per_axis
 from lipcert.graph import Node, map_nodes
 from lipcert.roundoff._format import EXTRA, OWN_ROUNDING, Format
@@ -63,20 +63,6 @@ class Operand:
         return torch.minimum(self.size + self.over(self.rho), self.over(self.limit))
 
 
-Rule = Callable[[Node, Sequence[Operand], Format], Tensor]
-ROUNDINGS: dict[Any, Rule] = {}
-
-
-def rounding(*targets: Any) -> Callable[[Rule], Rule]:
-    """Registers the rounding rule of operations or module classes."""
-
-    def register(answer: Rule) -> Rule:
-        ROUNDINGS.update({key_of(target): answer for target in targets})
-        return answer
-
-    return register
-
-
 def local_error(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Upper bound on the rounding error of one operation, shape (N, *node.shape).
 
@@ -88,9 +74,7 @@ def local_error(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     Raises:
         NoAnswer: there is no rule, or it does not cover the arguments.
     """
-    rule = ROUNDINGS.get(node.op)
-    if rule is None:
-        raise NoAnswer("no rounding rule")
+    rule = answer_of(node.op, "rounding")
     try:
         error = rule(node, operands, fmt) * OWN_ROUNDING
     except KeyError as missing:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, Smooth, per_image, remainder
+from lipcert.bounds._registry import NoAnswer, remainder
+from lipcert.bounds._remainder import Against, Smooth, per_image
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.arithmetic import reduced
 from lipcert.graph import Node
@@ -31,7 +31,7 @@ class Quotient:
         given = arguments(node)
         below = given.get("other")
         if not isinstance(below, Node):
-            raise NoAnswer("no remainder rule")
+            raise NoAnswer("a constant denominator")
         entries = math.prod(node.shape)
         # Where the quotient's operands stand in the order of node.operands.
         self.above = node.operands.index(given["input"]) if isinstance(given["input"], Node) else None

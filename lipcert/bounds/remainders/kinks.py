@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image, remainder
+from lipcert.bounds._registry import NoAnswer, remainder
+from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image
 from lipcert.bounds.rules.pooling import covered, per_axis
 from lipcert.graph import Node
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, per_image, remainder
+from lipcert.bounds._registry import NoAnswer, remainder
+from lipcert.bounds._remainder import Against, per_image
 from lipcert.bounds.rules.contraction import repeats
 from lipcert.graph import Node
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Radial, RadialKink, per_image, remainder
+from lipcert.bounds._registry import NoAnswer, remainder
+from lipcert.bounds._remainder import Radial, RadialKink, per_image
 from lipcert.graph import Node
 
 

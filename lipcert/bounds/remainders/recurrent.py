@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer
-from lipcert.bounds._remainder import Against, per_image, remainder
+from lipcert.bounds._registry import NoAnswer, remainder
+from lipcert.bounds._remainder import Against, per_image
 from lipcert.bounds.rules.recurrent import ways_of
 from lipcert.graph import Node
 from lipcert.norms import dense_norm

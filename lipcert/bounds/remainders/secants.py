@@ -17,14 +17,14 @@ and R falls until the kink alone, where it is −ηk: −R ≤ η min(|δ|, k).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import remainder, secant
 from lipcert.bounds._remainder import Against, per_image
 from lipcert.graph import Node
 from lipcert.surgery import LayerProject, RmsLayerProject
@@ -33,6 +33,7 @@ _TINY = 1e-300
 _ROUNDED = 1e-15  # more than the difference of two numbers up to 1 loses in float64
 
 
+@secant("relu")
 def secant_relu(z: Tensor, width: Tensor) -> Tensor:
     """max(z, 0) with the slope (1 + z/w)/2 for |z| < w."""
     far = _far(z.abs(), width)
@@ -40,11 +41,17 @@ def secant_relu(z: Tensor, width: Tensor) -> Tensor:
     return torch.relu(z).detach() + slope * (z - z.detach())
 
 
+def _negative_slope(node: Node) -> tuple[float]:
+    return (float(arguments(node).get("negative_slope", 0.01)),)
+
+
+@secant("leaky_relu", rest=_negative_slope)
 def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float) -> Tensor:
     """negative_slope · z + (1 − negative_slope) max(z, 0), likewise."""
     return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
 
 
+@secant(LayerProject, RmsLayerProject, rest=lambda node: (node.function,))
 def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
     """A projection onto a ball; along h with the slope of min(n, R) at n = ‖h‖, taken as above."""
     rows = module.rows(x)
@@ -90,6 +97,7 @@ class Bend:
         return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)
 
 
+@remainder(secant_relu)
 class SecantRelu:
     """Entry by entry; the slope changes by 1."""
 
@@ -108,6 +116,7 @@ class SecantRelu:
         return lambda rho: self.bend.against(g, rho[0], rho[-1][:, None])
 
 
+@remainder(secant_leaky_relu)
 class SecantLeakyRelu(SecantRelu):
     """The slope changes by 1 − negative_slope."""
 
@@ -116,6 +125,7 @@ class SecantLeakyRelu(SecantRelu):
         self.jump = 1 - node.args[2]
 
 
+@remainder(secant_project)
 class SecantProjection:
     """weight ∘ u(h) with u(h) = min(‖h‖, R) ĥ: slope s of the secant along h, and min(n, R)/n across, n = ‖h‖.
 
@@ -253,32 +263,3 @@ class Crossing:
 def _module(node: Node) -> Any:
     """The projection, of a secant or by itself."""
     return node.function if isinstance(node.function, nn.Module) else node.args[2]
-
-
-@dataclass(frozen=True)
-class Secant:
-    """How an operation is linearised with secants.
-
-    Attributes:
-        function: the operation with the slope of the secant for its derivative: takes its operand, the width, and the
-            rest of the arguments.
-        rule: its remainder rule; the second operand is the width, shape (N, 1).
-        rest: the arguments behind the operand and the width.
-    """
-
-    function: Callable[..., Tensor]
-    rule: type[Any]
-    rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()
-
-
-def _negative_slope(node: Node) -> tuple[float]:
-    return (float(arguments(node).get("negative_slope", 0.01)),)
-
-
-SECANTS: dict[Any, Secant] = {
-    "relu": Secant(secant_relu, SecantRelu),
-    "leaky_relu": Secant(secant_leaky_relu, SecantLeakyRelu, _negative_slope),
-    LayerProject: Secant(secant_project, SecantProjection, lambda node: (node.function,)),
-    RmsLayerProject: Secant(secant_project, SecantProjection, lambda node: (node.function,)),
-}
-SECANT_RULES = {secant.function: secant.rule for secant in SECANTS.values()}

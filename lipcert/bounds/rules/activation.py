@@ -63,7 +63,7 @@ def _apply(x: Value, phi: Activation) -> Value:
 
 for _function, _phi in ACTIVATIONS.items():
 
-    @rule(_function)
+    @rule(_function, linear=True if _function == "neg" else None)
     def entrywise(call: Call, x: Value, *args: object, _phi: Activation = _phi, **kwargs: object) -> Value:
         """sup |φ'| of the table."""
         return _apply(x, _phi)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lipcert._estimate import held
 from lipcert._upper import INFINITE, Number, Upper
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import Call, NoAnswer, in_one_operand, rule
 from lipcert.bounds._value import COMPOSED, Dense, Origin, Scale, Value, largest, rounded_down
 from lipcert.bounds.rules.linear import dense
+from lipcert.graph import Node
 
 
 def _copies(call: Call, x: Value) -> Upper:
@@ -32,7 +34,7 @@ def _broadcast(constant: Any, x: Value) -> Tensor:
     return tensor.reshape((1,) * (len(x.shape) - tensor.dim()) + tuple(tensor.shape))
 
 
-@rule("add")
+@rule("add", linear=True)
 def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x + αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x + Wx is folded into (I + W)x."""
     if isinstance(x, Value) and isinstance(y, Value):
@@ -48,7 +50,7 @@ def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     return result
 
 
-@rule("sub")
+@rule("sub", linear=True)
 def sub(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x − αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x minus its own mean is an orthogonal projection of x."""
     if isinstance(x, Value) and isinstance(y, Value):
@@ -110,7 +112,7 @@ def _with_eps(origin: Origin | None, constant: Any, alpha: float) -> Origin | No
     return replace(origin, eps=float(constant))
 
 
-@rule("rsub")
+@rule("rsub", linear=True)
 def rsub(call: Call, x: Value, y: Any, *, alpha: float = 1) -> Value:
     """y − αx."""
     return sub(call, y, x, alpha=alpha)
@@ -149,7 +151,7 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
     return Value(call.shape, x.lip, magnitude=magnitude, rows=rows)
 
 
-@rule("mul")
+@rule("mul", linear=in_one_operand)
 def mul(call: Call, x: Any, y: Any) -> Value:
     """By a constant: linear. Two values (a gate): δ(xy) = y δx + x δy, so ‖δ(xy)‖ ≤ max|y| ‖δx‖ + max|x| ‖δy‖.
 
@@ -214,7 +216,14 @@ def _times(call: Call, x: Value, constant: Any) -> Value:
     return Value(call.shape, magnitude=magnitude, rows=rows, base=x, map=Scale(scale))
 
 
-@rule("div")
+def _constant_denominator(node: Node) -> bool:
+    given = arguments(node)
+    if given.get("rounding_mode"):
+        raise NoAnswer("rounds")
+    return len(node.operands) == 1 and isinstance(given["input"], Node)
+
+
+@rule("div", linear=_constant_denominator)
 def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
     """By a constant: a multiplication. By a value ≥ m > 0: δ(x/y) = δx/y' − x δy/(y y'), with y' the perturbed y.
 
@@ -311,11 +320,11 @@ def kept(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if d in dims else size for d, size in enumerate(x.shape))
 
 
-rule("mean")(_reduction(mean=True))
-rule("sum")(_reduction(mean=False))
+rule("mean", linear=True)(_reduction(mean=True))
+rule("sum", linear=True)(_reduction(mean=False))
 
 
-@rule("addcmul")
+@rule("addcmul", linear=in_one_operand)
 def addcmul(call: Call, x: Any, first: Any, second: Any, *, value: float = 1) -> Value:
     """x + value · first · second."""
     shapes = [tuple(t.shape) if isinstance(t, (Value, Tensor)) else () for t in (first, second)]
@@ -325,7 +334,7 @@ def addcmul(call: Call, x: Any, first: Any, second: Any, *, value: float = 1) ->
     return add(call, x, torch.as_tensor(first) * second, alpha=value)
 
 
-@rule("matmul")
+@rule("matmul", linear=in_one_operand)
 def matmul(call: Call, x: Any, y: Any) -> Value:
     """δ(XY) = δX Y + X' δY, so ‖δ(XY)‖_F ≤ ‖δX‖_F ‖Y‖₂ + ‖X‖₂ ‖δY‖_F.
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lipcert._estimate import held
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._registry import Call, NoAnswer, in_one_operand, rule
 from lipcert.bounds._value import Dense, Value
 from lipcert.bounds.rules.arithmetic import matmul
 from lipcert.bounds.rules.structure import expand
@@ -77,7 +77,7 @@ def roles(equation: str) -> tuple[str, str, str, str]:
     return batch, rows, columns, "".join(axis for axis in both if axis not in output)
 
 
-@rule("einsum")
+@rule("einsum", linear=in_one_operand)
 def einsum(call: Call, equation: str, *tensors: Any) -> Value:
     """Axes in both tensors and the result are a batch, those in both alone are summed over: a batch of products X Y.
 

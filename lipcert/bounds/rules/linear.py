@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lipcert._estimate import held
 from lipcert._upper import Upper
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._registry import Call, NoAnswer, in_one_operand, rule
 from lipcert.bounds._value import Conv, Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.bounds.rules.pooling import per_axis
 from lipcert.norms import conv_transpose_norm
 
 
-@rule("linear")
+@rule("linear", linear=in_one_operand)
 def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Value:
     """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry is at most ‖w_o‖₁ max|x|, and at most ‖w_o‖₂ ‖x‖₂."""
     if isinstance(weight, Value):
@@ -47,7 +47,7 @@ def constant_part(weight: Tensor, offset: Tensor, error: Upper) -> tuple[Tensor,
     return exact @ offset, rounding + error * vector_norm(weight)
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand)
 def conv(
     call: Call,
     x: Any,
@@ -97,7 +97,7 @@ def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
     return Value(call.shape, lip, magnitude=magnitude)
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand)
 def conv_transpose(
     call: Call,
     x: Value,

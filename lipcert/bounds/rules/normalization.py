@@ -11,12 +11,20 @@ from torch import Tensor
 
 from lipcert._estimate import held
 from lipcert._upper import INFINITE, Upper
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
+from lipcert.graph import Node
 
 
-@rule("batch_norm")
+def _by_fixed_statistics(node: Node) -> bool:
+    if arguments(node).get("training", False):
+        raise NoAnswer("normalises by the image's own statistics")
+    return True
+
+
+@rule("batch_norm", linear=_by_fixed_statistics)
 def batch_norm(
     call: Call,
     x: Value,

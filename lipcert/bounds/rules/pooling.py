@@ -55,7 +55,7 @@ for _dims, _operation in (
     (2, F.adaptive_avg_pool2d),
     (3, F.adaptive_avg_pool3d),
 ):
-    rule(_operation)(_averaging(_operation, _dims))
+    rule(_operation, linear=True)(_averaging(_operation, _dims))
 
 
 def _maximum(dims: int) -> Callable[..., Value]:

@@ -16,7 +16,7 @@ from lipcert.bounds.rules.pooling import schur_norms
 from lipcert.norms import dense_norm
 
 
-@rule(F.interpolate)
+@rule(F.interpolate, linear=True)
 def interpolate(
     call: Call,
     x: Value,
@@ -55,7 +55,7 @@ def interpolate(
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, rows=rows_bound, floor=floor)
 
 
-@rule(F.unfold)
+@rule(F.unfold, linear=True)
 def patches(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Copies entries into overlapping windows, with zeros around: √m, m the number of windows that share an entry."""
 
@@ -66,7 +66,7 @@ def patches(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude, floor=min(0.0, x.lowest))
 
 
-@rule(F.fold)
+@rule(F.fold, linear=True)
 def overlapped(
     call: Call,
     x: Value,
@@ -86,7 +86,7 @@ def overlapped(
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, floor=0.0 if x.lowest >= 0 else -math.inf)
 
 
-@rule(torch.Tensor.unfold)
+@rule(torch.Tensor.unfold, linear=True)
 def windows_along(call: Call, x: Value, dimension: int, size: int, step: int) -> Value:
     """Windows along one axis: an entry lies in ⌈size/step⌉ of them at most."""
     return x.like(call.shape, x.lip * Upper(-(-size // step)).sqrt())

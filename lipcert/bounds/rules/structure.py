@@ -14,18 +14,26 @@ import torch
 from torch import Tensor
 
 from lipcert._upper import Upper, root_sum_squares
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import Call, NoAnswer, rule
-from lipcert.bounds._remainder import check_written_once
 from lipcert.bounds._value import Scale, Value
+from lipcert.graph import Node
 
 
-@rule("identity")
+@rule("identity", linear=True)
 def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Casts between real types, copies and memory layout change nothing in real arithmetic."""
     return x
 
 
-@rule("dropout")
+def _outside_training(node: Node) -> bool:
+    given = arguments(node)
+    if given.get("training", True) and given.get("p", 0.5):
+        raise NoAnswer("it is random, training=True")
+    return True
+
+
+@rule("dropout", linear=_outside_training)
 def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
     """Nothing happens outside training."""
     if training and p:
@@ -33,7 +41,13 @@ def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace
     return x
 
 
-@rule("reshape")
+def _same_numbers(node: Node) -> bool:
+    if any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+        raise NoAnswer("another reading of the same bits")
+    return True
+
+
+@rule("reshape", linear=_same_numbers)
 def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """A bijection of the entries. Rows survive where their axis is kept, split or merged with others."""
     if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
@@ -120,9 +134,9 @@ def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
     return tensor.mT if tensor.dim() > 1 else tensor
 
 
-rule("permute")(_moving(torch.Tensor.permute))
-rule("movedim")(_moving(torch.Tensor.movedim))
-rule("transpose")(_moving(_transposed))
+rule("permute", linear=True)(_moving(torch.Tensor.permute))
+rule("movedim", linear=True)(_moving(torch.Tensor.movedim))
+rule("transpose", linear=True)(_moving(_transposed))
 
 
 def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
@@ -222,16 +236,16 @@ for _key, _operation in (
     ("flip", Tensor.flip),
     ("roll", Tensor.roll),
 ):
-    rule(_key)(_selection(_operation))
+    rule(_key, linear=True)(_selection(_operation))
 
 
-@rule("split", "chunk", "tensor_split", "split_with_sizes")
+@rule("split", "chunk", "tensor_split", "split_with_sizes", linear=True)
 def pieces(call: Call, x: Value, *args: object, **kwargs: object) -> _Pieces:
     """Disjoint parts of the entries; each has at most the constant of the whole."""
     return _Pieces(x, None)
 
 
-@rule("unbind")
+@rule("unbind", linear=True)
 def unbind(call: Call, x: Value, dim: int = 0) -> _Pieces:
     """As above; each part lacks the axis ``dim``."""
     return _Pieces(x, dim % len(x.shape))
@@ -245,7 +259,7 @@ class _Pieces:
         self.removed = removed
 
 
-@rule("part")
+@rule("part", linear=True)
 def piece(call: Call, parts: Any, index: int) -> Value:
     """One result of an operation that has several."""
     if not isinstance(parts, _Pieces):
@@ -257,7 +271,7 @@ def piece(call: Call, parts: Any, index: int) -> Value:
     return x.like(call.shape, x.lip, axis - 1 if removed is not None and removed < axis else axis)
 
 
-@rule("cat", "stack")
+@rule("cat", "stack", linear=True)
 def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Puts values side by side: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants do not move."""
     parts = [t if isinstance(t, Value) else Value.constant(t) for t in tensors]
@@ -278,7 +292,34 @@ def _smallest(tensor: Value | Tensor) -> float:
     return tensor.lowest if isinstance(tensor, Value) else tensor.detach().double().min().item()
 
 
-@rule("setitem")
+def check_written_once(shape: tuple[int, ...], index: Any) -> None:
+    """Refuses an assignment to positions of which one occurs twice: torch does not say which of the values stays.
+
+    Raises:
+        NoAnswer: it does, or positions depend on the image.
+    """
+    places = torch.arange(math.prod(shape)).reshape(shape)[_still(index)].flatten()
+    if len(places) != len(places.unique()):
+        raise NoAnswer("positions that are written to twice")
+
+
+def _still(index: Any) -> Any:
+    """An index on the CPU."""
+    if isinstance(index, (tuple, list)):
+        return type(index)(map(_still, index))
+    if isinstance(index, Tensor):
+        return index.cpu()
+    if isinstance(index, (int, slice, type(None), type(Ellipsis))):
+        return index
+    raise NoAnswer("the positions depend on the image")
+
+
+def _written_once(node: Node) -> bool:
+    check_written_once(node.operands[0].shape, arguments(node)["index"])
+    return True
+
+
+@rule("setitem", linear=_written_once)
 def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     """Some entries of x are replaced by those of another value: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖², m copies of each entry.
 
@@ -294,7 +335,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     return Value(call.shape, root_sum_squares(x.lip, value.lip * copies), magnitude=magnitude, floor=floor)
 
 
-@rule("expand", "repeat", "tile")
+@rule("expand", "repeat", "tile", linear=True)
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Repeats every entry equally often, m times: norm √m."""
     result = _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
@@ -304,7 +345,7 @@ def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return result
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", linear=True)
 def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | None = None, **kwargs: object) -> Value:
     """Repeats an entry m times, where m may differ from position to position: norm √(max m).
 
@@ -322,13 +363,13 @@ def _repeated(call: Call, x: Value, copies: int) -> Value:
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 
 
-@rule("constant_pad_nd")
+@rule("constant_pad_nd", linear=True)
 def constant_pad(call: Call, x: Value, pad: Sequence[int], value: float = 0) -> Value:
     """As ``pad``."""
     return padded(call, x, pad, value=value)
 
 
-@rule("pad")
+@rule("pad", linear=True)
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds entries that do not move: norm 1. The other modes repeat entries: √m, counted."""
     if mode == "constant":

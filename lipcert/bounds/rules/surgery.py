@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lipcert._upper import INFINITE, Upper
-from lipcert.bounds._registry import Call, NoAnswer, rule
-from lipcert.bounds._remainder import Against, Kinked, Radial, RadialKink, per_image, remainder
+from lipcert.bounds._registry import Call, NoAnswer, remainder, rule
+from lipcert.bounds._remainder import Against, Kinked, Radial, RadialKink, per_image
 from lipcert.bounds._value import Value, largest
 from lipcert.bounds.remainders.radial import ByGroup
 from lipcert.bounds.remainders.secants import SecantProjection
