@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from lipcert._settings import parse_eps
-from lipcert.report import OVERVIEW, available, facts, overview, radii_of_interest, read_runs, remarks, text_plot, write
+from lipcert.report import (
+    OVERVIEW,
+    available,
+    facts,
+    overview,
+    publishing,
+    radii_of_interest,
+    read_runs,
+    remarks,
+    text_plot,
+    write,
+)
 
 from ._errors import one_line_errors
 from ._print import busy, print_facts, print_table, say
@@ -23,6 +34,12 @@ def report(
         Path | None, typer.Option(help="Write the same as Markdown, with figures beside it.", show_default=False)
     ] = None,
     card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.", show_default=False)] = None,
+    license: Annotated[
+        str | None, typer.Option(help="The model's licence, for its card: apache-2.0.", show_default=False)
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The hub's id of the model it was made from, for its card.", show_default=False)
+    ] = None,
     eps: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,13 +57,18 @@ def report(
     if (html or markdown) and not available():
         say("note: matplotlib is missing, so the figures are characters; pip install 'lipcert[plot]' draws them")
     with busy("writing the report"):
-        written = write(runs, html=html, markdown=markdown, card=card, eps=named)
+        written = write(
+            runs, html=html, markdown=markdown, card=card, eps=named, license=license, base_model=base_model
+        )
     if len(runs) == 1:
         print_facts(facts(runs[0], at))
     else:
-        table = overview(runs, at)
-        print_table(table.columns, table.rows)
+        print_table(*overview(runs, at))
         say(OVERVIEW)
     if sys.stdout.isatty():
         print(text_plot(runs))
     print_facts([("written", str(path)) for path in written])
+    if card:
+        say("publish it:")
+        for line in publishing(card, runs):
+            say(f"  {line}")

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import lipcert
+from lipcert.artifact import weights_hash
 from lipcert.cli._report import report as command
 from lipcert.errors import InputError
-from lipcert.report import _build, _figures, model_card, read_runs, remarks, text_plot, to_html, to_markdown, write
+from lipcert.report import _build, _figures, model_card, read_runs, remarks, text_plot, to_html, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
 from lipcert.report._words import radius, wilson
 
@@ -228,14 +231,14 @@ def test_staged_radii_are_not_compared(results):
     """They end just above ε, where the search stopped: no median, and the figure says where nobody looked."""
     (r,) = read_runs([results(method="staged", name="s")])
     (other,) = read_runs([results(name="a")])
-    table = _build.overview([r, other], [(EPS, "0.1")])
-    assert [row[table.columns.index("radius")] for row in table.rows] == ["–", "0.100"]
+    columns, rows = _build.overview([r, other], [(EPS, "0.1")])
+    assert [row[columns.index("radius")] for row in rows] == ["–", "0.100"]
     assert not any("median" in name for name, _ in _build.facts(r, [(EPS, "0.1")]))
     assert any("median" in name for name, _ in _build.facts(other, [(EPS, "0.1")]))
-    text = to_markdown(_build.report([r]))
+    text = _build.report([r]).text
     assert "did not look further" in text
     if _figures.available():
-        assert _figures.curve([r]).count("<pattern") > _figures.curve([other]).count("<pattern")
+        assert _figures.curve([r])[0].count("<pattern") > _figures.curve([other])[0].count("<pattern")
 
 
 @settings(deadline=None)
@@ -258,10 +261,10 @@ def test_several_runs_are_compared(results, tmp_path):
     result = run("two")
     header, first, second = (line.split("\t") for line in result.stdout.splitlines())
     assert dict(zip(header, first, strict=True)) == {
-        "results": "a", "images": "6", "clean": "83.3 %", "ε": "1/10", "certified": "33.3 %", "radius": "0.100",
-        "δ": "5e-10",
+        "results": "b", "certified": "50.0 %", "95 %": "18.8–81.2 %", "ε": "1/10", "clean": "–", "radius": "0.100",
+        "δ": "5e-10", "images": "6", "model": "vit",
     }  # fmt: skip
-    assert second[2:5] == ["–", "1/10", "50.0 %"]
+    assert second[:5] == ["a", "33.3 %", "9.7–70.0 %", "1/10", "83.3 %"]
     assert "have no labels" in result.stderr
 
 
@@ -284,7 +287,7 @@ def test_files_of_one_name_get_their_folder(results, tmp_path):
 
 def test_unlabelled_results_speak_of_shares_only(results):
     (r,) = read_runs([results([unlabelled(i, radius) for i, radius in enumerate(RADII)])])
-    text = to_markdown(_build.report([r], figures=False)) + str(model_card([r]))
+    text = _build.report([r], figures=False).text + str(model_card([r]))
     assert "accuracy" not in text
     assert "predicted right, and no" not in text
     assert "r: 50.0 % of 6 images keep their prediction" in text
@@ -308,10 +311,10 @@ def test_text_plots_fit_a_terminal(results):
 def test_names_are_escaped(results, tmp_path):
     name = "<b>&|_[x](y) $"
     (r,) = read_runs([results(name=name, command=None)])
-    page = to_html("t", _build.report([r], figures=False))
+    page = to_html(_build.report([r], figures=False))
     assert "<b>" not in page
     assert "&lt;b&gt;&amp;|" in page
-    markdown = to_markdown(_build.report([r], figures=False))
+    markdown = _build.report([r], figures=False).text
     assert r"\<b\>&\|\_\[x\](y) $" in markdown
 
 
@@ -322,12 +325,18 @@ def test_the_page_stands_alone(results, tmp_path):
     page = (tmp_path / "r.html").read_text()
     outside = [url for url in re.findall(r'https?://[^"<\s]+', page) if "www.w3.org" not in url]
     assert outside == []
-    assert not re.search(r'<script|<link|<img|src=|url\((?!#)|href="(?!#)|@import', page)
+    assert not re.search(r'<link|src="(?!data:)|url\((?!#)|href="(?!#)|@import|fetch|XMLHttp|import\(', page)
+    assert all(
+        alt
+        for alt in re.findall(r'<img alt="([^"]*)"', page) + re.findall(r'<svg role="img" aria-label="([^"]*)', page)
+    )
+    assert page.count("<svg") == page.count("<svg role=") == 4
     for svg in re.findall(r"<svg.*?</svg>", page, re.S):
         ElementTree.fromstring(svg)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:url\(|href=")#([^")]+)', page)) <= set(ids)
+    targets = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
+    assert {"r"} <= targets <= set(ids)
     for part in ("δ ≤ 5e-10", "estimate from above", "lipcert certify --out 'a b.jsonl'", "real arithmetic", "torch"):
         assert part in html.unescape(page)
     markdown = (tmp_path / "r.md").read_text()
@@ -339,10 +348,71 @@ def test_the_page_stands_alone(results, tmp_path):
     run(*paths, "--html", "r.html", "--markdown", "r.md")  # its own files may be replaced
 
 
+def test_the_numbers_on_the_page_are_those_of_the_rows(results):
+    """Tiles and the data behind the slider; the axes are where the picture has them."""
+    pytest.importorskip("matplotlib")
+    page = to_html(_build.report(read_runs([results(ATTACKED, attack=ATTACK)])))
+    tiles = re.findall(r"<td[^>]*>([^<]*)</td>\s*<td[^>]*><strong>([^<]*)</strong></td>\s*<td[^>]*>([^<]*)", page)
+    assert [[html.unescape(cell).replace("\xa0", " ") for cell in tile] for tile in tiles] == [
+        ["clean accuracy", "83.3 %", "5 of 6, 95 %: 43.6–97.0 %"],
+        ["certified accuracy at 0.1", "33.3 %", "2 of 6, 95 %: 9.7–70.0 %"],
+        ["accuracy under PGD-ℓ2 at 0.1", "50.0 %", "3 of 6, 95 %: 18.8–81.2 %, an estimate"],
+    ]
+    data = json.loads(re.search(r'<script type="application/json" id="curves">(.*?)</script>', page)[1])
+    right = [r for r in ATTACKED if r["correct"]]
+    assert data["runs"] == [
+        {
+            "name": "r", "images": 6, "right": len(right), "eps": EPS, "staged": False,
+            "radii": sorted(r["radius"] for r in right),
+            "broken": sorted(r["attack_distance"] for r in right if r["attack_distance"] is not None),
+        }
+    ]  # fmt: skip
+    left, end, top, bottom = data["axes"]
+    spines = re.findall(r"M ([\d.]+) ([\d.]+) \nL ([\d.]+) ([\d.]+) \n", page)
+    assert [left, bottom, left, top] in [[pytest.approx(float(x), abs=0.2) for x in line] for line in spines]
+    assert 0 < left < end < 420
+
+
+def test_the_axis_ends_at_100_and_no_symbol_stands_on_zero(results):
+    pytest.importorskip("matplotlib")
+    runs = read_runs([results(), results([row(i, 0.0) for i in range(6)], name="none")])
+    svg, data = _figures.curve(runs)
+    symbols = re.findall(r'<use xlink:href="#m\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #(?:0072b2|d55e00)', svg)
+    _, _, top, bottom = data["axes"]
+    heights = [float(y) for _, y in symbols if float(y) < bottom + 1]
+    assert heights
+    assert all(top - 1 <= y < bottom - 5 for y in heights)
+
+
+def test_images_stand_beside_their_radii(tmp_path, monkeypatch):
+    """Those of the bundled model, the attacked ones beside them; other images than the rows' are not shown."""
+    monkeypatch.chdir(tmp_path)
+    from lipcert.cli import app
+
+    arguments = ["certify", "--eps", "3", "--method", "gloro", "--attack", "--limit", "3", "--out", "r.jsonl"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    (r,) = read_runs(["r.jsonl"])
+    write([r], html="r.html", markdown="r.md")
+    page = Path("r.html").read_text()
+    broken = [one for one in r.rows if one["attacked"] and one["correct"]]
+    assert broken
+    shown = re.findall(r'alt="attacked: class (\d+) at ([\d.]+)"', page)
+    stated = sorted(one["attack_distance"] for one in broken)
+    assert sorted(float(at) for _, at in shown) == pytest.approx(stated, rel=0.01)
+    assert page.count('alt="image ') == sum(one["correct"] for one in r.rows)
+    for name in re.findall(r"<(r-\w+-\d+\.png)>", Path("r.md").read_text()):
+        assert Path(name).read_bytes().startswith(b"\x89PNG")
+    write([r], html="r.html", markdown="r.md")  # its own pictures may be replaced
+    other = [{**one, "image": "0" * 32} for one in r.rows]
+    Path("r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in other))
+    write(read_runs(["r.jsonl"]), html="r.html")
+    assert "<img" not in Path("r.html").read_text()
+
+
 def test_figures_are_the_same_every_time(results):
     pytest.importorskip("matplotlib")
     runs = read_runs([results()])
-    assert _figures.curve(runs) == _figures.curve(runs)
+    assert _figures.curve(runs)[0] == _figures.curve(runs)[0]
     assert "<svg" in _figures.histogram(runs)
     assert _build.modules(runs[0].summary) == [("head", 1.0)]
 
@@ -406,9 +476,31 @@ def test_data_sets_by_name(results):
     card = model_card(read_runs([results(data={"spec": "hfds/owner/name:test", "images": 6})]))
     result = card.data.eval_results[0]
     assert (result.dataset_type, result.dataset_split) == ("owner/name", "test")
+    assert card.data.datasets == ["owner/name"]
+
+
+def test_the_card_names_licence_base_and_file(results, tmp_path):
+    command = "lipcert certify mine.safetensors --out r.jsonl"
+    model = lipcert.load(None)
+    lipcert.save(model, "mine.safetensors")
+    path = results(command=command, weights=weights_hash(model))
+    out = run(path, "--card", "README.md", "--license", "mit", "--base-model", "timm/vit").stderr
+    card = ModelCard(Path("README.md").read_text())
+    assert (card.data.license, card.data.base_model) == ("mit", "timm/vit")
+    assert "lipcert.load('mine.safetensors')" in str(card)
+    assert "hf upload YOU/r mine.safetensors mine.safetensors\n" in out
+    assert "hf upload YOU/r README.md README.md\n" in out
+    info = json.loads(Path("model_info.json").read_text())
+    assert (info["clean_acc"], info["certified_acc"], info["eps"]) == ("83.33", "33.33", "0.1")
+    assert "autoattack_acc" not in info
+    Path("model_info.json").write_text("{}")
+    assert "model_info.json exists" in refused(path, "--card", "README.md")
+    (unknown,) = read_runs([results(name="unknown", weights="1")])
+    assert model_card([unknown]).data.license is None
+    assert "not stated" in str(model_card([unknown]))
 
 
 def test_write_returns_what_it_wrote(results, tmp_path):
     runs = read_runs([results()])
-    assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md"]
+    assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md", tmp_path / "c.model_info.json"]
     assert not list(tmp_path.glob(".*partial"))

@@ -1,4 +1,4 @@
-"""What a report says: from runs to blocks."""
+"""What a report says: from runs to a document."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from lipcert._version import version
 from lipcert.report import _figures
 from lipcert.report._curves import families
-from lipcert.report._document import Block, Code, Figure, Heading, Items, Table, Text
+from lipcert.report._images import examples
+from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._text import text_plot
-from lipcert.report._words import about, above, known, listed, promises, radius, right, share
+from lipcert.report._words import about, above, known, listed, promises, radius, right, share, wilson
 from lipcert.results import Run
 
 Eps = Sequence[tuple[float, str]]
@@ -79,53 +80,69 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def overview(runs: Sequence[Run], eps: Eps) -> Table:
-    """One row for each run and ε: shares, median radius, and δ, which is 0 where all radii are deterministic."""
+def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a row for each ε and run, at each ε the largest certified share first.
+
+    δ is 0 where all radii are deterministic. The last rows are about the best σ of a family.
+    """
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed = any(run.smoothed for run in runs)
-    columns = [
-        "results",
-        *(["holds for"] if smoothed else []),
+
+    def row(name: str, run: Run, value: float, typed: str, median: str) -> list[str]:
+        return [
+            name,
+            _percent(run.certified_at(value), run),
+            _interval(run.certified_at(value), run),
+            typed,
+            *([_percent(run.correct, run) if run.labelled else "–"] if labelled else []),
+            *([_percent(run.surviving_at(value), run) if run.attacked else "–"] if attacked else []),
+            median,
+            f"{run.delta:g}",
+            str(len(run)),
+            *([run.holds_for] if smoothed else []),
+            run.network,
+        ]
+
+    columns = ["results", "certified", "95 %", "ε", *(["clean"] if labelled else [])]
+    columns += [
+        *(["unbroken"] if attacked else []),
+        "radius",
+        "δ",
         "images",
-        *(["clean"] if labelled else []),
-        "ε",
-        "certified",
+        *(["holds for"] if smoothed else []),
+        "model",
     ]
-    columns += [*(["unbroken"] if attacked else []), "radius", "δ"]
     rows = []
-    for run in runs:
-        clean = _percent(run.correct, run) if run.labelled else "–"
-        for value, typed in eps:
-            row = [
-                run.name,
-                *([run.holds_for] if smoothed else []),
-                str(len(run)),
-                *([clean] if labelled else []),
-                typed,
-                _percent(run.certified_at(value), run),
-            ]
-            if attacked:
-                row.append(_percent(run.surviving_at(value), run) if run.attacked else "–")
-            rows.append([*row, "–" if run.staged else radius(run.median_radius or 0.0), f"{run.delta:g}"])
-    for family in families(runs):
-        for value, typed in eps:
-            best = max(family, key=lambda run: run.certified_at(value))
-            row = ["best σ", best.holds_for, str(len(best)), *(["–"] if labelled else []), typed]
-            row += [_percent(best.certified_at(value), best), *(["–"] if attacked else []), "–", f"{best.delta:g}"]
-            rows.append(row)
-    return Table(columns, rows)
+    for value, typed in eps:
+        for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
+            rows.append(row(run.name, run, value, typed, "–" if run.staged else radius(run.median_radius or 0.0)))
+        for family in families(runs):
+            rows.append(row("best σ", max(family, key=lambda run: run.certified_at(value)), value, typed, "–"))
+    return columns, rows
+
+
+def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
+    """The shares of one run by name: how many images, and whether that is an estimate."""
+    found = [(right(run), run.correct, False)] if run.labelled else []
+    for value, typed in eps:
+        found.append((f"{known(run)} at {typed}", run.certified_at(value), False))
+        if run.attacked:
+            what = f"accuracy under {run.attack_name}" if run.labelled else above(run)
+            found.append((f"{what} at {typed}", run.surviving_at(value), True))
+    return found
 
 
 def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     """The figures of one run by name."""
     found = [("images", str(len(run)))]
-    if run.labelled:
-        found.append((right(run), share(run.correct, len(run))))
-    for value, typed in eps:
-        found.append((f"{known(run)} at {typed}", share(run.certified_at(value), len(run))))
-        if run.attacked:
-            what = f"accuracy under {run.attack_name}" if run.labelled else above(run)
-            found.append((f"{what} at {typed}", f"{share(run.surviving_at(value), len(run))}, an estimate"))
+    for what, part, estimate in shares(run, eps):
+        found.append((what, share(part, len(run)) + (", an estimate" if estimate else "")))
+    return found + _others(run)
+
+
+def _others(run: Run) -> list[tuple[str, str]]:
+    """What is no share of the images."""
+    found = []
     if not run.staged:
         found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
     found += [("rigor", run.rigor), ("holds for", about(run))]
@@ -135,36 +152,51 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     return [*found, ("decided by", ", ".join(f"{name} {count}" for name, count in decided))]
 
 
-def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> list[Block]:
-    """The whole report.
+def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images: bool = False) -> Document:
+    """The whole report, from the most to the least important.
 
     Args:
         runs: at least one; several are compared.
         named: ε at which tables give figures; by default those of the runs.
         figures: whether to draw with matplotlib; otherwise the curve is drawn in characters.
-
-    Returns:
-        Blocks, from the most to the least important.
+        images: whether to show images beside their radii, where they are at hand.
     """
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
-    blocks: list[Block] = [Heading(1, title(runs)), *(Text(sentence(run, eps)) for run in runs)]
+    found = Document(title(runs), "")
+    parts = [heading(1, found.title)]
     if several:
-        blocks += [overview(runs, eps), Text(OVERVIEW)]
+        columns, rows = overview(runs, eps)
+        shown = [[link(name) if name != "best σ" else name, bold(part), *rest] for name, part, *rest in rows]
+        parts += [table(columns, shown), OVERVIEW]
     else:
-        blocks.append(Table(("", ""), facts(runs[0], eps), numbers=False))
+        parts += [_tiles(runs[0], eps), table(("", ""), [("images", str(len(runs[0]))), *_others(runs[0])], False)]
+        parts.append(escaped(sentence(runs[0], eps)))
     notes = remarks(runs)
-    blocks += [Items(notes)] if notes else []
-    blocks.append(Heading(2, "Certified share over ε"))
+    parts += [items(notes)] if notes else []
+    parts.append(heading(2, "Certified share over ε"))
     if figures:
-        blocks.append(Figure("curve", _figures.curve(runs), _caption(runs)))
-        blocks += [Heading(2, "Certified radii"), Figure("radii", _figures.histogram(runs), _radii_caption(runs))]
+        found.pictures["curve.svg"], found.curves = _figures.curve(runs)
+        found.pictures["radii.svg"] = _figures.histogram(runs)
+        parts += [picture("curve.svg", _described(runs, eps)), escaped(_caption(runs))]
+        parts += [heading(2, "Certified radii"), picture("radii.svg", _radii_caption(runs)), _radii_caption(runs)]
     else:
-        blocks.append(Code(text_plot(runs)))
+        parts.append(code(text_plot(runs)))
     for i, run in enumerate(runs, start=1):
-        blocks += [Heading(2, run.name)] if several else []
-        blocks += _details(run, eps, 3 if several else 2, f"budget{i if several else ''}" if figures else None)
-    return [*blocks, Heading(2, "What these figures promise"), Items(promises(runs))]
+        parts += [heading(2, run.name), escaped(sentence(run, eps))] if several else []
+        parts += _details(run, eps, 3 if several else 2, str(i if several else ""), found.pictures, figures, images)
+    parts += [heading(2, "What these figures promise"), items(promises(runs)), MARK]
+    found.text = "\n\n".join(parts) + "\n"
+    return found
+
+
+def _tiles(run: Run, eps: Eps) -> str:
+    """The shares with their intervals, large on the page."""
+    cells = []
+    for what, part, estimate in shares(run, eps):
+        counted = f"{part} of {len(run)}, 95 %: {_interval(part, run)}{', an estimate' if estimate else ''}"
+        cells.append((what, bold(_percent(part, run)), counted))
+    return table(("", "", ""), cells, numbers=False)
 
 
 def sentence(run: Run, eps: Eps) -> str:
@@ -206,52 +238,61 @@ def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     return sorted(sums.items(), key=lambda item: item[1], reverse=True)[:_MODULES]
 
 
-def _details(run: Run, eps: Eps, level: int, figure: str | None) -> list[Block]:
-    """The parts about one run; the budget as a figure of that name, or as a table."""
-    blocks: list[Block] = [Heading(level, "Which method decided"), _methods(run, eps)]
+def _details(
+    run: Run, eps: Eps, level: int, number: str, pictures: dict[str, str | bytes], figures: bool, images: bool
+) -> list[str]:
+    """The parts about one run, whose pictures' names end with its number."""
+    parts = [heading(level, "Largest and smallest radii"), _extremes(run, number, pictures, images)]
+    parts += [heading(level, "Which method decided"), _methods(run, eps)]
     budget = modules(run.summary)
     if budget:
-        blocks.append(Heading(level, "Lipschitz budget by module"))
         caption = "log10 of how much each module can stretch a perturbation, the largest first."
-        if figure:
-            blocks.append(Figure(figure, _figures.budget(budget), caption))
+        parts += [heading(level, "Lipschitz budget by module"), caption]
+        if figures:
+            pictures[f"budget{number}.svg"] = _figures.budget(budget)
+            worst = ", ".join(f"{name} {gain:.2f}" for name, gain in budget[:3])
+            parts.append(picture(f"budget{number}.svg", f"Bars of log10 gains, the largest: {worst}"))
         else:
-            blocks += [Text(caption), Table(("module", "log10 of gain"), [(n, f"{g:.2f}") for n, g in budget])]
-    blocks += [Heading(level, "Largest and smallest radii"), _extremes(run)]
-    return [*blocks, Heading(level, "How it was made"), *_made(run)]
+            parts.append(table(("module", "log10 of gain"), [(n, f"{g:.2f}") for n, g in budget]))
+    return [*parts, heading(level, "How it was made"), *_made(run)]
 
 
-def _methods(run: Run, eps: Eps) -> Table:
+def _methods(run: Run, eps: Eps) -> str:
     rows = []
     for name, count in run.methods.most_common():
         own = [row for row in run.rows if row["method"] == name]
         counted = [sum(row.get("correct", True) and row["radius"] > value for row in own) for value, _ in eps]
         words = Counter(str(row["rigor"]) for row in own)
         rows.append([name, str(count), *map(str, counted), listed(sorted(words))])
-    return Table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
+    return table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
 
 
-def _extremes(run: Run) -> Table:
+def _extremes(run: Run, number: str, pictures: dict[str, str | bytes], images: bool) -> str:
     """The images with the largest and the smallest radii among those predicted right."""
     rows = sorted((row for row in run.rows if row.get("correct", True)), key=lambda row: -row["radius"])
     shown = rows if len(rows) <= 2 * _EXTREMES else [*rows[:_EXTREMES], *rows[-_EXTREMES:]]
-    columns = ["image", "predicted", "margin", "radius", "method"]
+    at_hand = examples(run, {row["index"] for row in shown}) if images else {}
+    attacked = any(one.attacked for one in at_hand.values())
+    columns = ["image", *(["as certified"] if at_hand else []), *(["attacked"] if attacked else [])]
     cells = []
     for row in shown:
+        name, one = str(row["index"]), at_hand.get(row["index"])
+        cell = [f"{name}, {row['file']}" if row.get("file") else name]
+        for kind, content in (("image", one and one.image), ("attacked", one and one.attacked)):
+            if not {"image": at_hand, "attacked": attacked}[kind]:
+                continue
+            file = f"{kind}{number}-{name}.png"
+            if content and one:
+                pictures[file] = content
+                words = f"image {name}" if kind == "image" else f"attacked: class {one.predicted} at {one.distance:.3g}"
+            cell.append(Markdown(picture(file, words) + (f" {words}" if kind == "attacked" else "")) if content else "")
         margin = row.get("margin")
-        cells.append(
-            [
-                str(row["index"]),
-                str(row["predicted"]),
-                "–" if margin is None else f"{margin:.3g}",
-                radius(row["radius"]),
-                str(row["method"]),
-            ]
-        )
-    return Table(columns, cells)
+        cell += [str(row["predicted"]), "–" if margin is None else f"{margin:.3g}", radius(row["radius"])]
+        cells.append([*cell, str(row["method"])])
+    return table([*columns, "predicted", "margin", "radius", "method"], cells)
 
 
-def _made(run: Run) -> list[Block]:
+def _made(run: Run) -> list[str]:
     summary = run.summary
     data, bound = summary.get("data", {}), summary.get("bound") or {}
     rows = [
@@ -266,13 +307,15 @@ def _made(run: Run) -> list[Block]:
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{run.seconds:.1f}"),
         ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
-        *((str(key), str(value)) for key, value in summary.get("environment", {}).items()),
+        *((str(key), _in_words(value)) for key, value in summary.get("environment", {}).items()),
     ]
-    blocks: list[Block] = [Table(("", ""), rows, numbers=False)]
     command = summary.get("command")
-    if command:
-        blocks.append(Code(command if isinstance(command, str) else shlex.join(command)))
-    return blocks
+    made = code(command if isinstance(command, str) else shlex.join(command)) if command else ""
+    return [table(("", ""), rows, numbers=False), *([made] if made else [])]
+
+
+def _in_words(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def _global(bound: Mapping[str, Any]) -> str:
@@ -286,6 +329,17 @@ def _data_name(summary: Mapping[str, Any]) -> str:
 
 def _percent(part: int, run: Run) -> str:
     return f"{100 * part / len(run):.1f} %"
+
+
+def _interval(part: int, run: Run) -> str:
+    low, high = wilson(part, len(run))
+    return f"{100 * low:.1f}–{100 * high:.1f} %"
+
+
+def _described(runs: Sequence[Run], eps: Eps) -> str:
+    """The curve for those who cannot see it."""
+    found = [f"{run.name} {_percent(run.certified_at(value), run)} at {typed}" for run in runs for value, typed in eps]
+    return f"Certified share over ε: {', '.join(found)}"
 
 
 def _caption(runs: Sequence[Run]) -> str:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from lipcert._version import version
+from lipcert.artifact import is_artifact, read_metadata
 from lipcert.errors import InputError
+from lipcert.loading import BUNDLED
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
-from lipcert.report._document import Block, Code, Heading, Items, Table, Text, to_markdown
-from lipcert.report._words import promises
+from lipcert.report._markdown import MARK, code, escaped, heading, items, table
+from lipcert.report._words import about, promises
 from lipcert.results import Run
 
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
 
-def model_card(runs: Sequence[Run], named: Eps = ()) -> ModelCard:
+def model_card(
+    runs: Sequence[Run], named: Eps = (), *, license: str | None = None, base_model: str | None = None
+) -> ModelCard:
     """The card of one model.
 
     Args:
         runs: results of the same weights, on one or several sets of images or by several methods.
         named: ε at which the card gives figures; by default those of the runs.
+        license: of the model: an identifier that hubs know, such as ``apache-2.0``.
+        base_model: the hub's id of the model that it was made from; by default the one that it was loaded from, if any.
 
     Returns:
         The card; ``str(card)`` is the file.
@@ -34,29 +43,86 @@ def model_card(runs: Sequence[Run], named: Eps = ()) -> ModelCard:
         names = ", ".join(run.name for run in runs)
         raise InputError(f"a card describes one model, and these results are of different weights: {names}")
     eps = radii_of_interest(runs, named)
+    network, artifact = runs[0].network, artifact_of(runs[0])
+    hub, _, known = network.partition(":")
     data = ModelCardData(
         library_name="lipcert",
         pipeline_tag="image-classification",
+        license=license or ("apache-2.0" if artifact == BUNDLED else None),
+        base_model=base_model or (known if hub == "hf-hub" else None),
+        datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
         model_name=runs[0].name,
         eval_results=[result for run in runs for result in _results(run, eps)],
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{to_markdown(_body(runs, eps))}")
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(runs, eps, data, artifact)}\n")
 
 
-def _body(runs: Sequence[Run], eps: Eps) -> list[Block]:
-    blocks: list[Block] = [Heading(1, runs[0].name)]
-    blocks.append(Text(f"An image classifier, {runs[0].architecture}, with certificates against ℓ2 perturbations."))
+def model_info(run: Run) -> dict[str, Any]:
+    """The figures of a run as RobustBench lists models, in percent; what only authors know is left empty.
+
+    ``certified_acc`` is lipcert's own entry: a lower bound, where ``autoattack_acc`` is an upper one.
+    """
+
+    def percent(part: int) -> str:
+        return f"{100 * part / len(run):.2f}"
+
+    attacked = {"autoattack_acc": percent(run.surviving_at(run.eps))} if "autoattack" in run.attack_name else {}
+    return {
+        "link": "",
+        "name": run.name,
+        "authors": "",
+        "additional_data": None,
+        "number_forward_passes": 1,
+        "dataset": _dataset(run)["dataset_type"],
+        "venue": "",
+        "architecture": run.network,
+        "eps": run.eps_typed,
+        **({"clean_acc": percent(run.correct)} if run.labelled else {}),
+        **({f"certified_{'acc' if run.labelled else 'share'}": percent(run.certified_at(run.eps))}),
+        **attacked,
+        "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {version()}",
+    }
+
+
+def artifact_of(run: Run) -> Path | None:
+    """The file with the run's weights: an artifact here that its command names, or the bundled one; else None."""
+    command = run.summary.get("command") or ""
+    words = shlex.split(command) if isinstance(command, str) else command
+    for path in (*(Path(word) for word in words if is_artifact(word)), BUNDLED):
+        if read_metadata(path)["weights_hash"] == run.weights_hash:
+            return path
+    return None
+
+
+def _hub_data(run: Run) -> list[str]:
+    """Data sets that the hub knows by their names: those of surgery and training, and those of the figures."""
+    steps = [step.get("data") for step in run.summary["model"]["recipe"]]
+    known = [str(spec).partition(":")[0] for spec in (*steps, run.summary.get("data", {}).get("spec"))]
+    return list(dict.fromkeys(spec.partition("/")[2] for spec in known if spec.startswith(("hfds/", "hfids/"))))
+
+
+def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | None) -> str:
+    first = runs[0]
+    parts = [heading(1, first.name)]
+    parts.append(escaped(f"An image classifier, {first.architecture}, with certificates against ℓ2 perturbations."))
     for run in runs:
-        blocks += [Heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), Text(sentence(run, eps))]
-        about = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
-        blocks.append(Table(("", ""), [*about, *facts(run, eps)], numbers=False))
-    blocks += [Heading(2, "What these figures promise"), Items(promises(runs)), Heading(2, "Certify it again")]
-    use = "import lipcert\n\nmodel = lipcert.load('model.safetensors')\n"
-    smoothing = "".join(f", {key}={value}" for key, value in runs[0].noise.items())
-    method = f', method="smoothing"{smoothing}' if runs[0].smoothed else ""
-    use += f"result = lipcert.certify(model, images, labels, eps={runs[0].eps_typed}{method})  # images in [0, 1]"
-    return [*blocks, Code(use)]
+        parts += [heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), escaped(sentence(run, eps))]
+        known = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
+        parts.append(table(("", ""), [*known, *facts(run, eps)], numbers=False))
+    origin = [
+        ("weights", f"{artifact.name if artifact else '–'}, SHA-256 {first.weights_hash or '–'}"),
+        ("made from", str(data.base_model or "no model of a hub that is known")),
+        ("licence", str(data.license or "not stated")),
+    ]
+    parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]
+    parts += [heading(2, "What these figures promise"), items(promises(runs)), heading(2, "Certify it again")]
+    smoothing = "".join(f", {key}={value}" for key, value in first.noise.items())
+    method = f', method="smoothing"{smoothing}' if first.smoothed else ""
+    source = None if artifact == BUNDLED else artifact.name if artifact else first.network
+    use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n"
+    use += f'result = lipcert.certify(model, images, labels, eps="{first.eps_typed}"{method})  # images in [0, 1]'
+    return "\n\n".join([*parts, code(use), MARK])
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:

@@ -1,4 +1,4 @@
-"""Figures as SVG, by matplotlib: Okabe-Ito colours, line styles, and labels at the curves; legible without colour."""
+"""Figures as SVG, by matplotlib: Okabe-Ito colours, line styles and symbols; legible without colour, and on black."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from lipcert.report._curves import Array, attack_curve, certified_curve, families, span, steps
+from lipcert.report._curves import attack_curve, certified_curve, families, span, steps
 from lipcert.report._words import above, known, right
 from lipcert.results import Run
 
@@ -19,17 +19,17 @@ from lipcert.results import Run
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = "osD^vPX*"
 _STYLE: dict[Any, Any] = {
-    "axes.labelsize": 10,
+    "axes.labelsize": 11.5,
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "font.size": 10,
+    "font.size": 11.5,
     "svg.fonttype": "path",
     "svg.hashsalt": "lipcert",
     "text.parse_math": False,
 }
-_WIDTH = 6.0
-_DOTS: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (1, 2))}
+_WIDTH = 5.2
+_DOTS: dict[str, Any] = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (1, 2))}
 
 P = ParamSpec("P")
 
@@ -48,7 +48,7 @@ def _svg(draw: Callable[P, Any]) -> Callable[P, str]:
 
         with style.context(["default", _STYLE]):
             file = io.StringIO()
-            draw(*args, **kwargs).savefig(file, format="svg", metadata=dict.fromkeys(_METADATA))
+            draw(*args, **kwargs).savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
         text = file.getvalue()
         return re.sub(r' (?:width|height)="[\d.]+pt"', "", text[text.index("<svg") :], count=2)
 
@@ -65,53 +65,82 @@ def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
 
 
-@_svg
-def curve(runs: Sequence[Run]) -> Any:
+def curve(runs: Sequence[Run]) -> tuple[str, dict[str, Any]]:
     """Shares of images over ε: certified (solid), left standing by an attack (dashed), predicted right (dotted).
 
     Args:
         runs: at least one; for a single one what lies between is shaded.
 
     Returns:
-        The figure.
+        The picture, and the numbers behind it: ``start``, ``end`` and ``logarithmic`` of the axis, ``axes`` as left,
+        right, top and bottom in the picture, and for each of ``runs`` its radii of right predictions, which are
+        certified, and the distances at which the attack broke them.
     """
     start, end, logarithmic = span(runs)
-    figure, (axes,) = _figure(3.7)
+    drawn: list[Any] = []
+    numbers = [
+        {
+            "name": f"{run.name}, {run.holds_for}" if run.smoothed else run.name,
+            "images": len(run),
+            "right": int(run.right.sum()),
+            "eps": run.eps,
+            "staged": run.staged,
+            "radii": sorted(run.radii[run.right].tolist()),
+            "broken": sorted(run.broken_at[run.right & np.isfinite(run.broken_at)].tolist()) if run.attacked else None,
+        }
+        for run in runs
+    ]
+    svg = _draw_curve(runs, start, end, logarithmic, drawn)
+    (_, height), box = 72 * drawn[0].figure.get_size_inches(), drawn[0].get_position()
+    places = [72 * _WIDTH * box.x0, 72 * _WIDTH * box.x1, height * (1 - box.y1), height * (1 - box.y0)]
+    return svg, {"start": start, "end": end, "logarithmic": logarithmic, "axes": places, "runs": numbers}
+
+
+@_svg
+def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool, drawn: list[Any]) -> Any:
+    """The picture; adds its axes to ``drawn``."""
+    figure, (axes,) = _figure(3.6 + 0.2 * len(runs))
     _scale(axes, start, end, logarithmic)
-    axes.set(ylim=(0, 110), yticks=range(0, 101, 20), xlabel="ε, ℓ2 on pixels in [0, 1]", ylabel="share of images in %")
-    grid = np.geomspace(start, end, 200) if logarithmic else np.linspace(start, end, 200)
-    labels: list[tuple[str, str, Array]] = []
+    axes.set(ylim=(0, 100), yticks=range(0, 101, 20), xlabel="ε, ℓ2 on pixels in [0, 1]", ylabel="share of images in %")
+    axes.grid(axis="y", color="0.5", alpha=0.25, linewidth=0.8)
     for i, run in enumerate(runs):
         colour = _COLOURS[i % len(_COLOURS)]
         eps = steps(np.concatenate([run.radii, run.broken_at]), start, end)
         lower, upper = 100 * certified_curve(run, eps), 100 * attack_curve(run, eps)
-        clean = 100 * float(run.right.mean())
-        marks: dict[str, Any] = {}
-        if len(runs) == 1:
-            axes.fill_between(eps, lower, upper, step="post", color="0.92", linewidth=0)
-        else:
-            marks = {"marker": _MARKERS[i % len(_MARKERS)], "markevery": (i / 8 / len(runs), 0.125), "markersize": 5}
-        axes.axhline(clean, color=colour, linestyle=":", linewidth=1.4)
-        if run.attacked:
-            axes.step(eps, upper, where="post", color=colour, linestyle="--", linewidth=1.6)
-        axes.step(eps, lower, where="post", color=colour, linewidth=2.2, **marks)
+        one = len(runs) == 1
         name = f"{run.name}, {run.holds_for}" if run.smoothed else run.name
-        labels.append((known(run) if len(runs) == 1 else name, colour, 100 * certified_curve(run, grid)))
-        if len(runs) == 1:
-            if run.attacked:
-                labels.append((above(run), colour, 100 * attack_curve(run, grid)))
-            labels.append((right(run) if run.labelled else "all images", colour, np.full_like(grid, clean)))
+        marks: dict[str, Any] = {"color": colour, "clip_on": False}
+        if one:
+            axes.fill_between(eps, lower, upper, step="post", color=colour, alpha=0.12, linewidth=0)
+        axes.axhline(
+            100 * float(run.right.mean()),
+            color=colour,
+            linestyle=":",
+            linewidth=1.5,
+            label=(right(run) if run.labelled else "all images") if one else None,
+        )
+        if run.attacked:
+            axes.step(
+                eps, upper, where="post", linestyle="--", linewidth=1.7, label=above(run) if one else None, **marks
+            )
+        # Symbols tell curves apart without colour, and none stands where nothing is certified.
+        above_zero = np.flatnonzero(lower > 0)
+        some = above_zero[np.linspace(0, len(above_zero) - 1, 7)[:-1].astype(int)] if len(above_zero) else above_zero
+        symbols = {} if one else {"marker": _MARKERS[i % len(_MARKERS)], "markevery": some.tolist(), "markersize": 6}
+        label = known(run) if one else name
+        axes.step(eps, lower, where="post", linewidth=2.4, label=label, **symbols, **marks)
     for family in families(runs):
         eps = steps(np.concatenate([run.radii for run in family]), start, end)
         best = np.max([100 * certified_curve(run, eps) for run in family], axis=0)
-        axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0)
+        axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0, label="best σ")
     beyond = [run.eps for run in runs if run.staged]
     if beyond and min(beyond) < end:
-        axes.axvspan(min(beyond), end, color="0.5", alpha=0.12, hatch="//", linewidth=0, zorder=0)
+        axes.axvspan(min(beyond), end, facecolor="none", edgecolor="0.5", alpha=0.35, hatch="//", linewidth=0, zorder=0)
     for value, typed in sorted({run.eps: run.eps_typed for run in runs}.items()):
         axes.axvline(value, **_DOTS)
         axes.text(value, 1.01, f"ε = {typed}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
-    _place(axes, labels)
+    figure.legend(loc="outside lower left", ncols=1 if len(runs) > 3 else 2 if len(runs) > 1 else 1, frameon=False)
+    drawn.append(axes)
     return figure
 
 
@@ -132,10 +161,10 @@ def histogram(runs: Sequence[Run]) -> Any:
         _scale(axes, start, end, logarithmic)
         axes.set_ylabel("images")
         radii = np.clip(run.radii[run.right], start, end)
-        axes.hist(radii, bins=bins, color=_COLOURS[i % len(_COLOURS)], edgecolor="white", linewidth=0.6)
+        axes.hist(radii, bins=bins, color=_COLOURS[i % len(_COLOURS)], linewidth=0, rwidth=0.92)
         axes.axvline(run.eps, **_DOTS)
         axes.yaxis.get_major_locator().set_params(integer=True, nbins=4)
-        axes.set_title(f"{run.name}, ε = {run.eps_typed} at the dots", fontsize=10, loc="left")
+        axes.set_title(f"{run.name}, ε = {run.eps_typed} at the dots", fontsize=11, loc="left")
     panels[-1].set_xlabel("certified radius" + (", those below the axis in its first bar" if logarithmic else ""))
     return figure
 
@@ -164,43 +193,3 @@ def _scale(axes: Any, start: float, end: float, logarithmic: bool) -> None:
     if logarithmic:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: "")
-
-
-def _place(axes: Any, labels: Sequence[tuple[str, str, Array]]) -> None:
-    """Writes each label beside its curve where it covers least of the curves and of the labels before.
-
-    Args:
-        axes: where to write, with its limits set.
-        labels: text, colour, and the curve's heights in percent at equal steps over the axis.
-    """
-    low, high = axes.get_ylim()
-    curves = [(heights - low) / (high - low) for _, _, heights in labels]
-    x = np.linspace(0, 1, len(curves[0]))
-    # A curve also covers the drop between two of its heights.
-    dense = np.concatenate([np.linspace(h[:-1], h[1:], 12) for h in curves], axis=1)
-    places = np.tile(x[:-1], len(curves))
-    taken: list[tuple[float, float, float, float]] = []
-    for (text, colour, _), heights in zip(labels, curves, strict=True):
-        width, height = 0.0165 * len(text), 0.06
-        best, cost = (0.0, 0.0), np.inf
-        for i in range(0, len(x), 4):
-            for dx, dy in ((0.012, 0.008), (0.012, -0.07), (-width - 0.012, -0.07), (-width - 0.012, 0.008)):
-                left, bottom = x[i] + dx, heights[i] + dy
-                inside = (places > left - 0.01) & (places < left + width + 0.01)
-                covered = ((dense > bottom) & (dense < bottom + height) & inside).sum()
-                met = sum(
-                    left < x0 + w and x0 < left + width and bottom < y0 + h and y0 < bottom + height
-                    for x0, y0, w, h in taken
-                )
-                # A reader takes a label to belong to the curve nearest to the end from which it starts.
-                end = left if dx > 0 else left + width
-                near = min(max(round(end * (len(x) - 1)), 0), len(x) - 1)
-                gaps = [abs(other[near] - bottom - height / 2) for other in curves]
-                strange = abs(heights[near] - bottom - height / 2) > min(gaps)
-                outside = max(0.0, left + width - 1, -left) + max(0.0, bottom + height - 1, -bottom)
-                far = 40 * abs(heights[i] - 0.5) + 10 * abs(x[i] - 0.5)
-                here = 10 * covered + 500 * (met + strange) + 5000 * outside + far
-                if here < cost:
-                    best, cost = (left, bottom), here
-        taken.append((*best, width, height))
-        axes.text(*best, text, transform=axes.transAxes, color=colour, va="bottom", fontsize=9.5, weight="bold")

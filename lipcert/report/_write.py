@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from lipcert.errors import InputError
 from lipcert.report import _figures
-from lipcert.report._build import Eps, report, title
-from lipcert.report._card import model_card
-from lipcert.report._document import MARK, Figure, to_html, to_markdown
+from lipcert.report._build import Eps, report
+from lipcert.report._card import artifact_of, model_card, model_info
+from lipcert.report._markdown import MARK
+from lipcert.report._page import to_html
 from lipcert.results import Run
 
+# Stands in every file that a report wrote.
+SIGN = b"written by lipcert report"
 _KINDS = {"html": (".html", ".htm"), "markdown": (".md", ".markdown"), "card": (".md", ".markdown")}
 
 
@@ -24,6 +29,9 @@ def write(
     markdown: str | os.PathLike[str] | None = None,
     card: str | os.PathLike[str] | None = None,
     eps: Eps = (),
+    images: bool = True,
+    license: str | None = None,
+    base_model: str | None = None,
 ) -> list[Path]:
     """Writes what is asked for.
 
@@ -31,8 +39,12 @@ def write(
         runs: from :func:`lipcert.report.read_runs`.
         html: where one self-contained page goes.
         markdown: where the same as Markdown goes; its figures go beside it, as SVG.
-        card: where the model card goes; of several models each gets a file of its own, ``<card>-<name>.md``.
+        card: where the model card goes; of several models each gets a file of its own, ``<card>-<name>.md``. Beside it
+            goes ``<card>.model_info.json``, or ``model_info.json`` beside a README: figures as RobustBench lists them.
         eps: values with the text the user wrote, at which tables give figures; by default those of the runs.
+        images: whether to show images beside their radii, where they are at hand.
+        license: of the model, for its card: an identifier that hubs know, such as ``apache-2.0``.
+        base_model: the hub's id of the model that it was made from, for its card.
 
     Returns:
         The files written.
@@ -46,27 +58,29 @@ def write(
         _check(path, kind)
     if len(set(paths.values())) < len(paths):
         raise InputError("two of the reports would go to one file; give each its own name")
-    content: dict[Path, str] = {}
+    content: dict[Path, str | bytes] = {}
     if "html" in paths or "markdown" in paths:
-        blocks = report(runs, eps, figures=_figures.available())
+        document = report(runs, eps, figures=_figures.available(), images=images)
         if "html" in paths:
-            content[paths["html"]] = to_html(title(runs), blocks)
+            content[paths["html"]] = to_html(document)
         if "markdown" in paths:
             path = paths["markdown"]
             prefix = f"{path.stem}-"
-            content[path] = to_markdown(blocks, prefix)
-            for block in blocks:
-                if isinstance(block, Figure):
-                    content[path.with_name(f"{prefix}{block.name}.svg")] = f"{block.svg}\n{MARK}\n"
+            content[path] = document.text.replace("](<", f"](<{prefix}")
+            for name, picture in document.pictures.items():
+                content[path.with_name(prefix + name)] = (
+                    picture if isinstance(picture, bytes) else f"{picture}\n{MARK}\n"
+                )
     if "card" in paths:
-        for path, of_one in _cards(paths["card"], runs).items():
-            content[path] = f"{model_card(of_one, eps)}\n"
+        for path, of_one in cards(paths["card"], runs).items():
+            content[path] = f"{model_card(of_one, eps, license=license, base_model=base_model)}\n"
+            content[info_path(path)] = f"{json.dumps(model_info(of_one[0]), indent=2, ensure_ascii=False)}\n"
     for path in content:
         _check_free(path)
     for path, text in content.items():
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(text if isinstance(text, bytes) else text.encode())
             os.replace(partial, path)
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
@@ -75,7 +89,7 @@ def write(
     return list(content)
 
 
-def _cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
+def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
     """A file for each model, and its results."""
     models: dict[str, list[Run]] = {}
     for run in runs:
@@ -89,6 +103,26 @@ def _cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
     }
 
 
+def info_path(card: Path) -> Path:
+    """Where the figures go that belong to a card."""
+    return card.with_name("model_info.json" if card.stem == "README" else f"{card.stem}.model_info.json")
+
+
+def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
+    """The commands that publish each model with its card.
+
+    They are those of huggingface_hub, which timm brings: it asks for the account and keeps the token.
+    """
+    lines = ["hf auth login"]
+    for path, own in cards(card, runs).items():
+        model = artifact_of(own[0])
+        repository = f"YOU/{re.sub(r'[^A-Za-z0-9._-]+', '-', own[0].name)}"
+        for file, name in ((model, None), (path, "README.md"), (info_path(path), "model_info.json")):
+            if file is not None:
+                lines.append(shlex.join(["hf", "upload", repository, str(file), name or file.name]))
+    return lines
+
+
 def _check(path: Path, kind: str) -> None:
     if path.suffix.lower() not in _KINDS[kind]:
         raise InputError(f"--{kind} writes a {_KINDS[kind][0]} file, got {path}")
@@ -99,8 +133,8 @@ def _check(path: Path, kind: str) -> None:
 
 def _check_free(path: Path) -> None:
     try:
-        taken = path.exists() and MARK not in path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        taken = path.exists() and SIGN not in path.read_bytes()
+    except OSError:
         taken = True
     if taken:
         raise InputError(f"{path} exists and was not written by lipcert report; give another name, or move it away")

@@ -108,11 +108,15 @@ class Run(Tally):
         return str(self.summary["model"].get("weights_hash", ""))
 
     @property
+    def network(self) -> str:
+        """timm's name of the network, or ``a module``."""
+        return str(self.summary["model"].get("source", {}).get("name", "a module"))
+
+    @property
     def architecture(self) -> str:
         """timm's name of the network and the surgery done to it."""
         model = self.summary["model"]
-        source = model.get("source", {})
-        parts = [(str(source.get("name", "a module")), source.get("arguments", {}))]
+        parts = [(self.network, model.get("source", {}).get("arguments", {}))]
         parts += [(str(step.get("step")), {k: v for k, v in step.items() if k != "step"}) for step in model["recipe"]]
         return " → ".join(f"{name}({', '.join(_pairs(known))})" for name, known in parts)
 

@@ -1,0 +1,139 @@
+"""Small pictures of images that were certified, and of what an attack made of them."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lipcert.errors import LipcertError
+from lipcert.report._markdown import MARK
+from lipcert.results import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipcert.model import Model
+
+_SIDE = 96
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image as it was certified.
+
+    Attributes:
+        image: a PNG file.
+        attacked: what the attack made of it, a PNG file; None where it did not change the prediction, or where the
+            model is not at hand.
+        distance: between the two, in ℓ2.
+        predicted: the class of the second.
+    """
+
+    image: bytes
+    attacked: bytes | None = None
+    distance: float = 0.0
+    predicted: int = -1
+
+
+def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
+    """Pictures of images, where these are at hand: the bundled ones, or a folder or file of this machine.
+
+    An image whose hash is not the one in its row is left out. Attacked images are computed again where PGD was the
+    attack, and where the model is the bundled one or an artifact that the run's command names.
+
+    Args:
+        run: its summary names the images.
+        indices: of the images that are wanted.
+    """
+    from lipcert.data import open_images
+
+    spec = str(run.summary.get("data", {}).get("spec"))
+    if not {"image"} <= run.rows[0].keys() or not (spec == "bundled" or os.path.exists(spec)):
+        return {}
+    rows = {row["index"]: row for row in run.rows if row["index"] in indices}
+    found: dict[int, tuple[Tensor, Example]] = {}
+    try:
+        images = open_images(None if spec == "bundled" else spec, _stand_in(run))
+        for batch in images.batches(len(rows), only=rows.keys()):
+            same = [i for i, index in enumerate(batch.indices) if batch.hashes[i] == rows[index]["image"]]
+            found |= {batch.indices[i]: (batch.images[i], Example(_png(batch.images[i]))) for i in same}
+    except (LipcertError, LookupError, TypeError, ValueError):  # images or a summary that have changed since
+        return {}
+    broken = [index for index in found if rows[index].get("attacked")]
+    return {index: one for index, (_, one) in found.items()} | dict(
+        _attacked(run, {index: found[index][0] for index in broken}, {i: rows[i]["predicted"] for i in broken})
+    )
+
+
+def _attacked(run: Run, images: dict[int, Tensor], predicted: dict[int, int]) -> Iterator[tuple[int, Example]]:
+    """What the run's attack makes of images."""
+    import torch
+
+    from lipcert.attacks import PGD, smallest
+    from lipcert.results.verify import attack_of
+
+    attack = attack_of(run)
+    model = _model(run) if images and attack is not None else None
+    if not isinstance(attack, PGD) or model is None:
+        return
+    stacked = torch.stack(list(images.values())).to(model.dtype)
+    labels = torch.tensor(list(predicted.values()))
+    found = smallest(attack, model, stacked, labels, attack(model, stacked, labels, run.eps), run.eps)
+    classes = model(found.images).argmax(1)
+    for i, index in enumerate(images):
+        if found.broken[i]:
+            yield index, Example(_png(images[index]), _png(found.images[i]), float(found.distance[i]), int(classes[i]))
+
+
+def _model(run: Run) -> Model | None:
+    """The model of a run, where its artifact is at hand."""
+    from lipcert.loading import load
+    from lipcert.report._card import artifact_of
+    from lipcert.results.verify import check_model
+
+    path = artifact_of(run)
+    if path is None:
+        return None
+    try:
+        model = load(path)
+        check_model(run, model)
+    except LipcertError:
+        return None
+    model.real = run.summary.get("dtype") == "real"
+    return model.double() if model.real else model
+
+
+def _stand_in(run: Run) -> Model:
+    """A model that takes images as the run's model does, and has at least as many classes."""
+    import torch
+
+    from lipcert.model import Model
+
+    class Classes(torch.nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return images.new_zeros(len(images), count)
+
+    count = 1 + max(max(row["predicted"], row.get("label", 0)) for row in run.rows)
+    known = run.summary["preprocessing"]
+    config = {key: known[key] for key in ("interpolation", "crop_pct", "crop_mode") if known[key] is not None}
+    return Model(Classes(), mean=known["mean"], std=known["std"], input_size=known["input_size"], data_config=config)
+
+
+def _png(image: Tensor) -> bytes:
+    """A file of at most ``_SIDE`` pixels a side; small images are enlarged by whole pixels."""
+    from PIL import Image, PngImagePlugin
+
+    pixels = (image.detach().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    shown = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    times = _SIDE // max(shown.size)
+    if times:
+        shown = shown.resize((times * shown.width, times * shown.height), Image.Resampling.NEAREST)
+    else:
+        shown.thumbnail((_SIDE, _SIDE))
+    file, marked = io.BytesIO(), PngImagePlugin.PngInfo()
+    marked.add_text("Comment", MARK)
+    shown.save(file, "png", optimize=True, pnginfo=marked)
+    return file.getvalue()
