@@ -35,7 +35,9 @@ MODULES = {
     "model": "model",
     **dict.fromkeys(("artifact", "data", "loading", "zoo", "assets"), "loading"),
     **dict.fromkeys(("_checkpoint", "_construction", "_preprocessing", "_timm"), "loading"),
-    **dict.fromkeys(("_certificates", "_processes", "_settings"), "settings"),
+    **dict.fromkeys(
+        ("_certificates", "_constrain_settings", "_finetune_settings", "_processes", "_settings"), "settings"
+    ),
     **dict.fromkeys(
         ("_bound", "_environment", "_estimate", "_memory", "_numerics", "_random_states", "_real", "_upper"), "numerics"
     ),

@@ -1,14 +1,30 @@
-"""Which commands there are, and what ``--help`` says of them."""
+"""Which commands there are, what ``--help`` says of them, and how a command line that cannot be read ends.
+
+The module of a command is imported when the command is asked for, and it imports torch and timm when the command runs:
+help, completion and what is wrong with options do not wait for them.
+"""
 
 import difflib
+import functools
 import importlib
-from typing import Any
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 import typer.core
 import typer.main
 
-SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+from . import _print
+
+SETTINGS: dict[str, Any] = {
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+# Headings of options in the help of a command, in this order; others come between.
+OPTIONS, MODEL, OUTPUT = "Options", "Model", "Output"
 
 COMMANDS = {
     "convert": "Swap modules for Lipschitz ones and write the model to one file.",
@@ -72,7 +88,7 @@ _EXAMPLES = {
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands by name. A command's module is imported when it is asked for: torch and timm take seconds."""
+    """The commands by name. A command's module is imported when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -83,7 +99,8 @@ class Commands(typer.core.TyperGroup):
         if cmd_name not in self.commands:
             module = importlib.import_module(f"{__package__}._{cmd_name}")
             one = typer.Typer(**SETTINGS, add_completion=False)
-            one.command(cmd_name, epilog=_epilog(cmd_name))(getattr(module, cmd_name))
+            function = _with_quiet(getattr(module, cmd_name))
+            one.command(cmd_name, cls=_Command, epilog=_epilog(cmd_name))(function)
             self.commands[cmd_name] = typer.main.get_command(one)
         return self.commands[cmd_name]
 
@@ -95,6 +112,87 @@ class Commands(typer.core.TyperGroup):
         if args[0] not in COMMANDS and (close := difflib.get_close_matches(args[0], COMMANDS)):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, close))}?")
         return super().resolve_command(ctx, args)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line; what is wrong with it is one line, like all errors."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except _UsageError as error:
+            if not standalone_mode:
+                raise
+            if len(error.format_message().splitlines()) > 2:  # no command at all: the help
+                error.show()
+                sys.exit(error.exit_code)
+            _print.complain(f"lipcert: {_one_line(error)}")
+            code = 2
+        except typer.Abort:
+            code = 130
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+class _Command(typer.core.TyperCommand):
+    """A command whose help lists options under headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
+        for one in self.get_params(ctx):
+            named, text = one.get_help_record(ctx) or ("", "")
+            if not named:
+                continue
+            if one.param_type_name == "argument":
+                groups["Arguments"].append((named.partition(" <")[0], text))
+            else:
+                groups.setdefault(getattr(one, "rich_help_panel", None) or OPTIONS, []).append((named, text))
+        last = {name: groups.pop(name) for name in (MODEL, OUTPUT) if name in groups}
+        for name, records in {**groups, **last}.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def _one_line(error: Any) -> str:
+    """What is wrong with a command line, and what to do."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    about = getattr(getattr(error, "param", None), "help", None)
+    if message.startswith("Missing") and about:
+        message = f"{message}: {about.rstrip('.')}"
+    where = error.ctx.command_path if error.ctx is not None else "lipcert"
+    return f"{message[:1].lower()}{message[1:]}{'' if message.endswith('?') else ';'} {where} --help says more"
+
+
+def _with_quiet(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the option ``--quiet``."""
+
+    @functools.wraps(command)
+    def run(*args: Any, quiet: bool, **given: Any) -> None:
+        _print.quiet = quiet
+        try:
+            command(*args, **given)
+        finally:
+            _print.quiet = False
+
+    shown = typer.Option(
+        "--quiet", "-q", help="No bars and no remarks, only results and errors.", rich_help_panel=OUTPUT
+    )
+    option = inspect.Parameter(
+        "quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, shown]
+    )
+    signature = inspect.signature(command)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    return run
 
 
 def _epilog(command: str) -> str:

@@ -6,38 +6,35 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
-from torch import Tensor
-
+from lipcert._constrain_settings import ConstrainSettings
 from lipcert._preprocessing import Preprocessing
-from lipcert._processes import Processes
-from lipcert.artifact import save
-from lipcert.certvit import ConstrainSettings, ConstraintReport, LayerConstraint, NetworkFigures
-from lipcert.certvit import constrain as constrain_model
-from lipcert.certvit.images import EVERY
-from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
-from lipcert.loading import resolve
 
 from ._errors import one_line_errors
 from ._options import (
+    AsJson,
     Checkpoint,
     Data,
+    Device,
     Force,
+    Limit,
     ModelArgs,
     ModelName,
     NoPretrained,
-    load_model,
     options_of,
-    show_preprocessing,
+    out,
 )
-from ._output import check_out, default_name, move_to
-from ._print import busy, print_facts, print_table, progress, say, upper
-from ._torchrun import torchrun
+from ._output import check_out, default_name
+from ._print import busy, command, percent, print_facts, print_json, print_table, progress, say, upper
 
-_BATCH = 8 * EVERY  # so that the same images are held out whatever the number of processes
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipcert._processes import Processes
+    from lipcert.certvit import ConstraintReport, LayerConstraint, NetworkFigures
+    from lipcert.data import Images
 
 
 @options_of(ConstrainSettings)
@@ -48,26 +45,30 @@ def constrain(
     pixels: Callable[..., Preprocessing],
     model: ModelName = None,
     data: Data = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Use so many images, from a fixed shuffle of all.", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1; a GPU if there is one.", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where the model goes: <name>.constrained.lipcert.safetensors.", show_default=False),
-    ] = None,
+    limit: Limit = None,
+    device: Device = "auto",
+    out: out("Where the model goes: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
+    as_json: AsJson = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
     """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
     asked, asked_pixels = settings(), pixels()
+    from lipcert.artifact import save
+    from lipcert.certvit import constrain as constrain_model
+    from lipcert.certvit.images import EVERY
+    from lipcert.data import open_images
+    from lipcert.loading import resolve
+
+    from ._loading import load_model, show_preprocessing
+    from ._torchrun import torchrun
+
+    batch = 8 * EVERY  # so that the same images are held out whatever the number of processes
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, checkpoint, no_pretrained, model_args)
+        loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
         asked_pixels.apply(loaded)
         path = out or default_name(str(source), "constrained")
         check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, force)
@@ -75,31 +76,37 @@ def constrain(
         if images.note is not None:
             say(f"note: {images.note}")
         show_preprocessing(images, loaded)
-        move_to(loaded, device)
 
         try:
             with _phases() as show:
                 here = {**vars(asked), "devices": (str(loaded.device),)}
-                constrain_model(loaded, _Batches(images, processes), progress=show, **here)
+                origin = {"data": data or "bundled", "limit": limit, "batch_size": batch}
+                batches = _Batches(images, processes, batch)
+                constrain_model(loaded, batches, origin=origin, progress=show, **here)
         except KeyboardInterrupt as stop:
             kept = f"the same command goes on from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
             raise Interrupted(f"interrupted; {kept}") from stop
-        report = cast(ConstraintReport, loaded.constraint)
+        report = cast("ConstraintReport", loaded.constraint)
         if processes.first:
             with busy(f"writing {path}"):
                 save(loaded, path, facts=_facts(report), force=force)
-        _print_report(report, str(source), path)
+        if as_json:
+            layers = [_layer_record(layer) for layer in report.layers]
+            print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
+        else:
+            _print_report(report, str(source), path, data)
 
 
 @dataclass(frozen=True)
 class _Batches:
     """The images of a run in batches, each process's own, to be gone through as often as needed."""
 
-    images: Images
-    processes: Processes
+    images: "Images"
+    processes: "Processes"
+    size: int
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor] | Tensor]:
-        for batch in islice(self.images.batches(_BATCH), self.processes.rank, None, self.processes.count):
+    def __iter__(self) -> "Iterator[tuple[Tensor, Tensor] | Tensor]":
+        for batch in islice(self.images.batches(self.size), self.processes.rank, None, self.processes.count):
             yield batch.images if batch.labels is None else (batch.images, batch.labels)
 
 
@@ -118,7 +125,7 @@ def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
         yield show
 
 
-def _print_report(report: ConstraintReport, source: str, path: Path) -> None:
+def _print_report(report: "ConstraintReport", source: str, path: Path, data: str | None) -> None:
     for remark in report.remarks:
         say(f"note: {remark}")
     print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers])
@@ -139,14 +146,28 @@ def _print_report(report: ConstraintReport, source: str, path: Path) -> None:
             ("images", f"{report.images}, and {report.held_out} held out: on these accuracy and top class"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
+            ("next", command("certify", path, *(["--data", data] if data else []), "--eps", "36/255")),
         ]
     )
 
 
-_LAYER_COLUMNS = ("layer", "before", "rescale", "clip", "after", "error", "held out", "zeros", "steps", "s", "status")
+# What rescaling and clipping would give stands beside what was done, to compare with.
+_LAYER_COLUMNS = (
+    "layer",
+    "before",
+    "(rescale)",
+    "(clip)",
+    "after",
+    "error",
+    "held out",
+    "zeros",
+    "steps",
+    "s",
+    "status",
+)
 
 
-def _layer_row(layer: LayerConstraint) -> tuple[str, ...]:
+def _layer_row(layer: "LayerConstraint") -> tuple[str, ...]:
     return (
         layer.path,
         _norm(layer.norm_before),
@@ -162,13 +183,18 @@ def _layer_row(layer: LayerConstraint) -> tuple[str, ...]:
     )
 
 
-def _network_row(name: str, figures: NetworkFigures) -> tuple[str, ...]:
+def _layer_record(layer: "LayerConstraint") -> dict[str, Any]:
+    """What there is to say of a layer, as values that JSON can hold."""
+    return {key: value for key, value in vars(layer).items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def _network_row(name: str, figures: "NetworkFigures") -> tuple[str, ...]:
     return (
         name,
         f"{figures.log10_norms:.3f}",
         "-" if figures.log10_bound is None else upper(figures.log10_bound),
-        _percent(figures.accuracy),
-        _percent(figures.agreement),
+        percent(figures.accuracy),
+        percent(figures.agreement),
     )
 
 
@@ -180,11 +206,7 @@ def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.3g}"
 
 
-def _percent(part: float | None) -> str:
-    return "-" if part is None else f"{100 * part:.1f} %"
-
-
-def _facts(report: ConstraintReport) -> dict[str, object]:
+def _facts(report: "ConstraintReport") -> dict[str, object]:
     bound = report.after.log10_bound
     facts: dict[str, object] = {
         "constraint": {

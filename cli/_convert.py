@@ -5,23 +5,35 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from lipcert._preprocessing import Preprocessing
-from lipcert.artifact import save
-from lipcert.bounds import Bound, lipschitz
-from lipcert.data import open_images
-from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.model import Model
-from lipcert.surgery import Adaptation, ConversionReport
-from lipcert.surgery import convert as convert_model
+from lipcert._settings import one_of
+from lipcert.errors import UnsupportedOperation
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Data, Force, ModelArgs, NoPretrained, load_model, options_of
+from ._options import (
+    AsJson,
+    Checkpoint,
+    Device,
+    Force,
+    ModelArgs,
+    NoPretrained,
+    choice,
+    complete_data,
+    complete_model,
+    options_of,
+    out,
+)
 from ._output import check_out, default_name
-from ._print import busy, print_facts, progress, say, upper
+from ._print import busy, command, print_facts, print_json, progress, say, upper
+
+if TYPE_CHECKING:
+    from lipcert.bounds import Bound
+    from lipcert.model import Model
+    from lipcert.surgery import Adaptation, ConversionReport
 
 IMAGES = 64
 _CHOICES = {
@@ -35,22 +47,33 @@ _CHOICES = {
 @one_line_errors
 def convert(
     pixels: Callable[..., Preprocessing],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, or a path.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled.", autocompletion=complete_model
+        ),
+    ],
     attention: Annotated[
-        str, typer.Option(help="l2: attention by distance, which is Lipschitz; keep: as it is.")
+        str,
+        typer.Option(help="l2: attention by distance, which is Lipschitz.", **choice(_CHOICES["attention"])),
     ] = "l2",
-    norm: Annotated[
-        str, typer.Option(help="project or smooth: projections in place of LayerNorm; keep: as it is.")
-    ] = "keep",
+    norm: Annotated[str, typer.Option(help="Projections in place of LayerNorm.", **choice(_CHOICES["norm"]))] = "keep",
     activation: Annotated[
-        str, typer.Option(help="clipped-relu, maxmin or clipped-maxmin in place of ReLU; keep: as it is.")
+        str, typer.Option(help="What to put in place of ReLU.", **choice(_CHOICES["activation"]))
     ] = "keep",
-    data: Data = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where the converted model goes: <name>.lipcert.safetensors.", show_default=False),
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Train the new attention on the first {IMAGES} of these images: one, or a folder or .tar, or "
+            "torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
+            show_default=False,
+            autocompletion=complete_data,
+        ),
     ] = None,
+    device: Device = "auto",
+    out: out("Where the converted model goes: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
+    as_json: AsJson = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
@@ -58,29 +81,41 @@ def convert(
     """Swap modules for Lipschitz ones and write the model to one file; with --data the new attention is trained."""
     ways: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
     for name, value in ways.items():
-        if value not in _CHOICES[name]:
-            raise InputError(f"--{name} takes {' or '.join(_CHOICES[name])}, got {value!r}")
+        one_of(name, value, _CHOICES[name])
     asked = pixels()
-    loaded = load_model(model, checkpoint, no_pretrained, model_args)
+    from lipcert.artifact import save
+    from lipcert.data import open_images
+    from lipcert.surgery import convert as convert_model
+
+    from ._loading import load_model, show_preprocessing
+
+    loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
     asked.apply(loaded)
     path = out or default_name(loaded.source.get("name", model))
     check_out(path, [Path(model), *([checkpoint] if checkpoint else [])], loaded, force)
-    images = None
+    images, origin = None, {}
     if data is not None:
-        images = next(open_images(data, loaded, limit=IMAGES).batches(IMAGES)).images
+        opened = open_images(data, loaded, limit=IMAGES)
+        show_preprocessing(opened, loaded)
+        images = next(opened.batches(IMAGES)).images
+        origin = {"data": data}
 
     before = _bound(loaded, "bounding the network before")
     if attention == "l2" and images is not None and len(images) > 1:
         with progress("adapting attention") as update:
-            convert_model(loaded, **ways, images=images, adaptation=True, progress=update)
+            convert_model(loaded, **ways, images=images, origin=origin, adaptation=True, progress=update)
     else:
         with busy("swapping modules"):
-            convert_model(loaded, **ways, images=images)
+            convert_model(loaded, **ways, images=images, origin=origin)
     after = _bound(loaded, "bounding the network after")
-    report = cast(ConversionReport, loaded.conversion)
+    report = cast("ConversionReport", loaded.conversion)
     with busy(f"writing {path}"):
         save(loaded, path, facts=_facts(after, report), force=force)
 
+    if as_json:
+        swaps = [asdict(module) for module in report.swapped]
+        print_json({"written": str(path), **_facts(after, report), "agreement": report.agreement, "swapped": swaps})
+        return
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     kept: dict[str, list[str]] = {}
     for module in report.kept:
@@ -101,11 +136,12 @@ def convert(
             ("top class kept", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
+            ("next", command("finetune", path, "--data", data or "TRAIN", "--eps", "36/255")),
         ]
     )
 
 
-def _adaptation_facts(adaptation: Adaptation | None) -> list[tuple[str, str]]:
+def _adaptation_facts(adaptation: "Adaptation | None") -> list[tuple[str, str]]:
     """Errors and logits on the held-out images, before and after the fit; nothing where no attention was swapped."""
     if adaptation is None or not adaptation.layers:
         return []
@@ -123,8 +159,10 @@ def _adaptation_facts(adaptation: Adaptation | None) -> list[tuple[str, str]]:
     ]
 
 
-def _bound(model: Model, what: str) -> Bound | None:
+def _bound(model: "Model", what: str) -> "Bound | None":
     """The bound, or None where an operation has no rule: surgery may go on without it."""
+    from lipcert.bounds import lipschitz
+
     try:
         with progress(what) as update:
             return lipschitz(model, progress=update)
@@ -133,11 +171,11 @@ def _bound(model: Model, what: str) -> Bound | None:
         return None
 
 
-def _bound_text(bound: Bound | None) -> str:
+def _bound_text(bound: "Bound | None") -> str:
     return "none" if bound is None else upper(bound.log10)
 
 
-def _facts(bound: Bound | None, report: ConversionReport) -> dict[str, object]:
+def _facts(bound: "Bound | None", report: "ConversionReport") -> dict[str, object]:
     facts: dict[str, object] = {
         "logits_moved": report.logits_moved,
         "images": report.images,

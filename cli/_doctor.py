@@ -9,18 +9,13 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import huggingface_hub.constants
-import torch
-
-from lipcert._environment import assumptions, check
-from lipcert._memory import memory_left
+from lipcert._settings import DTYPES
 from lipcert._version import version
 from lipcert.errors import InputError
-from lipcert.loading import BUNDLED
-from lipcert.roundoff import DTYPES
 
 from ._errors import one_line_errors
-from ._print import busy, print_facts
+from ._options import AsJson
+from ._print import busy, command, print_facts, print_json
 
 PACKAGES = ("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "rich", "typer")
 EXTRAS = {
@@ -34,15 +29,21 @@ PATIENCE = 3.0
 
 
 @one_line_errors
-def doctor() -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Show versions, devices, memory, caches, optional packages, and whether the model hub can be reached."""
     with busy("looking"):
+        import huggingface_hub.constants
+        import torch
+
+        from lipcert._environment import assumptions
+        from lipcert.loading import BUNDLED
+
         facts = [
             ("lipcert", version()),
             ("python", f"{platform.python_version()} on {platform.platform()}"),
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),
-            *((f"certificates, {dtype}", _holds(dtype)) for dtype in ("real", *DTYPES)),
+            *((f"certificates, {dtype}", _holds(dtype)) for dtype in DTYPES),
             *(("they assume", line) for line in assumptions("float16")),
             ("bundled model", str(BUNDLED) if BUNDLED.is_file() else "missing: pip install lipcert again"),
             ("cache of the hub", _folder(Path(huggingface_hub.constants.HF_HUB_CACHE))),
@@ -51,7 +52,13 @@ def doctor() -> None:
             *((f"extra {extra}", _optional(name, what, f"lipcert[{extra}]")) for extra, (name, what) in EXTRAS.items()),
             *((name, _optional(name, what, name.replace("_", "-"))) for name, what in DATASETS.items()),
         ]
-    print_facts(facts)
+    if as_json:
+        record: dict[str, list[str]] = {}
+        for name, value in facts:
+            record.setdefault(name, []).append(value)
+        print_json({name: values[0] if len(values) == 1 else values for name, values in record.items()})
+    else:
+        print_facts([*facts, ("next", command("certify", "--eps", "36/255"))])
 
 
 def _installed(name: str) -> str | None:
@@ -67,6 +74,10 @@ def _optional(name: str, what: str, requirement: str) -> str:
 
 
 def _devices() -> list[tuple[str, str]]:
+    import torch
+
+    from lipcert._memory import memory_left
+
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     found = [("cpu", f"{threads}, {_gigabytes(memory_left(torch.device('cpu')))} free")]
     for i in range(torch.cuda.device_count()):
@@ -77,6 +88,10 @@ def _devices() -> list[tuple[str, str]]:
 
 def _holds(dtype: str) -> str:
     """Whether certificates hold in this process."""
+    import torch
+
+    from lipcert._environment import check
+
     try:
         check(torch.device("cpu"), dtype)
     except InputError as error:
@@ -97,6 +112,8 @@ def _folder(path: Path) -> str:
 
 def _hub(endpoint: str) -> str:
     """Whether the hub answers, within seconds; through a proxy this does not say more than that one is set."""
+    import huggingface_hub.constants
+
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return f"{endpoint}, switched off by HF_HUB_OFFLINE"
     if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):

@@ -8,7 +8,7 @@ import typer
 
 from lipcert.errors import BrokenCertificate, Interrupted, LipcertError, first_line
 
-from ._print import say
+from ._print import complain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,24 +25,26 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except Interrupted as error:
-            say(f"lipcert: {error}")
+            complain(f"lipcert: {error}")
             raise typer.Exit(130) from error
         except BrokenCertificate as error:
-            say(f"lipcert: A CERTIFICATE IS FALSE: {error}")
-            say("lipcert: the run is stopped; please report it, with the model and this command")
+            complain(f"lipcert: A CERTIFICATE IS FALSE: {error}")
+            complain("lipcert: the run is stopped; please report it, with the model and this command")
             raise typer.Exit(3) from error
         except LipcertError as error:
-            say(f"lipcert: {error}")
+            complain(f"lipcert: {error}")
             raise typer.Exit(2) from error
         except (MemoryError, RuntimeError) as error:
             from lipcert._memory import is_out_of_memory  # imports torch
 
             if not is_out_of_memory(error):
                 raise
-            say(f"lipcert: the memory does not suffice ({first_line(error)}); take a smaller model or a larger machine")
+            complain(
+                f"lipcert: the memory does not suffice ({first_line(error)}); take a smaller model or a larger machine"
+            )
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            say("lipcert: interrupted")
+            complain("lipcert: interrupted")
             raise typer.Exit(130) from error
 
     return wrapped

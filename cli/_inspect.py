@@ -2,68 +2,93 @@
 
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipcert.bounds import Bound, LayerBound, lipschitz
+from lipcert._preprocessing import Preprocessing
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, ModelArgs, ModelName, NoPretrained, load_model
-from ._print import lower, print_facts, print_table, progress, upper
+from ._options import AsJson, Checkpoint, Device, ModelArgs, ModelName, NoPretrained, options_of
+from ._print import command, lower, print_facts, print_json, print_table, progress, upper
+
+if TYPE_CHECKING:
+    from lipcert.bounds import Bound, LayerBound
+    from lipcert.model import Model
 
 TOP = 20
 NAMED = 3
 
-# A bound is called vacuous if not even a margin of 10 logits certifies one step of an 8-bit pixel.
+# A bound is said to be of use if with it a margin of 10 logits certifies one step of an 8-bit pixel.
 MARGIN, PIXEL_STEP = 10.0, 1 / 255
 
 
+@options_of(Preprocessing, "pixels")
 @one_line_errors
 def inspect(
+    pixels: Callable[..., Preprocessing],
     model: ModelName = None,
-    everything: Annotated[bool, typer.Option("--all", help=f"Every operation, not only the {TOP} worst.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"Every operation of the path, not only the {TOP} worst.")
+    ] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
-    """Show the Lipschitz budget: how much each operation can stretch a perturbation, worst first."""
-    loaded = load_model(model, checkpoint, no_pretrained, model_args, features=True)
-    with progress("bounding the network") as update:
-        bound = lipschitz(loaded, progress=update)
-    worst = sorted(bound.layers, key=lambda layer: layer.gain, reverse=True)
+    """Show the Lipschitz budget: the operations on the path from pixels to logits that decides the bound."""
+    asked = pixels()
+    from lipcert.bounds import lipschitz
+
+    from ._loading import load_model
+
+    loaded = load_model(model, checkpoint, no_pretrained, model_args, features=True, device=device)
+    asked.apply(loaded)
+    with progress("reading the network") as update:
+        bound = lipschitz(loaded, progress=lambda done, total: update(done, total, "bounding the network"))
+    worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)
     shown = worst if everything else worst[:TOP]
     stretched = _stretched(bound)
-    kinds = _sums(bound, lambda layer: layer.operation)
+    parameters = sum(p.numel() for p in loaded.parameters())
+    if as_json:
+        print_json(_record(bound, worst, parameters))
+        return
     print_table(
         ("module", "operation", "gain", "share"),
-        [(_module(layer), layer.operation, upper(layer.gain), _percent(layer.gain, stretched)) for layer in shown],
+        [
+            (_module(layer), layer.operation, upper(layer.log10_gain), _percent(layer.log10_gain, stretched))
+            for layer in shown
+        ],
     )
     rest = "" if len(shown) == len(worst) else ", --all shows the rest"
+    kinds = _sums(bound, lambda layer: layer.operation)
     facts = [
-        ("operations", f"{len(shown)} of {len(worst)} shown{rest}"),
+        ("operations", f"{len(shown)} of {len(worst)} on the path shown{rest}; the gains of all multiply to the bound"),
         ("stretched by", ", ".join(f"{name} {_percent(gain, stretched)}" for name, gain in kinds[:NAMED])),
-        ("parameters", f"{sum(p.numel() for p in loaded.parameters()):,}"),
+        ("parameters", f"{parameters:,}"),
         ("Lipschitz bound", f"{upper(bound.log10)}, {bound.rigor}"),
+        ("verdict", verdict(bound)),
     ]
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
+    else:
+        facts.append(("next", _next(model, loaded)))
     print_facts(facts)
-    print(verdict(bound))
 
 
-def verdict(bound: Bound) -> str:
-    """One sentence: what the bound is good for, or which modules make it good for nothing."""
+def verdict(bound: "Bound") -> str:
+    """What the bound is good for, or which modules make it good for little, and what does not use it."""
     if bound.log10 == -math.inf:
-        return "The bound is 0: with these weights the network gives every image the same logits."
+        return "the bound is 0: with these weights the network gives every image the same logits"
     log_radius = math.log10(MARGIN / math.sqrt(2)) - bound.log10
     if abs(log_radius) < 300:
         radius = lower(10**log_radius * (1 - 1e-12))  # below what the logarithms may have rounded up
     else:
         radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0"
-    reach = f"with it a margin of {MARGIN:g} logits certifies a radius of {radius}"
+    reach = f"a margin of {MARGIN:g} logits certifies a radius of {radius}"
     if log_radius >= math.log10(PIXEL_STEP):
-        return f"The bound is of use: {reach}."
+        return f"of use by itself: {reach}"
     whole = _stretched(bound)
     named: list[str] = []
     covered = 0.0
@@ -72,25 +97,57 @@ def verdict(bound: Bound) -> str:
             break
         named.append(path)
         covered += gain
-    return f"The bound is vacuous: {reach}; {', '.join(named)} stretch most, {_percent(covered, whole)} of all."
+    return (
+        f"too large for methods global and gloro: with it {reach}; {', '.join(named)} stretch most, "
+        f"{_percent(covered, whole)} of all. Methods anchored and staged bound the network around each image instead"
+    )
 
 
-def _module(layer: LayerBound) -> str:
+def _next(model: str | None, loaded: "Model") -> str:
+    """The surgery that lowers the bound most, or else certificates."""
+    from lipcert.surgery import plan
+
+    named = [] if model is None else [model]
+    if not loaded.recipe and model is not None and plan(loaded.net, attention="l2", norm="keep")[0]:
+        return f"{command('convert', *named)}, which replaces attention that has no good constant"
+    return command("certify", *named, "--eps", "36/255")
+
+
+def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[str, Any]:
+    """The same as values that JSON can hold; None for what is infinite."""
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "bound": finite(bound.value),
+        "log10_bound": finite(bound.log10),
+        "rigor": bound.rigor,
+        "parameters": parameters,
+        "verdict": verdict(bound),
+        "layers": [
+            {"path": _module(layer), "operation": layer.operation, "log10_gain": finite(layer.log10_gain)}
+            for layer in worst
+        ],
+    }
+
+
+def _module(layer: "LayerBound") -> str:
     """The module's path as timm knows it, without the name under which the model holds the network."""
     return layer.path.removeprefix("net.") or "(model)"
 
 
-def _sums(bound: Bound, key: Callable[[LayerBound], str]) -> list[tuple[str, float]]:
+def _sums(bound: "Bound", key: "Callable[[LayerBound], str]") -> list[tuple[str, float]]:
     """The powers of ten by which the operations with one key stretch, largest first."""
     sums: dict[str, float] = {}
     for layer in bound.layers:
-        sums[key(layer)] = sums.get(key(layer), 0.0) + max(layer.gain, 0.0)
+        sums[key(layer)] = sums.get(key(layer), 0.0) + max(layer.log10_gain, 0.0)
     return sorted(sums.items(), key=lambda item: item[1], reverse=True)
 
 
-def _stretched(bound: Bound) -> float:
+def _stretched(bound: "Bound") -> float:
     """The powers of ten of all operations that stretch."""
-    return sum(layer.gain for layer in bound.layers if layer.gain > 0)
+    return sum(layer.log10_gain for layer in bound.layers if layer.log10_gain > 0)
 
 
 def _percent(gain: float, whole: float) -> str:

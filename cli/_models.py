@@ -1,19 +1,18 @@
 """``lipcert models``: what of timm's zoo is covered, and how."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable
 from typing import Annotated
 
-import timm
 import typer
 
 from lipcert.errors import InputError
 from lipcert.zoo import Architecture, architectures
 
 from ._errors import one_line_errors
-from ._print import print_table, say
+from ._options import AsJson, complete_family
+from ._print import command, print_json, print_table, say
 
 _COLUMNS = ("architecture", "family", "parameters", "bound", "convert", "certificates")
 
@@ -24,27 +23,33 @@ def models(
         str | None, typer.Argument(metavar="PATTERN", help="Part of a name, or a pattern with *.", show_default=False)
     ] = None,
     family: Annotated[
-        str | None, typer.Option(help="A file of timm, such as vision_transformer.", show_default=False)
+        str | None,
+        typer.Option(
+            help="A file of timm, such as vision_transformer.", show_default=False, autocompletion=complete_family
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, as a JSON list.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show which of timm's architectures are covered, what convert does to them, and which certificates work."""
     found = architectures(pattern, family)
     if not found:
         named = " and ".join(text for text in (pattern, family and f"family {family}") if text)
+        import timm
+
         raise InputError(f"timm {timm.__version__} has no architecture that matches {named}; see lipcert models")
     if as_json:
-        print(json.dumps([_record(one) for one in found], indent=1))
+        print_json([_record(one) for one in found])
         return
     rows = [_row(one) for one in found]
     if not sys.stdout.isatty():
         print_table(_COLUMNS, rows)
         say(summary(found))
+        say(_next(found))
         return
     family_at = _COLUMNS.index("family")  # which would not fit on 80 columns beside the names
     narrow = [row[:family_at] + row[family_at + 1 :] for row in (_COLUMNS, *rows)]
     print_table(narrow[0], narrow[1:])
-    for line in (*_reasons(found), summary(found)):
+    for line in (*_reasons(found), summary(found), _next(found)):
         print(line)
 
 
@@ -54,6 +59,14 @@ def summary(found: list[Architecture]) -> str:
     linearised = sum("anchored" in one.certificates for one in found)
     line = f"{sum(one.covered for one in found)} of {len(found)} covered, {linearised} by every certificate"
     return f"{line}, {unknown} not checked yet" if unknown else line
+
+
+def _next(found: list[Architecture]) -> str:
+    """What a user most likely wants to do with what was found."""
+    best = max(found, key=lambda one: (len(one.certificates), bool(one.attention), -(one.parameters or 0)))
+    if best.attention:
+        return f"next: {command('convert', best.name)}, which replaces its attention"
+    return f"next: {command('inspect', best.name)}"
 
 
 def _row(one: Architecture) -> tuple[str, ...]:

@@ -1,39 +1,73 @@
-"""Options that several commands share, and the model they name."""
+"""Options that several commands share. Nothing here waits for torch or timm."""
 
 import functools
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import timm
-import torch
 import typer
 
-from lipcert._preprocessing import in_words, preprocessing, remarks
 from lipcert._settings import settings_of
-from lipcert.data import Images
-from lipcert.errors import InputError, first_line
-from lipcert.loading import BUNDLED, load, resolve
-from lipcert.model import Model
-from lipcert.smoothing import Denoised
 
-from ._parse import parse_model_args
-from ._print import busy, say
+from ._commands import MODEL, OUTPUT
 
 MODEL_HELP = (
-    "A timm name, an hf-hub: id, or a path; without it the newest lipcert artifact in this folder, "
+    "A timm name, an hf-hub: id, a path, or bundled; without it the newest lipcert artifact in this folder, "
     "or, where there is none, the bundled checkpoint."
 )
+_KINDS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """What a shell offers for MODEL: names of timm's, and files."""
-    return [*timm.list_models(f"{incomplete}*"), *(str(path) for path in Path().glob(f"{incomplete}*.safetensors"))]
+    """What a shell offers for MODEL: names of timm's, files of weights, and folders on the way to them."""
+    from lipcert.zoo import names
+
+    return [*_starting(incomplete, ("bundled", *names())), *_files(incomplete, "*.safetensors")]
+
+
+def complete_family(incomplete: str) -> list[str]:
+    """What a shell offers for a file of timm's."""
+    from lipcert.zoo import families
+
+    return _starting(incomplete, families())
+
+
+def complete_device(incomplete: str) -> list[str]:
+    """What a shell offers for a device: asking torch would take seconds, so GPUs are those that Linux lists."""
+    count = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+    return _starting(incomplete, ("auto", "cpu", "cuda", "mps", *(f"cuda:{i}" for i in range(count))))
+
+
+def complete_data(incomplete: str) -> list[str]:
+    """What a shell offers for images: kinds of data sets, folders and archives."""
+    return [*_starting(incomplete, _KINDS), *_files(incomplete, "*.tar")]
+
+
+def _starting(incomplete: str, choices: Sequence[str]) -> list[str]:
+    return [one for one in choices if one.startswith(incomplete)]
+
+
+def _files(incomplete: str, pattern: str) -> list[str]:
+    """Files of a pattern and folders whose paths start like this."""
+    place, _, start = incomplete.rpartition("/")
+    if incomplete.startswith("/"):
+        place = place or "/"
+    found = sorted(path for path in Path(place or ".").glob(f"{start}*") if start or not path.name.startswith("."))
+    return [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.match(pattern)]
+
+
+def choice(choices: Sequence[str]) -> dict[str, Any]:
+    """How an option with choices is shown and completed; the settings check it."""
+    if not choices:
+        return {}
+    return {"metavar": f"[{'|'.join(choices)}]", "autocompletion": lambda incomplete: _starting(incomplete, choices)}
+
+
+def out(help: str) -> Any:
+    """The option ``--out``."""
+    return Annotated[Path | None, typer.Option("--out", "-o", help=help, show_default=False, rich_help_panel=OUTPUT)]
 
 
 ModelName = Annotated[
@@ -45,66 +79,68 @@ ModelNames = Annotated[
     typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model),
 ]
 Checkpoint = Annotated[
-    Path | None, typer.Option(help="Weights for the timm name: .safetensors, or a PyTorch file.", show_default=False)
-]
-NoPretrained = Annotated[bool, typer.Option("--no-pretrained", help="Take random weights and download nothing.")]
-ModelArgs = Annotated[
-    str | None,
-    typer.Option(help='timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".', show_default=False),
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace the output, whatever file it is.")]
-Data = Annotated[
-    str | None,
+    Path | None,
     typer.Option(
-        help="A folder or .tar of images (class folders give labels), or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
-        show_default=False,
+        help="Weights for the timm name: .safetensors, or a PyTorch file.", show_default=False, rich_help_panel=MODEL
     ),
 ]
-
-
+NoPretrained = Annotated[
+    bool,
+    typer.Option("--no-pretrained", help="Take random weights and download nothing.", rich_help_panel=MODEL),
+]
+ModelArgs = Annotated[
+    str | None,
+    typer.Option(
+        help='timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".',
+        show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
 Denoiser = Annotated[
     str | None,
     typer.Option(
         metavar="MODULE:NAME",
         help="Send images through a denoiser first: a function or class of a Python module of yours that makes one.",
         show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace the output, whatever file it is.", rich_help_panel=OUTPUT)
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the figures as JSON and nothing else.", rich_help_panel=OUTPUT)
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where to compute: auto takes a GPU if there is one.",
+        autocompletion=complete_device,
+        metavar="[auto|cpu|cuda|cuda:N]",
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(help="Take so many images, from a fixed shuffle of all.", show_default=False)
+]
+_DATA = (
+    "One image, or a folder or .tar of images (class folders give labels), or torch/NAME, hfds/NAME, wds/FOLDER "
+    "[:SPLIT]"
+)
+Data = Annotated[
+    str | None,
+    typer.Option(help=f"{_DATA}; without it the bundled images.", show_default=False, autocompletion=complete_data),
+]
+LabelledData = Annotated[
+    str,
+    typer.Option(
+        help="A folder or .tar with class folders, or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
+        autocompletion=complete_data,
     ),
 ]
 
 
-def load_model(
-    model: str | None,
-    checkpoint: Path | None,
-    no_pretrained: bool,
-    model_args: str | None,
-    features: bool = False,
-    denoiser: str | None = None,
-) -> Model:
-    """The model that a command works on; says which one it is where the user named none."""
-    arguments = parse_model_args(model_args)
-    source = resolve(model)
-    if model is None:
-        which = "the bundled checkpoint" if source == BUNDLED else f"{source}, the newest artifact in this folder"
-        say(f"model: {which}")
-    torch.manual_seed(0)  # so that random weights are the same in every run
-    with busy(f"loading {source}"):
-        loaded = load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
-    return loaded if denoiser is None else Denoised(loaded, _made(denoiser), denoiser)
-
-
-def _made(text: str) -> torch.nn.Module:
-    """The module that ``MODULE:NAME`` makes; the code is the user's own."""
-    place, _, name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        made = getattr(importlib.import_module(place), name)()
-    except Exception as error:  # whatever the code of a user raises
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
-    if not isinstance(made, torch.nn.Module):
-        raise InputError(f"--denoiser {text} makes a {type(made).__name__}, and must make a torch.nn.Module")
-    return made
+def _annotated(typed: Any, shown: Any) -> Any:
+    return Annotated[typed, shown]
 
 
 def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -114,13 +150,25 @@ def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., No
     """
     own = [one for one in fields(kind) if "help" in one.metadata]
 
-    def parameter(named: str, typed: Any, default: Any, text: str) -> inspect.Parameter:
-        shown = typer.Option(help=text, show_default=default is not None)
-        default = inspect.Parameter.empty if default is MISSING else default
-        annotation = Annotated[typed, shown]
-        return inspect.Parameter(named, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    def parameter(one: Field[Any]) -> inspect.Parameter:
+        about = one.metadata
+        default = one.default if about["given"] is None else about["given"]
+        required = default in (MISSING, ...)
+        more = {} if about["typed"] is bool else choice(about["choices"])
+        flag = [f"--{one.name.replace('_', '-')}"] if about["typed"] is bool else []
+        shown = typer.Option(
+            *flag,
+            help=about["help"],
+            show_default=default is not None and about["typed"] is not bool,
+            rich_help_panel=about["group"],
+            **more,
+        )
+        default = inspect.Parameter.empty if required else default
+        return inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(about["typed"], shown)
+        )
 
-    options = [parameter(one.name, one.metadata["typed"], one.default, one.metadata["help"]) for one in own]
+    options = [parameter(one) for one in own]
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -134,13 +182,3 @@ def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., No
         return run
 
     return decorated
-
-
-def show_preprocessing(images: Images, model: Model) -> None:
-    """Says in one line what happens to images before the network gets them, and what a user should know of it."""
-    known = preprocessing(model, files=not images.stored)
-    size = images.first_size()
-    say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")
-    if size is not None:
-        for remark in remarks(known, *size):
-            say(f"note: {remark}")

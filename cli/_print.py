@@ -1,32 +1,28 @@
-"""What people and pipes see: tables and bars on a terminal, plain lines elsewhere."""
+"""What people and pipes see: tables on a terminal, plain lines elsewhere, JSON for programs, bars while they wait."""
 
 import contextlib
+import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Table
-from rich.text import Text
+# What is shared by all commands sets this: neither bars nor remarks, only results and errors.
+quiet = False
 
 _DIGITS = 3
 
 
 def say(line: str) -> None:
-    """One line on standard error, as it is."""
+    """One line on standard error, as it is, unless the user wants quiet."""
+    if not quiet:
+        complain(line)
+
+
+def complain(line: str) -> None:
+    """One line on standard error that the user has to see."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -34,7 +30,17 @@ def annotate(level: str, line: str) -> None:
     """A workflow command of GitHub's on standard error: ``error``, ``warning`` or ``notice``, and a line."""
     for sign, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         line = line.replace(sign, code)
-    say(f"::{level} title=lipcert::{line}")
+    complain(f"::{level} title=lipcert::{line}")
+
+
+def print_json(record: Any) -> None:
+    """A value as JSON, and nothing else."""
+    print(json.dumps(record, indent=2, allow_nan=False))
+
+
+def command(*words: object) -> str:
+    """A command line that a shell reads as these words; what a user still has to fill in is written in capitals."""
+    return " ".join(["lipcert", *(shlex.quote(str(word)) for word in words)])
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -48,6 +54,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for row in [columns, *rows] if columns else rows:
             print("\t".join(row))
         return
+    from rich import box  # takes as long as all else
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
     for i in range(len(rows[0]) if rows else len(columns)):
         table.add_column(columns[i] if columns else "", overflow="fold", style="bold" if i == 0 and not columns else "")
@@ -56,55 +66,36 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-class _Pace(ProgressColumn):
-    """How many a second, or seconds each, and how long the rest takes: since the start, for images come in blocks."""
-
-    def render(self, task: Task) -> Text:
-        if not task.completed or not task.elapsed:
-            return Text()
-        speed = task.completed / task.elapsed
-        pace = f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each"
-        if task.remaining is None:
-            return Text(pace)
-        return Text(f"{pace}, {timedelta(seconds=math.ceil(task.remaining / speed))} left")
+Update = Callable[..., None]
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[[int, int | None], None]]:
+def progress(what: str, total: int | None = None) -> Iterator[Update]:
     """A bar on standard error while the block runs, if that is a terminal.
 
     Yields:
-        A function that takes how much is done and how much there is, None where that is not known.
+        A function that takes how much is done, how much there is, None where that is not known, and what is being done
+        if that is not ``what`` any more.
     """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        _Pace(),
-    )
-    with _bars(*columns) as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total=None, what=None: None
+        return
+    from ._bars import bars  # imports rich
+
+    with bars() as shown:
+        task = shown.add_task(what, total=total)
+
+        def update(done: float, total: float | None = None, what: str | None = None) -> None:
+            shown.update(task, completed=done, total=total, description=what or shown.tasks[0].description)
+
+        yield update
 
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """A turning sign on standard error while the block runs, if that is a terminal."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with _bars(*columns) as bars:
-        bars.add_task(what, total=None)
+    with progress(what):
         yield
-
-
-@contextlib.contextmanager
-def _bars(*columns: ProgressColumn) -> Iterator[Progress]:
-    """Shown on standard error while the block runs, if that is a terminal. Bars that rich has started and does not show
-    ended with an empty line before its version 14.3, so elsewhere they are not started."""
-    bars = Progress(*columns, console=Console(stderr=True), transient=True)
-    with bars if sys.stderr.isatty() else contextlib.nullcontext():
-        yield bars
 
 
 def upper(log10: float) -> str:

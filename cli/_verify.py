@@ -1,22 +1,25 @@
 """``lipcert verify``: computes a result file again and says whether it stands."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lipcert._preprocessing import Preprocessing
-from lipcert.data import open_images
 from lipcert.errors import InputError
-from lipcert.loading import BUNDLED
-from lipcert.results import read_run
-from lipcert.results.verify import attack_of, check_model
-from lipcert.results.verify import verify as verify_rows
 
 from ._errors import one_line_errors
-from ._options import Checkpoint, Denoiser, ModelArgs, NoPretrained, complete_model, load_model
-from ._print import print_facts, progress, say
+from ._options import (
+    AsJson,
+    Checkpoint,
+    Denoiser,
+    Device,
+    ModelArgs,
+    NoPretrained,
+    complete_data,
+    complete_model,
+)
+from ._print import command, complain, print_facts, print_json, progress, say
 
 SAMPLE = 16
 
@@ -35,9 +38,15 @@ def verify(
     sample: Annotated[int, typer.Option(help="Compute so many rows, chosen at random.")] = SAMPLE,
     everything: Annotated[bool, typer.Option("--all", help="Compute all rows.")] = False,
     data: Annotated[
-        str | None, typer.Option(help="Where the images are now, if not where they were.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Where the images are now, if not where they were.",
+            show_default=False,
+            autocompletion=complete_data,
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON and nothing else.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
@@ -46,10 +55,15 @@ def verify(
     """Compute results again from the model and the images; exit with 1 if something in them does not stand."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
+    from lipcert.data import open_images
+    from lipcert.results import read_run
+    from lipcert.results.verify import attack_of, check_model
+    from lipcert.results.verify import verify as verify_rows
+
+    from ._loading import load_model
+
     run = read_run(results)
-    loaded = load_model(
-        str(BUNDLED) if model == "bundled" else model, checkpoint, no_pretrained, model_args, denoiser=denoiser
-    )
+    loaded = load_model(model, checkpoint, no_pretrained, model_args, denoiser=denoiser, device=device)
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
     spec = data or str(run.summary["data"].get("spec"))
@@ -70,11 +84,14 @@ def verify(
     ]
     if as_json:
         outcome = {"verified": len(rows), "rows": len(run), "fallen": fallen, "objections": objections}
-        print(json.dumps(outcome, indent=2))
+        print_json(outcome)
     else:
         stand = f"{len(rows) - fallen} of {len(rows)} computed again"
-        print_facts([("rows", str(len(run))), ("stand", stand)])
+        facts = [("rows", str(len(run))), ("stand", stand)]
+        if not objections:
+            facts.append(("next", command("report", results, "--html", results.with_suffix(".html"))))
+        print_facts(facts)
     for objection in objections:
-        say(f"lipcert: {objection}")
+        complain(f"lipcert: {objection}")
     if objections:
         raise typer.Exit(1)

@@ -11,8 +11,6 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lipcert._version import version
-
 if TYPE_CHECKING:
     from lipcert import attacks, bounds, errors, surgery
     from lipcert.artifact import save
@@ -24,7 +22,8 @@ if TYPE_CHECKING:
     from lipcert.surgery import convert
     from lipcert.training import finetune
 
-__version__ = version()
+    __version__: str
+
 __all__ = [
     "Model",
     "__version__",
@@ -55,7 +54,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name == "__version__":
+        found: Any = importlib.import_module("lipcert._version").version()
+    elif name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
     elif not name.startswith("_") and importlib.util.find_spec(f"lipcert.{name}"):
         found = importlib.import_module(f"lipcert.{name}")

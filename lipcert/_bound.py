@@ -20,16 +20,17 @@ class LayerBound:
 
     Attributes:
         path: dotted module path ("" for the model itself).
-        operation: what runs there, such as ``linear`` or ``L2Attention``.
-        gain: how much the operation can stretch a perturbation of its input, as log10; -inf for a constant.
-        reach: how much a perturbation of the pixels can have grown at its output, as log10.
+        operation: what runs there, such as ``linear`` or ``L2Attention``; ``conv2d + batch_norm`` for operations that
+            are bounded as one.
+        log10_gain: how much the operation can stretch a perturbation of its input, as log10; -inf for a constant.
+        log10_reach: how much a perturbation of the pixels can have grown at its output, as log10.
         method: how the gain was found.
     """
 
     path: str
     operation: str
-    gain: float
-    reach: float
+    log10_gain: float
+    log10_reach: float
     method: str
 
 
@@ -44,7 +45,8 @@ class Bound:
         reference: paper and theorem, or where the proof stands.
         delta: probability that the bound is too small, over lipcert's own random start vectors; 0 if deterministic.
         log10: decimal logarithm of the bound, also where ``value`` overflows.
-        layers: the budget, operation by operation, for bounds of whole models.
+        layers: for bounds of whole models the operations on the path from pixels to logits that decides the bound, in
+            its order; their gains multiply to the bound.
     """
 
     value: float

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lipcert._settings import option
+from lipcert._settings import one_of, option
 from lipcert.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # How files become images, and what timm does where a model's configuration does not say.
 RESIZING: dict[str, Any] = {"interpolation": "bilinear", "crop_pct": 0.875, "crop_mode": "center"}
 
+_GROUP = "Images, where they differ from the model's configuration"
 # The share of an image that may be cut off without a remark: rounding of sizes.
 _WHOLE = 0.999
 
@@ -36,11 +37,21 @@ class Preprocessing:
         InputError: a value that cannot be used.
     """
 
-    mean: Sequence[float] | str | None = option("Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None)
-    std: Sequence[float] | str | None = option("Standard deviation of the normalisation, likewise.", None)
-    crop_pct: float | None = option("Share of the resized image's side that is cut out: 1 keeps it.", None, float)
-    input_size: Sequence[int] | str | None = option("Height and width of the network's input: 224, or 224,192.", None)
-    interpolation: str | None = option(f"How images are resized: {', '.join(INTERPOLATIONS)}.", None)
+    mean: Sequence[float] | str | None = option(
+        "Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None, str | None, group=_GROUP
+    )
+    std: Sequence[float] | str | None = option(
+        "Standard deviation of the normalisation, likewise.", None, str | None, group=_GROUP
+    )
+    crop_pct: float | None = option(
+        "Share of the resized image's side that is cut out: 1 keeps it.", None, float | None, group=_GROUP
+    )
+    input_size: Sequence[int] | str | None = option(
+        "Height and width of the network's input: 224, or 224,192.", None, str | None, group=_GROUP
+    )
+    interpolation: str | None = option(
+        "How images are resized.", None, str | None, choices=INTERPOLATIONS, group=_GROUP
+    )
 
     def __post_init__(self) -> None:
         for name, kind in (("mean", float), ("std", float), ("input_size", int)):
@@ -58,8 +69,8 @@ class Preprocessing:
             raise InputError(f"input_size is a height and a width, got {self.input_size}")
         if self.crop_pct is not None and not 0.1 <= self.crop_pct <= 1:
             raise InputError(f"crop_pct is a share from 0.1 to 1, got {self.crop_pct}")
-        if self.interpolation is not None and self.interpolation not in INTERPOLATIONS:
-            raise InputError(f"there is no interpolation {self.interpolation!r}; choose {', '.join(INTERPOLATIONS)}")
+        if self.interpolation is not None:
+            one_of("interpolation", self.interpolation, INTERPOLATIONS)
 
     @staticmethod
     def of_summary(known: Mapping[str, Any]) -> Preprocessing:

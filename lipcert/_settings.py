@@ -11,11 +11,11 @@ import dataclasses
 import difflib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from fractions import Fraction
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lipcert.errors import InputError
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
 
+Method = Literal["staged", "global", "gloro", "local", "lofast", "anchored", "smoothing"]
+Dtype = Literal["real", "float32", "float16", "bfloat16"]
+RigorAsked = Literal["probabilistic", "deterministic"]
+
+EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3."
+_NOISE = "Options of method smoothing"
 # Methods of a certificate, from the cheapest to the strongest, and what they can state about themselves.
 SINGLE = ("global", "gloro", "local", "lofast", "anchored")
 METHODS = ("staged", *SINGLE)
@@ -38,15 +44,39 @@ RIGORS = ("probabilistic", "deterministic")
 DTYPES = ("real", "float32", "float16", "bfloat16")
 
 
-def option(help: str, default: Any = dataclasses.MISSING, typed: Any = str) -> Any:
+def option(
+    help: str,
+    default: Any = dataclasses.MISSING,
+    typed: Any = str,
+    *,
+    choices: Sequence[str] = (),
+    group: str | None = None,
+    given: Any = None,
+) -> Any:
     """A field of settings that is an option of the command too.
 
     Args:
         help: what ``--help`` says.
         default: of the field and of the option; the option is required without one.
         typed: the type of the option.
+        choices: what it can be, which ``--help`` shows and a shell completes; the settings check it.
+        group: the heading under which ``--help`` lists it.
+        given: default of the option, a text, where that of the field is not one.
     """
-    return field(default=default, metadata={"help": help, "typed": typed})
+    about = {"help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given}
+    return field(default=default, metadata=about)
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuses what is none of the choices, and says which one may have been meant.
+
+    Raises:
+        InputError: naming them all.
+    """
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, 1)
+        meant = f"did you mean {close[0]}? There are" if close else "choose one of"
+        raise InputError(f"there is no {name} {value!r}; {meant} {', '.join(choices)}")
 
 
 def settings_of(kind: Callable[..., S], *arguments: Any, **given: Any) -> S:
@@ -99,9 +129,9 @@ class CertifySettings:
         at: what is perturbed: None for the pixels; the path of a module, such as ``"patch_embed"``, for its output, or
             the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
             Methods lofast and anchored only, and staged then is anchored.
-        passes: find no more norms of Jacobians than about this many forward passes per image allow, and take products
-            of norms for the others; None for all of them, or, in staged certification, for what takes a reasonable
-            time. Methods lofast, anchored and staged.
+        passes: positive; find no more norms of Jacobians than about this many forward passes per image allow, and take
+            products of norms for the others; None for all of them, or, in staged certification, for what takes a
+            reasonable time. Methods lofast, anchored and staged.
         delta: probability, per image, that a certificate is wrong where it is probabilistic.
         sigma: σ, the standard deviation of the noise at each pixel; a number, or the text of one. Required by method
             ``"smoothing"``; this field and the following ones belong to it.
@@ -122,16 +152,17 @@ class CertifySettings:
         InputError: a value that cannot be used.
     """
 
-    eps: float = option("l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3.")
-    method: str = option(
-        f"One of {', '.join(METHODS)}; or {SMOOTHING}: for any network, whose smoothed classifier is certified.",
+    eps: float = option(EPS)
+    method: Method = option(
+        f"staged goes from the cheapest to the strongest; {SMOOTHING} is about the smoothed classifier of any network.",
         METHODS[0],
+        choices=(*METHODS, SMOOTHING),
     )
     _: KW_ONLY
-    dtype: str = option(
-        f"What certificates hold for: real arithmetic, or a forward pass in {', '.join(DTYPES[1:])}.", DTYPES[0]
+    dtype: Dtype = option(
+        "What certificates hold for: real arithmetic, or a forward pass in this format.", DTYPES[0], choices=DTYPES
     )
-    rigor: str = option("probabilistic, or deterministic: no random start vectors, for small networks.", RIGORS[0])
+    rigor: RigorAsked = option("deterministic: no random start vectors, for small networks.", RIGORS[0], choices=RIGORS)
     at: str | int | None = option(
         "Perturb a module's output, not the pixels: patch_embed, blocks.0.", None, typed=str | None
     )
@@ -141,20 +172,22 @@ class CertifySettings:
         typed=float | None,
     )
     sigma: float | str | None = option(
-        "smoothing: standard deviation of the noise; 0.12,0.25 for a run with each.", None, typed=str | None
+        "Standard deviation of the noise; 0.12,0.25 for a run with each.", None, typed=str | None, group=_NOISE
     )
-    samples: int = option("smoothing: the most draws of noise per image.", 100_000, typed=int)
-    alpha: float = option("smoothing: failure probability per image.", 1e-3, typed=float)
+    samples: int = option("The most draws of noise per image.", 100_000, typed=int, group=_NOISE)
+    alpha: float = option("Failure probability per image.", 1e-3, typed=float, group=_NOISE)
     all_samples: bool = option(
-        "smoothing: count all draws, for larger radii, and not only as many as the verdict at eps takes.",
+        "Count all draws, for larger radii, and not only as many as the verdict at eps takes.",
         False,
         typed=bool,
+        group=_NOISE,
     )
-    seed: int = option("smoothing: seed of the noise.", 0, typed=int)
+    seed: int = option("Seed of the noise.", 0, typed=int, group=_NOISE)
     smooth_at: str | None = option(
-        "smoothing: add the noise to a module's output, such as blocks.0; radii stay those of pixels.",
+        "Add the noise to a module's output, such as blocks.0; radii stay those of pixels.",
         None,
         typed=str | None,
+        group=_NOISE,
     )
     delta: float = 1e-9
     attack: str | Attack | None = None
@@ -164,17 +197,14 @@ class CertifySettings:
         given, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
         if not (isinstance(eps, Real) and math.isfinite(eps) and eps > 0):
             raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
-        if self.method not in (*METHODS, SMOOTHING):
-            raise InputError(f"unknown method {self.method!r}; choose one of {', '.join((*METHODS, SMOOTHING))}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.rigor not in RIGORS:
-            raise InputError(f"unknown rigor {self.rigor!r}; choose one of {', '.join(RIGORS)}")
+        for one in fields(self):
+            if one.metadata.get("choices"):
+                one_of(one.name, getattr(self, one.name), one.metadata["choices"])
         linearised = self.method == "staged" or self.method in LINEARISED
         if self.at is not None and (not linearised or self.dtype != "real" or self.attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
-        if self.passes is not None and not (isinstance(self.passes, Real) and 0 <= self.passes < math.inf):
-            raise InputError(f"passes must be a number of forward passes, 0 or more, got {self.passes}")
+        if self.passes is not None and not (isinstance(self.passes, Real) and 0 < self.passes < math.inf):
+            raise InputError(f"passes must be a positive number of forward passes, got {self.passes}")
         if self.passes is not None and not linearised:
             raise InputError(
                 f"passes asks for method anchored, lofast or staged; {self.method} takes no norms of Jacobians"
@@ -232,7 +262,7 @@ class CertifySettings:
 
 def noise_fields() -> list[dataclasses.Field[Any]]:
     """The fields that only method smoothing uses."""
-    return [one for one in fields(CertifySettings) if str(one.metadata.get("help", "")).startswith(f"{SMOOTHING}: ")]
+    return [one for one in fields(CertifySettings) if one.metadata.get("group") == _NOISE]
 
 
 def parse_eps(text: str) -> float:

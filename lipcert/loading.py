@@ -96,7 +96,7 @@ def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
         LoadError: if there is nothing to take.
     """
     if model is not None:
-        return model
+        return BUNDLED if model == "bundled" else model
     artifacts = [path for path in Path().glob("*.safetensors") if is_artifact(path)]
     if artifacts:
         return max(artifacts, key=lambda path: (path.stat().st_mtime_ns, path.name))

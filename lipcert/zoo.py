@@ -13,8 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import timm
-
 TABLE = Path(__file__).parent / "assets" / "zoo.json"
 _OF_THE_BOUND = ("global", "gloro", "local")
 _LINEARISED = ("lofast", "anchored")
@@ -74,8 +72,10 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
     Returns:
         What the table says of each; those it does not have are there with ``checked`` False.
     """
-    known, names, found = _table(), timm.list_models(), []
-    for name in [pattern] if pattern in names else names:
+    import timm  # takes seconds, for which the completion of names does not wait
+
+    known, own, found = _table(), timm.list_models(), []
+    for name in [pattern] if pattern in own else own:
         if pattern is not None and not (fnmatch.fnmatchcase(name, pattern) or pattern in name):
             continue
         one = known.get(name) or Architecture(name, _family(name))
@@ -84,7 +84,19 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
     return found
 
 
+def names() -> tuple[str, ...]:
+    """The architectures of the table, by name, without timm."""
+    return tuple(_table())
+
+
+def families() -> tuple[str, ...]:
+    """The files of timm that register them, sorted."""
+    return tuple(sorted({one.family for one in _table().values()}))
+
+
 def _family(name: str) -> str:
+    import timm
+
     return timm.models.model_entrypoint(name).__module__.rpartition(".")[2]
 
 

@@ -30,7 +30,7 @@ from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
-from lipcert.cli import _doctor, _inspect, _options, _parse, _print, app
+from lipcert.cli import _bars, _doctor, _inspect, _options, _parse, _print, app
 from lipcert.errors import InputError
 from lipcert.loading import load
 
@@ -97,16 +97,18 @@ def test_help_and_version():
         assert re.search(rf"\n  Examples:\n(    .*\n)*    lipcert {command}", shown), shown
         assert "\b" not in shown
     assert re.fullmatch(r"lipcert \S+\n", run("--version").stdout)
-    assert "No such command 'certfy'. Did you mean 'certify'" in run("certfy", code=2).stderr
-    assert "No such command 'quux'" in run("quux", code=2).stderr
+    assert "no such command 'certfy'. Did you mean 'certify'" in run("certfy", code=2).stderr
+    assert "no such command 'quux'" in run("quux", code=2).stderr
 
 
 def test_help_waits_for_neither_torch_nor_timm(tmp_path):
     script = """
-        import sys
+        import contextlib, sys
         from lipcert.cli import app
-        for arguments in (["--help"], ["--version"], ["report", "--help"]):
-            app(arguments, standalone_mode=False)
+        from lipcert.cli._commands import COMMANDS
+        for arguments in (["--help"], ["--version"], *([name, "-h"] for name in COMMANDS), ["certify"], ["verify"]):
+            with contextlib.suppress(SystemExit):
+                app(arguments)
         assert not {"torch", "timm"} & {*sys.modules}
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=tmp_path)
@@ -273,7 +275,7 @@ def test_interrupted_elsewhere(artifact, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lipcert.cli._options.load", interrupted)
+    monkeypatch.setattr("lipcert.cli._loading.load", interrupted)
     assert refused("inspect", "model.safetensors", code=130) == "lipcert: interrupted\n"
 
 
@@ -348,7 +350,9 @@ def test_convert_overwrites_artifacts_only(artifact):
     assert "not a lipcert artifact" in refused("convert", *BY_NAME, "--out", "notes.txt")
     assert Path("notes.txt").read_text() == "mine"
     assert "own file" in refused("convert", "model.safetensors", "--out", "model.safetensors")
-    assert "no folder" in refused("convert", *BY_NAME, "--out", "none/a.safetensors")
+    assert "cannot make the folder notes.txt" in refused("convert", *BY_NAME, "--out", "notes.txt/a.safetensors")
+    run("convert", *BY_NAME, "--out", "new/folder/a.safetensors")
+    assert read_metadata("new/folder/a.safetensors")["recipe"][0]["data"] == "random"
     before = Path("model.safetensors").read_bytes()
     other = ["convert", "test_vit", "--no-pretrained", "--out", "model.safetensors"]
     assert "holds vit_tiny_patch16_224 and not test_vit" in refused(*other)
@@ -361,8 +365,8 @@ def test_convert_overwrites_artifacts_only(artifact):
 
 
 def test_convert_refuses_unknown_ways(folder):
-    assert "l2 or keep" in refused("convert", *BY_NAME, "--attention", "dot")
-    assert "keep or project or smooth" in refused("convert", *BY_NAME, "--norm", "layer")
+    assert "choose one of l2, keep" in refused("convert", *BY_NAME, "--attention", "dot")
+    assert "choose one of keep, project, smooth" in refused("convert", *BY_NAME, "--norm", "layer")
 
 
 def test_a_converted_model_is_inspected_and_certified(folder):
@@ -378,11 +382,14 @@ def test_inspect(artifact):
     table = [line for line in lines[1:] if len(line) == 4]
     bound = lipcert.bounds.lipschitz(load_artifact(artifact))
     assert len(table) == len(bound.layers)
-    worst = max(bound.layers, key=lambda layer: layer.gain)
+    worst = max(bound.layers, key=lambda layer: layer.log10_gain)
     assert table[0][:2] == [worst.path.removeprefix("net."), worst.operation]
     assert not any(path.startswith("net.") for path, *_ in table)
     assert facts(result.stdout)["Lipschitz bound"] == f"{_print.upper(bound.log10)}, deterministic"
-    assert lines[-1][0].startswith("The bound is ")
+    assert facts(result.stdout)["verdict"].startswith("too large for methods global and gloro")
+    assert "anchored" in facts(result.stdout)["verdict"]
+    record = json.loads(run("inspect", "model.safetensors", "--json").stdout)
+    assert sum(layer["log10_gain"] for layer in record["layers"]) == pytest.approx(record["log10_bound"])
 
 
 def test_inspect_shows_the_worst_twenty(folder):
@@ -398,20 +405,18 @@ def layers(**gains: float) -> tuple[LayerBound, ...]:
 def test_verdict_names_what_makes_the_bound_vacuous():
     bound = Bound(1e12, "deterministic", "test", layers=layers(a=1.0, b=6.0, c=2.0, d=4.0, e=-1.0))
     assert _inspect.verdict(bound) == (
-        "The bound is vacuous: with it a margin of 10 logits certifies a radius of 7.07e-12; "
-        "b, d stretch most, 76.9 % of all."
+        "too large for methods global and gloro: with it a margin of 10 logits certifies a radius of 7.07e-12; "
+        "b, d stretch most, 76.9 % of all. Methods anchored and staged bound the network around each image instead"
     )
     huge = Bound(math.inf, "deterministic", "test", log10=4000.5, layers=layers(a=4000.5))
     assert "a radius of 10^-4000;" in _inspect.verdict(huge)
     usable = Bound(10.0, "deterministic", "test", layers=layers(a=1.0))
-    assert _inspect.verdict(usable).startswith(
-        "The bound is of use: with it a margin of 10 logits certifies a radius of 0.707"
-    )
+    assert _inspect.verdict(usable).startswith("of use by itself: a margin of 10 logits certifies a radius of 0.707")
     nothing = Bound(math.inf, "deterministic", "test", log10=math.inf)
     assert "certifies a radius of 0;" in _inspect.verdict(nothing)
     constant = Bound(0.0, "deterministic", "test", log10=-math.inf)
     assert _inspect.verdict(constant) == (
-        "The bound is 0: with these weights the network gives every image the same logits."
+        "the bound is 0: with these weights the network gives every image the same logits"
     )
 
 
@@ -500,7 +505,9 @@ def test_data_and_methods_that_cannot_be_used(artifact):
 
 def test_usage_errors_have_exit_code_2(folder):
     for arguments in (["certify"], ["banana"], ["certify", "--eps"], ["convert"], ["certify", "--limit", "x"]):
-        assert "Error: " in run(*arguments, code=2).stderr
+        assert refused(*arguments).endswith("--help says more\n")
+    assert "l2 radius on pixels" in refused("certify")
+    assert re.search("^Usage: lipcert", run(code=2).output)
 
 
 def test_json_is_all_that_is_printed(folder):
@@ -629,11 +636,12 @@ def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
 
 def test_bars_say_how_fast_it_goes():
     for done, total, text in [
-        (0, 10, ""), (4, 10, "2.0 s each, 0:00:12 left"), (80, 100, "10.0/s, 0:00:02 left"), (4, None, "2.0 s each"),
+        (0, 10, "0/10"), (4, 10, "4/10, 2.0 s each, 0:00:12 left"), (80, 100, "80/100, 10.0/s, 0:00:02 left"),
+        (4, None, "4, 2.0 s each"), (0, None, ""), (0.5, 1, "0.5/1, 16.0 s each, 0:00:08 left"),
     ]:  # fmt: skip
         task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0)
         task.start_time = 0.0
-        assert _print._Pace().render(task).plain == text
+        assert _bars.Pace().render(task).plain == text
 
 
 def test_models_and_rules_of_your_own(tmp_path, monkeypatch):

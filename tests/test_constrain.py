@@ -104,7 +104,8 @@ def test_the_report_is_what_a_plain_computation_finds():
     assert model.net.blocks[0].training
     assert not model.net.blocks[1].training
     model.eval()
-    assert model.recipe == []
+    assert model.recipe[0]["step"] == "constrain"
+    assert (model.recipe[0]["error"], model.recipe[0]["images"]) == (error, report.images)
     linear = [name for name, module in model.net.named_modules() if isinstance(module, nn.Linear)]
     assert [layer.path for layer in report.layers] == ["patch_embed.proj", *linear]
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
@@ -397,7 +398,7 @@ def test_attention_by_distance_keeps_its_values():
     assert "part of a L2Attention" in dict(model.constraint.untouched)["blocks.0.attn.v_weight"]
     assert torch.equal(model.net.blocks[0].attn.v_weight, before["net.blocks.0.attn.v_weight"])
     assert any("also forms its values" in note for note in model.constraint.notes)
-    assert model.recipe == [{"step": "convert", "attention": "l2", "norm": "keep"}]
+    assert [step["step"] for step in model.recipe] == ["convert", "constrain"]
 
 
 def flat(count):
@@ -510,8 +511,8 @@ def test_command_prints_and_writes(folder):
     assert table[0] == [
         "layer",
         "before",
-        "rescale",
-        "clip",
+        "(rescale)",
+        "(clip)",
         "after",
         "error",
         "held out",
@@ -536,7 +537,8 @@ def test_command_prints_and_writes(folder):
     assert all(f"note: {remark}" in result.stderr for remark in report.remarks)
 
     recorded = read_metadata(written)
-    assert recorded["recipe"] == []
+    (step,) = recorded["recipe"]
+    assert (step["step"], step["data"], step["limit"], step["images"]) == ("constrain", "images", None, 10)
     assert recorded["facts"]["log10_bound"] == pytest.approx(report.after.log10_bound)
     assert recorded["facts"]["constraint"]["error"] == 0.1
     assert json.dumps(recorded["facts"])
@@ -562,7 +564,7 @@ def test_command_on_the_bundled_model_and_images(folder, monkeypatch):
     Path("model.lipcert.safetensors").rename(folder / "images" / "bundled.safetensors")
     data = {"images": (255 * pictures(10)).byte(), "labels": torch.arange(10) % 3}
     safetensors.torch.save_file(data, folder / "images" / "data.safetensors")
-    for name in ("lipcert.loading.BUNDLED", "lipcert.cli._options.BUNDLED"):
+    for name in ("lipcert.loading.BUNDLED", "lipcert.cli._loading.BUNDLED"):
         monkeypatch.setattr(name, folder / "images" / "bundled.safetensors")
     monkeypatch.setattr("lipcert.data.BUNDLED", folder / "images" / "data.safetensors")
     result = run("constrain")

@@ -64,7 +64,7 @@ def test_residual_blocks_are_bounded_as_one_operator() -> None:
     torch.manual_seed(0)
     model = lipcert.load("liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=3, neck=4, features=8).double()
     bound = lipcert.lipschitz(model)
-    found = [layer.gain for layer in bound.layers if layer.path.startswith("net.blocks")]
+    found = [layer.log10_gain for layer in bound.layers if layer.path.startswith("net.blocks")]
     truth = []
     for index in range(0, 6, 2):
         block = model.net.blocks[index]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._bound import Bound, LayerBound
-from lipcert._upper import Upper
+from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whole, refusal
 from lipcert.bounds._value import Value
@@ -52,35 +52,60 @@ class Analysis:
         return found
 
     def _budget(self) -> list[LayerBound]:
-        """One line an operation that can stretch, in the order of the network.
+        """The path that decides the bound, from pixels to logits, with what each of its operations stretches.
 
-        An operation folded into a later one has no line of its own; the operator they form together has. What a
-        normalisation does before its scale is not folded, and is the operation's own line. Parts of a value and
-        operations that leave it as it is stretch nothing.
+        From the logits back, an operation's largest operand comes before it, so that the gains multiply to the bound.
+        Linear operations that are bounded as one operator are one line, with their names. What a normalisation does
+        before its scale is a line of its own. Operations that stretch nothing have none.
         """
         lines: list[LayerBound] = []
-        known: set[int] = set()  # the values seen so far: a base that is none of them arose inside its operation
-
-        def add(node: Node, before: Upper, after: Upper, method: str) -> None:
-            if before > 0 and after > 0 and abs(gain := after.log10 - before.log10) > 1e-12:
-                lines.append(LayerBound(node.path, node.name, gain, after.log10, method))
-
+        makers: dict[int, Node] = {}  # of each value the first operation that has it
         for node in self.graph.nodes:
+            makers.setdefault(id(self.values[node]), node)
+
+        def add(nodes: Sequence[Node], before: Upper, after: Upper, method: str) -> None:
+            if before > 0 and after > 0 and abs(gain := after.log10 - before.log10) > 1e-12:
+                name = " + ".join(dict.fromkeys(node.name for node in nodes))
+                lines.append(LayerBound(nodes[-1].path, name, gain, after.log10, method))
+
+        node = self.graph.output
+        while node is not self.graph.input:
             value = self.values[node]
-            operands = [self.values[operand] for operand in node.operands]
-            if not isinstance(value, Value) or node.op == "part" or any(value is operand for operand in operands):
-                continue
-            before = max((v.lip for v in operands if isinstance(v, Value)), default=Upper(1))
-            if value.base is None or value.map is None:
-                add(node, before, value.lip, "rule")
+            if isinstance(value, Value) and value.base is not None and value.map is not None:
+                folded = self._folded(node, value.base)
+                add(folded, value.base.lip, value.lip, f"{type(value.map).__name__.lower()} norm")
+                if id(value.base) in makers:
+                    node = makers[id(value.base)]
+                    continue
+                node, after = folded[0], value.base.lip
             else:
-                if id(value.base) not in known:
-                    add(node, before, value.base.lip, "rule")
-                    known.add(id(value.base))
-                if "lip" in value.__dict__:
-                    add(node, value.base.lip, value.lip, f"{type(value.map).__name__.lower()} norm")
-            known.add(id(value))
-        return lines
+                after = value.lip if isinstance(value, Value) else INFINITE
+            operands = self._inputs(node)
+            if not operands:
+                break
+            largest = max(operands, key=lambda operand: operand.lip)
+            add([node], largest.lip, after, "rule")
+            node = makers[id(largest)]
+        return lines[::-1]
+
+    def _inputs(self, node: Node) -> list[Value]:
+        """The values that an operation gets; those of the operation before it where that has several results."""
+        found: list[Value] = []
+        for operand in node.operands:
+            value = self.values[operand]
+            found += [value] if isinstance(value, Value) else self._inputs(operand)
+        return found
+
+    def _folded(self, node: Node, base: Value) -> list[Node]:
+        """The operations from a value to a linear map of it, in the order of the network."""
+        found, left = {node}, [node]
+        while left:
+            for operand in left.pop().operands:
+                value = self.values[operand]
+                if operand not in found and isinstance(value, Value) and value.base is base:
+                    found.add(operand)
+                    left.append(operand)
+        return [one for one in self.graph.nodes if one in found]
 
 
 def analyze(

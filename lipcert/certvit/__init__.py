@@ -1,12 +1,12 @@
 """CertViT: lower the norms of a pretrained network's layers while their outputs on given images stay as they are."""
 
+from lipcert._constrain_settings import ENGINES, METHODS, ConstrainSettings
 from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.moments import Moments, Targets, collect, stream
 from lipcert.certvit.network import constrain
 from lipcert.certvit.parallel import Failure, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures
-from lipcert.certvit.settings import ENGINES, ConstrainSettings
-from lipcert.certvit.solve import METHODS, Solution, constrain_matrix
+from lipcert.certvit.solve import Solution, constrain_matrix
 
 __all__ = [
     "ENGINES",

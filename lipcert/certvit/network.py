@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._constrain_settings import ConstrainSettings
 from lipcert._processes import Processes
 from lipcert._settings import settings_of, takes
 from lipcert.bounds import lipschitz
@@ -22,7 +23,6 @@ from lipcert.certvit.layers import Layer, choose, evaluating
 from lipcert.certvit.moments import Moments, pooled, stream
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
-from lipcert.certvit.settings import ConstrainSettings
 from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.model import Model
@@ -43,6 +43,7 @@ def constrain(
     error: float = 1e-2,
     *,
     held_out: Loader | None = None,
+    origin: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Model:
@@ -51,7 +52,7 @@ def constrain(
     Each layer's weight is replaced by the one of least ``measure`` whose outputs, for the inputs that the layer has in
     the network as it is now, are off by at most ``error``: see :func:`lipcert.certvit.constrain_matrix`. A convolution
     is the matrix that multiplies its patches. Errors of several layers add up in the network: look at accuracy and
-    agreement. ``model.constraint`` holds a :class:`ConstraintReport`; the recipe stays, because only weights change.
+    agreement. ``model.constraint`` holds a :class:`ConstraintReport`, and ``model.recipe`` gains a step.
     A layer that cannot be solved is reported and left as it was. On any error the model is as it was.
 
     With torch.distributed initialised each process gives its own share of the images and all get the same weights.
@@ -62,6 +63,7 @@ def constrain(
             iterable of such batches that can be gone through several times, in the same order if ``held_out`` is None.
         error: relative output error of each layer, above 0 and below 1.
         held_out: images to measure errors, accuracy and agreement on, as ``loader``; None holds out every fifth image.
+        origin: what the images are from, by name, as values that JSON can hold; the recipe states it.
         progress: called as ``progress(what, done, total)``, total None where it is not known.
         **settings: the other fields of :class:`lipcert.certvit.ConstrainSettings`.
 
@@ -123,6 +125,8 @@ def constrain(
         notes=(*notes, *_notes(model, chosen, entries, counts[1])),
         seconds=time.perf_counter() - started,
     )
+    step = {"step": "constrain", "measure": measure, "engine": engine, "error": error, "layers": sorted(chosen)}
+    model.recipe.append({**step, "images": counts[0], "held_out": counts[1], **(origin or {})})
     return model
 
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipcert._constrain_settings import METHODS
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
 from lipcert.certvit.moments import Moments, Targets
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 
-METHODS = (*MEASURES, "clip", "rescale")
 _RELAXATION = 1.6
 _CHECK_EVERY = 5
 _STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # of a layer: the first that any group has

@@ -232,9 +232,10 @@ def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """The modules that stretch most, as paths and log10 of their gains, largest first; none if the summary has none."""
     sums: dict[str, float] = {}
     for layer in (summary.get("bound") or {}).get("layers", ()):
-        if layer["gain"] is not None and layer["gain"] > 0:
+        gain = layer.get("log10_gain", layer.get("gain"))
+        if gain is not None and gain > 0:
             name = str(layer["path"]).removeprefix("net.") or "(model)"
-            sums[name] = sums.get(name, 0.0) + layer["gain"]
+            sums[name] = sums.get(name, 0.0) + gain
     return sorted(sums.items(), key=lambda item: item[1], reverse=True)[:_MODULES]
 
 

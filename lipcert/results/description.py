@@ -78,7 +78,11 @@ def _described(bound: Bound) -> dict[str, Any]:
         "delta": bound.delta,
         "method": bound.method,
         "layers": [
-            {"path": x.path, "operation": x.operation, "gain": x.gain if math.isfinite(x.gain) else None}
+            {
+                "path": x.path,
+                "operation": x.operation,
+                "log10_gain": x.log10_gain if math.isfinite(x.log10_gain) else None,
+            }
             for x in bound.layers
         ],
     }

@@ -17,7 +17,7 @@ from lipcert.surgery._projections import (
     RmsSmoothProject,
     SmoothProject,
 )
-from lipcert.surgery._swap import Kept, Swapped, swap
+from lipcert.surgery._swap import Kept, Swapped, plan, swap
 
 __all__ = [
     "AdaptedLayer",
@@ -42,5 +42,6 @@ __all__ = [
     "Swapped",
     "adapt",
     "convert",
+    "plan",
     "swap",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ def convert(
     *,
     activation: Activation = "keep",
     adaptation: bool = False,
+    origin: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Puts modules with a Lipschitz constant into a model, in place.
@@ -79,6 +81,7 @@ def convert(
             another function, and the network has to be trained again.
         adaptation: train the new attention on the images too, see :func:`lipcert.surgery.adapt`. The last quarter of
             them is then held out from calibration and training.
+        origin: where the images are from, by name, as values that JSON can hold; the recipe states it.
         progress: called as ``progress(done, total)`` after each attention that was trained.
 
     Returns:
@@ -132,8 +135,11 @@ def convert(
         agreement=float((after.argmax(1) == before.argmax(1)).double().mean()),
         adaptation=adapted,
     )
-    step = {"step": "convert", "attention": attention, "norm": norm}
-    model.recipe.append(step if activation == "keep" else {**step, "activation": activation})
+    step: dict[str, Any] = {"step": "convert", "attention": attention, "norm": norm}
+    if activation != "keep":
+        step["activation"] = activation
+    where = {"data": "random", "seed": 0} if random else dict(origin or {})
+    model.recipe.append({**step, **where, "images": len(images), "adaptation": adaptation})
     return model
 
 

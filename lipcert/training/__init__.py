@@ -4,9 +4,10 @@ Nothing here certifies. Norms and bounds are differentiable estimates for traini
 what :func:`lipcert.certify` then says.
 """
 
+from lipcert._finetune_settings import LOSSES, FinetuneSettings, MaxNorm
 from lipcert.training._batches import Augmentation, Batches, Mixed
 from lipcert.training._bound import TrainingBound
-from lipcert.training._finetune import Epoch, finetune
+from lipcert.training._finetune import Epoch, check_trainable, finetune
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     anchored_loss,
@@ -17,9 +18,8 @@ from lipcert.training._losses import (
     trades_loss,
     twice_differentiable,
 )
-from lipcert.training._matrices import MaxNorm, NormHold, hold_projections
+from lipcert.training._matrices import NormHold, hold_projections
 from lipcert.training._muon import Muon
-from lipcert.training._settings import LOSSES, FinetuneSettings
 
 __all__ = [
     "LOSSES",
@@ -34,6 +34,7 @@ __all__ = [
     "NormHold",
     "TrainingBound",
     "anchored_loss",
+    "check_trainable",
     "emma_loss",
     "finetune",
     "fixed_loss",

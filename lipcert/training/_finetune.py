@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,11 @@ from timm.optim import Lookahead
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from lipcert._finetune_settings import GLOBAL, LOCAL, FinetuneSettings
 from lipcert._processes import Processes
+from lipcert._settings import settings_of, takes
 from lipcert.artifact import weights_hash
+from lipcert.bounds import check_weights
 from lipcert.errors import InputError
 from lipcert.loading import number_of_classes
 from lipcert.model import Model
@@ -35,9 +38,8 @@ from lipcert.training._losses import (
     trades_loss,
     twice_differentiable,
 )
-from lipcert.training._matrices import NormHold, matrices
+from lipcert.training._matrices import NormHold, held_at, matrices
 from lipcert.training._muon import Muon
-from lipcert.training._settings import GLOBAL, LOCAL, FinetuneSettings
 
 _WEIGHT_DECAY = 1e-4
 _WARMUP = 0.1
@@ -74,6 +76,7 @@ class Epoch:
     estimate: float | None = None
 
 
+@takes(FinetuneSettings)
 def finetune(
     model: Model,
     loader: Iterable[tuple[Tensor, Tensor]],
@@ -114,8 +117,8 @@ def finetune(
         eps: ε in ℓ2 on pixels.
         checkpoint: a file that is written after each epoch, and from which the same call goes on where it was stopped;
             the state of torch's random generator is set to what it was then.
-        origin: what the loader was made from, by name, such as the data set and the size of its batches. A checkpoint
-            remembers it and is refused where it is another.
+        origin: what the loader was made from, by name, such as the data set and the size of its batches, as values
+            that JSON can hold. The recipe states it, and a checkpoint is refused where it is another.
         progress: called after each epoch.
         **settings: the other fields of :class:`lipcert.training.FinetuneSettings`:
 
@@ -153,12 +156,8 @@ def finetune(
             or another process that failed.
         UnsupportedOperation: with a loss that uses the global bound, operations without a rule.
     """
-    try:
-        asked = FinetuneSettings(eps=eps, **settings)
-    except TypeError as error:
-        names = ", ".join(field.name for field in fields(FinetuneSettings))
-        raise InputError(f"finetune takes {names}; {error}") from error
-    asked.check(model)
+    asked = settings_of(FinetuneSettings, eps=eps, **settings)
+    check_trainable(model, asked)
     path = None if checkpoint is None else Path(checkpoint)
     mark = {**asked.described(), "model": weights_hash(model), **(origin or {})}
     processes = Processes.connected()
@@ -176,6 +175,7 @@ def finetune(
         if state is not None:
             run.restore(state)
             good = _copy(model.state_dict())
+        seed = torch.initial_seed()  # that of the first start, which the state brings with it
         while run.finished < asked.epochs:
             done = run.epoch()
             good = _copy(model.state_dict())
@@ -190,8 +190,25 @@ def finetune(
     run.optimizer.zero_grad()
     if run.average is not None:
         model.load_state_dict(run.average.module.state_dict())
-    model.recipe.append({"step": "finetune", **asked.described()})
+    model.recipe.append({"step": "finetune", **asked.described(), "seed": seed, **(origin or {})})
     return model
+
+
+def check_trainable(model: Model, asked: FinetuneSettings) -> None:
+    """Refuses a model that :func:`finetune` cannot train as asked.
+
+    Raises:
+        InputError: saying what about the model.
+    """
+    if not isinstance(model, Model):
+        raise InputError("finetune takes a lipcert.Model; make one with lipcert.load")
+    if asked.max_norm is not None:
+        held_at(model, asked.max_norm)
+    if model.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
+    check_weights(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("all parameters are frozen (requires_grad is False), so there is nothing to train")
 
 
 @dataclass(frozen=True)

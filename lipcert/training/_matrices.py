@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipcert._finetune_settings import MaxNorm
 from lipcert.errors import InputError
 from lipcert.surgery import L2Attention, LayerProject, SmoothProject
-
-MaxNorm = float | Mapping[str, float]
 
 
 class Matrix:

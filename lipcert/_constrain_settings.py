@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from lipcert._settings import option
-from lipcert.certvit.solve import METHODS
+from lipcert._settings import one_of, option
 from lipcert.errors import InputError
 
+METHODS = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
 
 
@@ -39,9 +39,11 @@ class ConstrainSettings:
 
     error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, float)
     _: KW_ONLY
-    measure: str = option(f"What to lower: {', '.join(METHODS)}.", METHODS[0])
+    measure: str = option(
+        "What to lower; clip and rescale are baselines, which are reported in any case.", METHODS[0], choices=METHODS
+    )
     engine: str = option(
-        "exact; or faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0]
+        "faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0], choices=ENGINES
     )
     layers: Iterable[str] | str | None = option(
         "Only these layers, by their paths with commas between.", None, str | None
@@ -54,10 +56,8 @@ class ConstrainSettings:
     max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
-        if self.measure not in METHODS:
-            raise InputError(f"unknown measure {self.measure!r}; choose one of {', '.join(METHODS)}")
-        if self.engine not in ENGINES:
-            raise InputError(f"unknown engine {self.engine!r}; choose one of {', '.join(ENGINES)}")
+        one_of("measure", self.measure, METHODS)
+        one_of("engine", self.engine, ENGINES)
         if self.engine == "faithful" and self.measure != "l1":
             raise InputError(
                 f"the faithful engine lowers l1 and not {self.measure}; choose the measure l1 or the engine exact"

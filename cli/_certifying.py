@@ -1,0 +1,323 @@
+"""What ``lipcert certify`` does when its options are read."""
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from lipcert._environment import check
+from lipcert._preprocessing import Preprocessing
+from lipcert._processes import Processes
+from lipcert._settings import CertifySettings
+from lipcert.attacks import PGD, Attack, AutoAttack
+from lipcert.certifier import certifier_for
+from lipcert.data import Images, open_images
+from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.model import Model
+from lipcert.results import Tally, shard_path, summary, summary_path
+from lipcert.results.description import describe
+from lipcert.results.progress import certify_in_memory, certify_to_file
+from lipcert.smoothing import SELECTION
+
+from ._loading import load_model, show_preprocessing
+from ._output import default_name
+from ._print import (
+    annotate,
+    command,
+    complain,
+    lower,
+    percent,
+    print_facts,
+    print_json,
+    print_table,
+    progress,
+    say,
+    share,
+    upper,
+)
+from ._torchrun import torchrun
+
+
+def attack_of(attack: bool, autoattack: bool) -> Attack | None:
+    """The attack that two options ask for."""
+    return AutoAttack() if autoattack else PGD() if attack else None
+
+
+def run(
+    asked: Sequence[CertifySettings],
+    pixels: Preprocessing,
+    names: list[str],
+    *,
+    several_models: bool,
+    shard: tuple[int, int] | None,
+    out: Path | None,
+    data: str | None,
+    limit: int | None,
+    device: str,
+    fail_under: float | None,
+    as_json: bool,
+    annotations: str | None,
+    loading: Mapping[str, Any],
+) -> None:
+    """Certifies the images for every model and every σ, prints what was found, and ends as was asked for."""
+    processes = Processes.of_torchrun()
+    part, parts = shard or (processes.rank, processes.count)
+    if shard and processes.count > 1:
+        raise InputError("--shard and torchrun both divide the images; leave one of them out")
+    if parts > 1 and out is None:
+        raise InputError("parts of a run need --out, where their rows come together")
+    several = several_models or len(asked) > 1
+    plan = _Plan(asked, pixels, partial(load_model, **loading), data, limit, part, parts, fail_under)
+    with torchrun():
+        if several_models:
+            outcomes, failed = _certify_all(plan, names, out, processes)
+        else:
+            outcomes, failed = _certify_one(plan, names[0] if names else None, out, processes), []
+
+        if as_json:
+            found = [outcome.summary for outcome in outcomes]
+            print_json({"models": found, "failed": failed} if several else found[0])
+        elif several:
+            _print_comparison(outcomes, plan, out)
+        else:
+            _print_outcome(outcomes[0], plan, out)
+        below = _judge(outcomes, plan, annotations) if processes.first else False
+    if failed:
+        raise typer.Exit(2)
+    if below:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is asked about every model."""
+
+    settings: Sequence[CertifySettings]
+    pixels: Preprocessing
+    load: Callable[[str | None], Model]
+    data: str | None
+    limit: int | None
+    part: int
+    parts: int
+    fail_under: float | None
+
+    @property
+    def eps(self) -> str:
+        """ε as it was typed."""
+        return self.settings[0].eps_typed
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What was found about one model."""
+
+    name: str
+    tally: Tally
+    summary: dict[str, Any]
+    log10_bound: float | None
+    path: Path | None
+
+    @property
+    def certified(self) -> float:
+        """Share of the images that are certified, and right where that is known."""
+        accuracy = self.tally.certified_accuracy
+        return self.tally.certified / max(len(self.tally), 1) if accuracy is None else accuracy
+
+
+def _certify_all(
+    plan: _Plan, names: list[str], out: Path | None, processes: Processes
+) -> tuple[list[_Outcome], list[dict[str, str]]]:
+    """One model after the other; those that cannot be certified are named and passed over."""
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out is a folder for several models, and {out} cannot be one") from error
+    outcomes: list[_Outcome] = []
+    failed: list[dict[str, str]] = []
+    for name in names:
+        path = None if out is None else out / default_name(name).with_suffix("").with_suffix(".jsonl").name
+        try:
+            outcomes += _certify_one(plan, name, path, processes)
+        except Interrupted:
+            raise
+        except LipcertError as error:
+            if processes.count > 1:  # the others would wait for this one
+                raise
+            complain(f"lipcert: {name}: {error}")
+            failed.append({"model": name, "error": str(error)})
+    if not outcomes:
+        raise InputError(f"none of {len(names)} models could be certified")
+    return outcomes, failed
+
+
+def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
+    """One model; with several σ, once for each, in files of their own: ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
+    check(torch.device("cpu"))  # such as rounding, which would let the model's file look damaged
+    loaded = plan.load(name)
+    plan.pixels.apply(loaded)
+    images = open_images(plan.data, loaded, limit=plan.limit)
+    if images.note is not None:
+        say(f"note: {images.note}")
+    if plan.fail_under is not None and not images.labelled:
+        raise InputError("--fail-under needs labels, and these images have none that belong to the model's classes")
+    outcomes = []
+    for settings in plan.settings:
+        label, path = name or str(loaded.source.get("name", "the model")), out
+        if len(plan.settings) > 1:
+            label += f", sigma {settings.sigma:g}"
+            path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
+        outcomes.append(_certify_with(settings, plan, loaded, images, label, path, processes))
+    return outcomes
+
+
+def _certify_with(
+    settings: CertifySettings,
+    plan: _Plan,
+    loaded: Model,
+    images: Images,
+    label: str,
+    out: Path | None,
+    processes: Processes,
+) -> _Outcome:
+    with progress("bounding the network") as update:
+        certifier = certifier_for(loaded, settings, progress=update)
+    for stage, reason in certifier.skipped.items():
+        say(f"note: {stage} is left out: {reason}")
+    for stage, reason in certifier.notes.items():
+        say(f"note: {stage}: {reason}")
+    description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
+
+    def started(rows: int) -> None:
+        show_preprocessing(images, loaded)
+        if rows:
+            say(f"{out}: going on after {rows} images")
+
+    with progress("certifying") as update:
+        if out is None:
+            started(0)
+            tally = certify_in_memory(certifier, images, update)
+        else:
+            tally = certify_to_file(
+                certifier,
+                images,
+                description,
+                out,
+                part=plan.part,
+                parts=plan.parts,
+                processes=processes,
+                started=started,
+                progress=update,
+            )
+    path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
+    bound = None if certifier.bound is None else certifier.bound.log10
+    return _Outcome(label, tally, summary(description, tally, complete=True), bound, path)
+
+
+def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
+    tally = outcome.tally
+    facts = [("images", str(len(tally)))]
+    if tally.labelled:
+        what = "most drawn class is right" if tally.samples else "clean accuracy"
+        facts.append((what, share(tally.correct, len(tally))))
+        if tally.accuracy_under_attack is not None and (attack := outcome.summary["attack"]):
+            facts.append((f"accuracy under {attack['name']}", share(tally.withstood, len(tally))))
+        facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, len(tally))))
+    elif len(tally):
+        if tally.attacked:
+            facts.append((f"attacked at {plan.eps}", share(tally.broken, len(tally))))
+        facts.append((f"certified at {plan.eps}", share(tally.certified, len(tally))))
+    if tally.median_radius is not None:
+        facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(tally.median_radius)))
+    if outcome.log10_bound is not None:
+        facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
+    rigors = ["deterministic"] if "deterministic" in tally.rigors else []
+    rigors += [f"probabilistic, δ ≤ {tally.delta:g} an image"] if tally.delta else []
+    facts.append(("rigor", ", ".join(rigors)))
+    settings = plan.settings[0]
+    if settings.noise:
+        facts += _facts_of_draws(tally, settings)
+    else:
+        facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
+    facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
+    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} an image)"))
+    if outcome.path is not None:
+        facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
+    facts.append(("next", _next(plan, out)))
+    print_facts(facts)
+
+
+def _next(plan: _Plan, out: Path | None) -> str:
+    """The command that most likely comes next."""
+    if out is None:
+        return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
+    if plan.part + 1 < plan.parts:
+        return f"the same with --shard {plan.part + 2}/{plan.parts}; without --shard it puts the rows together"
+    if plan.parts > 1:
+        return "the same without --shard, which puts the rows together"
+    page = out / "report.html" if out.is_dir() else out.with_suffix(".html")
+    return command("report", out, "--html", page)
+
+
+def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, str]]:
+    """What else there is to say about a smoothed classifier."""
+    place = "" if settings.smooth_at is None else f" at {settings.smooth_at}"
+    dtype = "" if settings.dtype == "real" else f" in {settings.dtype}"
+    noise = f"noise of sigma = {settings.sigma:g}{place}"
+    facts = [("holds for", f"the network{dtype} smoothed by {noise}, not the network itself")]
+    if tally.samples:
+        facts.append(("abstained", share(tally.abstained, len(tally))))
+        most = len(tally) * (settings.samples + SELECTION)
+        saved = f"{tally.samples:,} of {most:,}: {100 * (1 - tally.samples / most):.1f} % saved"
+        facts.append(("noisy images", f"{saved}; {tally.samples / max(tally.seconds, 1e-9):,.0f} a second"))
+    return facts
+
+
+def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | None) -> None:
+    """A line a model, the one with the largest certified share first."""
+    attacked = any(outcome.tally.attacked for outcome in outcomes)
+    columns = ["model", "images", "clean", *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
+    columns += ["median radius", "Lipschitz bound", "seconds"]
+    rows = []
+    for outcome in sorted(outcomes, key=lambda outcome: -outcome.certified):
+        tally = outcome.tally
+        radius = tally.median_radius
+        rows.append(
+            [
+                outcome.name,
+                str(len(tally)),
+                percent(tally.accuracy),
+                *([percent(tally.accuracy_under_attack)] if attacked else []),
+                percent(outcome.certified),
+                "-" if radius is None else lower(radius),
+                "-" if outcome.log10_bound is None else upper(outcome.log10_bound),
+                f"{tally.seconds:.1f}",
+            ]
+        )
+    print_table(columns, rows)
+    say(f"next: {_next(plan, out)}")
+
+
+def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -> bool:
+    """Says which models are below what was asked for; whether there are any."""
+    below = False
+    for outcome in outcomes:
+        reached = outcome.tally.certified_accuracy
+        what = "the certified accuracy" if len(outcomes) == 1 else f"{outcome.name}: the certified accuracy"
+        if reached is None:
+            continue
+        if plan.fail_under is not None and reached < plan.fail_under:
+            below = True
+            line = f"{what} at {plan.eps} is {reached:.4g}, below {plan.fail_under:g}"
+            complain(f"lipcert: {line}")
+            if annotations is not None:
+                annotate("error", line)
+        elif annotations is not None:
+            annotate("notice", f"{what} at {plan.eps} is {reached:.4g}")
+    return below

@@ -1,0 +1,159 @@
+"""What ``lipcert finetune`` does when its options are read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lipcert._finetune_settings import FinetuneSettings
+from lipcert._preprocessing import Preprocessing
+from lipcert._processes import Processes
+from lipcert._settings import parse_eps
+from lipcert.artifact import save
+from lipcert.data import Images, open_images
+from lipcert.errors import Interrupted
+from lipcert.loading import resolve
+from lipcert.model import Model
+from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
+from lipcert.training import finetune as train
+
+from ._loading import load_model, show_preprocessing
+from ._output import check_out, default_name
+from ._print import busy, command, print_facts, print_json, progress, say, share
+from ._torchrun import torchrun
+
+_EVALUATED = 64
+_SHOWN = 2000  # images on which the accuracy before and after is measured
+
+
+@dataclass(frozen=True)
+class TrainingImages:
+    """What a model is trained on: a checkpoint and the recipe remember it."""
+
+    data: str
+    limit: int | None
+    batch_size: int
+    augment: bool
+    crop: str
+    randaugment: str | None
+    cutout: float
+    mix: str | None
+    mix_ratio: float | None
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """How they are changed at random."""
+        return Augmentation(self.crop, self.randaugment, self.cutout) if self.augment else Augmentation("none")
+
+    def batches(self, images: Images, model: Model, count: Callable[[int], None]) -> Batches | Mixed:
+        """The batches of an epoch; ``count`` is told how many images more were seen."""
+        others = 0 if self.mix is None else round(self.batch_size * (self.mix_ratio or 0.0))
+        own = Batches(images, model, self.batch_size - others, self.augmentation, count)
+        if self.mix is None:
+            return own
+        return Mixed(own, Batches(open_images(self.mix, model), model, others, self.augmentation))
+
+
+def run(
+    asked: FinetuneSettings,
+    pixels: Preprocessing,
+    model: str | None,
+    of: TrainingImages,
+    *,
+    out: Path | None,
+    force: bool,
+    as_json: bool,
+    checkpoint: Path | None,
+    loading: Mapping[str, Any],
+) -> None:
+    """Trains the model and writes it."""
+    augmentation = of.augmentation  # which refuses what there is not, before the model is read
+    del augmentation
+    with torchrun() as processes:
+        source = resolve(model)
+        loaded = load_model(model, checkpoint, **loading)
+        pixels.apply(loaded)
+        path = out or default_name(str(source), "finetuned")
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, force)
+        unfinished = path.with_name(f"{path.name}.checkpoint")
+        check_trainable(loaded, asked)
+        images = open_images(of.data, loaded, limit=of.limit)
+
+        total = None if images.length is None else images.length * asked.epochs
+        with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:
+            seen = 0
+
+            def count_up(more: int) -> None:
+                nonlocal seen
+                if not seen:  # nothing speaks against training any more
+                    show_preprocessing(images, loaded)
+                seen += more
+                update(seen, total)
+
+            def finished(epoch: Epoch) -> None:
+                _say_epoch(epoch)
+                update(
+                    seen, total, f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}"
+                )
+
+            batches = of.batches(images, loaded, count_up)
+            shown = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN))
+            before = _accuracy(loaded, shown, processes)
+            update(0, total, f"epoch 1 of {asked.epochs}")
+            try:
+                wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
+                train(loaded, batches, origin=asdict(of), checkpoint=unfinished, progress=finished, **wanted)
+            except KeyboardInterrupt as error:
+                kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
+                raise Interrupted(f"interrupted; {kept}") from error
+        after = _accuracy(loaded, shown, processes)
+        count = seen // asked.epochs if images.length is None else images.length
+        facts = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
+        if processes.first:
+            with busy(f"writing {path}"):
+                save(loaded, path, facts=facts, force=force)
+            unfinished.unlink(missing_ok=True)
+        if as_json:
+            accuracy = {"before": before[0] / before[1], "after": after[0] / after[1]}
+            print_json({"written": str(path), **facts, "clean_accuracy_on_training_images": accuracy})
+            return
+        noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"] if asked.sigma else []
+        print_facts(
+            [
+                ("model", str(source)),
+                ("images", f"{count} of {of.data}"),
+                ("clean accuracy before", share(*before)),
+                ("clean accuracy after", f"{share(*after)}, on images that it was trained on"),
+                ("written", str(path)),
+                ("certified", "nothing yet"),
+                ("next", command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)),
+            ]
+        )
+
+
+def _text(eps: float) -> str:
+    """ε as one would type it: in steps of an 8-bit pixel where it is a whole number of them."""
+    steps = f"{round(255 * eps)}/255"
+    return steps if round(255 * eps) and parse_eps(steps) == eps else f"{eps:.9g}"
+
+
+def _accuracy(model: Model, images: Images, processes: Processes) -> tuple[int, int]:
+    """How many images the model gets right, and how many there are."""
+    part = slice(processes.rank, None, processes.count)
+    right = seen = 0
+    with processes.together(), torch.no_grad():
+        for batch in images.batches(_EVALUATED * processes.count):
+            predicted = model(batch.images[part].to(model.device, model.dtype)).argmax(1).cpu()
+            right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
+            seen += len(batch)
+    return sum(processes.gather(right)), seen
+
+
+def _say_epoch(epoch: Epoch) -> None:
+    line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.3f}"
+    if epoch.bound is not None:
+        line += f", Lipschitz bound {epoch.bound:.4g} certified, {epoch.estimate:.4g} estimated in training"
+    say(f"{line}, {epoch.seconds:.1f} s")

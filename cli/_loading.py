@@ -1,0 +1,82 @@
+"""The model that a command works on, on its device, and what happens to images before it gets them."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from lipcert._preprocessing import in_words, preprocessing, remarks
+from lipcert.data import Images
+from lipcert.errors import InputError, first_line
+from lipcert.loading import BUNDLED, load, resolve
+from lipcert.model import Model
+from lipcert.smoothing import Denoised
+
+from ._parse import parse_model_args
+from ._print import busy, say
+
+
+def load_model(
+    model: str | None,
+    checkpoint: Path | None,
+    no_pretrained: bool,
+    model_args: str | None,
+    features: bool = False,
+    denoiser: str | None = None,
+    device: str = "cpu",
+) -> Model:
+    """The model that a command works on, on its device; says which one it is where the user named none."""
+    arguments = parse_model_args(model_args)
+    source = resolve(model)
+    if model is None:
+        which = "the bundled checkpoint" if source == BUNDLED else f"{source}, the newest artifact in this folder"
+        say(f"model: {which}")
+    torch.manual_seed(0)  # so that random weights are the same in every run
+    with busy(f"loading {source}"):
+        loaded = load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
+    if denoiser is not None:
+        loaded = Denoised(loaded, _made(denoiser), denoiser)
+    move_to(loaded, device)
+    return loaded
+
+
+def _made(text: str) -> torch.nn.Module:
+    """The module that ``MODULE:NAME`` makes; the code is the user's own."""
+    place, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        made = getattr(importlib.import_module(place), name)()
+    except Exception as error:  # whatever the code of a user raises
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
+    if not isinstance(made, torch.nn.Module):
+        raise InputError(f"--denoiser {text} makes a {type(made).__name__}, and must make a torch.nn.Module")
+    return made
+
+
+def move_to(model: Model, device: str) -> None:
+    """Moves the model to the device named; ``auto`` is a GPU if there is one; each process of torchrun has its own.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        if name == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        model.to(torch.device(name))
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise InputError(f"there is no device {name} here; give --device cpu, or leave it out") from error
+
+
+def show_preprocessing(images: Images, model: Model) -> None:
+    """Says in one line what happens to images before the network gets them, and what a user should know of it."""
+    known = preprocessing(model, files=not images.stored)
+    size = images.first_size()
+    say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")
+    if size is not None:
+        for remark in remarks(known, *size):
+            say(f"note: {remark}")

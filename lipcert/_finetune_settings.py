@@ -1,0 +1,197 @@
+"""What can be asked of a fine-tuning, without torch: command, library call and checkpoint are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lipcert._settings import EPS, one_of, option, parse_eps
+from lipcert.errors import InputError
+
+Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
+Amp = Literal["bfloat16"]
+MaxNorm = float | Mapping[str, float]
+OPTIMIZERS = ("adamw", "muon", "nadam")
+SCHEDULES = ("cosine", "multistep", "exponential")
+LOSSES: tuple[Loss, ...] = ("anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise")
+# Losses with the global bound.
+GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
+# Losses with local bounds.
+LOCAL: tuple[Loss, ...] = ("local-b", "local-g")
+
+_LARGEST = 1e30
+# ε in the course of a run, see FinetuneSettings.ramp.
+_RAMPS: dict[str, tuple[float, float, float]] = {
+    "emma": (0.1, 2.0, 0.5),
+    "local-b": (0.0, 1.1, 0.5),
+    "local-g": (0.0, 1.1, 0.5),
+}
+_RAMP = (0.0, 1.0, 1 / 3)
+_LOSS = "Options of the loss"
+_UPDATES = "Options of the updates"
+
+
+@dataclass(frozen=True)
+class FinetuneSettings:
+    """The arguments of :func:`lipcert.finetune` that decide what is trained; they are described there.
+
+    Checked when it is made. A checkpoint remembers them all, and the model's recipe, too.
+
+    Raises:
+        InputError: a value that cannot be used.
+    """
+
+    loss: Loss = option(
+        "anchored: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
+        "local-b, local-g: for local; noise: for smoothing; ce: cross-entropy.",
+        LOSSES[0],
+        choices=LOSSES,
+    )
+    eps: float = option(EPS, 36 / 255, given=...)
+    epochs: int = option("How often the images are gone through.", 10, int)
+    lr: float = option("The largest learning rate.", 3e-4, float)
+    temperature: float | tuple[float, float] = option(
+        "Divides the logits in the loss; 0.1 to 0.25 for models of small norms; or FIRST,LAST.",
+        1.0,
+        given="1",
+        group=_LOSS,
+    )
+    ramp: tuple[float, float, float] | None = option(
+        "A,B,S: eps in the loss goes from A to B times --eps over the share S of the run; "
+        "0.1,2,0.5 for emma, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
+        None,
+        str | None,
+        group=_LOSS,
+    )
+    weight: float = option("Of the divergence in the loss trades.", 1.0, float, group=_LOSS)
+    sparsity: float = option("Of the sparsity loss in local-b and local-g.", 0.0, float, group=_LOSS)
+    sigma: float | None = option(
+        "Standard deviation of the noise in the loss noise: 0.25.", None, float | None, group=_LOSS
+    )
+    consistency: float = option(
+        "In the loss noise: weight of the agreement of two draws, such as 10.", 0.0, float, group=_LOSS
+    )
+    max_norm: MaxNorm | None = option(
+        "Hold each layer's spectral norm at this; or of some: '*.fc1=1.2'.", None, list[str] | None, group=_UPDATES
+    )
+    optimizer: str = option(
+        "nadam comes with Lookahead; muon, with --lr 0.01, is fast where norms are held.",
+        "adamw",
+        choices=OPTIMIZERS,
+        group=_UPDATES,
+    )
+    schedule: str = option("Of the learning rate.", "cosine", choices=SCHEDULES, group=_UPDATES)
+    accumulate: int = option("Batches an update.", 1, int, group=_UPDATES)
+    ema: float | None = option(
+        "Average the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
+    )
+    amp: Amp | None = option(
+        "Run the network's products in this type; not with anchored.",
+        None,
+        str | None,
+        choices=("bfloat16",),
+        group=_UPDATES,
+    )
+    channels_last: bool = option("Keep kernels and images in this memory format.", False, bool, group=_UPDATES)
+
+    def __post_init__(self) -> None:
+        readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+            ("eps", parse_eps),
+            ("temperature", _temperature),
+            ("ramp", _ramp),
+            ("max_norm", _norms),
+        )
+        for name, read in readers:
+            value = getattr(self, name)
+            if isinstance(value, (str, list)):
+                object.__setattr__(self, name, read(value))
+        one_of("loss", self.loss, LOSSES)
+        for name, least in (("epochs", self.epochs), ("accumulate", self.accumulate)):
+            if least < 1:
+                raise InputError(f"{name} must be at least 1, got {least}")
+        self._check_numbers()
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("schedule", self.schedule, SCHEDULES)
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {self.ema}")
+        if self.amp not in (None, "bfloat16"):
+            raise InputError(f"amp is bfloat16 or left out, got {self.amp!r}")
+        if self.amp is not None and self.loss == "anchored":
+            raise InputError("the loss anchored needs second derivatives, which bfloat16 loses; leave amp out")
+        if self.loss in LOCAL and (self.amp is not None or self.temperature != 1.0):
+            raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
+
+    def described(self) -> dict[str, Any]:
+        """As plain lists, dicts and numbers."""
+        plain = asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+    def eps_at(self, done: float) -> float:
+        """ε when the share ``done`` of the run is over."""
+        first, last, share = self.ramp or _RAMPS.get(self.loss, _RAMP)
+        return self.eps * (first + (last - first) * (min(done / share, 1.0) if share else 1.0))
+
+    def mixture_at(self, done: float) -> float:
+        """λ of the losses with local bounds, which rises from 0 to 1 as ε does (Huang et al. 2021, equation 29)."""
+        share = (self.ramp or _RAMPS.get(self.loss, _RAMP))[2]
+        return min(done / share, 1.0) if share else 1.0
+
+    def _check_numbers(self) -> None:
+        temperatures = self.temperature if isinstance(self.temperature, (tuple, list)) else (self.temperature,) * 2
+        if len(temperatures) != 2:
+            raise InputError(f"temperature is one number, or the first and the last one, got {self.temperature}")
+        norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        positive = {"eps": [self.eps], "lr": [self.lr], "temperature": temperatures, "max_norm": norms}
+        positive["sigma"] = [self.sigma]
+        for name, values in positive.items():
+            for value in values:
+                if value is not None and not 0 < value < _LARGEST:
+                    raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
+        for name, value in (("weight", self.weight), ("consistency", self.consistency)):
+            if not 0 <= value < _LARGEST:
+                raise InputError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value}")
+        if (self.loss == "noise") is (self.sigma is None):
+            need = "needs" if self.sigma is None else "has no use for"
+            raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
+        if self.consistency and self.loss != "noise":
+            raise InputError(f"consistency is a part of the loss noise, and not of {self.loss}")
+        if self.ramp is not None:
+            ramp = tuple(self.ramp)
+            if len(ramp) != 3 or not all(0 <= value < _LARGEST for value in ramp) or ramp[2] > 1 or ramp[1] == 0:
+                raise InputError(
+                    "ramp is three numbers: the factor of eps at first, at last, and the share of the run in between, "
+                    f"such as (0.1, 2, 0.5), got {self.ramp}"
+                )
+
+
+def _temperature(text: Any) -> float | tuple[float, float]:
+    try:
+        numbers = [float(number) for number in (text.split(",") if isinstance(text, str) else text)]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2:
+        raise InputError(f"temperature takes a number, or the first and the last such as 0.2,0.02, got {text!r}")
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def _ramp(text: Any) -> tuple[float, float, float]:
+    try:
+        first, last, share = (float(number) for number in (text.split(",") if isinstance(text, str) else text))
+    except ValueError as error:
+        raise InputError(f"ramp takes three numbers such as 0.1,2,0.5, got {text!r}") from error
+    return first, last, share
+
+
+def _norms(texts: str | Sequence[str]) -> MaxNorm | None:
+    """One number for all layers, or numbers by patterns; a number alone is that of the layers without a pattern."""
+    norms: dict[str, float] = {}
+    for text in [texts] if isinstance(texts, str) else texts:
+        pattern, _, number = text.rpartition("=")
+        try:
+            norms[pattern or "*"] = float(number)
+        except ValueError as error:
+            raise InputError(f"max_norm takes a number, or PATTERN=number such as '*.fc1=1.2', got {text!r}") from error
+    if "*" in norms:
+        norms = {"*": norms["*"], **norms}
+    return norms.get("*") if len(norms) <= 1 and "*" in norms else norms or None
