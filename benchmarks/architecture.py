@@ -39,7 +39,8 @@ MODULES = {
         ("_certificates", "_constrain_settings", "_finetune_settings", "_processes", "_settings"), "settings"
     ),
     **dict.fromkeys(
-        ("_bound", "_environment", "_estimate", "_memory", "_numerics", "_random_states", "_real", "_upper"), "numerics"
+        ("_bound", "_environment", "_estimate", "_format", "_memory", "_numerics", "_random_states", "_real", "_upper"),
+        "numerics",
     ),
     **dict.fromkeys(("_version", "errors"), "numerics"),
 }

@@ -10,11 +10,11 @@ from torch import nn
 from truth import Forward, holds_or_refused
 
 from lipcert._upper import Upper
+from lipcert.bounds import Operand, local_error
 from lipcert.certifier import METHODS
 from lipcert.errors import LipcertError
 from lipcert.graph import capture
 from lipcert.roundoff import Format
-from lipcert.roundoff._rules import Operand, local_error
 from lipcert.surgery import L2SetAttention, L2WindowAttention, SmoothProject
 
 LINEAR = ("lofast", "anchored", "staged")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
-from lipcert.bounds import MarginBounds, analyze, margins, radii
+from lipcert.bounds import MarginBounds, Operand, analyze, local_error, margins, radii
 from lipcert.certifier import Anchored, DeployedAnchored
 from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
@@ -27,7 +27,6 @@ from lipcert.norms import Ledger
 from lipcert.roundoff import DTYPES, Format, Radii, Roundoff
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._roundoff import _whole
-from lipcert.roundoff._rules import Operand, local_error
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
 from lipcert.surgery._projections import GroupLayerProject, GroupSmoothProject, RmsLayerProject, RmsSmoothProject
 

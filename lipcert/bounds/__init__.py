@@ -4,8 +4,7 @@
 """
 
 from lipcert._bound import Bound, Estimate, LayerBound
-from lipcert.bounds import remainders as _remainders  # noqa: F401  fills the tables
-from lipcert.bounds import rules as _rules  # noqa: F401
+from lipcert.bounds import rules as _rules  # noqa: F401  fills the registry
 from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
 from lipcert.bounds._global import (
@@ -35,12 +34,14 @@ from lipcert.bounds._registry import (
     rule_for,
 )
 from lipcert.bounds._remainder import Against, Remainder, per_image, quadratic, remainder_of, total
+from lipcert.bounds._rounding import Operand, local_error
 from lipcert.bounds._value import COMPOSED, Dense, Value
 
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense", "Estimate",
-    "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Remainder", "Rule", "State", "Value", "Walk", "analyze",
-    "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand", "check_weights", "flat",
-    "global_value", "global_values", "kept_whole", "key_of", "lipschitz", "margins", "per_image", "quadratic", "radii",
-    "refusal", "remainder", "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
+    "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Remainder", "Rule", "State", "Value", "Walk",
+    "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand",
+    "check_weights", "flat", "global_value", "global_values", "kept_whole", "key_of", "lipschitz", "local_error",
+    "margins", "per_image", "quadratic", "radii", "refusal", "remainder", "remainder_of", "rounding",
+    "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from lipcert.bounds._registry import NoAnswer
-from lipcert.graph import Node
+from lipcert.graph import Node, map_nodes
 
 Known = TypeVar("Known")
 
@@ -115,3 +118,25 @@ def by_operand(node: Node, known: Sequence[Known]) -> Callable[[Node], Known]:
     """
     left = list(zip(node.operands, known, strict=True))
     return lambda operand: left.pop([u for u, _ in left].index(operand))[1]
+
+
+def replayed(node: Node, *tensors: Tensor) -> Tensor:
+    """The operation on other values of its operands, image by image.
+
+    Args:
+        node: the operation.
+        tensors: for each operand, however often it is given, in the order of ``node.operands``; shape (N, *shape).
+    """
+    operands = list(dict.fromkeys(node.operands))
+
+    def one(*given: Tensor) -> Tensor:
+        known = dict(zip(operands, given, strict=True))
+        args, kwargs = map_nodes(known.__getitem__, (node.args, dict(node.kwargs)))
+        return node.function(*args, **kwargs)
+
+    return torch.vmap(one)(*tensors)
+
+
+def per_axis(value: Any, dims: int) -> tuple[int, ...]:
+    """An argument of a window as one number for each axis."""
+    return (value,) * dims if isinstance(value, int) else tuple(value if len(value) == dims else value * dims)

@@ -34,24 +34,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._upper import Upper
-from lipcert.bounds._arguments import arguments
+from lipcert.bounds._arguments import replayed
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import INFLATE, Core, core_of
-from lipcert.bounds._registry import RULES, box, key_of
+from lipcert.bounds._registry import RULES, box
 from lipcert.bounds._value import Value
-from lipcert.bounds.rules.activation import ACTIVATIONS
-from lipcert.graph import PIECES, Graph, Node, map_nodes, needed, run
+from lipcert.graph import Graph, Node, needed, run
 from lipcert.norms import Draw, Ledger
-from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
-_EVALUATION = 1e-10
+EVALUATION = 1e-10
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ def top(tensor: Tensor) -> Tensor:
     return F.pad(flat(tensor), (0, 1)).amax(1)
 
 
-def _over(numbers: Tensor, template: Tensor) -> Tensor:
+def over(numbers: Tensor, template: Tensor) -> Tensor:
     """Numbers of shape (N,), to broadcast with (N, ...)."""
     return numbers.reshape(-1, *[1] * (template.dim() - 1))
 
@@ -73,7 +70,7 @@ def _next_up(tensor: Tensor) -> Tensor:
     return torch.nextafter(tensor, torch.full_like(tensor, math.inf))
 
 
-def _gap(high: Tensor, low: Tensor) -> Tensor:
+def gap(high: Tensor, low: Tensor) -> Tensor:
     """high − low ≥ 0, rounded up; 0 where they are equal."""
     return torch.where(high <= low, 0.0, _next_up(high - low))
 
@@ -221,7 +218,7 @@ class Boxes:
         }
         self.cores: dict[Node, Core] = {}
         for node in self.graph.nodes:
-            if node.op in _CORES and (core := core_of(node)) is not None:
+            if (core := core_of(node)) is not None:
                 self.cores[node] = core
 
     def sources(self, node: Node) -> list[Node]:
@@ -286,7 +283,7 @@ class Walk:
                 self.states[node] = self._pixels(node)
             elif node in boxes.lips:
                 operands = [self.states[source] for source in boxes.sources(node)]
-                known = RULES[node.op].box or _unknown
+                known = RULES[node.op].box or unknown
                 self.states[node] = known(self, node, *operands)
 
     @property
@@ -302,7 +299,7 @@ class Walk:
 
     def _pixels(self, node: Node) -> State:
         value = self.nominal.values[node]
-        reach = _over(self.eps, value).expand_as(value)
+        reach = over(self.eps, value).expand_as(value)
         return State(self, node, reach, reach)
 
     def value(self, node: Node) -> Tensor:
@@ -340,24 +337,14 @@ class Walk:
 
     def replay(self, node: Node, *tensors: Tensor) -> Tensor:
         """The operation on other values of its operands, each of shape (N, *shape)."""
-        operands = list(dict.fromkeys(node.operands))
-
-        def one(*given: Tensor) -> Tensor:
-            known = dict(zip(operands, given, strict=True))
-            args, kwargs = map_nodes(known.__getitem__, (node.args, dict(node.kwargs)))
-            return node.function(*args, **kwargs)
-
-        return torch.vmap(one)(*(tensor.contiguous() for tensor in tensors))  # "view" takes no others
+        return replayed(node, *(tensor.contiguous() for tensor in tensors))  # "view" takes no others
 
     def rounded(self, node: Node, factor: float = 2.0**-48) -> Tensor:
         """The rounding of a few operations on each entry."""
         return self.value(node).abs() * factor
 
 
-_CORES = ("linear", "matmul", "conv1d", "conv2d", "conv3d")
-
-
-def _unknown(walk: Walk, node: Node, *operands: State) -> State:
+def unknown(walk: Walk, node: Node, *operands: State) -> State:
     """An operation known by its global constant alone: every entry moves by at most K·ε."""
     value, lip = walk.value(node), walk.boxes.lips[node]
     if walk.still:
@@ -365,28 +352,27 @@ def _unknown(walk: Walk, node: Node, *operands: State) -> State:
         for x in operands:
             most = flat(x.reach).norm(dim=1) * ratio(lip, x.lip)
             moved = torch.maximum(moved, torch.where(top(x.reach) > 0, most, 0.0))
-        error = moved * len(operands) * INFLATE + top(value.abs()) * _EVALUATION
-        reach = _over(error, value).expand_as(value)
+        error = moved * len(operands) * INFLATE + top(value.abs()) * EVALUATION
+        reach = over(error, value).expand_as(value)
         return walk.result(node, reach, reach, operands)
     wide = torch.full_like(value, math.inf)
     constant = walk.result(node, wide, wide, operands).constant
-    up, down = walk.within(node, wide, wide, _over(constant * walk.eps * INFLATE, value))
+    up, down = walk.within(node, wide, wide, over(constant * walk.eps * INFLATE, value))
     return walk.result(node, up, down, operands)
 
 
-def _extended(x: State, weight: Tensor, local: bool = False) -> Way:
+def extended(x: State, weight: Tensor, local: bool = False) -> Way:
     """The way to a value each of whose entries moves by at most ``weight`` times what the same entry of x does."""
     if x.way is not None:
         return Way(x.way.base, x.way.core, x.way.inner, x.way.outer * weight, x.way.local or local)
     return Way(x, None, torch.ones_like(x.value), weight, local)
 
 
-@box(*_CORES)
-def _operator(walk: Walk, node: Node, x: State, *others: State) -> State:
+def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     """A matrix or convolution: interval ∩ ball, with the row norms of the operator between the weights."""
     core = walk.boxes.cores.get(node)
     if core is None:
-        return _unknown(walk, node, x, *others)
+        return unknown(walk, node, x, *others)
     ones = torch.ones_like(x.value)
     scales = x.way if x.way is not None and x.way.core is None else Way(x, None, ones, ones)
     base, inner = scales.base, scales.inner * scales.outer
@@ -395,101 +381,17 @@ def _operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
     if not walk.still:
         rows = core.row_norms(inner * base.moving)
-        up, down = walk.within(node, up, down, rows * _over(base.constant * walk.eps, rows))
+        up, down = walk.within(node, up, down, rows * over(base.constant * walk.eps, rows))
     return walk.result(node, up, down, way=Way(base, core, inner, torch.ones_like(walk.value(node)), scales.local))
 
 
-def _scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
+def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
     """Entrywise multiplication by constants that broadcast over the value, and a constant shift."""
     positive, negative = scale.clamp_min(0) * INFLATE, (-scale).clamp_min(0) * INFLATE
     up, down = positive * x.up + negative * x.down, positive * x.down + negative * x.up
     rounding = walk.rounded(node) + (x.value * scale).abs() * 2.0**-48
     weight = (scale.abs() * INFLATE).expand_as(x.value[:1]).expand_as(x.value)
-    return walk.result(node, up, down, way=_extended(x, weight), rounding=rounding)
-
-
-@box("batch_norm")
-def _batch_norm(walk: Walk, node: Node, x: State) -> State:
-    given = arguments(node)
-    scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
-    if given.get("weight") is not None:
-        scale = scale * given["weight"].detach().double()
-    scale = scale.reshape(1, 1, -1, *[1] * (x.value.dim() - 3))
-    shift = given["running_mean"].double().reshape(scale.shape) * scale
-    state = _scaled(walk, node, x, scale)
-    slack = shift.abs() * 2.0**-48
-    return walk.result(node, state.up, state.down, way=state.way, rounding=slack.expand_as(x.value))
-
-
-def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
-    """A constant operand with as many dimensions as the value, if it does not enlarge it."""
-    factor = torch.as_tensor(constant, dtype=torch.float64, device=x.value.device).detach()
-    if node.shape != tuple(x.value.shape[1:]) or factor.dim() > len(node.shape):
-        return None
-    return factor.reshape((1,) * (x.value.dim() - factor.dim()) + tuple(factor.shape))
-
-
-@box("mul", "div")
-def _times(walk: Walk, node: Node, *operands: State) -> State:
-    """By a constant."""
-    given = arguments(node)
-    first, second = given["input"], given["other"]
-    if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
-        return _unknown(walk, node, *operands)
-    factor = _constant_factor(node, operands[0], second if isinstance(first, Node) else first)
-    if factor is None:
-        return _unknown(walk, node, *operands)
-    return _scaled(walk, node, operands[0], 1 / factor if node.op == "div" else factor)
-
-
-@box("neg")
-def _negated(walk: Walk, node: Node, x: State) -> State:
-    return walk.result(node, x.down, x.up, way=_extended(x, torch.ones_like(x.value)))
-
-
-@box("add", "sub", "rsub")
-def _sum(walk: Walk, node: Node, *operands: State) -> State:
-    """x ± α y; a constant shifts. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, and what the global analysis folded."""
-    given = arguments(node)
-    alpha = float(given.get("alpha", 1))
-    first, second = given.get("input"), given.get("other")
-    signs = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[node.op]
-    moving = [(x, sign) for x, sign in ((first, signs[0]), (second, signs[1])) if isinstance(x, Node)]
-    if not moving:
-        return _unknown(walk, node, *operands)
-    states = [(walk.states[x], sign) for x, sign in moving]
-    rounding = walk.rounded(node)
-    if len(states) == 1:
-        x, sign = states[0]
-        if tuple(x.value.shape[1:]) != node.shape:
-            return _unknown(walk, node, *operands)
-        rounding = rounding + x.value.abs() * 2.0**-48
-        state = _scaled(walk, node, x, x.value.new_full((1,) * x.value.dim(), sign))
-        return walk.result(node, state.up, state.down, way=state.way, rounding=rounding)
-    up: Tensor | float = 0.0
-    down: Tensor | float = 0.0
-    constants: list[tuple[State, float]] = []
-    for x, sign in states:
-        size = abs(sign)
-        rise, fall = (x.up, x.down) if sign >= 0 else (x.down, x.up)
-        form = (len(x.value), *[1] * (len(node.shape) + 1 - x.value.dim()), *x.value.shape[1:])
-        up, down = up + rise.reshape(form) * size, down + fall.reshape(form) * size
-        rounding = rounding + x.value.abs().reshape(form) * size * 2.0**-48
-        copies = math.prod(node.shape) / max(1, math.prod(x.value.shape[1:]))
-        constants.append((x, size * math.sqrt(copies) * INFLATE))
-    assert isinstance(up, Tensor)
-    assert isinstance(down, Tensor)
-
-    def constant() -> Tensor:
-        return torch.stack([x.constant * size for x, size in constants]).sum(0) * INFLATE
-
-    up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
-    return walk.result(node, up, down, operands, constant=constant)
-
-
-@box("identity", "dropout")
-def _same(walk: Walk, node: Node, x: State, *templates: State) -> State:
-    return walk.result(node, x.up, x.down, (x,), way=x.way, constant=lambda: x.constant)
+    return walk.result(node, up, down, way=extended(x, weight), rounding=rounding)
 
 
 @box(
@@ -497,14 +399,14 @@ def _same(walk: Walk, node: Node, x: State, *templates: State) -> State:
     "constant_pad_nd", "expand", "repeat", "tile", "repeat_interleave", "mean", "sum", "avg_pool1d", "avg_pool2d",
     "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 )  # fmt: skip
-def _nonnegative(walk: Walk, node: Node, *operands: State) -> State:
+def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     """Affine with weights ≥ 0: f(up) − f(0).
 
     f(0) consists of constants that are copied, so it cancels exactly.
     """
     order = list(dict.fromkeys(node.operands))
     if not all(operand in walk.states for operand in order):
-        return _unknown(walk, node, *operands)
+        return unknown(walk, node, *operands)
     states = [walk.states[operand] for operand in order]
     zero = walk.replay(node, *(torch.zeros_like(x.value) for x in states))
     up = (walk.replay(node, *(x.up for x in states)) - zero) * INFLATE
@@ -520,118 +422,13 @@ def _nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, states, constant=side_by_side if once else None, rounding=rounding)
 
 
-@box("part")
-def _part(walk: Walk, node: Node, *operands: State) -> State:
-    """One of the parts into which a value was cut."""
-    whole = node.args[0]
-    source = whole.args[0] if isinstance(whole, Node) and whole.args else None
-    if not (isinstance(whole, Node) and whole.op in PIECES and source in walk.states and len(operands) == 1):
-        return _unknown(walk, node, *operands)
-    pick = Node(
-        "part", lambda x, *a, **k: whole.function(x, *a, **k)[node.args[1]], whole.args, whole.kwargs, node.path
-    )
-    up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
-    return walk.result(node, up, down, operands)
-
-
-def _monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For a function that rises in every entry and is computed exactly: the box, and its values at both ends."""
     low, middle, high = walk.replay(node, x.low), walk.value(node), walk.replay(node, x.high)
-    return _gap(high, middle), _gap(middle, low), low, high
+    return gap(high, middle), gap(middle, low), low, high
 
 
-@box("relu", "relu6", "hardtanh", ClippedReLU)
-def _clip(walk: Walk, node: Node, x: State) -> State:
+def clip(walk: Walk, node: Node, x: State) -> State:
     """Slope 1 between two limits, 0 outside: constant where both ends of the box give the same."""
-    up, down, low, high = _monotone(walk, node, x)
-    return walk.result(node, up, down, way=_extended(x, (high > low).double(), local=True))
-
-
-@box("clamp")
-def _clamp(walk: Walk, node: Node, x: State, *others: State) -> State:
-    return (
-        _unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else _clip(walk, node, x)
-    )
-
-
-@box("leaky_relu")
-def _leaky(walk: Walk, node: Node, x: State) -> State:
-    """Slopes 1 and s: the smaller one where the box stays on its side."""
-    slope = float(arguments(node).get("negative_slope", 0.01))
-    if slope < 0:
-        return _entrywise(walk, node, x)
-    low, high = x.low, x.high
-    up = _gap(walk.replay(node, high), walk.value(node))
-    down = _gap(walk.value(node), walk.replay(node, low))
-    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, max(1.0, slope)))
-    rounding = torch.maximum(low.abs(), high.abs()) * (slope * 2.0**-51)
-    return walk.result(
-        node, up, down, way=_extended(x, weight, local=True), rounding=torch.where(x.reach > 0, rounding, 0.0)
-    )
-
-
-@box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
-def _entrywise(walk: Walk, node: Node, x: State) -> State:
-    """|φ'| ≤ L: every entry moves by at most L times what it did."""
-    gain = ratio(walk.boxes.lips[node], x.lip)
-    if not math.isfinite(gain):
-        return _unknown(walk, node, x)
-    reach = x.reach * gain * INFLATE
-    rounding = flat(walk.value(node).abs()).amax(1) * _EVALUATION
-    way = _extended(x, torch.full_like(x.value, gain))
-    return walk.result(node, reach, reach, way=way, rounding=_over(rounding, reach).expand_as(reach))
-
-
-@box(MaxMin, ClippedMaxMin)
-def _max_min(walk: Walk, node: Node, x: State) -> State:
-    """Pairs (a, b) ↦ (max, min), which rise in both.
-
-    Where the boxes order a pair it is a permutation, and the entry that goes into a constant result has weight 0; where
-    they do not, both have, if both results are constant.
-    """
-    module: Any = node.function
-    dim = module.dim + 1 if module.dim >= 0 else module.dim
-    up, down, low, high = _monotone(walk, node, x)
-    top, bottom = (high > low).double().chunk(2, dim)
-    (low_a, low_b), (high_a, high_b) = x.low.chunk(2, dim), x.high.chunk(2, dim)
-    either = torch.maximum(top, bottom)
-    first = torch.where(low_a >= high_b, top, torch.where(low_b >= high_a, bottom, either))
-    second = torch.where(low_a >= high_b, bottom, torch.where(low_b >= high_a, top, either))
-    return walk.result(node, up, down, way=_extended(x, torch.cat((first, second), dim), local=True), open=False)
-
-
-@box("max_pool2d")
-def _max_pool(walk: Walk, node: Node, x: State) -> State:
-    """An entry that cannot be the largest of a window in the ball does not count there.
-
-    |max a − max b| ≤ max|a_j − b_j| over the entries j that can be the largest of the window, so with n_j the number of
-    windows that move and where j can be the largest, ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
-    """
-    up, down, low, high = _monotone(walk, node, x)
-    given = arguments(node)
-    if given.get("ceil_mode") or len(node.shape) != 4:
-        return walk.result(node, up, down, (x,))
-    size, padding, dilation = (
-        _pair(given.get(k) or d) for k, d in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
-    )
-    stride = _pair(given.get("stride") or given["kernel_size"])
-    image = tuple(x.value.shape[-2:])
-    padded = (image[0] + 2 * padding[0], image[1] + 2 * padding[1])
-    entries = x.high.reshape(-1, 1, *image)
-    frame = F.pad(entries, (padding[1],) * 2 + (padding[0],) * 2, value=-1e300)
-    windows = F.unfold(frame, size, dilation=dilation, stride=stride)
-    counts = (windows >= low.reshape(len(entries), 1, -1)) & (high > low).reshape(len(entries), 1, -1)
-    total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
-    total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
-    weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
-    return walk.result(node, up, down, way=_extended(x, weight, local=True), open=False)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[-1]))
-
-
-@box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
-def _extremes(walk: Walk, node: Node, x: State) -> State:
-    up, down, _, _ = _monotone(walk, node, x)
-    return walk.result(node, up, down, (x,))
+    up, down, low, high = monotone(walk, node, x)
+    return walk.result(node, up, down, way=extended(x, (high > low).double(), local=True))

@@ -157,6 +157,8 @@ class Core:
 
 def core_of(node: Node) -> Core | None:
     """The operator of a captured linear layer or convolution whose weights do not depend on the image, or None."""
+    if node.op not in ("linear", "matmul", "conv1d", "conv2d", "conv3d"):
+        return None
     given = arguments(node)
     weight, bias = given.get("weight"), given.get("bias")
     if node.op == "matmul":

@@ -26,7 +26,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, remainder
 from lipcert.graph import Node
 
@@ -98,6 +97,16 @@ def per_image(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
+def known(bound: Tensor) -> Tensor:
+    """+inf in place of 0 · ∞."""
+    return bound.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def worst(weights: Tensor, factors: Tensor) -> Tensor:
+    """max(weights · factors), +inf where a weight is."""
+    return known(weights * factors).amax(1)
+
+
 class Smooth:
     """φ applied entry by entry, |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
 
@@ -163,43 +172,6 @@ def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
     remainder(*targets)(type("Smooth", (Smooth,), {"curvature": curvature, "downward": downward}))
 
 
-smooth("silu", curvature=0.5, downward=0.036915)
-smooth("sigmoid", curvature=0.096226)
-smooth("tanh", curvature=0.769801)
-smooth("mish", curvature=0.644205, downward=0.059034)
-smooth("square", curvature=2.0, downward=0.0)
-
-
-@remainder("gelu")
-class Gelu(Smooth):
-    """φ''(t) = (2 − t²)·N(t) for the normal density N; the tanh form stays within 0.0032 of it (both checked by the
-    tests).
-
-    |φ''| falls on [0, √2] from 0.79789 to 0, has its other maximum 2 N(2) < 0.107982 at t = 2, and falls after it.
-    """
-
-    curvature = 0.797885
-    downward = 0.107982
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(node, operands, result)
-        self.slack = 0.0 if arguments(node).get("approximate", "none") == "none" else 0.0032
-
-    def envelope(self, distance: Tensor) -> Tensor:
-        density = torch.exp(-(distance**2) / 2) / math.sqrt(2 * math.pi)
-        value = (2 - distance**2) * density
-        return torch.where(distance < 2, value.clamp_min(self.downward), -value) + self.slack
-
-    def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """φ'' is positive on (−√2, √2) alone."""
-        bend = math.sqrt(2)
-        near = (self.z.abs() - rho[-1][:, None]).clamp_min(0)
-        upward = (2 - near**2).clamp_min(0) * torch.exp(-(near**2) / 2) / math.sqrt(2 * math.pi)
-        reaches = self.z.abs() + rho[-1][:, None] > bend
-        downward = torch.where(reaches, self.envelope(near).clamp_max(self.downward), 0.0)
-        return upward + self.slack, downward + self.slack
-
-
 class Kinked:
     """Piecewise linear, with the kink of unit i at distance k_i: |R_i| ≤ s·(|δ_i| − k_i)₊, s the change of slope there.
 
@@ -250,132 +222,22 @@ class Kinked:
         return bound
 
 
-@remainder("relu")
-class Relu(Kinked):
-    """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
+class Bilinear:
+    """f(x, y) linear in each: R = f(δx, δy), with ‖f(x, y)‖ ≤ K‖x‖‖y‖; against g at most ‖g‖ of that.
 
-    entrywise = True
-    bends = 1
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(operands[0].abs())
-
-
-@remainder("leaky_relu")
-class LeakyRelu(Kinked):
-    """As ReLU; the slope changes by 1 − negative_slope."""
-
-    entrywise = True
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(operands[0].abs())
-        given = arguments(node).get("negative_slope", 0.01)
-        self.slope = abs(1 - float(given))
-        self.bends = 1 if given <= 1 else -1
-
-
-_SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
-
-
-@remainder("softmax")
-class Softmax:
-    """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V),
-    V = Var_p(w).
-
-    V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½. On the way to a + w an entry of p grows
-    by at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the κ over the ball.
-
-    Norm: the entries of p_j(X_j² − V) sum to zero, lie in [−p_j V, (1 − 2p_j)₊V] because p_j X_j² ≤ (1 − p_j)V
-    (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at
-    most V²(1 + max p). So ‖R_row‖ ≤ ½ κ √(1 + max p) ‖w‖², and over rows ‖R‖ ≤ ½ max(κ √(1 + max p)) ρ².
-
-    It is never more than √(2/27): the form (c, v, w) ↦ E_p[(c − E c)(v − E v)(w − E w)] is symmetric, so its norm is
-    that of its cubic form E_p[X³] (Banach, Studia Math. 7, 1938). X has mean 0 and lies in some [−a, b] with a + b ≤
-    √2‖w‖. Under these conditions E[X³] is at most the value at 0 of the least concave function above t³ on [−a, b]. As
-    t³ is concave left of 0 and convex right of it, that is a chord from b to a point of [−a, 0): a law on two points at
-    most L = √2‖w‖ apart, with third moment at most L³ max_q q(1 − q)(1 − 2q) = L³ √3/18 = √(2/27)‖w‖³. The same holds
-    for −X.
-
-    Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
-
-    Where no row deviates by more than p ≤ ρ, entries of p grow by that alone, ‖R‖² ≤ Σ_rows (½ max(…) ‖w‖²)² is at
-    most (½ max(…) p ρ)², and against c the ‖w‖² of the rows are at most p² each and ρ² together.
+    ``factors`` are the numbers of x and y among the operands.
     """
 
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        self.dim = self._dim(node) + 1
-        self.largest = per_image(result.amax(self.dim))
-
-    @staticmethod
-    def _dim(node: Node) -> int:
-        dim = arguments(node).get("dim")
-        if dim is None:
-            raise NoAnswer("softmax without dim")
-        return int(dim) % len(node.shape)
-
-    @classmethod
-    def block(cls, node: Node) -> int:
-        """Entries of a row, where they lie one behind the other."""
-        return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
-
-    def _kappa(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-        grown = (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(1.0)
-        return grown.clamp_max(0.5), grown
+    factor = 1.0
+    factors = (0, 1)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        kappa, grown = self._kappa(rho[-1])
-        curvature = (kappa * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
-        return curvature / 2 * rho[0] * rho[-1]
+        x, y = self.factors
+        return self.factor * rho[x] * rho[y]
 
     def against(self, direction: Tensor) -> Against:
-        spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
-        return lambda rho: largest_share(spread * self._kappa(rho[-1])[0] / 2, rho[0], rho[-1])
-
-
-@remainder("matmul")
-class Product:
-    """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
-
-    An operand whose matrices are broadcast m times deviates by √m as much.
-    """
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        if len(operands) != 2:
-            raise NoAnswer("three operands")
-        first, second = node.operands
-        if min(len(first.shape), len(second.shape)) < 2:
-            raise NoAnswer("vectors")
-        batch = math.prod(node.shape[:-2])
-        self.copies = math.prod(math.sqrt(batch / math.prod(x.shape[:-2])) for x in (first, second))
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.copies * rho[0] * rho[1]
-
-    def against(self, direction: Tensor) -> Against:
-        matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
-        gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
-        largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
-        # Eigenvalues are off by a small multiple of 2⁻⁵³‖G‖_F² at most, and the floor keeps that relative.
-        largest = torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
-        largest = largest * self.copies
-        return lambda rho: largest * rho[0] * rho[1]
-
-
-@remainder("mul")
-class Gate:
-    """x ∘ y: R = δx ∘ δy. ‖R‖ ≤ ‖δx‖‖δy‖; an operand that is broadcast m times deviates by √m as much."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        entries = math.prod(node.shape)
-        first, second = node.operands
-        self.copies = math.sqrt(entries / math.prod(first.shape)) * math.sqrt(entries / math.prod(second.shape))
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.copies * rho[0] * rho[1]
-
-    def against(self, direction: Tensor) -> Against:
-        largest = per_image(direction).abs().amax(1) * self.copies
-        return lambda rho: largest * rho[0] * rho[1]
+        size = per_image(direction).norm(dim=1)
+        return lambda rho: size * self.norm(rho)
 
 
 class Radial:
@@ -422,23 +284,6 @@ class Radial:
         if self.weight is not None:
             moved = moved * self.weight.double()
         return per_image(moved.norm(dim=-1))
-
-
-@remainder("layer_norm")
-class LayerNorm(Radial):
-    """R = √(d·eps), gain √d/R; see :class:`Radial`."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        if len(given["normalized_shape"]) != 1:
-            raise NoAnswer("several normalised dimensions")
-        size, eps = given["normalized_shape"][0], given.get("eps", 1e-5)
-        if not eps > 0:
-            raise NoAnswer("eps = 0")
-        h = operands[0]
-        radius = math.sqrt(size * eps)
-        length = per_image((h - h.mean(-1, keepdim=True)).norm(dim=-1))
-        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), -1)
 
 
 class RadialKink(Radial):

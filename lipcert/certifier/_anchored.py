@@ -35,7 +35,7 @@ by them. It takes norms for one rival class j, so it is done for the classes tha
 Weights that hold up to some ε give a radius up to there.
 
 Nothing here needs the Jacobians: any linear map may stand for that of an operation, R_v being what it leaves out. At
-kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds.remainders.secants`). How far they should
+kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds._secants`). How far they should
 lie apart follows from the radius that the Jacobians give; the larger of the two radii counts, each with half of δ.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability δ of an
@@ -88,7 +88,7 @@ class Anchored(Linearized):
     """The anchored certificate of one model; arguments as for :class:`~lipcert.certifier._linearized.Linearized`.
 
     Attributes:
-        secant: the same with secants at kinks (lipcert.bounds.remainders.secants); None where the network has none.
+        secant: the same with secants at kinks (lipcert.bounds._secants); None where the network has none.
             Half of ``delta`` belongs to it.
         kinks: the operations with another derivative in ``secant``, and the nodes for the widths there.
         weighable: how many norms with weights one rival class can take.

@@ -18,8 +18,9 @@ a mixture of them is not. Exactly,
 
 ζ(X) = ‖J‖ is the norm of the true Jacobian. Rows of δP_l and of both softmax terms sum to zero, so V_l may be centred
 over the tokens: C_l = (I − 11ᵀ/n) V_l. Softmax p has the Jacobian diag(p) − ppᵀ, of norm at most κ = min(½, max p), and
-second derivatives of norm at most √(2/27) and at most κ √(1 + max p) (:class:`lipcert.bounds._remainder.Softmax`). So
-with ‖δS_l‖_F ≤ σ_l = M_l ε + s ‖A_l‖ ε² for ‖Δ‖_F ≤ ε and M_l ≥ ‖S_l'‖, M_l = s (‖W_l^Q K_lᵀ‖ + ‖W_l^K Q_lᵀ‖),
+second derivatives of norm at most √(2/27) and at most κ √(1 + max p)
+(:class:`lipcert.bounds.rules.attention.Softmax`). So with ‖δS_l‖_F ≤ σ_l = M_l ε + s ‖A_l‖ ε² for ‖Δ‖_F ≤ ε and
+M_l ≥ ‖S_l'‖, M_l = s (‖W_l^Q K_lᵀ‖ + ‖W_l^K Q_lᵀ‖),
 
     ‖R_l‖_F ≤ ‖C_l‖ (κ₀ s ‖A_l‖ ε² + ½ c σ_l²) + κ σ_l ‖W_l^V‖ ε,    ‖R‖_F ≤ ‖W^O‖ (Σ_l ‖R_l‖_F²)^½.
 

@@ -57,7 +57,7 @@ from torch import Tensor
 
 from lipcert._numerics import TINY, UNIT, at_most
 from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
-from lipcert.bounds.rules.contraction import repeats
+from lipcert.bounds.rules.linear import repeats
 from lipcert.certifier._chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 

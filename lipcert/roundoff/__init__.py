@@ -27,9 +27,9 @@ Overflow, NaN, operations without a rule, and constants that the network compute
 known here have no bound.
 """
 
-from lipcert.roundoff._format import DTYPES, Format
+from lipcert._format import DTYPES, Format
+from lipcert.bounds import Operand, local_error
 from lipcert.roundoff._roundoff import Gains, Radii, Roundoff, Stage, length, passes
-from lipcert.roundoff._rules import Operand, local_error
 
 __all__ = [
     "DTYPES",

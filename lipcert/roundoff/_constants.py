@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lipcert.roundoff._format import OWN_ROUNDING, Format
+from lipcert._format import OWN_ROUNDING, Format
 from lipcert.surgery import L2Attention
 
 

@@ -1,7 +1,7 @@
 """How far the logits of the deployed network can be from those of the network in real arithmetic.
 
 Every operation v of the deployed network is ĥ_v = f_v(ĥ_operands) + e_v with |e_v| bounded by its rule
-(:mod:`lipcert.roundoff._rules`), so that with L the Lipschitz constants of f_v in its operands
+(the rounding rules of :mod:`lipcert.bounds`), so that with L the Lipschitz constants of f_v in its operands
 
     ‖ĥ_v − h_v‖ ≤ Σ_operands L ‖ĥ_u − h_u‖ + ‖e_v‖,
 
@@ -20,16 +20,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lipcert._format import OWN_ROUNDING, Format, address
 from lipcert._numerics import SAFETY, at_most
 from lipcert._upper import Number
-from lipcert.bounds import NoAnswer, Value, global_value, global_values, kept_whole, refusal, row_distances, rule_for
+from lipcert.bounds import (
+    NoAnswer,
+    Operand,
+    Value,
+    global_value,
+    global_values,
+    kept_whole,
+    local_error,
+    refusal,
+    row_distances,
+    rule_for,
+)
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff._constants import computed_error
-from lipcert.roundoff._format import OWN_ROUNDING, Format, address
-from lipcert.roundoff._rules import Operand, local_error
 
 # (images, predicted, ledger) ↦ (gaps f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]

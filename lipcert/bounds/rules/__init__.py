@@ -1,21 +1,35 @@
-"""The rules, by kind of operation. Importing a module here fills the table."""
+"""All that is known of operations, one file a family. Importing a module here fills the registry."""
 
 from lipcert.bounds.rules import (
     activation,
     arithmetic,
     attention,
-    contraction,
+    convolution,
     linear,
     normalization,
     pooling,
     powers,
+    projections,
     recurrent,
+    reductions,
     resampling,
     structure,
     surgery,
 )
 
 __all__ = [
-    "activation", "arithmetic", "attention", "contraction", "linear", "normalization", "pooling", "powers",
-    "recurrent", "resampling", "structure", "surgery",
-]  # fmt: skip
+    "activation",
+    "arithmetic",
+    "attention",
+    "convolution",
+    "linear",
+    "normalization",
+    "pooling",
+    "powers",
+    "projections",
+    "recurrent",
+    "reductions",
+    "resampling",
+    "structure",
+    "surgery",
+]

@@ -7,6 +7,7 @@ rounded up; the tests check them against the derivatives in 50 digits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
+from lipcert.bounds._masked import INFLATE
+from lipcert.bounds._registry import Call, NoAnswer, box, key_of, remainder, rounding, rule, secant
+from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image, smooth
+from lipcert.bounds._rounding import Operand, aligned, exact, zeros
+from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
+from lipcert.graph import Node
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Activation:
 
 
 _larger, _smaller = max, min  # where arguments of a rule have these names
+
 
 ACTIVATIONS: dict[Any, Activation] = {
     F.relu: Activation(1.0, floor=0.0),
@@ -77,10 +87,128 @@ def sigmoid(call: Call, x: Value) -> Value:
     return result
 
 
+@box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
+def entrywise_box(walk: Walk, node: Node, x: State) -> State:
+    """|φ'| ≤ L: every entry moves by at most L times what it did."""
+    gain = ratio(walk.boxes.lips[node], x.lip)
+    if not math.isfinite(gain):
+        return unknown(walk, node, x)
+    reach = x.reach * gain * INFLATE
+    rounding = flat(walk.value(node).abs()).amax(1) * EVALUATION
+    way = extended(x, torch.full_like(x.value, gain))
+    return walk.result(node, reach, reach, way=way, rounding=over(rounding, reach).expand_as(reach))
+
+
+smooth("silu", curvature=0.5, downward=0.036915)
+smooth("sigmoid", curvature=0.096226)
+smooth("tanh", curvature=0.769801)
+smooth("mish", curvature=0.644205, downward=0.059034)
+
+
+def _library(*targets: Any, size: Callable[[Tensor], Tensor]) -> None:
+    """Registers a function of a library whose implementation is off by at most 4 ulp of size(|x|) and an underflow."""
+
+    def answer(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+        x = operands[0].most
+        return fmt.safe(fmt.function(size(x)), x)
+
+    rounding(*targets)(answer)
+
+
+# x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): a few ulp of |x|, as what is close to 0 or 1 is rounded absolutely.
+_library("gelu", "silu", "mish", "hardswish", size=lambda x: x)
+_library("sigmoid", "hardsigmoid", size=torch.ones_like)
+_library("tanh", size=lambda x: x.clamp_max(1))
+_library(F.logsigmoid, size=lambda x: x + 1)
+
+
+@rounding("softsign")
+def softsign_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x/(1 + |x|) in two operations."""
+    return fmt.safe(fmt.rounded(operands[0].most.clamp_max(1), 2), operands[0].most)
+
+
 @rule(F.gelu)
 def gelu(call: Call, x: Value, approximate: str = "none") -> Value:
     """sup |φ'| is 1.1289042 for x Φ(x) and 1.1289929 for its tanh form; |φ(x)| ≤ |x|."""
     return _apply(x, Activation(1.128905 if approximate == "none" else 1.128994))
+
+
+@remainder("gelu")
+class Gelu(Smooth):
+    """φ''(t) = (2 − t²)·N(t) for the normal density N; the tanh form stays within 0.0032 of it (both checked by the
+    tests).
+
+    |φ''| falls on [0, √2] from 0.79789 to 0, has its other maximum 2 N(2) < 0.107982 at t = 2, and falls after it.
+    """
+
+    curvature = 0.797885
+    downward = 0.107982
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        self.slack = 0.0 if arguments(node).get("approximate", "none") == "none" else 0.0032
+
+    def envelope(self, distance: Tensor) -> Tensor:
+        density = torch.exp(-(distance**2) / 2) / math.sqrt(2 * math.pi)
+        value = (2 - distance**2) * density
+        return torch.where(distance < 2, value.clamp_min(self.downward), -value) + self.slack
+
+    def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """φ'' is positive on (−√2, √2) alone."""
+        bend = math.sqrt(2)
+        near = (self.z.abs() - rho[-1][:, None]).clamp_min(0)
+        upward = (2 - near**2).clamp_min(0) * torch.exp(-(near**2) / 2) / math.sqrt(2 * math.pi)
+        reaches = self.z.abs() + rho[-1][:, None] > bend
+        downward = torch.where(reaches, self.envelope(near).clamp_max(self.downward), 0.0)
+        return upward + self.slack, downward + self.slack
+
+
+@box("neg")
+def negated_box(walk: Walk, node: Node, x: State) -> State:
+    return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
+
+
+box("relu", "relu6", "hardtanh")(clip)
+rounding("neg", "abs", "relu", "relu6")(exact)
+
+
+@remainder("relu")
+class Relu(Kinked):
+    """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
+
+    entrywise = True
+    bends = 1
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+
+
+@secant("relu")
+def secant_relu(z: Tensor, width: Tensor) -> Tensor:
+    """max(z, 0) with the slope (1 + z/w)/2 for |z| < w."""
+    far = eta(z.abs(), width)
+    slope = torch.where(z > 0, 1 - far, far).detach()
+    return torch.relu(z).detach() + slope * (z - z.detach())
+
+
+@remainder(secant_relu)
+class SecantRelu:
+    """Entry by entry; the slope changes by 1."""
+
+    entrywise = True
+    jump = 1.0
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        z, width = operands
+        self.bend = Bend(per_image(z).abs(), per_image(width))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return abs(self.jump) * self.bend.norm(rho[0], rho[-1][:, None])
+
+    def against(self, direction: Tensor) -> Against:
+        g = self.jump * per_image(direction)
+        return lambda rho: self.bend.against(g, rho[0], rho[-1][:, None])
 
 
 @rule(F.leaky_relu)
@@ -90,11 +218,73 @@ def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
 
 
+@box("leaky_relu")
+def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
+    """Slopes 1 and s: the smaller one where the box stays on its side."""
+    slope = float(arguments(node).get("negative_slope", 0.01))
+    if slope < 0:
+        return entrywise_box(walk, node, x)
+    low, high = x.low, x.high
+    up = gap(walk.replay(node, high), walk.value(node))
+    down = gap(walk.value(node), walk.replay(node, low))
+    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, max(1.0, slope)))
+    rounding = torch.maximum(low.abs(), high.abs()) * (slope * 2.0**-51)
+    return walk.result(
+        node, up, down, way=extended(x, weight, local=True), rounding=torch.where(x.reach > 0, rounding, 0.0)
+    )
+
+
+@remainder("leaky_relu")
+class LeakyRelu(Kinked):
+    """As ReLU; the slope changes by 1 − negative_slope."""
+
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+        given = arguments(node).get("negative_slope", 0.01)
+        self.slope = abs(1 - float(given))
+        self.bends = 1 if given <= 1 else -1
+
+
+def _negative_slope(node: Node) -> tuple[float]:
+    return (float(arguments(node).get("negative_slope", 0.01)),)
+
+
+@secant("leaky_relu", rest=_negative_slope)
+def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float) -> Tensor:
+    """negative_slope · z + (1 − negative_slope) max(z, 0), likewise."""
+    return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
+
+
+@remainder(secant_leaky_relu)
+class SecantLeakyRelu(SecantRelu):
+    """The slope changes by 1 − negative_slope."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        self.jump = 1 - node.args[2]
+
+
+@rounding("leaky_relu")
+def leaky_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """One product with the slope, which is rounded to the format."""
+    slope = abs(float(arguments(node).get("negative_slope", 0.01)))
+    return fmt.rounded(operands[0].most * slope, 3) + operands[0].most * fmt.cast(slope).item()
+
+
 @rule(F.elu)
 def elu(call: Call, x: Value, alpha: float = 1.0, inplace: bool = False) -> Value:
     """Slopes 1 for x > 0 and α eˣ ≤ α for x < 0; |φ(x)| ≤ max(1, α) |x|."""
     slope = max(1.0, abs(alpha))
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
+
+
+@rounding("elu")
+def elu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """α(eˣ − 1) for x < 0, off by at most 4 ulp of α; x itself for x > 0."""
+    alpha = abs(float(arguments(node).get("alpha", 1.0)))
+    return fmt.safe(fmt.function(torch.full_like(operands[0].most, alpha)), operands[0].most)
 
 
 @rule(F.softplus)
@@ -107,6 +297,75 @@ def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -
     if threshold < 20 or beta < 1:
         return Value(x.shape, INFINITE, unbounded=f"torch's softplus jumps at its threshold {threshold:g}")
     return Value(x.shape, x.lip, magnitude=x.magnitude + Upper(0.6931471805599454) / beta, floor=0.0)
+
+
+@rounding("softplus")
+def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """log(1 + e^βx)/β, off by at most 4 ulp of |x| + 1/β; where βx passes torch's threshold t it jumps by e⁻ᵗ/β."""
+    given = arguments(node)
+    beta, threshold = float(given.get("beta", 1.0)), float(given.get("threshold", 20.0))
+    if not beta > 0:
+        raise NoAnswer("a negative beta")
+    return fmt.function(operands[0].most + 1 / beta) + math.exp(-threshold) / beta
+
+
+@remainder("abs")
+class Absolute(Kinked):
+    """|z|: the slope changes by 2 at 0."""
+
+    slope = 2.0
+    bends = 1
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+
+
+@remainder("hardsigmoid")
+class HardSigmoid(Kinked):
+    """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, from the nearer kink on."""
+
+    slope = 1 / 6
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__((operands[0].abs() - 3).abs())
+
+
+# torch computes hardswish and its derivative with ⅙ and ½ in float32 in places: off by less than 1e-8.
+_FLOAT32 = 1e-8
+
+
+@remainder("hardswish")
+class HardSwish(Smooth):
+    """z·min(max(z + 3, 0), 6)/6: second derivative ⅓ on (−3, 3), 0 outside; at ±3 the slope jumps by ½.
+
+    R = ∫ (φ'(z + s) − φ'(z)) ds over the way. The smooth part of φ' changes by at most s/3, and the jumps by ½ for each
+    kink passed, both of which are at least the nearer one's distance k away: |R| ≤ ½·⅓ δ² + (|δ| − k)₊.
+    """
+
+    curvature = 1 / 3
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        self.kinks = Kinked((operands[0].abs() - 3).abs())
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        slack = _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
+        return super().norm(rho) + self.kinks.norm(rho) + slack
+
+    def against(self, direction: Tensor) -> Against:
+        curved, kinked = super().against(direction), self.kinks.against(direction)
+        size = per_image(direction).norm(dim=1) * _FLOAT32
+        largest = self.z.abs().amax(1)
+        return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
+
+    def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
+        return None  # the kinks are not of this form
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
+        slack = weight.norm(dim=1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
+        return super().total(weight, rho, size) + self.kinks.against(weight)(rho) + slack
 
 
 @rule(F.hardtanh)
@@ -139,3 +398,53 @@ def _smallest_of_clamped(x: Value, low: Tensor | None, high: Tensor | None) -> f
     """min(max(x, low), high) ≥ min(max(inf x, inf low), inf high)."""
     bottom = x.lowest if low is None else _larger(x.lowest, low.min().item())
     return bottom if high is None else _smaller(bottom, high.min().item())
+
+
+@box("clamp")
+def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
+    return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)
+
+
+@remainder(F.hardtanh, F.relu6, "clamp")
+class Clamp(Kinked):
+    """min(max(z, low), high): slope 0 or 1, constant up to the nearer limit, so :class:`Kinked` with that distance."""
+
+    entrywise = True
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        z = operands[0]
+        low, high = _limits(node)
+        distance = torch.full_like(z, math.inf)
+        for limit in (low, high):
+            if limit is not None:
+                distance = torch.minimum(distance, (z - torch.as_tensor(limit, dtype=torch.float64)).abs())
+        super().__init__(distance)
+
+
+def _limits(node: Node) -> tuple[Any, Any]:
+    if node.op == "relu6":
+        return 0.0, 6.0
+    if node.op == "hardtanh":
+        given = arguments(node)
+        return given.get("min_val", -1.0), given.get("max_val", 1.0)
+    given = arguments(node)
+    if len(node.operands) > 1 or node.shape != node.operands[0].shape:
+        raise NoAnswer("limits that depend on the image, or are larger than the value")
+    return given.get("min"), given.get("max")
+
+
+@rounding("clamp", "hardtanh")
+def clamp_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Comparisons with limits that are those of the deployed format."""
+    given = arguments(node)
+    if node.op == "clamp":
+        limits = [given.get("min"), given.get("max")]
+    else:
+        limits = [given.get("min_val", -1.0), given.get("max_val", 1.0)]
+    if any(isinstance(limit, Node) for limit in limits):
+        raise NoAnswer("limits that depend on the image")
+    error = zeros(node, operands)
+    for limit in limits:
+        if limit is not None:
+            error = torch.maximum(error, aligned(fmt.cast(limit), node, images=False).to(error.device))
+    return error

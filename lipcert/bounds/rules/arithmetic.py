@@ -1,4 +1,4 @@
-"""Sums, products, quotients and means."""
+"""Sums, products and quotients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from lipcert._estimate import held
-from lipcert._upper import INFINITE, Number, Upper
+from lipcert._format import Format
+from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import Call, NoAnswer, in_one_operand, rule
-from lipcert.bounds._value import COMPOSED, Dense, Origin, Scale, Value, largest, rounded_down
-from lipcert.bounds.rules.linear import dense
+from lipcert.bounds._box import State, Walk, scaled, unknown
+from lipcert.bounds._masked import INFLATE
+from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, remainder, rounding, rule
+from lipcert.bounds._remainder import Against, known, per_image, worst
+from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
+from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
 
 
@@ -151,6 +155,63 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
     return Value(call.shape, x.lip, magnitude=magnitude, rows=rows)
 
 
+@box("add", "sub", "rsub")
+def sum_box(walk: Walk, node: Node, *operands: State) -> State:
+    """x ± α y; a constant shifts. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, and what the global analysis folded."""
+    given = arguments(node)
+    alpha = float(given.get("alpha", 1))
+    first, second = given.get("input"), given.get("other")
+    signs = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[node.op]
+    moving = [(x, sign) for x, sign in ((first, signs[0]), (second, signs[1])) if isinstance(x, Node)]
+    if not moving:
+        return unknown(walk, node, *operands)
+    states = [(walk.states[x], sign) for x, sign in moving]
+    rounding = walk.rounded(node)
+    if len(states) == 1:
+        x, sign = states[0]
+        if tuple(x.value.shape[1:]) != node.shape:
+            return unknown(walk, node, *operands)
+        rounding = rounding + x.value.abs() * 2.0**-48
+        state = scaled(walk, node, x, x.value.new_full((1,) * x.value.dim(), sign))
+        return walk.result(node, state.up, state.down, way=state.way, rounding=rounding)
+    up: Tensor | float = 0.0
+    down: Tensor | float = 0.0
+    constants: list[tuple[State, float]] = []
+    for x, sign in states:
+        size = abs(sign)
+        rise, fall = (x.up, x.down) if sign >= 0 else (x.down, x.up)
+        form = (len(x.value), *[1] * (len(node.shape) + 1 - x.value.dim()), *x.value.shape[1:])
+        up, down = up + rise.reshape(form) * size, down + fall.reshape(form) * size
+        rounding = rounding + x.value.abs().reshape(form) * size * 2.0**-48
+        copies = math.prod(node.shape) / max(1, math.prod(x.value.shape[1:]))
+        constants.append((x, size * math.sqrt(copies) * INFLATE))
+    assert isinstance(up, Tensor)
+    assert isinstance(down, Tensor)
+
+    def constant() -> Tensor:
+        return torch.stack([x.constant * size for x, size in constants]).sum(0) * INFLATE
+
+    up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
+    return walk.result(node, up, down, operands, constant=constant)
+
+
+@rounding("add", "sub", "rsub")
+def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x ± αy: one rounding, three with α. Adding −∞, as masks do, is exact."""
+    given = arguments(node)
+    alpha = abs(float(given.get("alpha", 1)))
+    first, second = (given["input"], given["other"]) if node.op != "rsub" else (given["other"], given["input"])
+    (x, dx), (y, dy) = each_of(node, operands, fmt, given["input"], given["other"])
+    masked = torch.zeros_like(zeros(node, operands), dtype=torch.bool)
+    for constant in (first, second):
+        if isinstance(constant, Tensor):
+            masked = masked | aligned(constant == -math.inf, node, images=False)
+    if node.op == "rsub":
+        x, dx, y, dy = y, dy, x, dx
+    error = fmt.rounded(x + alpha * y, 1 if alpha == 1 else 4) + dx + alpha * dy
+    return torch.where(masked, 0.0, error.expand(masked.shape))
+
+
 @rule("mul", linear=in_one_operand)
 def mul(call: Call, x: Any, y: Any) -> Value:
     """By a constant: linear. Two values (a gate): δ(xy) = y δx + x δy, so ‖δ(xy)‖ ≤ max|y| ‖δx‖ + max|x| ‖δy‖.
@@ -216,6 +277,23 @@ def _times(call: Call, x: Value, constant: Any) -> Value:
     return Value(call.shape, magnitude=magnitude, rows=rows, base=x, map=Scale(scale))
 
 
+@remainder("mul")
+class Gate:
+    """x ∘ y: R = δx ∘ δy. ‖R‖ ≤ ‖δx‖‖δy‖; an operand that is broadcast m times deviates by √m as much."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        entries = math.prod(node.shape)
+        first, second = node.operands
+        self.copies = math.sqrt(entries / math.prod(first.shape)) * math.sqrt(entries / math.prod(second.shape))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self.copies * rho[0] * rho[1]
+
+    def against(self, direction: Tensor) -> Against:
+        largest = per_image(direction).abs().amax(1) * self.copies
+        return lambda rho: largest * rho[0] * rho[1]
+
+
 def _constant_denominator(node: Node) -> bool:
     given = arguments(node)
     if given.get("rounding_mode"):
@@ -278,50 +356,97 @@ def _over_total(call: Call, x: Value, y: Value) -> Value | None:
     return Value(call.shape, sigmoid.source.lip / 2, magnitude=1, floor=0.0)
 
 
-def _reduction(mean: bool) -> Any:
-    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """A sum of n entries has norm √n, a mean √n / n; different results share no entry."""
-        count = math.prod(x.shape) // max(1, math.prod(call.shape))
-        root = Upper(count).sqrt()
-        factor: Number = root / count if mean else root
-        same_last = (
-            x.rows is not None and x.rows[0] == len(x.shape) - 1 and bool(call.shape) and call.shape[-1] == x.shape[-1]
-        )
-        rows = None
-        if same_last and x.rows is not None and x.shape[-1] > 1:
-            rows = (-1, x.rows[1] * (1 if mean else count))
-        result = Value(call.shape, x.lip * factor, magnitude=x.magnitude * (1 if mean else count), rows=rows)
-        dims = reduced(x, *args, **kwargs)
-        least = x.lowest * (1 if mean else count)
-        if not mean and dims == (len(x.shape) - 1,):
-            least = max(least, x.mass)
-        result.floor = rounded_down(least)
-        if call.shape == kept(x, dims):
-            kind = x.origin.kind if x.origin is not None else ""
-            if kind == "square" and x.origin is not None:
-                result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
-            elif mean:
-                result.origin = Origin("mean", x, dims, count)
-            elif kind == "sigmoid":
-                result.origin = Origin("total", x, dims)
-        return result
+@remainder("div")
+class Quotient:
+    """a/b: with deviations α, β and q = a/b exactly R = β(qβ − α)/(b(b + β)), as multiplying out shows.
 
-    return answer
+    With c_i = 1/(|b_i|(|b_i| − ρ_b)): ‖R‖ ≤ ρ_b (max c ρ_a + max(c|q|) ρ_b), and against g with |g_i|c_i in place of
+    c_i. An operand that is broadcast m times deviates by √m as much. Where a is constant, α = 0.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        below = given.get("other")
+        if not isinstance(below, Node):
+            raise NoAnswer("a constant denominator")
+        entries = math.prod(node.shape)
+        # Where the quotient's operands stand in the order of node.operands.
+        self.above = node.operands.index(given["input"]) if isinstance(given["input"], Node) else None
+        self.below = node.operands.index(below)
+        self.copies = [math.sqrt(entries / max(1, math.prod(operand.shape))) for operand in node.operands]
+        axes = (len(node.shape) - len(below.shape)) * (1,)
+        b = operands[self.below].reshape(len(result), *axes, *below.shape).expand_as(result)
+        self.b, self.q = per_image(b).abs(), per_image(result).abs()
+
+    def _weights(self, rho: Tensor) -> Tensor:
+        return 1 / (self.b * (self.b - rho[:, None]).clamp_min(0))
+
+    def _moved(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """ρ_a and ρ_b, copies counted."""
+        below = rho[self.below] * self.copies[self.below]
+        return torch.zeros_like(below) if self.above is None else rho[self.above] * self.copies[self.above], below
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        above, below = self._moved(rho)
+        weights = self._weights(rho[self.below])
+        return known(below * (weights.amax(1) * above + worst(weights, self.q) * below))
+
+    def against(self, direction: Tensor) -> Against:
+        size = per_image(direction).abs()
+
+        def bound(rho: Sequence[Tensor]) -> Tensor:
+            above, below = self._moved(rho)
+            weights = self._weights(rho[self.below])
+            return known(below * (worst(weights, size) * above + worst(weights, size * self.q) * below))
+
+        return bound
 
 
-def reduced(x: Value, dim: Any = None, *args: object, **kwargs: object) -> tuple[int, ...]:
-    """The dimensions over which an operation reduces."""
-    dims: Sequence[int] = range(len(x.shape)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    return tuple(sorted(d % len(x.shape) for d in dims)) or tuple(range(len(x.shape)))
+def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
+    """A constant operand with as many dimensions as the value, if it does not enlarge it."""
+    factor = torch.as_tensor(constant, dtype=torch.float64, device=x.value.device).detach()
+    if node.shape != tuple(x.value.shape[1:]) or factor.dim() > len(node.shape):
+        return None
+    return factor.reshape((1,) * (x.value.dim() - factor.dim()) + tuple(factor.shape))
 
 
-def kept(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape after a reduction that keeps the dimensions with size 1."""
-    return tuple(1 if d in dims else size for d, size in enumerate(x.shape))
+@box("mul", "div")
+def times_box(walk: Walk, node: Node, *operands: State) -> State:
+    """By a constant."""
+    given = arguments(node)
+    first, second = given["input"], given["other"]
+    if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
+        return unknown(walk, node, *operands)
+    factor = _constant_factor(node, operands[0], second if isinstance(first, Node) else first)
+    if factor is None:
+        return unknown(walk, node, *operands)
+    return scaled(walk, node, operands[0], 1 / factor if node.op == "div" else factor)
 
 
-rule("mean", linear=True)(_reduction(mean=True))
-rule("sum", linear=True)(_reduction(mean=False))
+@rounding("mul", "div")
+def times_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x·y and x/y, one of them constant or not, the second as a quotient or a product with 1/y.
+
+    |ŷ| ≥ |y| − ρ for a denominator that depends on the image.
+    """
+    given = arguments(node)
+    if node.op == "mul":
+        (x, dx), (y, dy) = each_of(node, operands, fmt, given["input"], given["other"])
+        return fmt.rounded(x * y, 2) + (x * dy + dx * y + dx * dy) * (1 + 4 * fmt.unit) + zeros(node, operands)
+    if given.get("rounding_mode"):
+        raise NoAnswer("a quotient that is rounded to a whole number")
+    (x, dx), (c, dc) = each_of(node, operands, fmt, given["input"], given["other"])
+    x = x + dx
+    low = c - dc
+    if isinstance(given["other"], Node):
+        denominator = operands[node.operands.index(given["other"])]
+        low = aligned((denominator.size - denominator.over(denominator.rho)).clamp_min(0), node, images=True)
+    quotient = torch.where(low > 0, x / low, math.inf)
+    # 1/c may be rounded by itself, and fall below the normal range.
+    inverse = x * (4 * fmt.smallest)
+    cast = (quotient * torch.where(c > 0, dc / c, 0.0) + torch.where(low > 0, dx / low, 0.0)) * (1 + 4 * fmt.unit)
+    error = fmt.rounded(quotient, 4) + cast + inverse + zeros(node, operands)
+    return fmt.safe(error, torch.where(low > 0, 1 / low, math.inf).expand(error.shape))
 
 
 @rule("addcmul", linear=in_one_operand)
@@ -334,42 +459,18 @@ def addcmul(call: Call, x: Any, first: Any, second: Any, *, value: float = 1) ->
     return add(call, x, torch.as_tensor(first) * second, alpha=value)
 
 
-@rule("matmul", linear=in_one_operand)
-def matmul(call: Call, x: Any, y: Any) -> Value:
-    """δ(XY) = δX Y + X' δY, so ‖δ(XY)‖_F ≤ ‖δX‖_F ‖Y‖₂ + ‖X‖₂ ‖δY‖_F.
+@rounding("addcmul")
+def addcmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x + α·y·z: two products and a sum, with α rounded to the format.
 
-    Where X = softmax(A), a row of the first term is Σ_j P_ij (δA_ij − δĀ_i) v_j, the covariance under P of δA_i and v:
-    at most std_P(δA_i) · max_j ‖v_j‖ ≤ √½ ‖δA_i‖ max_j ‖v_j‖, for diag(p) − ppᵀ ⪯ ½. With ‖δP‖ ≤ ½‖δA‖ as the
-    constant of X, that is √2 max_j ‖v_j‖ times it, without the √n of ‖V‖₂.
+    The first product may be of any two factors. Where it underflows, the third multiplies that; where it overflows,
+    there is no answer, however small the result.
     """
-    if not isinstance(x, Value):
-        return _matrix_times(call, x, y)
-    if len(x.shape) < 2 or len(y.shape) < 2:
-        raise NoAnswer("vectors")
-    if not isinstance(y, Value):
-        if y.dim() == 2:
-            return dense(call, x, y.mT)
-        return Value(call.shape, x.lip * Dense(y.reshape(-1, *y.shape[-2:])).norm * _copies_matmul(call, x))
-    right = y.matrix_norm()
-    if x.stochastic:
-        right = min(right, y.row_norm(-1) * Upper(2).sqrt())
-    lip = x.lip * right * _copies_matmul(call, x) + x.matrix_norm() * y.lip * _copies_matmul(call, y)
-    entry = x.row_norm(-1) * y.row_norm(-2)
-    if x.stochastic:
-        return Value(call.shape, lip, magnitude=y.magnitude, rows=(-1, y.row_norm(-1)), floor=y.lowest)
-    result = Value(call.shape, lip, magnitude=entry, rows=(-1, x.row_norm(-1) * y.matrix_norm()))
-    if x.lowest >= 0:  # a column of the product is made of one column of y
-        result.floor = torch.where(y.floor >= 0, 0.0, -math.inf).double()
-    return result
-
-
-def _copies_matmul(call: Call, x: Value) -> Upper:
-    return Upper(math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))).sqrt()
-
-
-def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
-    """W Y for a constant W: every column is multiplied by W."""
-    if weight.dim() < 2 or len(y.shape) < 2:
-        raise NoAnswer("vectors")
-    norm = Dense(weight.reshape(-1, *weight.shape[-2:])).norm
-    return Value(call.shape, y.lip * norm * _copies_matmul(call, y), magnitude=y.row_norm(-2) * norm)
+    given = arguments(node)
+    alpha = abs(float(given.get("value", 1)))
+    (x, dx), (y, dy), (z, dz) = each_of(node, operands, fmt, given["input"], given["tensor1"], given["tensor2"])
+    cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
+    y, z = y + dy, z + dz
+    underflow = 4 * fmt.smallest * (alpha + y + z)
+    error = fmt.rounded(x + dx + alpha * y * z, 5) + cast + underflow + zeros(node, operands)
+    return fmt.safe(error, torch.maximum(y * z, alpha * torch.maximum(y, z)).expand(error.shape))

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lipcert._format import EXTRA, Format
 from lipcert._upper import Upper
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import Call, NoAnswer, remainder, rounding, rule
+from lipcert.bounds._remainder import Against, largest_share, per_image
+from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
+from lipcert.graph import Node
 
 
 @rule("softmax")
@@ -23,6 +32,90 @@ def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwarg
     result = Value(x.shape, x.lip / 2, magnitude=1, rows=(dim, 1), stochastic=last, floor=0.0)
     result.mass = 1.0 if last else 0.0
     return result
+
+
+_SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
+
+
+@remainder("softmax")
+class Softmax:
+    """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V),
+    V = Var_p(w).
+
+    V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½. On the way to a + w an entry of p grows
+    by at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the κ over the ball.
+
+    Norm: the entries of p_j(X_j² − V) sum to zero, lie in [−p_j V, (1 − 2p_j)₊V] because p_j X_j² ≤ (1 − p_j)V
+    (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at
+    most V²(1 + max p). So ‖R_row‖ ≤ ½ κ √(1 + max p) ‖w‖², and over rows ‖R‖ ≤ ½ max(κ √(1 + max p)) ρ².
+
+    It is never more than √(2/27): the form (c, v, w) ↦ E_p[(c − E c)(v − E v)(w − E w)] is symmetric, so its norm is
+    that of its cubic form E_p[X³] (Banach, Studia Math. 7, 1938). X has mean 0 and lies in some [−a, b] with a + b ≤
+    √2‖w‖. Under these conditions E[X³] is at most the value at 0 of the least concave function above t³ on [−a, b]. As
+    t³ is concave left of 0 and convex right of it, that is a chord from b to a point of [−a, 0): a law on two points at
+    most L = √2‖w‖ apart, with third moment at most L³ max_q q(1 − q)(1 − 2q) = L³ √3/18 = √(2/27)‖w‖³. The same holds
+    for −X.
+
+    Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
+
+    Where no row deviates by more than p ≤ ρ, entries of p grow by that alone, ‖R‖² ≤ Σ_rows (½ max(…) ‖w‖²)² is at
+    most (½ max(…) p ρ)², and against c the ‖w‖² of the rows are at most p² each and ρ² together.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        self.dim = self._dim(node) + 1
+        self.largest = per_image(result.amax(self.dim))
+
+    @staticmethod
+    def _dim(node: Node) -> int:
+        dim = arguments(node).get("dim")
+        if dim is None:
+            raise NoAnswer("softmax without dim")
+        return int(dim) % len(node.shape)
+
+    @classmethod
+    def block(cls, node: Node) -> int:
+        """Entries of a row, where they lie one behind the other."""
+        return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
+
+    def _kappa(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+        grown = (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(1.0)
+        return grown.clamp_max(0.5), grown
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        kappa, grown = self._kappa(rho[-1])
+        curvature = (kappa * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
+        return curvature / 2 * rho[0] * rho[-1]
+
+    def against(self, direction: Tensor) -> Against:
+        spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
+        return lambda rho: largest_share(spread * self._kappa(rho[-1])[0] / 2, rho[0], rho[-1])
+
+
+@rounding("softmax")
+def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """exp(a_i − m)/Σ_j exp(a_j − m) for any m between the entries' largest and what online softmax has seen of it.
+
+    The exponent is off by at most 4u(|a_i| + max|a_j|), whether computed as a difference or, for exp2, as a fused
+    product; it is split into at most n factors by online softmax, each off by 4 ulp. So exp(a_i − m) has a relative
+    error of at most e^ℓ − 1 with ℓ = 8u max|a| + 9(n + 1)u, the sum of n positive terms one of e^ℓ(1 + γ_n) − 1, and
+    p_i one of e^(2ℓ + 2γ_(2n + EXTRA) + γ_2) − 1, with u and the first γ those inside an operation and the second that
+    of the format, to which P may be cast before its product with the values too. In the deviation of a row by w, p_i
+    grows by at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are 0 exactly.
+    """
+    given = arguments(node)
+    if given.get("dim") is None or given.get("dtype") is not None:
+        raise NoAnswer("softmax without dim, or in another format")
+    axis = given["dim"] % len(node.shape) + 1
+    x = operands[0]
+    masked = x.nominal == -math.inf
+    length = x.nominal.shape[axis]
+    size = torch.where(masked, 0.0, x.most).amax(axis, keepdim=True)
+    loss = 8 * fmt.sum_unit * size + 9 * (length + 1) * fmt.sum_unit
+    relative = torch.expm1((2 * loss + 2 * fmt.sum_gamma(2 * length + EXTRA) + fmt.gamma(2)).clamp_max(700.0))
+    grown = torch.softmax(x.nominal, axis) * torch.exp((math.sqrt(2) * x.over(x.rho)).clamp_max(700.0))
+    error = grown.clamp_max(1.0) * relative + 4 * (length + EXTRA) * fmt.smallest
+    return torch.where(masked, 0.0, fmt.safe(error, size.expand(error.shape)))
 
 
 @rule("scaled_dot_product_attention")

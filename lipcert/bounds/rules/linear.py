@@ -1,18 +1,30 @@
-"""Matrices and convolutions. Their norms come from lipcert.norms; a scale in front is folded in first."""
+"""Matrices: linear layers, products of two values, and ``einsum`` as the matrix product that it is.
+
+Their norms come from lipcert.norms; a scale in front is folded in first.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._estimate import held
+from lipcert._format import Format
+from lipcert._numerics import at_most
 from lipcert._upper import Upper
-from lipcert.bounds._registry import Call, NoAnswer, in_one_operand, rule
-from lipcert.bounds._value import Conv, Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
-from lipcert.bounds.rules.pooling import per_axis
-from lipcert.norms import conv_transpose_norm
+from lipcert.bounds._arguments import arguments, by_operand
+from lipcert.bounds._box import operator
+from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, remainder, rounding, rule
+from lipcert.bounds._remainder import Against, Bilinear, per_image
+from lipcert.bounds._rounding import Operand
+from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
+from lipcert.bounds.rules.structure import expand
+from lipcert.graph import Node
 
 
 @rule("linear", linear=in_one_operand)
@@ -47,85 +59,289 @@ def constant_part(weight: Tensor, offset: Tensor, error: Upper) -> tuple[Tensor,
     return exact @ offset, rounding + error * vector_norm(weight)
 
 
-@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand)
-def conv(
-    call: Call,
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Value:
-    """x ↦ w ∗ x + b: constant by lipcert.norms.conv_norm; an entry is at most ‖w_o‖₁ max|x|."""
-    dims = len(weight.shape) - 2
-    if len(x.shape) != dims + 2:
-        raise NoAnswer("an input without batch axis")
-    if isinstance(weight, Value) or isinstance(bias, Value) or not isinstance(x, Value):
-        return _conv_by_values(call, x, weight, bias)
-    dilation = per_axis(dilation, dims)
-    if padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        sides = tuple((total // 2, total - total // 2) for total in totals)
-    elif padding == "valid":
-        sides = ((0, 0),) * dims
-    else:
-        sides = tuple((p, p) for p in per_axis(padding, dims))
-    geometry = {"stride": per_axis(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
-    magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
-    inner, operator = x, Conv(weight, x.shape[2:], geometry)
-    if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
-        inner, operator = x.base, folded
-    return Value(call.shape, magnitude=magnitude, base=inner, map=operator)
+box("linear", "matmul")(operator)
 
 
-def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
-    """w ∗ x with a weight that depends on the image: δ(w ∗ x) = w' ∗ δx + δw ∗ x, linear in each.
+def matrix_rounding(
+    x: Operand,
+    weight: Tensor,
+    bias: Tensor | None,
+    terms: int,
+    apply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    rows: Callable[[Tensor], Tensor],
+    fmt: Format,
+) -> Tensor:
+    """Ŵx̂ + b̂ with n terms in a sum, Ŵ and b̂ the cast constants: :meth:`Format.sum`, and |Ŵ − W||x̂| + |b̂ − b|.
 
-    With T taps w ∗ x = Σ_t S_t w_t x, S_t of norm ≤ 1 (shift, stride, padding), w_t a matrix at every position, so
-    ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every position, and for every input of a batch.
+    |W||x̂| ≤ |W||x| + ‖w_i‖ρ and |Wx̂ + b| ≤ |Wx + b| + ‖w_i‖ρ row by row (Cauchy–Schwarz); or |W| times the largest
+    entries of x̂.
+
+    Args:
+        x: the operand.
+        weight: W.
+        bias: b, or None.
+        terms: n.
+        apply: the operation for given operand, weight and bias.
+        rows: the norms of the rows, to broadcast with the result.
+        fmt: the deployed format.
     """
-    x, weight = (v if isinstance(v, Value) else Value.constant(v) for v in (x, weight))
-    taps = Upper(math.prod(weight.shape[2:])).sqrt()
-    lip = taps * (weight.total_norm() * x.lip + x.total_norm() * weight.lip)
-    magnitude = weight.magnitude * x.magnitude * math.prod(weight.shape[1:])
-    if bias is not None:
-        added = bias if isinstance(bias, Value) else Value.constant(bias)
-        lip = lip + added.lip * Upper(math.prod(call.shape) // max(1, math.prod(added.shape))).sqrt()
-        magnitude = magnitude + added.magnitude
-    return Value(call.shape, lip, magnitude=magnitude)
+    weight = weight.detach().double()
+    bias = None if bias is None else bias.detach().double()
+    reach = x.over(x.rho)
+
+    def sizes(weight: Tensor, bias: Tensor | None) -> Tensor:
+        """|W||x̂| + |b|."""
+        near = at_most(apply(x.size, weight, bias) + rows(weight) * reach)
+        return torch.minimum(near, at_most(apply(x.most, weight, bias)))
+
+    size = sizes(weight.abs(), None if bias is None else bias.abs())
+    cast = sizes(fmt.cast(weight), None if bias is None else fmt.cast(bias))
+    result = apply(x.nominal, weight, bias).abs() + rows(weight) * reach
+    largest = x.most.reshape(len(x.nominal), -1).amax(1).reshape(reach.shape)
+    return fmt.safe(fmt.sum(size + cast, terms, result + cast) + cast, torch.maximum(size, largest))
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand)
-def conv_transpose(
-    call: Call,
-    x: Value,
-    weight: Any,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Value:
-    """The adjoint of a convolution, of equal norm; an entry sums at most every weight into its channel."""
-    if isinstance(weight, Value):
-        raise NoAnswer("the weight depends on the image")
-    dims = weight.dim() - 2
-    if len(x.shape) != dims + 2:
-        raise NoAnswer("an input without batch axis")
-    norm = conv_transpose_norm(
-        weight,
-        x.shape[2:],
-        stride=per_axis(stride, dims),
-        padding=per_axis(padding, dims),
-        output_padding=per_axis(output_padding, dims),
-        dilation=per_axis(dilation, dims),
-        groups=groups,
-    )
-    per_output = (
-        held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
-    )
-    magnitude = largest_row_sum(per_output) * x.magnitude + (largest(bias) if bias is not None else 0)
-    return Value(call.shape, x.lip * norm, magnitude=magnitude)
+def still_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operation whose weights must not depend on the image."""
+    given = arguments(node)
+    if isinstance(given["weight"], Node) or isinstance(given.get("bias"), Node):
+        raise NoAnswer("weights that depend on the image")
+    return given
+
+
+@rounding("linear")
+def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """:func:`matrix_rounding`, sums of ``in_features`` products."""
+    given = still_arguments(node)
+    return matrix_rounding(
+        operands[0], given["weight"], given.get("bias"), given["weight"].shape[-1], F.linear,
+        lambda weight: weight.norm(dim=-1), fmt,
+    )  # fmt: skip
+
+
+@rule("matmul", linear=in_one_operand)
+def matmul(call: Call, x: Any, y: Any) -> Value:
+    """δ(XY) = δX Y + X' δY, so ‖δ(XY)‖_F ≤ ‖δX‖_F ‖Y‖₂ + ‖X‖₂ ‖δY‖_F.
+
+    Where X = softmax(A), a row of the first term is Σ_j P_ij (δA_ij − δĀ_i) v_j, the covariance under P of δA_i and v:
+    at most std_P(δA_i) · max_j ‖v_j‖ ≤ √½ ‖δA_i‖ max_j ‖v_j‖, for diag(p) − ppᵀ ⪯ ½. With ‖δP‖ ≤ ½‖δA‖ as the
+    constant of X, that is √2 max_j ‖v_j‖ times it, without the √n of ‖V‖₂.
+    """
+    if not isinstance(x, Value):
+        return _matrix_times(call, x, y)
+    if len(x.shape) < 2 or len(y.shape) < 2:
+        raise NoAnswer("vectors")
+    if not isinstance(y, Value):
+        if y.dim() == 2:
+            return dense(call, x, y.mT)
+        return Value(call.shape, x.lip * Dense(y.reshape(-1, *y.shape[-2:])).norm * _copies_matmul(call, x))
+    right = y.matrix_norm()
+    if x.stochastic:
+        right = min(right, y.row_norm(-1) * Upper(2).sqrt())
+    lip = x.lip * right * _copies_matmul(call, x) + x.matrix_norm() * y.lip * _copies_matmul(call, y)
+    entry = x.row_norm(-1) * y.row_norm(-2)
+    if x.stochastic:
+        return Value(call.shape, lip, magnitude=y.magnitude, rows=(-1, y.row_norm(-1)), floor=y.lowest)
+    result = Value(call.shape, lip, magnitude=entry, rows=(-1, x.row_norm(-1) * y.matrix_norm()))
+    if x.lowest >= 0:  # a column of the product is made of one column of y
+        result.floor = torch.where(y.floor >= 0, 0.0, -math.inf).double()
+    return result
+
+
+def _copies_matmul(call: Call, x: Value) -> Upper:
+    return Upper(math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))).sqrt()
+
+
+def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
+    """W Y for a constant W: every column is multiplied by W."""
+    if weight.dim() < 2 or len(y.shape) < 2:
+        raise NoAnswer("vectors")
+    norm = Dense(weight.reshape(-1, *weight.shape[-2:])).norm
+    return Value(call.shape, y.lip * norm * _copies_matmul(call, y), magnitude=y.row_norm(-2) * norm)
+
+
+@remainder("matmul")
+class MatrixProduct:
+    """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
+
+    An operand whose matrices are broadcast m times deviates by √m as much.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        if len(operands) != 2:
+            raise NoAnswer("three operands")
+        first, second = node.operands
+        if min(len(first.shape), len(second.shape)) < 2:
+            raise NoAnswer("vectors")
+        batch = math.prod(node.shape[:-2])
+        self.copies = math.prod(math.sqrt(batch / math.prod(x.shape[:-2])) for x in (first, second))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self.copies * rho[0] * rho[1]
+
+    def against(self, direction: Tensor) -> Against:
+        matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
+        gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
+        largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
+        # Eigenvalues are off by a small multiple of 2⁻⁵³‖G‖_F² at most, and the floor keeps that relative.
+        largest = torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
+        largest = largest * self.copies
+        return lambda rho: largest * rho[0] * rho[1]
+
+
+@rounding("matmul")
+def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """XY with |X̂||Ŷ| ≤ (|X| + |δX|)(|Y| + |δY|): norms of rows and columns against ‖δY‖ and ‖δX‖.
+
+    Where both depend on the image, the roundings to the format are relative to |X̂||Ŷ|, as fused attention may put the
+    root of its scale on queries and keys before their product.
+    """
+    given, known = arguments(node), by_operand(node, operands)
+    parts: list[tuple[Operand, Tensor]] = []
+    for argument in (given["input"], given["other"]):
+        if isinstance(argument, Node):
+            operand = known(argument)
+            parts.append((operand, torch.zeros((), dtype=torch.float64, device=operand.nominal.device)))
+        else:
+            constant = argument.detach().double()
+            still = Operand(constant[None], constant.new_zeros(1), constant.abs().amax()[None])
+            parts.append((still, fmt.cast(constant)[None]))
+    (x, dx), (y, dy) = parts
+    dims = {part.nominal.dim() for part, _ in parts}
+    if len(dims) != 1 and (len(operands) == 2 or operands[0].nominal.dim() < max(dims)) or min(dims) < 3:
+        raise NoAnswer("operands of different form")
+    terms = x.nominal.shape[-1]
+    rho_x, rho_y = x.over(x.rho), y.over(y.rho)
+    moved = x.nominal.norm(dim=-1, keepdim=True) * rho_y + rho_x * y.nominal.norm(dim=-2, keepdim=True) + rho_x * rho_y
+    size = torch.minimum(at_most(x.size @ y.size + moved), at_most(x.most @ y.most))
+    cast = torch.zeros_like(size)
+    if len(operands) == 1:
+        cast = at_most(dx @ y.most if dx.dim() else x.most @ dy)
+    result = size if len(operands) == 2 else (x.nominal @ y.nominal).abs() + moved
+    largest = torch.maximum(*(part.most.reshape(len(part.nominal), -1).amax(1) for part in (x, y)))
+    error = fmt.sum(size + cast, terms, result + cast) + cast
+    return fmt.safe(error, torch.maximum(size, operands[0].over(largest.expand(len(size)))))
+
+
+@rule("einsum", linear=in_one_operand)
+def einsum(call: Call, equation: str, *tensors: Any) -> Value:
+    """Axes in both tensors and the result are a batch, those in both alone are summed over: a batch of products X Y.
+
+    Its norm is that of ``matmul``; moving axes is a bijection of the entries. An axis of size 1 in one tensor and n in
+    the other is repeated n times first, which has norm √n.
+    """
+    operands = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+    if not isinstance(equation, str):
+        raise NoAnswer("einsum with axes that are not letters")
+    batch, rows, columns, summed = roles(equation)
+    a, b = terms(equation)
+    wide = sizes(equation, operands)
+    x, y = (_widened(call, t, term, wide) for t, term in zip(operands, (a, b), strict=True))
+
+    def size(axes: str) -> int:
+        return math.prod(wide[axis] for axis in axes)
+
+    left = _arranged(x, a, (batch, rows, summed), wide)
+    right = _arranged(y, b, (batch, summed, columns), wide)
+    product = Call((size(batch), size(rows), size(columns)), call.path)
+    if isinstance(left, Tensor):
+        norm = Dense(left).norm
+        return Value(call.shape, right.lip * norm, magnitude=right.row_norm(-2) * norm)
+    result = matmul(product, left, right)
+    return Value(call.shape, result.lip, magnitude=result.magnitude, floor=result.lowest)
+
+
+def terms(equation: str) -> tuple[str, str]:
+    """The axes of the two tensors of a product.
+
+    Raises:
+        NoAnswer: not two tensors, or axes that are not named.
+    """
+    left, _, output = equation.replace(" ", "").partition("->")
+    both = left.split(",")
+    if len(both) != 2 or "." in equation or "->" not in equation:
+        raise NoAnswer(f"einsum {equation}")
+    if any(len(set(term)) != len(term) for term in (*both, output)):
+        raise NoAnswer(f"einsum {equation}")
+    return both[0], both[1]
+
+
+def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
+    """The sizes of the axes of a product of two tensors, or of values or nodes with a shape.
+
+    An axis of size 1 of one of them is repeated where the other one is longer, as torch does.
+
+    Raises:
+        NoAnswer: as :func:`roles`.
+    """
+    roles(equation)
+    found: dict[str, int] = {}
+    for term, operand in zip(terms(equation), operands, strict=True):
+        for axis, size in zip(term, operand.shape, strict=True):
+            if found.get(axis, 1) == 1:
+                found[axis] = size
+            elif size not in (1, found[axis]):
+                raise NoAnswer(f"einsum {equation}")
+    return found
+
+
+def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
+    """How many times each of two operands is repeated along axes where it has size 1 and the other one has more.
+
+    Raises:
+        NoAnswer: as :func:`roles`.
+    """
+    wide = sizes(equation, operands)
+    both = zip(terms(equation), operands, strict=True)
+    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in both]
+
+
+def roles(equation: str) -> tuple[str, str, str, str]:
+    """Axes of a product of two tensors: those in both and the result, left alone, right alone, summed over.
+
+    Raises:
+        NoAnswer: not two tensors, an axis that occurs twice in one of them, is left out, or is summed in one alone.
+    """
+    a, b = terms(equation)
+    output = equation.replace(" ", "").partition("->")[2]
+    both = [axis for axis in a if axis in b]
+    batch = "".join(axis for axis in both if axis in output)
+    rows = "".join(axis for axis in a if axis not in b)
+    columns = "".join(axis for axis in b if axis not in a)
+    if set(rows + columns) - set(output):
+        raise NoAnswer(f"einsum {equation}")
+    return batch, rows, columns, "".join(axis for axis in both if axis not in output)
+
+
+def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:
+    """A tensor or value with its axes of size 1 repeated to the product's sizes."""
+    shape = tuple(wide[axis] for axis in names)
+    if shape == tuple(x.shape):
+        return x
+    return expand(Call(shape, call.path), x) if isinstance(x, Value) else x.expand(shape)
+
+
+def _arranged(x: Any, names: str, groups: tuple[str, str, str], sizes: dict[str, int]) -> Any:
+    """A tensor or value with its axes merged into three groups; rows along an axis that is a group by itself stay."""
+    shape = tuple(math.prod(sizes[axis] for axis in group) for group in groups)
+    if not isinstance(x, Value):
+        order = [names.index(axis) for group in groups for axis in group]
+        return held(x).permute(order).reshape(shape)
+    rows = None
+    if x.rows is not None and names[x.rows[0]] in groups:
+        rows = (groups.index(names[x.rows[0]]), x.rows[1])
+    return Value(shape, x.lip, magnitude=x.magnitude, rows=rows, floor=x.lowest)
+
+
+@remainder("einsum")
+class Contraction(Bilinear):
+    """A batch of matrix products, as in :func:`einsum`: ‖X Y‖_F ≤ ‖X‖_F‖Y‖_F in each.
+
+    K = 1, times √m for an operand that is repeated m times along axes where it has size 1.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        equation = node.args[0]
+        if len(operands) != 2 or not isinstance(equation, str):
+            raise NoAnswer("other than two tensors")
+        self.factor = math.sqrt(math.prod(repeats(equation, node.operands)))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipcert._estimate import held
+from lipcert._format import EXTRA, Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._box import State, Walk, scaled
+from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._remainder import Radial, RadialKink, per_image
+from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
@@ -53,6 +58,46 @@ def batch_norm(
     return _shifted(call, _times(call, x, scale.reshape(channels)), shift.reshape(channels) * COMPOSED)
 
 
+@box("batch_norm")
+def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
+    given = arguments(node)
+    scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
+    if given.get("weight") is not None:
+        scale = scale * given["weight"].detach().double()
+    scale = scale.reshape(1, 1, -1, *[1] * (x.value.dim() - 3))
+    shift = given["running_mean"].double().reshape(scale.shape) * scale
+    state = scaled(walk, node, x, scale)
+    slack = shift.abs() * 2.0**-48
+    return walk.result(node, state.up, state.down, way=state.way, rounding=slack.expand_as(x.value))
+
+
+@rounding("batch_norm")
+def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """(x − μ)γ/√(var + eps) + β in this order, or as αx + (β − αμ) with α = γ/√(var + eps).
+
+    Either way α is off by a relative 10u and what the casts of var, eps and γ do, and the sum by 4u of its terms.
+    """
+    given = arguments(node)
+    x = operands[0]
+    form = (-1, *[1] * (x.nominal.dim() - 3))
+
+    def constant(name: str, default: float) -> tuple[Tensor, Tensor]:
+        value = given.get(name)
+        value = torch.full_like(given["running_var"], default) if value is None else value
+        return value.detach().double().abs().reshape(form), fmt.cast(value).reshape(form)
+
+    (mean, d_mean), (var, d_var) = constant("running_mean", 0.0), constant("running_var", 1.0)
+    (gain, d_gain), (shift, d_shift) = constant("weight", 1.0), constant("bias", 0.0)
+    eps = float(given.get("eps", 1e-5))
+    t = (d_var + fmt.cast(eps).item() + 4 * fmt.smallest) / (var + eps)
+    t = torch.where(t < 0.5, t, math.inf) + 16 * fmt.unit
+    alpha = gain * (var + eps).rsqrt()
+    d_alpha = (gain * t + d_gain * (1 + t)) * (var + eps).rsqrt() + 4 * fmt.smallest
+    size = (alpha + d_alpha) * (x.most + mean + d_mean) + shift + d_shift
+    error = d_alpha * (x.most + mean) + (alpha + d_alpha) * d_mean + d_shift + fmt.rounded(size, 8)
+    return fmt.safe(error, torch.maximum(size, x.most))
+
+
 def _standardized(x: Value, shape: tuple[int, ...], size: int, eps: float | None, axis: int | None) -> Value:
     """x̂ = (x − μ)/s with s² = ‖x − μ‖²/size + eps, or without μ, over groups of ``size`` entries.
 
@@ -85,6 +130,107 @@ def _affine(base: Value, weight: Tensor | None, bias: Tensor | None, axis: int, 
     return Value(base.shape, magnitude=magnitude, base=base, map=Scale(scale), offset=offset)
 
 
+@dataclass(frozen=True)
+class Centred:
+    """Tokens, as a rule less their mean, in the deployed format.
+
+    Attributes:
+        size: bounds on the exact |c_i|, shape (N, ..., d).
+        error: bounds on the errors of the c_i.
+        low, high: bounds on the exact ‖c‖, shape (N, ..., 1).
+        square: a bound on Σ z_i² of the deployed tokens.
+    """
+
+    size: Tensor
+    error: Tensor
+    low: Tensor
+    high: Tensor
+    square: Tensor
+
+    @classmethod
+    def without(cls, tokens: Tensor, rho: Tensor, most: Tensor) -> Centred:
+        """Tokens as they are, for projections that take no mean off; arguments as for :meth:`of`."""
+        length = tokens.norm(dim=-1, keepdim=True)
+        square = torch.minimum((length + rho).square(), most.square().sum(-1, keepdim=True))
+        return cls(most, torch.zeros_like(most), (length - rho).clamp_min(0), square.sqrt(), square)
+
+    @classmethod
+    def of(cls, tokens: Tensor, rho: Tensor, most: Tensor, terms: int, fmt: Format) -> Centred:
+        """A mean is off by what :meth:`Format.sum` says.
+
+        Args:
+            tokens: nominal z, shape (N, ..., d).
+            rho: how far z can move, to broadcast.
+            most: bounds on |z_i|.
+            terms: d for sums in any order; 4d where the mean may be made by updates (Welford).
+            fmt: the deployed format.
+        """
+        d = tokens.shape[-1]
+        centred = tokens - tokens.mean(-1, keepdim=True)
+        length = centred.norm(dim=-1, keepdim=True)
+        total = torch.minimum(tokens.abs().sum(-1, keepdim=True) + math.sqrt(d) * rho, most.sum(-1, keepdim=True))
+        square = torch.minimum((tokens.norm(dim=-1, keepdim=True) + rho).square(), most.square().sum(-1, keepdim=True))
+        size = torch.minimum(centred.abs() + rho, most + total / d)
+        mean = tokens.mean(-1, keepdim=True).abs() + rho / math.sqrt(d)
+        mean_error = fmt.sum(total / d, terms, mean)
+        error = fmt.safe(mean_error * (1 + 2 * fmt.unit) + fmt.rounded(size), total.expand(size.shape))
+        return cls(size, error, (length - rho).clamp_min(0), torch.minimum(length + rho, square.sqrt()), square)
+
+
+def affine_rounding(size: Tensor, error: Tensor, weight: Tensor | None, bias: Tensor | None, fmt: Format) -> Tensor:
+    """The error of weight · ŷ + bias with |y| ≤ size, |ŷ − y| ≤ error."""
+    if weight is not None:
+        exact, cast = weight.detach().double().abs(), fmt.cast(weight)
+        error = error * (exact + cast) + size * cast
+        size = size * exact
+        error = error + fmt.rounded(size + error)
+    if bias is not None:
+        exact, cast = bias.detach().double().abs(), fmt.cast(bias)
+        error = error + cast
+        error = error + fmt.rounded(size + error + exact)
+    return error
+
+
+def _length_bounds(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """How short the vectors along an axis can be, and bounds on their squared lengths, both with that axis kept."""
+    nominal = x.norm(dim=axis, keepdim=True)
+    square = torch.minimum((nominal + rho).square(), most.square().sum(axis, keepdim=True))
+    return (nominal - rho).clamp_min(0), square
+
+
+def inverse_root_error(off: Tensor, fmt: Format) -> Tensor:
+    """The relative error of 1/√y, and of a product with it, where y has a relative error of at most ``off`` < ½.
+
+    |(1 + τ)^(−½) − 1| ≤ |τ|/2 + τ² for |τ| ≤ ½, by its series; then the library's function and two roundings.
+    """
+    first = torch.where(off < 0.5, off / 2 + off.square(), math.inf)
+    second = fmt.library + fmt.gamma(2)
+    return first + second + first * second
+
+
+def _standardized_rounding(tokens: Tensor, rho: Tensor, most: Tensor, eps: float, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Bounds on |x̂_i| and on its error, x̂ = c/s with s² = ‖c‖²/d + eps.
+
+    A kernel may compute x/s − μ/s, or scale x and add one constant: these roundings are relative to |x| + |μ|.
+
+    The variance, by two passes, by updates (Welford), or as E[z²] − E[z]², is off by at most
+    2(γ_(4d + EXTRA) + γ_4) E[z²], the first γ that of the arithmetic inside an operation. Then
+    :func:`inverse_root_error`.
+    """
+    d = tokens.shape[-1]
+    centred = Centred.of(tokens, rho, most, 4 * d, fmt)
+    mean = most.mean(-1, keepdim=True)
+    shifted = fmt.sum_gamma(3) * (most + mean)
+    least = centred.low.square() / d + eps
+    off = 2 * (fmt.sum_gamma(4 * d + EXTRA) + fmt.gamma(4)) * centred.square / d
+    t = inverse_root_error((off + fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest) / least + fmt.gamma(1), fmt)
+    inverse = least.rsqrt()
+    size = torch.minimum(centred.size * inverse, torch.full_like(inverse, math.sqrt(d)))
+    error = ((centred.error + shifted) * (1 + t) + centred.size * t) * inverse
+    error = error + fmt.rounded(size + error)
+    return size, fmt.safe(error, centred.square.expand(error.shape))
+
+
 @rule("layer_norm")
 def layer_norm(
     call: Call,
@@ -100,6 +246,36 @@ def layer_norm(
     return _affine(base, weight, bias, -dims, dims)
 
 
+@remainder("layer_norm")
+class LayerNorm(Radial):
+    """R = √(d·eps), gain √d/R; see :class:`Radial`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        if len(given["normalized_shape"]) != 1:
+            raise NoAnswer("several normalised dimensions")
+        size, eps = given["normalized_shape"][0], given.get("eps", 1e-5)
+        if not eps > 0:
+            raise NoAnswer("eps = 0")
+        h = operands[0]
+        radius = math.sqrt(size * eps)
+        length = per_image((h - h.mean(-1, keepdim=True)).norm(dim=-1))
+        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), -1)
+
+
+@rounding("layer_norm")
+def layer_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """:func:`_standardized_rounding` over the normalised axes, then scale and bias."""
+    given = arguments(node)
+    dims = len(given["normalized_shape"])
+    x = operands[0]
+    tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
+    rho = x.rho.reshape(-1, *[1] * (tokens.dim() - 1))
+    size, error = _standardized_rounding(tokens, rho, most, float(given.get("eps", 1e-5)), fmt)
+    weight, bias = (None if given.get(k) is None else given[k].flatten() for k in ("weight", "bias"))
+    return affine_rounding(size, error, weight, bias, fmt).reshape(x.nominal.shape)
+
+
 @rule("rms_norm")
 def rms_norm(
     call: Call, x: Value, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
@@ -111,6 +287,44 @@ def rms_norm(
     return _affine(base, weight, None, -dims, dims)
 
 
+@remainder("rms_norm")
+class RootMeanSquare(Radial):
+    """√d h/√(‖h‖² + d·eps), as LayerNorm without centring. See :class:`Radial`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        if len(given["normalized_shape"]) != 1:
+            raise NoAnswer("several normalised dimensions")
+        size, eps = given["normalized_shape"][0], given.get("eps")
+        if eps is None:
+            eps = torch.finfo(operands[0].dtype).eps
+        if not eps > 0:
+            raise NoAnswer("eps = 0")
+        radius = math.sqrt(size * eps)
+        length = per_image(operands[0].norm(dim=-1))
+        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), -1)
+
+
+@rounding("rms_norm")
+def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """weight ∘ z/√(mean z² + eps). A mean of squares is off by a relative γ, as its terms have one sign."""
+    given = arguments(node)
+    if given.get("eps") is None:
+        raise NoAnswer("an eps that depends on the format")
+    dims, eps = len(given["normalized_shape"]), float(given["eps"])
+    x = operands[0]
+    tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
+    d = tokens.shape[-1]
+    low, square = _length_bounds(tokens, most, x.rho.reshape(-1, *[1] * (tokens.dim() - 1)), -1)
+    least = low.square() / d + eps
+    underflow = fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest
+    t = inverse_root_error(fmt.sum_gamma(d + EXTRA) + fmt.gamma(4) + underflow / least, fmt)
+    size = torch.minimum(most * least.rsqrt(), torch.full_like(least, math.sqrt(d)))
+    error = fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), square.expand(size.shape))
+    weight = None if given.get("weight") is None else given["weight"].flatten()
+    return affine_rounding(size, error, weight, None, fmt).reshape(x.nominal.shape)
+
+
 @rule("group_norm")
 def group_norm(
     call: Call, x: Value, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
@@ -118,6 +332,53 @@ def group_norm(
     """LayerNorm over the channels of a group and all positions, with γ and β per channel."""
     base = _standardized(x, call.shape, math.prod(x.shape[1:]) // num_groups, eps, None)
     return _affine(base, weight, bias, 1)
+
+
+class ByGroup:
+    """For :class:`Radial`: its tokens are groups of channels with all their positions, and the weight is by channel."""
+
+    groups: int
+    weight: Tensor | None
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """(N, batch, channels, ...) as (N, batch · groups, entries)."""
+        return tensor.reshape(len(tensor), tensor.shape[1] * self.groups, -1)
+
+    def _sizes(self, direction: Tensor) -> Tensor:
+        if self.weight is not None:
+            direction = direction * self.weight.double().reshape(-1, *[1] * (direction.dim() - 3))
+        return self.split(direction).norm(dim=-1)
+
+
+@remainder("group_norm")
+class GroupNorm(ByGroup, Radial):
+    """LayerNorm of every group. See :class:`Radial`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        self.groups = given["num_groups"]
+        eps = given.get("eps", 1e-5)
+        if not eps > 0:
+            raise NoAnswer("eps = 0")
+        h = self.split(operands[0])
+        size = h.shape[-1]
+        radius = math.sqrt(size * eps)
+        length = (h - h.mean(-1, keepdim=True)).norm(dim=-1)
+        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), 2)
+
+
+@rounding("group_norm")
+def group_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """:func:`_standardized_rounding` over the channels of a group and all positions, then scale and bias by channel."""
+    given = arguments(node)
+    x = operands[0]
+    shape = (*x.nominal.shape[:2], given["num_groups"], -1)
+    rho = x.rho.reshape(-1, 1, 1, 1)
+    eps = float(given.get("eps", 1e-5))
+    size, error = _standardized_rounding(x.nominal.reshape(shape), rho, x.most.reshape(shape), eps, fmt)
+    form = (-1, *[1] * (x.nominal.dim() - 3))
+    weight, bias = (None if given.get(k) is None else given[k].reshape(form) for k in ("weight", "bias"))
+    return affine_rounding(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
 
 
 @rule("normalize")
@@ -130,3 +391,37 @@ def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1
     if not eps > 0:
         return Value(call.shape, INFINITE, rows=(dim, 1), unbounded="eps is 0, so that its slope is unbounded near 0")
     return Value(call.shape, x.lip * (Upper(1) / eps), rows=(dim, 1))
+
+
+@remainder("normalize")
+class Normalized(RadialKink):
+    """h/max(‖h‖, eps) is 1/eps times the projection onto the ball of radius eps. See :class:`RadialKink`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        dim, eps = given.get("dim", 1), given.get("eps", 1e-12)
+        if given.get("p", 2.0) != 2.0 or not isinstance(dim, int) or not eps > 0:
+            raise NoAnswer("p is not 2, several dimensions, or eps = 0")
+        axis = dim % len(node.shape) + 1
+        super().__init__(per_image(operands[0].norm(dim=axis)), eps, None, axis, gain=1 / eps)
+
+
+@rounding("normalize")
+def normalize_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x/max(‖x‖, eps). With n = ‖x‖ and a the underflow of the sum of squares, n² + a has a root within min(√a, a/n)
+    of n; the γ of the sum, of which the root takes half, and the root's own error are relative to n."""
+    given = arguments(node)
+    eps = float(given.get("eps", 1e-12))
+    if given.get("p", 2.0) != 2.0 or not isinstance(given.get("dim", 1), int):
+        raise NoAnswer("another norm than that along one axis")
+    x = operands[0]
+    axis = given.get("dim", 1) % len(node.shape) + 1
+    low, square = _length_bounds(x.nominal, x.most, x.over(x.rho), axis)
+    least = low.clamp_min(eps)
+    count = x.nominal.shape[axis] + EXTRA
+    underflow = 4 * count * fmt.smallest
+    lost = torch.minimum(torch.full_like(low, math.sqrt(underflow)), underflow / low) + fmt.cast(eps).item()
+    off = fmt.sum_gamma(count) + fmt.library + fmt.gamma(2) + 2 * lost / least
+    t = torch.where(off < 0.5, off / (1 - off), math.inf)
+    size = torch.minimum(x.most / least, torch.ones_like(least))
+    return fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), torch.maximum(square.expand(size.shape), 1 / least))

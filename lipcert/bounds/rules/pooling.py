@@ -10,9 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert._format import Format
 from lipcert._upper import Upper, root_sum_squares
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._arguments import arguments, per_axis, replayed
+from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
+from lipcert.bounds._masked import INFLATE
+from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._remainder import Against, Kinked
+from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
+from lipcert.graph import Node
 
 
 def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[Upper, Upper]:
@@ -56,6 +63,27 @@ for _dims, _operation in (
     (3, F.adaptive_avg_pool3d),
 ):
     rule(_operation, linear=True)(_averaging(_operation, _dims))
+
+
+box("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")(
+    nonnegative
+)
+
+
+@rounding("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Means over windows, as :func:`sums`; a window has no more entries than its kernel, or the operand has positions.
+
+    What is divided by is a number of positions, or is given.
+    """
+    dims = int(str(node.op)[-2])
+    given = arguments(node)
+    positions = math.prod(
+        per_axis(given["kernel_size"], dims) if "kernel_size" in given else node.operands[0].shape[-dims:]
+    )
+    size = replayed(node, operands[0].most).abs()
+    total = size * max(positions, abs(given.get("divisor_override") or 0))
+    return fmt.safe(fmt.sum(size, positions, size), total)
 
 
 def _maximum(dims: int) -> Callable[..., Value]:
@@ -116,10 +144,140 @@ for _dims in (1, 2, 3):
     rule(f"adaptive_max_pool{_dims}d")(_adaptive_maximum(_dims))
 
 
+@box("max_pool2d")
+def max_pool_box(walk: Walk, node: Node, x: State) -> State:
+    """An entry that cannot be the largest of a window in the ball does not count there.
+
+    |max a − max b| ≤ max|a_j − b_j| over the entries j that can be the largest of the window, so with n_j the number of
+    windows that move and where j can be the largest, ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
+    """
+    up, down, low, high = monotone(walk, node, x)
+    given = arguments(node)
+    if given.get("ceil_mode") or len(node.shape) != 4:
+        return walk.result(node, up, down, (x,))
+    size, padding, dilation = (
+        per_axis(given.get(k) or d, 2) for k, d in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
+    )
+    stride = per_axis(given.get("stride") or given["kernel_size"], 2)
+    image = tuple(x.value.shape[-2:])
+    padded = (image[0] + 2 * padding[0], image[1] + 2 * padding[1])
+    entries = x.high.reshape(-1, 1, *image)
+    frame = F.pad(entries, (padding[1],) * 2 + (padding[0],) * 2, value=-1e300)
+    windows = F.unfold(frame, size, dilation=dilation, stride=stride)
+    counts = (windows >= low.reshape(len(entries), 1, -1)) & (high > low).reshape(len(entries), 1, -1)
+    total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
+    total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
+    weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
+    return walk.result(node, up, down, way=extended(x, weight, local=True), open=False)
+
+
+class _Windows(Kinked):
+    """max over windows: with gap k between the largest and the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
+
+    |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in m windows at most, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
+
+    Args:
+        x: shape (..., *sizes).
+        windows: for every axis the positions that each window covers on it, shape (windows, entries); those outside of
+            the axis are padding.
+    """
+
+    def __init__(self, x: Tensor, windows: Sequence[Tensor]):
+        images, dims = len(x), len(windows)
+        x = x.reshape(-1, *x.shape[-dims:])
+        shared = 1
+        for axis, places in reversed(list(enumerate(windows, 1))):
+            size = x.shape[axis]
+            places = torch.where((places >= 0) & (places < size), places, size)
+            shared *= int(places.flatten().bincount(minlength=size + 1)[:size].max())
+            padding = x.new_full((*x.shape[:axis], 1, *x.shape[axis + 1 :]), -math.inf)
+            x = torch.cat([x, padding], axis).index_select(axis, places.flatten().to(x.device))
+            x = x.unflatten(axis, places.shape)
+        entries = x.permute(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).flatten(dims + 1)
+        top = torch.nn.functional.pad(entries, (0, 1), value=-math.inf).topk(2).values
+        super().__init__((top[..., 0] - top[..., 1]).reshape(images, -1))
+        self.spread = math.sqrt(2 * shared)
+
+
+@remainder("max_pool1d", "max_pool2d", "max_pool3d")
+class MaxPool(_Windows):
+    """With the windows of :func:`covered`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        dims = int(str(node.op)[-2])
+        kernel, stride, padding, dilation = (
+            per_axis(value, dims)
+            for value in (
+                given["kernel_size"],
+                given.get("stride") or given["kernel_size"],
+                given.get("padding", 0),
+                given.get("dilation", 1),
+            )
+        )
+        super().__init__(operands[0], covered(result.shape[-dims:], kernel, stride, padding, dilation))
+
+
+@remainder("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+class AdaptiveMaxPool(_Windows):
+    """Window i of an axis of n entries covers those from ⌊in/m⌋ on and before ⌈(i + 1)n/m⌉."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        dims = int(str(node.op)[-2])
+        windows = []
+        for n, m in zip(operands[0].shape[-dims:], result.shape[-dims:], strict=True):
+            first, behind = torch.arange(m) * n // m, -(-(torch.arange(m) + 1) * n // m)
+            places = first[:, None] + torch.arange(int((behind - first).max()))
+            windows.append(torch.where(places < behind[:, None], places, n))
+        super().__init__(operands[0], windows)
+
+
 @rule("amax", "amin")
 def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """|max a − max b| ≤ ‖a − b‖; different results share no entry."""
     return Value(call.shape, x.lip, magnitude=x.magnitude, floor=x.lowest)
+
+
+@box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
+def extreme_box(walk: Walk, node: Node, x: State) -> State:
+    up, down, _, _ = monotone(walk, node, x)
+    return walk.result(node, up, down, (x,))
+
+
+@remainder("amax", "amin")
+class Extreme(Kinked):
+    """The largest entry of each group: with gap k to the second, |R| ≤ (|δ_j| + |δ_top| − k)₊ ≤ (√2‖δ_group‖ − k)₊.
+
+    Autograd shares a tie evenly; then k = 0, and |δ_j − Σ w_i δ_i| ≤ √2‖δ_group‖ for weights w.
+    """
+
+    spread = math.sqrt(2)
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        if not node.shape:
+            raise NoAnswer("the largest or smallest of all entries")
+        dim = given.get("dim")
+        shape = node.operands[0].shape
+        dims = range(len(shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+        inside = sorted({d % len(shape) + 1 for d in dims})
+        outside = [d for d in range(len(shape) + 1) if d not in inside]
+        groups = operands[0].permute(*outside, *inside).flatten(len(outside))
+        ordered = groups.sort(dim=-1).values
+        if ordered.shape[-1] == 1:
+            gap = torch.full_like(ordered[..., 0], math.inf)
+        elif node.op == "amin":
+            gap = ordered[..., 1] - ordered[..., 0]
+        else:
+            gap = ordered[..., -1] - ordered[..., -2]
+        self.bends = -1 if node.op == "amin" else 1
+        super().__init__(gap)
+
+
+rounding(
+    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "amax", "amin",
+)(exact)  # fmt: skip
 
 
 def _larger(pick: Callable[..., float]) -> Callable[..., Value]:
@@ -143,6 +301,28 @@ def _lowest(constant: Any) -> float:
     return torch.as_tensor(constant, dtype=torch.float64).min().item()
 
 
-def per_axis(value: Any, dims: int) -> tuple[int, ...]:
-    """An argument of a window as one number for each axis."""
-    return (value,) * dims if isinstance(value, int) else tuple(value if len(value) == dims else value * dims)
+@remainder("max", "min", "maximum", "minimum")
+class Larger(Kinked):
+    """max(a, b) entry by entry: R ≤ (|δa − δb| − |a − b|)₊, and |δa − δb| ≤ √2 ‖(δa, δb)‖; b may be constant."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        pair = [given.get("input"), given.get("other")]
+        values = iter(operands)
+        sides = [next(values) if isinstance(item, Node) else torch.as_tensor(item).detach().double() for item in pair]
+        if any(operand.shape != node.shape for operand in node.operands):
+            raise NoAnswer("an operand that is repeated")
+        self.spread = math.sqrt(len(node.operands))
+        self.bends = 1 if node.op in ("max", "maximum") else -1
+        super().__init__((sides[0] - sides[1]).abs())
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return super().norm([_together(rho)])
+
+    def against(self, direction: Tensor) -> Against:
+        kinked = super().against(direction)
+        return lambda rho: kinked([_together(rho)])
+
+
+def _together(rho: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(rho)).norm(dim=0)

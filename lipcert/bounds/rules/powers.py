@@ -1,16 +1,23 @@
-"""Powers, roots and lengths: finite where the range of the value keeps their slope bounded."""
+"""Powers and roots: finite where the range of the value keeps their slope bounded."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import Call, NoAnswer, remainder, rounding, rule
+from lipcert.bounds._remainder import Against, Smooth, per_image, smooth, worst
+from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
-from lipcert.bounds.rules.arithmetic import _copies, kept, reduced
+from lipcert.bounds.rules.arithmetic import _copies
+from lipcert.graph import Node
 
 _ROUNDED = 1 + 2.0**-40  # a few operations in float64, powers included
 
@@ -67,6 +74,19 @@ def square(call: Call, x: Value) -> Value:
     return result
 
 
+smooth("square", curvature=2.0, downward=0.0)
+
+
+@rounding("square", "pow")
+def power_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """xᵖ for whole p ≥ 1, by products or by a library's function."""
+    p = 2.0 if node.op == "square" else arguments(node)["exponent"]
+    if isinstance(p, (Node, Tensor)) or not 1 <= p < math.inf or p != int(p):
+        raise NoAnswer("the exponent is not a whole number ≥ 1")
+    size = operands[0].most ** int(p)
+    return fmt.rounded(size, int(p)) + fmt.function(size)
+
+
 def _of_root(energy: Origin) -> Upper:
     """The constant of √(‖x‖²/n + eps), the length of the vector (x/√n, √eps): that of x by 1/√n."""
     return energy.source.lip * (Upper(1) / energy.count).sqrt()
@@ -111,33 +131,40 @@ def _through(energy: Origin | None, kind: str) -> Origin | None:
     return Origin(kind, energy.source, energy.dims, energy.count, energy.eps, energy.centred)
 
 
-@rule("var")
-def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -> Value:
-    """‖x − μ‖²/d of each group of n entries, d = n or n − 1: at most n/d max|x|², slope at most 2‖x − μ‖/d."""
-    if isinstance(dim, bool):
-        raise NoAnswer("arguments in an old form")
-    dims = reduced(x, dim)
-    given = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
-    size = math.prod(x.shape[d] for d in dims)
-    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
-    correction = 1 if correction is None else correction
-    divisor = size - int(correction)
-    if divisor < 1 or correction != int(correction):
-        raise NoAnswer(f"the variance of {size} entries with correction {correction:g}")
-    length = Upper(size).sqrt() * x.magnitude
-    result = Value(call.shape, x.lip * length * 2 / divisor, magnitude=length * length / divisor, floor=0.0)
-    if call.shape == kept(x, dims):
-        result.origin = Origin("energy", x, dims, divisor, centred=True)
-    return result
+@remainder("pow", "sqrt", "rsqrt")
+class Power(Smooth):
+    """xᵖ has second derivative p(p − 1)xᵖ⁻²: over |t − z| ≤ ρ largest at |z| + ρ for p ≥ 2, at z − ρ > 0 for p < 2."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        if node.op == "pow":
+            exponent = arguments(node).get("exponent")
+            single = not isinstance(exponent, Tensor) or exponent.numel() == 1
+            if len(node.operands) != 1 or not isinstance(node.args[0], Node) or exponent is None or not single:
+                raise NoAnswer("the exponent must be one number")
+            if node.shape != node.operands[0].shape:
+                raise NoAnswer("an operand that is repeated")
+            self.exponent = float(exponent)
+        else:
+            self.exponent = {"sqrt": 0.5, "rsqrt": -0.5}[str(node.op)]
+
+    def _local(self, rho: Sequence[Tensor]) -> Tensor:
+        p = self.exponent
+        if p in (0, 1):
+            return torch.zeros_like(self.z)
+        furthest = self.z.abs() + rho[-1][:, None] if p >= 2 else (self.z - rho[-1][:, None]).clamp_min(0)
+        return abs(p * (p - 1)) * furthest ** (p - 2)
+
+    def against(self, direction: Tensor) -> Against:
+        weight = per_image(direction).abs()
+        return lambda rho: worst(self._local(rho), weight) / 2 * rho[0] ** 2
 
 
-@rule("norm", "linalg_vector_norm")
-def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Value:
-    """ℓ2 norms: |‖a‖ − ‖b‖| ≤ ‖a − b‖, and groups share no entry."""
-    p = kwargs.get("ord", p)
-    if p not in ("fro", 2, None):
-        raise NoAnswer(f"p = {p}")
-    dims = reduced(x, dim)
-    size = math.prod(x.shape[d] for d in dims)
-    largest = x.row_norm(dims[0]) if len(dims) == 1 else Upper(size).sqrt() * x.magnitude
-    return Value(call.shape, x.lip, magnitude=largest, floor=0.0)
+@rounding("rsqrt")
+def inverse_root_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """1/√x for x in the format's normal range: off by at most 4 ulp, and torch rounds the root to the format first."""
+    x = operands[0]
+    low = x.nominal - x.over(x.rho)
+    normal = low >= torch.finfo(fmt.dtype).smallest_normal
+    size = low.clamp_min(fmt.smallest).rsqrt()
+    return torch.where(normal, fmt.function(size) + fmt.rounded(size, 2), math.inf)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._upper import Upper, root_sum_squares
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import Call, NoAnswer, remainder, rule
+from lipcert.bounds._remainder import Against, per_image
 from lipcert.bounds._value import Value, largest
+from lipcert.graph import Node
 from lipcert.norms import dense_norm
 
 
@@ -84,3 +90,172 @@ def _responses(w: Upper, u: Upper, start: Upper, steps: int) -> tuple[Upper, Upp
         h = c + a / 4
         sum_h, sum_c = sum_h + h, sum_c + c
     return sum_h, sum_c
+
+
+_SIGMOID, _TANH = 0.096226, 0.769801  # sup |second derivative|, rounded up
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Maxima over the entries of one step's nominal values, each of shape (N,).
+
+    Attributes:
+        i, f, o: of the gates.
+        g, c, tanh: |tanh a_g|, |c_{t−1}| and |tanh c_t|.
+        slope_i, slope_f, slope_o, slope_g, slope_c: of the gates', g's and tanh c_t's derivatives.
+        kappa: of √((c_{t−1} f')² + (i g')² + (g i')²), primes for those derivatives.
+        result: of o tanh'(c_t).
+        gate: of |tanh c_t| o'.
+    """
+
+    i: Tensor
+    f: Tensor
+    o: Tensor
+    g: Tensor
+    c: Tensor
+    tanh: Tensor
+    slope_i: Tensor
+    slope_f: Tensor
+    slope_o: Tensor
+    slope_g: Tensor
+    slope_c: Tensor
+    kappa: Tensor
+    result: Tensor
+    gate: Tensor
+
+
+@remainder("lstm", "lstm_last_hidden", "lstm_last_cell")
+class Recurrence:
+    """One layer of LSTM cells, as in :func:`lstm`: its second-order terms, carried through the recurrence.
+
+    Norms of step t are over all entries, σ₂ and τ₂ the largest second derivatives of sigmoid and tanh, a prime marks a
+    perturbed value. First how far values move: with ‖δa_t‖ ≤ ‖W‖‖δx_t‖ + ‖U‖‖δh_{t−1}‖,
+
+        δc_t = f′ δc_{t−1} + c_{t−1} δf + i′ δg + g δi,    δh_t = o′ δ(tanh c_t) + tanh(c_t) δo,
+
+    where p ≥ ‖δa_t‖ makes f′ ≤ min(1, f + p/4) and |δf| ≤ min(¼, σ'(a_f) + σ₂p)|δa_f|, and so on. Taking ‖δx_t‖ ≤ ρ at
+    every t gives such p. The recurrence with these coefficients is linear, and its answers A_ts, C_ts to an impulse at
+    s bound ‖δa_t‖ ≤ ρ α_t with α_t² = Σ_s A_ts², and ‖δc_t‖ ≤ ρ γ_t (Cauchy–Schwarz).
+
+    Then what the linearisation leaves out, ε. Multiplying out, ε of a_t is Uε(h_{t−1}), and
+
+        ε(c_t) = f ε(c_{t−1}) + c_{t−1}(σ' ε(a_f) + r_f) + i(τ' ε(a_g) + r_g) + g(σ' ε(a_i) + r_i)
+                 + δf δc_{t−1} + δi δg,
+        ε(h_t) = o(τ' ε(c_t) + r_c) + tanh(c_t)(σ' ε(a_o) + r_o) + δo δ(tanh c_t),
+
+    with Taylor remainders |r_f| ≤ ½σ₂δa_f², |r_g| ≤ ½τ₂δa_g², .... As ‖u∘v‖ ≤ ‖u‖‖v‖ and the four gates share
+    ‖δa_t‖², the terms without ε are in c_t at most (max(½σ₂|c_{t−1}|, max(½τ₂ i, ½σ₂|g|) + ⅛) α_t² + ¼ α_t γ_{t−1}) ρ²,
+    and in h_t at most (½τ₂ o γ_t² + ½σ₂|tanh c_t| α_t² + ¼ α_t γ_t) ρ². Those with ε are a linear recurrence with
+    nominal coefficients. ‖R‖² is the sum of ‖ε(h_t)‖² over t and both directions; against g, ‖g‖‖R‖.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        if len(operands) != 1 or given["input"] is not node.operands[0]:
+            raise NoAnswer("a state or weights that depend on the image")
+        ways = ways_of(
+            node.operands[0].shape, given["params"], given["has_biases"], given["num_layers"], given["bidirectional"]
+        )
+        x = operands[0].movedim(2, 0) if given["batch_first"] else operands[0].movedim(1, 0)  # (T, N, batch, channels)
+        self.op = node.op
+        self.norms = [tuple(float(dense_norm(weight)) for weight in way[:2]) for way in ways]
+        self.steps = [
+            _run(x.flip(0) if index else x, way, given["hx"][0][index], given["hx"][1][index])
+            for index, way in enumerate(ways)
+        ]
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros_like(rho[0])
+        for (w, u), steps in zip(self.norms, self.steps, strict=True):
+            peaks = _peaks(steps, w, u, rho[0])
+            hidden, cell = _left_out(steps, u, *_moved(steps, peaks, w, u))
+            last = {"lstm_last_hidden": hidden[-1].square(), "lstm_last_cell": cell.square()}
+            total = total + last.get(str(self.op), hidden.square().sum(0))
+        return total.sqrt() * rho[0] ** 2
+
+    def against(self, direction: Tensor) -> Against:
+        size = per_image(direction).norm(dim=1)
+        return lambda rho: size * self.norm(rho)
+
+
+def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
+    """The cells of one direction at the nominal point."""
+    weights = [tensor.detach().double() for tensor in way]
+    h, c = (tensor.detach().double().expand(x.shape[1], *tensor.shape) for tensor in (h, c))
+    steps = []
+    for each in x.double():
+        a = F.linear(each, weights[0], *weights[2:3]) + F.linear(h, weights[1], *weights[3:4])
+        i, f, g, o = a.chunk(4, -1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        slope_i, slope_f, slope_o, slope_g = i * (1 - i), f * (1 - f), o * (1 - o), 1 - g**2
+        before, c = c, f * c + i * g
+        tanh = c.tanh()
+        slope_c = 1 - tanh**2
+        h = o * tanh
+        kappa = torch.stack([before * slope_f, i * slope_g, g * slope_i]).norm(dim=0)
+        found = (i, f, o, g, before, tanh, slope_i, slope_f, slope_o, slope_g, slope_c)
+        steps.append(_Step(*(per_image(value).abs().amax(1) for value in (*found, kappa, o * slope_c, tanh * slope_o))))
+    return steps
+
+
+def _advance(step: _Step, alpha: Tensor, cell: Tensor, peak: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """‖δc_t‖, and ‖δh_t‖ given a bound on ‖δc_t‖, for ‖δa_t‖ ≤ alpha, ‖δc_{t−1}‖ ≤ cell and |δa_t| ≤ peak."""
+
+    def reach(value: Tensor, curvature: float, most: float) -> Tensor:
+        return (value + curvature * peak).clamp_max(most)
+
+    slopes = [reach(getattr(step, f"slope_{gate}"), _SIGMOID, 0.25) for gate in "ifo"]
+    coefficients = (
+        step.c * slopes[1],
+        reach(step.i, 0.25, 1.0) * reach(step.slope_g, _TANH, 1.0),
+        step.g * slopes[0],
+    )
+    moved = reach(step.f, 0.25, 1.0) * cell + torch.stack(coefficients).norm(dim=0) * alpha
+
+    def hidden(cell_peak: Tensor) -> Tensor:
+        slope = (step.slope_c + _TANH * cell_peak).clamp_max(1.0)
+        return reach(step.o, 0.25, 1.0) * slope * moved + step.tanh * slopes[2] * alpha
+
+    return moved, hidden
+
+
+def _peaks(steps: list[_Step], w: float, u: float, rho: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Bounds on ‖δa_t‖ and ‖δc_t‖ for each t, if every input moved by ρ."""
+    peaks = []
+    cell = hidden = torch.zeros_like(rho)
+    for step in steps:
+        alpha = w * rho + u * hidden
+        cell, result = _advance(step, alpha, cell, alpha)
+        hidden = result(cell)
+        peaks.append((alpha, cell))
+    return peaks
+
+
+def _moved(
+    steps: list[_Step], peaks: list[tuple[Tensor, Tensor]], w: float, u: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The α_t and γ_t: impulses at all times s run side by side, along the first axis."""
+    alphas, gammas = [], []
+    cell = hidden = peaks[0][0].new_zeros(len(steps), len(peaks[0][0]))
+    for t, (step, (peak, cell_peak)) in enumerate(zip(steps, peaks, strict=True)):
+        alpha = u * hidden
+        alpha[t] += w
+        cell, result = _advance(step, alpha, cell, peak)
+        hidden = result(cell_peak)
+        alphas.append(alpha.norm(dim=0))
+        gammas.append(cell.norm(dim=0))
+    return alphas, gammas
+
+
+def _left_out(steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """‖ε(h_t)‖/ρ² for all t, shape (T, N), and that of the last cell."""
+    found = []
+    cell = hidden = before = torch.zeros_like(alphas[0])
+    for step, alpha, gamma in zip(steps, alphas, gammas, strict=True):
+        curved = torch.maximum(_SIGMOID / 2 * step.c, torch.maximum(_TANH / 2 * step.i, _SIGMOID / 2 * step.g) + 0.125)
+        cell = step.f * cell + step.kappa * u * hidden + curved * alpha**2 + alpha * before / 4
+        source = _TANH / 2 * step.o * gamma**2 + _SIGMOID / 2 * step.tanh * alpha**2 + alpha * gamma / 4
+        hidden = step.result * cell + step.gate * u * hidden + source
+        before = gamma
+        found.append(hidden)
+    return torch.stack(found), cell

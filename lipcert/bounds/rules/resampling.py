@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._upper import Upper
-from lipcert.bounds._registry import Call, rule
+from lipcert.bounds._registry import Call, rounding, rule
+from lipcert.bounds._rounding import exact
 from lipcert.bounds._value import Value, largest_row_sum
 from lipcert.bounds.rules.pooling import schur_norms
 from lipcert.norms import dense_norm
@@ -90,3 +91,6 @@ def overlapped(
 def windows_along(call: Call, x: Value, dimension: int, size: int, step: int) -> Value:
     """Windows along one axis: an entry lies in ⌈size/step⌉ of them at most."""
     return x.like(call.shape, x.lip * Upper(-(-size // step)).sqrt())
+
+
+rounding("unfold", "unfold_axis")(exact)

@@ -13,17 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._format import Format
 from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._box import State, Walk, nonnegative, unknown
+from lipcert.bounds._registry import Call, NoAnswer, box, rounding, rule
+from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Scale, Value
-from lipcert.graph import Node
+from lipcert.graph import PIECES, Node
 
 
 @rule("identity", linear=True)
 def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Casts between real types, copies and memory layout change nothing in real arithmetic."""
     return x
+
+
+@box("identity", "dropout")
+def same_box(walk: Walk, node: Node, x: State, *templates: State) -> State:
+    return walk.result(node, x.up, x.down, (x,), way=x.way, constant=lambda: x.constant)
+
+
+@rounding("identity")
+def identity_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """A copy, or a change of format that rounds once at most."""
+    return fmt.rounded(operands[0].most)
 
 
 def _outside_training(node: Node) -> bool:
@@ -271,6 +285,20 @@ def piece(call: Call, parts: Any, index: int) -> Value:
     return x.like(call.shape, x.lip, axis - 1 if removed is not None and removed < axis else axis)
 
 
+@box("part")
+def part_box(walk: Walk, node: Node, *operands: State) -> State:
+    """One of the parts into which a value was cut."""
+    whole = node.args[0]
+    source = whole.args[0] if isinstance(whole, Node) and whole.args else None
+    if not (isinstance(whole, Node) and whole.op in PIECES and source in walk.states and len(operands) == 1):
+        return unknown(walk, node, *operands)
+    pick = Node(
+        "part", lambda x, *a, **k: whole.function(x, *a, **k)[node.args[1]], whole.args, whole.kwargs, node.path
+    )
+    up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
+    return walk.result(node, up, down, operands)
+
+
 @rule("cat", "stack", linear=True)
 def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Puts values side by side: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants do not move."""
@@ -290,6 +318,25 @@ def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
 
 def _smallest(tensor: Value | Tensor) -> float:
     return tensor.lowest if isinstance(tensor, Value) else tensor.detach().double().min().item()
+
+
+@rounding("cat", "stack")
+def cat_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Moves entries; constants among them are those of the deployed format."""
+    given = arguments(node)
+    axis = given.get("dim", 0)
+    device = operands[0].nominal.device
+    parts = [
+        torch.zeros(t.shape, dtype=torch.float64, device=device) if isinstance(t, Node) else fmt.cast(t)
+        for t in given["tensors"]
+    ]
+    joined = torch.cat(parts, axis) if node.op == "cat" else torch.stack(parts, axis)
+    return joined.expand(len(operands[0].nominal), *node.shape)
+
+
+def _written_once(node: Node) -> bool:
+    check_written_once(node.operands[0].shape, arguments(node)["index"])
+    return True
 
 
 def check_written_once(shape: tuple[int, ...], index: Any) -> None:
@@ -312,11 +359,6 @@ def _still(index: Any) -> Any:
     if isinstance(index, (int, slice, type(None), type(Ellipsis))):
         return index
     raise NoAnswer("the positions depend on the image")
-
-
-def _written_once(node: Node) -> bool:
-    check_written_once(node.operands[0].shape, arguments(node)["index"])
-    return True
 
 
 @rule("setitem", linear=_written_once)
@@ -386,3 +428,22 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
     numbers = torch.arange(math.prod(x.shape), dtype=torch.float64).reshape(x.shape)
     uses = int(torch.bincount(torch.nn.functional.pad(numbers, list(pad), mode).long().reshape(-1)).max())
     return x.like(call.shape, x.lip * Upper(uses).sqrt())
+
+
+@rounding("pad", "constant_pad_nd")
+def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Moves entries; the constant is the deployed format's."""
+    given = arguments(node)
+    return zeros(node, operands) + fmt.cast(float(given.get("value") or 0.0)).item()
+
+
+box(
+    "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
+    "constant_pad_nd", "expand", "repeat", "tile", "repeat_interleave",
+)(nonnegative)  # fmt: skip
+
+
+rounding(
+    "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "expand", "repeat",
+    "tile", "repeat_interleave", "dropout",
+)(exact)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Modules of lipcert.surgery, kept whole: each knows its own constant."""
+"""Attention and activations of lipcert.surgery, kept whole: each knows its own constant."""
 
 from __future__ import annotations
 
@@ -8,35 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
-from lipcert.bounds._registry import Call, NoAnswer, remainder, rule
-from lipcert.bounds._remainder import Against, Kinked, Radial, RadialKink, per_image
+from lipcert.bounds._box import State, Walk, clip, extended, monotone
+from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._remainder import Kinked
+from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._value import Value, largest
-from lipcert.bounds.remainders.radial import ByGroup
-from lipcert.bounds.remainders.secants import SecantProjection
 from lipcert.graph import Node
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,
-    GroupLayerProject,
-    GroupSmoothProject,
     L2Attention,
     L2RotaryAttention,
     L2SetAttention,
     L2WindowAttention,
-    LayerProject,
     MaxMin,
-    RmsLayerProject,
-    RmsSmoothProject,
-    SmoothProject,
 )
-
-
-@rule(LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, GroupLayerProject, GroupSmoothProject)
-def projection(call: Call, module: LayerProject | SmoothProject, x: Value) -> Value:
-    """Proof in lipcert.surgery: constant max|weight|, and every vector of channels of the result has a bounded norm."""
-    lip = x.lip * module.lipschitz(x.shape[1:]).value
-    return Value(call.shape, lip, rows=(1 if module.channels_first else -1, module.token_norm()))
 
 
 @rule(L2Attention)
@@ -107,72 +95,7 @@ def clipped_relu(call: Call, module: ClippedReLU, x: Value) -> Value:
     return bounded if floor == 0 else Value(call.shape, bounded.lip, magnitude=max(bounded.magnitude, floor))
 
 
-@rule(MaxMin, ClippedMaxMin)
-def max_min(call: Call, module: MaxMin | ClippedMaxMin, x: Value) -> Value:
-    """Sorts pairs: constant 1 by lipcert.surgery."""
-    return Value(call.shape, x.lip * module.lipschitz(x.shape[1:]).value, magnitude=INFINITE)
-
-
-def _lengths(module: Any, h: Tensor) -> tuple[Tensor, int]:
-    """‖h_t‖, centred where the module centres, for every token, and the axis of the channels behind the image axis."""
-    axis = 2 if module.channels_first else -1
-    return per_image((h - h.mean(axis, keepdim=True) if module.centred else h).norm(dim=axis)), axis
-
-
-@remainder(SmoothProject, RmsSmoothProject)
-class SmoothProjection(Radial):
-    """u = h/√(1 + ‖h‖²/R²): the form of :class:`Radial` itself."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        module: Any = node.function
-        length, axis = _lengths(module, operands[0])
-        super().__init__(length, float(module.radius), 1.0, module.weight.detach(), axis)
-
-
-@remainder(LayerProject, RmsLayerProject)
-class LayerProjection(RadialKink):
-    """u = h·min(1, R/‖h‖): :class:`RadialKink`, or a secant of width 0."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        module: Any = node.function
-        length, axis = _lengths(module, operands[0])
-        super().__init__(length, float(module.radius), module.weight.detach(), axis)
-        self.secant = SecantProjection(node, [operands[0], torch.zeros_like(length[:, :1])], result)
-        self.units = self.secant.units
-
-    token = SecantProjection.token
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        plain = super().norm(rho)
-        return plain if len(rho) == 1 else torch.minimum(plain, self.secant.norm(rho))
-
-    def against(self, direction: Tensor) -> Against:
-        plain, secant = super().against(direction), self.secant.against(direction)
-        return lambda rho: plain(rho) if len(rho) == 1 else torch.minimum(plain(rho), secant(rho))
-
-
-@remainder(GroupSmoothProject)
-class GroupSmoothProjection(ByGroup, Radial):
-    """As above with the groups for tokens."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        module: Any = node.function
-        self.groups = module.groups
-        rows = self.split(operands[0])
-        length = (rows - rows.mean(-1, keepdim=True)).norm(dim=-1)
-        super().__init__(length, float(module.radius), 1.0, module.weight.detach(), 2)
-
-
-@remainder(GroupLayerProject)
-class GroupLayerProjection(ByGroup, RadialKink):
-    """As above with the groups for tokens."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        module: Any = node.function
-        self.groups = module.groups
-        rows = self.split(operands[0])
-        length = (rows - rows.mean(-1, keepdim=True)).norm(dim=-1)
-        super().__init__(length, float(module.radius), module.weight.detach(), 2)
+box(ClippedReLU)(clip)
 
 
 @remainder(ClippedReLU)
@@ -183,3 +106,47 @@ class Clipping(Kinked):
         module: Any = node.function
         z = operands[0]
         super().__init__(torch.minimum(z.abs(), (z - module.threshold.double()).abs()))
+
+
+@rounding(ClippedReLU)
+def clipped_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Comparisons with a threshold of the deployed format."""
+    module: Any = node.function
+    return zeros(node, operands) + aligned(fmt.cast(module.threshold), node, images=False)
+
+
+@rule(MaxMin, ClippedMaxMin)
+def max_min(call: Call, module: MaxMin | ClippedMaxMin, x: Value) -> Value:
+    """Sorts pairs: constant 1 by lipcert.surgery."""
+    return Value(call.shape, x.lip * module.lipschitz(x.shape[1:]).value, magnitude=INFINITE)
+
+
+@box(MaxMin, ClippedMaxMin)
+def max_min_box(walk: Walk, node: Node, x: State) -> State:
+    """Pairs (a, b) ↦ (max, min), which rise in both.
+
+    Where the boxes order a pair it is a permutation, and the entry that goes into a constant result has weight 0; where
+    they do not, both have, if both results are constant.
+    """
+    module: Any = node.function
+    dim = module.dim + 1 if module.dim >= 0 else module.dim
+    up, down, low, high = monotone(walk, node, x)
+    top, bottom = (high > low).double().chunk(2, dim)
+    (low_a, low_b), (high_a, high_b) = x.low.chunk(2, dim), x.high.chunk(2, dim)
+    either = torch.maximum(top, bottom)
+    first = torch.where(low_a >= high_b, top, torch.where(low_b >= high_a, bottom, either))
+    second = torch.where(low_a >= high_b, bottom, torch.where(low_b >= high_a, top, either))
+    return walk.result(node, up, down, way=extended(x, torch.cat((first, second), dim), local=True), open=False)
+
+
+rounding(MaxMin)(exact)
+
+
+@rounding(ClippedMaxMin)
+def clipped_max_min_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Comparisons with thresholds of the deployed format."""
+    module: Any = node.function
+    axis = module.dim % len(node.shape)
+    half = [n // 2 if i == axis else n for i, n in enumerate(node.shape)]
+    limits = [fmt.cast(limit).expand(half) for limit in (module.upper, module.lower)]
+    return torch.cat(limits, axis).expand(len(operands[0].nominal), *node.shape)

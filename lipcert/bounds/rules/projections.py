@@ -1,18 +1,4 @@
-"""Kinks by secants: an operation with a kink, linearised with a slope between those on its two sides.
-
-The anchored certificate holds for any linear maps A_v in place of the Jacobians: f(h + Δ) = f(h) + A Δ + R defines R.
-Of a kink near h the Jacobian knows one side only. For max(z, 0) at z = 0 it leaves |R| ≤ |δ|; slope ½ leaves ½|δ|. For
-|δ| ≤ w the best slope at z is that of the secant from z − w to z + w, clipped where the kink is further away than w.
-Linear relaxations of ReLU that depend on the range of z (Zhang et al. 2018, CROWN) rest on the same observation. Any w
-≥ 0 gives a valid R, for any δ; w = 0 gives the Jacobian.
-
-**One entry.** Let k = |z| and η = (w − k)₊/(2w): the slope is 1 − η on the side where z lies and η on the other. So
-R(δ) = max(z + δ, 0) − max(z, 0) − slope · δ has slopes ±η until the kink and ∓(1 − η) behind it. For |δ| ≤ p
-
-    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p,
-
-and R falls until the kink alone, where it is −ηk: −R ≤ η min(|δ|, k).
-"""
+"""Projections of lipcert.surgery that stand where normalisations were: onto a ball, and smooth."""
 
 from __future__ import annotations
 
@@ -23,32 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import remainder, secant
-from lipcert.bounds._remainder import Against, per_image
+from lipcert._format import EXTRA, Format
+from lipcert.bounds._registry import Call, remainder, rounding, rule, secant
+from lipcert.bounds._remainder import Against, Radial, RadialKink, per_image
+from lipcert.bounds._rounding import Operand
+from lipcert.bounds._secants import TINY, Bend, eta
+from lipcert.bounds._value import Value
+from lipcert.bounds.rules.normalization import ByGroup, Centred, affine_rounding, inverse_root_error
 from lipcert.graph import Node
-from lipcert.surgery import LayerProject, RmsLayerProject
+from lipcert.surgery import (
+    GroupLayerProject,
+    GroupSmoothProject,
+    LayerProject,
+    RmsLayerProject,
+    RmsSmoothProject,
+    SmoothProject,
+)
 
-_TINY = 1e-300
 _ROUNDED = 1e-15  # more than the difference of two numbers up to 1 loses in float64
 
 
-@secant("relu")
-def secant_relu(z: Tensor, width: Tensor) -> Tensor:
-    """max(z, 0) with the slope (1 + z/w)/2 for |z| < w."""
-    far = _far(z.abs(), width)
-    slope = torch.where(z > 0, 1 - far, far).detach()
-    return torch.relu(z).detach() + slope * (z - z.detach())
-
-
-def _negative_slope(node: Node) -> tuple[float]:
-    return (float(arguments(node).get("negative_slope", 0.01)),)
-
-
-@secant("leaky_relu", rest=_negative_slope)
-def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float) -> Tensor:
-    """negative_slope · z + (1 − negative_slope) max(z, 0), likewise."""
-    return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
+@rule(LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, GroupLayerProject, GroupSmoothProject)
+def projection(call: Call, module: LayerProject | SmoothProject, x: Value) -> Value:
+    """Proof in lipcert.surgery: constant max|weight|, and every vector of channels of the result has a bounded norm."""
+    lip = x.lip * module.lipschitz(x.shape[1:]).value
+    return Value(call.shape, lip, rows=(1 if module.channels_first else -1, module.token_norm()))
 
 
 @secant(LayerProject, RmsLayerProject, rest=lambda node: (node.function,))
@@ -57,8 +42,8 @@ def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
     rows = module.rows(x)
     h = rows - rows.mean(-1, keepdim=True) if module.centred else rows
     square = h.detach().square().sum(-1, keepdim=True)
-    length = square.clamp_min(_TINY).sqrt()
-    far = _far((module.radius - length).abs(), width)
+    length = square.clamp_min(TINY).sqrt()
+    far = eta((module.radius - length).abs(), width)
     across = module.radius / torch.maximum(length, module.radius)
     along = torch.where(length < module.radius, 1 - far, far)
     unit = h.detach() / length
@@ -67,62 +52,6 @@ def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
     if module.bias is not None:
         out = out + module.bias
     return out.movedim(-1, 1) if module.channels_first else out
-
-
-def _far(distance: Tensor, width: Tensor) -> Tensor:
-    """η for entries at distances k from their kinks."""
-    return (width - distance).clamp_min(0) / (2 * width).clamp_min(_TINY)
-
-
-class Bend:
-    """κ of the head of this file for entries at distances k, shape (N, entries), and widths (N, 1)."""
-
-    def __init__(self, distance: Tensor, width: Tensor):
-        self.k, self.far = distance, _far(distance, width)
-
-    def slope(self, p: Tensor) -> Tensor:
-        """κ(p), shape (N, entries), for p of that shape or (N, 1)."""
-        return torch.maximum(self.far, 1 - self.far - self.k / p.clamp_min(_TINY))
-
-    def norm(self, rho: Tensor, p: Tensor) -> Tensor:
-        """Bound on ‖R‖ for ‖δ‖ ≤ ρ, shape (N,), and |δ_i| ≤ p."""
-        slope = self.slope(p)
-        return torch.minimum(slope.amax(1) * rho, (slope * p).norm(dim=1))
-
-    def against(self, g: Tensor, rho: Tensor, p: Tensor) -> Tensor:
-        """Bound on −Σ g_i R_i."""
-        above, below = (-g).clamp_min(0) * self.slope(p), g.clamp_min(0) * self.far
-        rising = torch.minimum(above.norm(dim=1) * rho, (above * p).sum(1))
-        falling = (below * torch.minimum(p, self.k)).sum(1)
-        return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)
-
-
-@remainder(secant_relu)
-class SecantRelu:
-    """Entry by entry; the slope changes by 1."""
-
-    entrywise = True
-    jump = 1.0
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        z, width = operands
-        self.bend = Bend(per_image(z).abs(), per_image(width))
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return abs(self.jump) * self.bend.norm(rho[0], rho[-1][:, None])
-
-    def against(self, direction: Tensor) -> Against:
-        g = self.jump * per_image(direction)
-        return lambda rho: self.bend.against(g, rho[0], rho[-1][:, None])
-
-
-@remainder(secant_leaky_relu)
-class SecantLeakyRelu(SecantRelu):
-    """The slope changes by 1 − negative_slope."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(node, operands, result)
-        self.jump = 1 - node.args[2]
 
 
 @remainder(secant_project)
@@ -154,7 +83,7 @@ class SecantProjection:
         if module.centred:
             h = h - h.mean(-1, keepdim=True)
         self.length = h.norm(dim=-1)
-        self.unit = h / self.length[..., None].clamp_min(_TINY)
+        self.unit = h / self.length[..., None].clamp_min(TINY)
         self.units = self.unit.reshape(operands[0].shape)
         self.width = per_image(operands[1])
         self.weight = module.weight.detach().double()
@@ -172,10 +101,10 @@ class SecantProjection:
     def _curvature(self, rho: Tensor) -> Tensor:
         """c_t, shape (N, tokens)."""
         rho = rho[:, None]
-        low = (self.length - rho).clamp_min(_TINY)
+        low = (self.length - rho).clamp_min(TINY)
         least = low.clamp_max(self.radius)
-        near = 1 / (math.sqrt(3) * least) + rho / (2 * least.square()).clamp_min(_TINY)
-        beyond = self.radius / (math.sqrt(3) * low.square()).clamp_min(_TINY)
+        near = 1 / (math.sqrt(3) * least) + rho / (2 * least.square()).clamp_min(TINY)
+        beyond = self.radius / (math.sqrt(3) * low.square()).clamp_min(TINY)
         inside = (self.length + rho <= self.radius) & (self.length + self.width <= self.radius)
         outside = (low >= self.radius) & (self.length - self.width >= self.radius)
         return torch.where(inside, 0.0, torch.where(outside, beyond, near))
@@ -231,7 +160,7 @@ class Crossing:
         rest = n * (1 - 1e-12) - peak[:, None]
         self.turned = torch.where(rest > 0, self.rho[:, None] ** 2 / (2 * rest), math.inf)
         self.moved = torch.minimum(peak[:, None] + self.turned, self.rho[:, None])
-        low, high = (n - self.moved).clamp_min(_TINY), n + self.moved
+        low, high = (n - self.moved).clamp_min(TINY), n + self.moved
         slope = torch.where(n < radius, 1 - bend.far, bend.far)
         inside = (high <= radius) & (bend.far <= 0)
         self.above = torch.where(inside, 0.0, ((radius / low).clamp_max(1) - slope).clamp_min(0) + _ROUNDED)
@@ -263,3 +192,111 @@ class Crossing:
 def _module(node: Node) -> Any:
     """The projection, of a secant or by itself."""
     return node.function if isinstance(node.function, nn.Module) else node.args[2]
+
+
+def _lengths(module: Any, h: Tensor) -> tuple[Tensor, int]:
+    """‖h_t‖, centred where the module centres, for every token, and the axis of the channels behind the image axis."""
+    axis = 2 if module.channels_first else -1
+    return per_image((h - h.mean(axis, keepdim=True) if module.centred else h).norm(dim=axis)), axis
+
+
+@remainder(SmoothProject, RmsSmoothProject)
+class SmoothProjection(Radial):
+    """u = h/√(1 + ‖h‖²/R²): the form of :class:`Radial` itself."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        module: Any = node.function
+        length, axis = _lengths(module, operands[0])
+        super().__init__(length, float(module.radius), 1.0, module.weight.detach(), axis)
+
+
+@remainder(LayerProject, RmsLayerProject)
+class LayerProjection(RadialKink):
+    """u = h·min(1, R/‖h‖): :class:`RadialKink`, or a secant of width 0."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        module: Any = node.function
+        length, axis = _lengths(module, operands[0])
+        super().__init__(length, float(module.radius), module.weight.detach(), axis)
+        self.secant = SecantProjection(node, [operands[0], torch.zeros_like(length[:, :1])], result)
+        self.units = self.secant.units
+
+    token = SecantProjection.token
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        plain = super().norm(rho)
+        return plain if len(rho) == 1 else torch.minimum(plain, self.secant.norm(rho))
+
+    def against(self, direction: Tensor) -> Against:
+        plain, secant = super().against(direction), self.secant.against(direction)
+        return lambda rho: plain(rho) if len(rho) == 1 else torch.minimum(plain(rho), secant(rho))
+
+
+@remainder(GroupSmoothProject)
+class GroupSmoothProjection(ByGroup, Radial):
+    """As above with the groups for tokens."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        module: Any = node.function
+        self.groups = module.groups
+        rows = self.split(operands[0])
+        length = (rows - rows.mean(-1, keepdim=True)).norm(dim=-1)
+        super().__init__(length, float(module.radius), 1.0, module.weight.detach(), 2)
+
+
+@remainder(GroupLayerProject)
+class GroupLayerProjection(ByGroup, RadialKink):
+    """As above with the groups for tokens."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        module: Any = node.function
+        self.groups = module.groups
+        rows = self.split(operands[0])
+        length = (rows - rows.mean(-1, keepdim=True)).norm(dim=-1)
+        super().__init__(length, float(module.radius), module.weight.detach(), 2)
+
+
+@rounding(SmoothProject, LayerProject, RmsSmoothProject, RmsLayerProject, GroupSmoothProject, GroupLayerProject)
+def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """weight ∘ c·f + bias for centred tokens c, f = 1/√(1 + ‖c‖²/R²) or R/√max(‖c‖², R²) = 1/√max(‖c‖²/R², 1).
+
+    Tokens are the vectors of channels; in place of GroupNorm, all entries of a group of channels; in place of RMSNorm
+    they are not centred.
+
+    Let ĉ be off by b in norm and Q = ‖c‖²/R². The error of Q̂ is at most (2‖c‖b + b²)/R² + γ‖ĉ‖²/R², with γ for a sum of
+    d squares and 6 roundings to the format, so relative to max(Q, 1) at most 2b/R + b²/R² + γ(1 + b/R)², because
+    ‖c‖/R ≤ max(1, Q). The radius has its own relative cast error, which enters Q twice, and f once more in
+    LayerProject, with another product. Then :func:`inverse_root_error`.
+    """
+    module: Any = node.function
+    grouped = isinstance(module, (GroupSmoothProject, GroupLayerProject))
+    axis = 2 if module.channels_first else -1
+    x = operands[0]
+    if grouped:
+        shape = (*x.nominal.shape[:2], module.groups, -1)
+        tokens, most, rho = x.nominal.reshape(shape), x.most.reshape(shape), x.rho.reshape(-1, 1, 1, 1)
+    else:
+        tokens, most, rho = x.nominal.movedim(axis, -1), x.most.movedim(axis, -1), x.over(x.rho)
+    d, radius = tokens.shape[-1], float(module.radius)
+    centred = Centred.of(tokens, rho, most, d, fmt) if module.centred else Centred.without(tokens, rho, most)
+    away = centred.error.norm(dim=-1, keepdim=True) / radius
+    gamma = fmt.sum_gamma(d + EXTRA) + fmt.gamma(6)
+    off = 2 * away + away.square() + gamma * (1 + away).square()
+    off = off + 6 * fmt.cast(radius).item() / radius + 4 * (d + EXTRA) * fmt.smallest * (1 + 1 / radius**2)
+    t = inverse_root_error(off, fmt)
+    ratio = centred.low / radius
+    if isinstance(module, SmoothProject):
+        factor = (1 + ratio.square()).rsqrt()
+    else:
+        factor = ratio.clamp_min(1).reciprocal()
+    size = torch.minimum(centred.size * factor, torch.full_like(factor, radius))
+    error = (centred.error * (1 + t) + centred.size * t) * factor
+    error = error + fmt.rounded(size + error)
+    peak = (centred.high + centred.error.norm(dim=-1, keepdim=True)).square() * max(1.0, 1 / radius**2)
+    peak = torch.maximum(peak, torch.full_like(peak, max(radius**2, radius**-2)))
+    error = fmt.safe(error, peak.expand(error.shape))
+    if grouped:
+        form = (-1, *[1] * (x.nominal.dim() - 3))
+        weight, bias = (None if part is None else part.reshape(form) for part in (module.weight, module.bias))
+        return affine_rounding(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
+    return affine_rounding(size, error, module.weight, module.bias, fmt).movedim(-1, axis)

@@ -1,0 +1,50 @@
+"""Kinks by secants: an operation with a kink, linearised with a slope between those on its two sides.
+
+The anchored certificate holds for any linear maps A_v in place of the Jacobians: f(h + Δ) = f(h) + A Δ + R defines R.
+Of a kink near h the Jacobian knows one side only. For max(z, 0) at z = 0 it leaves |R| ≤ |δ|; slope ½ leaves ½|δ|. For
+|δ| ≤ w the best slope at z is that of the secant from z − w to z + w, clipped where the kink is further away than w.
+Linear relaxations of ReLU that depend on the range of z (Zhang et al. 2018, CROWN) rest on the same observation. Any w
+≥ 0 gives a valid R, for any δ; w = 0 gives the Jacobian.
+
+**One entry.** Let k = |z| and η = (w − k)₊/(2w): the slope is 1 − η on the side where z lies and η on the other. So
+R(δ) = max(z + δ, 0) − max(z, 0) − slope · δ has slopes ±η until the kink and ∓(1 − η) behind it. For |δ| ≤ p
+
+    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p,
+
+and R falls until the kink alone, where it is −ηk: −R ≤ η min(|δ|, k).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TINY = 1e-300
+
+
+def eta(distance: Tensor, width: Tensor) -> Tensor:
+    """η for entries at distances k from their kinks."""
+    return (width - distance).clamp_min(0) / (2 * width).clamp_min(TINY)
+
+
+class Bend:
+    """κ of the head of this file for entries at distances k, shape (N, entries), and widths (N, 1)."""
+
+    def __init__(self, distance: Tensor, width: Tensor):
+        self.k, self.far = distance, eta(distance, width)
+
+    def slope(self, p: Tensor) -> Tensor:
+        """κ(p), shape (N, entries), for p of that shape or (N, 1)."""
+        return torch.maximum(self.far, 1 - self.far - self.k / p.clamp_min(TINY))
+
+    def norm(self, rho: Tensor, p: Tensor) -> Tensor:
+        """Bound on ‖R‖ for ‖δ‖ ≤ ρ, shape (N,), and |δ_i| ≤ p."""
+        slope = self.slope(p)
+        return torch.minimum(slope.amax(1) * rho, (slope * p).norm(dim=1))
+
+    def against(self, g: Tensor, rho: Tensor, p: Tensor) -> Tensor:
+        """Bound on −Σ g_i R_i."""
+        above, below = (-g).clamp_min(0) * self.slope(p), g.clamp_min(0) * self.far
+        rising = torch.minimum(above.norm(dim=1) * rho, (above * p).sum(1))
+        falling = (below * torch.minimum(p, self.k)).sum(1)
+        return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)

@@ -1,0 +1,168 @@
+"""Convolutions. Their norms come from lipcert.norms; a scale in front is folded in first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert._estimate import held
+from lipcert._format import Format
+from lipcert._upper import Upper
+from lipcert.bounds._arguments import arguments, per_axis
+from lipcert.bounds._box import operator
+from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, remainder, rounding, rule
+from lipcert.bounds._remainder import Bilinear
+from lipcert.bounds._rounding import Operand
+from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
+from lipcert.bounds.rules.linear import matrix_rounding, still_arguments
+from lipcert.graph import Node
+from lipcert.norms import conv_transpose_norm
+
+
+@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand)
+def conv(
+    call: Call,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Value:
+    """x ↦ w ∗ x + b: constant by lipcert.norms.conv_norm; an entry is at most ‖w_o‖₁ max|x|."""
+    dims = len(weight.shape) - 2
+    if len(x.shape) != dims + 2:
+        raise NoAnswer("an input without batch axis")
+    if isinstance(weight, Value) or isinstance(bias, Value) or not isinstance(x, Value):
+        return _conv_by_values(call, x, weight, bias)
+    dilation = per_axis(dilation, dims)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        sides = tuple((total // 2, total - total // 2) for total in totals)
+    elif padding == "valid":
+        sides = ((0, 0),) * dims
+    else:
+        sides = tuple((p, p) for p in per_axis(padding, dims))
+    geometry = {"stride": per_axis(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
+    magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
+    inner, operator = x, Conv(weight, x.shape[2:], geometry)
+    if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
+        inner, operator = x.base, folded
+    return Value(call.shape, magnitude=magnitude, base=inner, map=operator)
+
+
+def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
+    """w ∗ x with a weight that depends on the image: δ(w ∗ x) = w' ∗ δx + δw ∗ x, linear in each.
+
+    With T taps w ∗ x = Σ_t S_t w_t x, S_t of norm ≤ 1 (shift, stride, padding), w_t a matrix at every position, so
+    ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every position, and for every input of a batch.
+    """
+    x, weight = (v if isinstance(v, Value) else Value.constant(v) for v in (x, weight))
+    taps = Upper(math.prod(weight.shape[2:])).sqrt()
+    lip = taps * (weight.total_norm() * x.lip + x.total_norm() * weight.lip)
+    magnitude = weight.magnitude * x.magnitude * math.prod(weight.shape[1:])
+    if bias is not None:
+        added = bias if isinstance(bias, Value) else Value.constant(bias)
+        lip = lip + added.lip * Upper(math.prod(call.shape) // max(1, math.prod(added.shape))).sqrt()
+        magnitude = magnitude + added.magnitude
+    return Value(call.shape, lip, magnitude=magnitude)
+
+
+box("conv1d", "conv2d", "conv3d")(operator)
+
+
+@remainder("conv1d", "conv2d", "conv3d")
+class DynamicConvolution(Bilinear):
+    """w ∗ x with both from the image: K = √taps, as in :func:`_conv_by_values`."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        x, weight = given.get("input"), given.get("weight")
+        if not isinstance(x, Node) or not isinstance(weight, Node):
+            raise NoAnswer("a bias that depends on the image, and not both the input and the weight")
+        self.factor = math.sqrt(math.prod(weight.shape[2:]))
+        self.factors = (node.operands.index(x), node.operands.index(weight))
+
+
+@rounding("conv1d", "conv2d", "conv3d")
+def conv_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """:func:`matrix_rounding`, sums over a kernel and its input channels."""
+    given = still_arguments(node)
+    geometry: dict[str, Any] = {k: given[k] for k in ("stride", "padding", "dilation", "groups") if k in given}
+    return _convolution_rounding(node, operands[0], given, geometry, fmt, given["weight"].flatten(1).shape[1])
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand)
+def conv_transpose(
+    call: Call,
+    x: Value,
+    weight: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Value:
+    """The adjoint of a convolution, of equal norm; an entry sums at most every weight into its channel."""
+    if isinstance(weight, Value):
+        raise NoAnswer("the weight depends on the image")
+    dims = weight.dim() - 2
+    if len(x.shape) != dims + 2:
+        raise NoAnswer("an input without batch axis")
+    norm = conv_transpose_norm(
+        weight,
+        x.shape[2:],
+        stride=per_axis(stride, dims),
+        padding=per_axis(padding, dims),
+        output_padding=per_axis(output_padding, dims),
+        dilation=per_axis(dilation, dims),
+        groups=groups,
+    )
+    per_output = (
+        held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
+    )
+    magnitude = largest_row_sum(per_output) * x.magnitude + (largest(bias) if bias is not None else 0)
+    return Value(call.shape, x.lip * norm, magnitude=magnitude)
+
+
+@rounding("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def conv_transpose_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """:func:`matrix_rounding`; an entry is a sum over the input channels of its group and at most the whole kernel.
+
+    Kernels add up overlapping results in the format itself, so no better sums are assumed.
+    """
+    fmt = replace(fmt, sums=fmt.dtype)
+    given = still_arguments(node)
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    geometry: dict[str, Any] = {k: given[k] for k in names if k in given}
+    weight = given["weight"]
+    terms = weight.shape[0] // int(given.get("groups", 1)) * math.prod(weight.shape[2:])
+    return _convolution_rounding(node, operands[0], given, geometry, fmt, terms)
+
+
+def _convolution_rounding(
+    node: Node, x: Operand, given: dict[str, Any], geometry: dict[str, Any], fmt: Format, terms: int
+) -> Tensor:
+    transposed = "transpose" in str(node.op)
+    function = getattr(F, str(node.op))
+    dims = given["weight"].dim() - 2
+    if x.nominal.dim() != dims + 3:
+        raise NoAnswer("an input without batch axis")
+
+    def apply(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return function(value.flatten(0, 1), weight, bias, **geometry).unflatten(0, value.shape[:2])
+
+    def rows(weight: Tensor) -> Tensor:
+        if transposed:
+            groups = int(geometry.get("groups", 1))
+            weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        return weight.flatten(1).norm(dim=1).reshape(-1, *[1] * dims)
+
+    return matrix_rounding(x, given["weight"], given.get("bias"), terms, apply, rows, fmt)

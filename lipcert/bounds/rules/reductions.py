@@ -1,0 +1,175 @@
+"""Sums, means, variances and lengths over some axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert._format import EXTRA, Format
+from lipcert._upper import Number, Upper
+from lipcert.bounds._arguments import arguments, replayed
+from lipcert.bounds._box import nonnegative
+from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._remainder import Against, per_image, worst
+from lipcert.bounds._rounding import Operand
+from lipcert.bounds._value import Origin, Value, rounded_down
+from lipcert.graph import Node
+
+
+def _reduction(mean: bool) -> Any:
+    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
+        """A sum of n entries has norm √n, a mean √n / n; different results share no entry."""
+        count = math.prod(x.shape) // max(1, math.prod(call.shape))
+        root = Upper(count).sqrt()
+        factor: Number = root / count if mean else root
+        same_last = (
+            x.rows is not None and x.rows[0] == len(x.shape) - 1 and bool(call.shape) and call.shape[-1] == x.shape[-1]
+        )
+        rows = None
+        if same_last and x.rows is not None and x.shape[-1] > 1:
+            rows = (-1, x.rows[1] * (1 if mean else count))
+        result = Value(call.shape, x.lip * factor, magnitude=x.magnitude * (1 if mean else count), rows=rows)
+        dims = reduced(x, *args, **kwargs)
+        least = x.lowest * (1 if mean else count)
+        if not mean and dims == (len(x.shape) - 1,):
+            least = max(least, x.mass)
+        result.floor = rounded_down(least)
+        if call.shape == kept(x, dims):
+            kind = x.origin.kind if x.origin is not None else ""
+            if kind == "square" and x.origin is not None:
+                result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
+            elif mean:
+                result.origin = Origin("mean", x, dims, count)
+            elif kind == "sigmoid":
+                result.origin = Origin("total", x, dims)
+        return result
+
+    return answer
+
+
+def reduced(x: Value, dim: Any = None, *args: object, **kwargs: object) -> tuple[int, ...]:
+    """The dimensions over which an operation reduces."""
+    dims: Sequence[int] = range(len(x.shape)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(sorted(d % len(x.shape) for d in dims)) or tuple(range(len(x.shape)))
+
+
+def kept(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape after a reduction that keeps the dimensions with size 1."""
+    return tuple(1 if d in dims else size for d, size in enumerate(x.shape))
+
+
+rule("mean", linear=True)(_reduction(mean=True))
+rule("sum", linear=True)(_reduction(mean=False))
+box("mean", "sum")(nonnegative)
+
+
+@rounding("sum", "mean")
+def sum_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """A sum of n terms in any order, and for a mean a division by n."""
+    if any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+        raise NoAnswer("a sum in another format")
+    x = operands[0]
+    count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape))
+    size = replayed(node, x.most)
+    total = size * (count if node.op == "mean" else 1)
+    return fmt.safe(fmt.sum(size, count, size), total)
+
+
+@rule("var")
+def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -> Value:
+    """‖x − μ‖²/d of each group of n entries, d = n or n − 1: at most n/d max|x|², slope at most 2‖x − μ‖/d."""
+    if isinstance(dim, bool):
+        raise NoAnswer("arguments in an old form")
+    dims = reduced(x, dim)
+    given = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
+    size = math.prod(x.shape[d] for d in dims)
+    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    divisor = size - int(correction)
+    if divisor < 1 or correction != int(correction):
+        raise NoAnswer(f"the variance of {size} entries with correction {correction:g}")
+    length = Upper(size).sqrt() * x.magnitude
+    result = Value(call.shape, x.lip * length * 2 / divisor, magnitude=length * length / divisor, floor=0.0)
+    if call.shape == kept(x, dims):
+        result.origin = Origin("energy", x, dims, divisor, centred=True)
+    return result
+
+
+@remainder("var")
+class Variance:
+    """‖C h‖²/d is quadratic: R = ‖C Δ‖²/d for each group, so ‖R‖ ≤ ρ²/d, and against g at most max|g| ρ²/d."""
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        shape = node.operands[0].shape
+        size = math.prod(shape[d] for d in reduced(Value(shape, 0), given.get("dim")))
+        correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+        self.divisor = size - float(1 if correction is None else correction)
+        if isinstance(given.get("dim"), bool) or not self.divisor > 0:
+            raise NoAnswer(f"the variance of {size} entries, or arguments in an old form")
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return rho[0] ** 2 / self.divisor
+
+    def against(self, direction: Tensor) -> Against:
+        largest = per_image(direction).abs().amax(1) / self.divisor
+        return lambda rho: largest * rho[0] ** 2
+
+
+@rule("norm", "linalg_vector_norm")
+def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Value:
+    """ℓ2 norms: |‖a‖ − ‖b‖| ≤ ‖a − b‖, and groups share no entry."""
+    p = kwargs.get("ord", p)
+    if p not in ("fro", 2, None):
+        raise NoAnswer(f"p = {p}")
+    dims = reduced(x, dim)
+    size = math.prod(x.shape[d] for d in dims)
+    largest = x.row_norm(dims[0]) if len(dims) == 1 else Upper(size).sqrt() * x.magnitude
+    return Value(call.shape, x.lip, magnitude=largest, floor=0.0)
+
+
+@remainder("norm", "linalg_vector_norm")
+class Length:
+    """‖h‖ has second derivative (I − ĥĥᵀ)/‖h‖: R ≤ ½ρ²/(n − ρ) for n = ‖h‖ > ρ; and always R ≤ 2ρ, slopes being ≤ 1.
+
+    Over groups Σ_t |g_t| R_t ≤ max(|g_t| c_t) ρ² with c_t the first factor, and ≤ 2‖g‖ρ.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        if given.get("ord", given.get("p", "fro")) not in ("fro", 2, None):
+            raise NoAnswer("p is not 2")
+        self.length = per_image(result)
+
+    def _curvature(self, rho: Tensor) -> Tensor:
+        return 0.5 / (self.length - rho[:, None]).clamp_min(0)
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return torch.minimum(self._curvature(rho[0]).amax(1) * rho[0] ** 2, 2 * rho[0])
+
+    def against(self, direction: Tensor) -> Against:
+        weight = per_image(direction).abs()
+        whole = weight.norm(dim=1)
+
+        def bound(rho: Sequence[Tensor]) -> Tensor:
+            return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * whole * rho[0])
+
+        return bound
+
+
+@rounding("norm", "linalg_vector_norm")
+def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """‖x‖ over some axes: a relative γ of the sum of squares and the root's own, and the root of what underflows."""
+    given = arguments(node)
+    if given.get("ord", given.get("p", 2)) not in ("fro", 2, None):
+        raise NoAnswer("another norm than ‖·‖₂")
+    x = operands[0]
+    count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape)) + EXTRA
+    size = replayed(node, x.most)
+    size = torch.minimum(size, replayed(node, x.nominal) + x.rho.reshape(-1, *[1] * (size.dim() - 1)))
+    error = size * (fmt.sum_gamma(count) + fmt.library) + math.sqrt(4 * count * fmt.smallest)
+    return fmt.safe(error + fmt.rounded(size + error), size.square())
