@@ -160,6 +160,7 @@ TYPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dtype": lambda z, x: 2 * z if z.dtype == torch.float32 else z,
     "element_size": lambda z, x: z * z.element_size(),
     "rms_norm": lambda z, x: F.rms_norm(z, (6,)),
+    "a number a little off": lambda z, x: z + (0.1 if z.dtype == torch.float64 else 0.1000001),
     "default type": lambda z, x: z.exp() if z.dtype == torch.get_default_dtype() else z,
 }
 
@@ -377,7 +378,16 @@ def test_a_module_is_examined_again_once_it_has_changed():
 
 @pytest.mark.parametrize(
     "name",
-    ["test_vit", "test_convnext", "test_efficientnet", "test_nfnet", "resnet18", "levit_128s", "xcit_nano_12_p8_224"],
+    [
+        "test_vit",
+        "test_vit4",
+        "test_convnext",
+        "test_efficientnet",
+        "test_nfnet",
+        "resnet18",
+        "levit_128s",
+        "xcit_nano_12_p8_224",
+    ],
 )
 def test_networks_of_timm_pass_in_every_type(name):
     torch.manual_seed(0)
