@@ -63,7 +63,8 @@ def report(
     if len(runs) == 1:
         print_facts(facts(runs[0], at))
     else:
-        print_table(*overview(runs, at))
+        columns, rows = overview(runs, at)
+        print_table(columns[:-1], [row[:-1] for row in rows])  # the model's name stands on the page
         say(OVERVIEW)
     if sys.stdout.isatty():
         print(text_plot(runs))

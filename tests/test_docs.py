@@ -1,10 +1,12 @@
 """The documentation: it builds without a warning, and every block of code in it runs."""
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import lipcert
-from benchmarks import make_class_table
+from benchmarks import make_class_table, make_measurements
 from lipcert.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +54,40 @@ def workplace(tmp_path, monkeypatch):
 
 def test_the_page_on_classes_is_what_convert_does() -> None:
     assert make_class_table.PAGE.read_text() == make_class_table.page(), "run python -m benchmarks.make_class_table"
+
+
+def test_the_page_of_measurements_is_what_the_measurements_say() -> None:
+    again = "run python -m benchmarks.make_measurements"
+    assert make_measurements.PAGE.read_text() == make_measurements.page(), again
+    drawn = make_measurements.shown(make_measurements.PICTURE.read_text())
+    assert drawn == {name: [[*point] for point in line] for name, line in make_measurements.points().items()}, again
+    assert make_measurements.shown(make_measurements.picture()) == drawn
+
+
+def test_the_readme_runs(workplace) -> None:
+    """Its Python, with random weights of the how-to's size in place of those from a hub."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    code = blocks[0].replace("pretrained=True", f"pretrained=False, **{ARGUMENTS}")
+    space = {"images": torch.rand(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
+    exec(compile(code, "README.md", "exec"), space)
+    assert len(space["result"].radius) == 2
+    assert Path("model.safetensors").exists()
+
+
+def test_the_notebook_runs(workplace, monkeypatch) -> None:
+    """From top to bottom; what installs lipcert is left out, and pictures are not shown."""
+    pytest.importorskip("matplotlib").use("agg")
+    shown = []
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=shown.append))
+    space: dict[str, object] = {}
+    for cell in json.loads((DOCS / "lipcert.ipynb").read_text())["cells"]:
+        lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
+        for line in lines:
+            if line.startswith("!"):
+                run_shell(line[1:])
+        code = "\n".join(line for line in lines if not line.startswith(("!", "%pip install")))
+        exec(compile(code, "lipcert.ipynb", "exec"), space)
+    assert "certified accuracy at 36/255" in shown[0]
 
 
 def save_artifacts() -> None:
@@ -108,7 +144,7 @@ def test_torchrun_lines_run(workplace):
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -117,8 +153,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert 'id="lipcert.certify"' in page
     assert ":class:" not in page
     assert ":func:" not in page
-    outside = re.findall(r'(?:src|href)="(https?:[^"]+)"', page)
-    assert [url for url in outside if "mkdocs.org" not in url] == []
+    assert re.findall(r'(?:src|href)="(https?:[^"]+)"', page) == []
+    assert "def certify(" in re.sub(r"<[^>]+>", "", page)  # the source
+    commands = re.sub(r"<[^>]+>", "", (tmp_path / "site" / "reference" / "commands.html").read_text())
+    for name, option in (("certify", "--eps"), ("finetune", "--loss"), ("report", "--card"), ("verify", "--sample")):
+        assert option in commands.partition(f"lipcert {name} ")[2]
 
 
 def test_everything_public_has_its_place():

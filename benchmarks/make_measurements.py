@@ -1,0 +1,256 @@
+"""The page of measurements, and the picture of the README, from the files in ``benchmarks/results``.
+
+python -m benchmarks.make_measurements
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measurements.md"
+PICTURE = ROOT / "docs" / "pictures" / "certified.svg"
+HEAD = """# Measurements
+
+Made by `benchmarks/make_measurements.py` from the files in `benchmarks/results`, which name the machine that each
+measurement ran on. Shares are of the images that are stated. ε is in ℓ2, on pixels in [0, 1].
+"""
+_VITS = {
+    "anchored_smooth3": "ViT, 3 blocks",
+    "anchored_smooth4": "ViT, 4 blocks",
+    "anchored_smooth5": "ViT, 5 blocks",
+    "anchored_kinked3": "ViT, 3 blocks, projections with a kink",
+}
+_EPS = {"0.02": 0.02, "0.05": 0.05, "0.1": 0.1, "36/255": 36 / 255}
+
+
+def read(name: str) -> Any:
+    """What a measurement has written."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def page() -> str:
+    """The page as Markdown."""
+    parts = [_accuracy(), _methods(), _surgery(), _attacked(), _beside_crown(), _smoothing(), _cost(), _memory()]
+    return "\n".join([HEAD, *parts])
+
+
+def points() -> dict[str, list[tuple[float, float]]]:
+    """For each curve of the picture, ε and the certified share there; at 0 the clean accuracy."""
+    residual, vit = read("liresnet_cifar"), read("anchored_smooth3")
+    found = {
+        "LiResNet, gloro": [
+            (0.0, residual["clean"]),
+            *((_value(e), share) for e, share in residual["certified"].items()),
+        ]
+    }
+    for method, name in (("anchored", "ViT, 3 blocks, anchored"), ("lofast", "the same ViT, layer by layer")):
+        shares = vit["certificates"][method]
+        found[name] = [(0.0, vit["clean"]), *((eps, shares[f"at_{typed}"]) for typed, eps in _EPS.items())]
+    return found
+
+
+def picture() -> str:
+    """Certified accuracy over ε on CIFAR-10, an SVG file; between two ε the share at the larger one is drawn."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    curves = points()
+    with style.context(["default", {"svg.hashsalt": "lipcert", "svg.fonttype": "path", "font.size": 11}]):
+        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for (name, line), colour, marker in zip(curves.items(), ("#0072B2", "#009E73", "#D55E00"), "osD", strict=True):
+            eps, shares = zip(*line, strict=True)
+            axes.step(eps, [100 * s for s in shares], where="pre", color=colour, linewidth=2.2, label=name)
+            axes.plot(eps, [100 * s for s in shares], linestyle="", marker=marker, color=colour, clip_on=False)
+        axes.axvline(36 / 255, color="0.5", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.text(36 / 255, 70.5, "ε = 36/255", ha="center", va="bottom")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlim=(0, 0.44), ylim=(0, 70), xlabel="ε, ℓ2 on pixels in [0, 1]", ylabel="certified accuracy in %")
+        axes.legend(frameon=False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = file.getvalue()
+    return f"{text[text.index('<svg') :]}<!-- {json.dumps(curves)} -->\n"
+
+
+def _accuracy() -> str:
+    rows = []
+    one = read("certified_accuracy")
+    rows.append(
+        ["ViT, 2 blocks behind a convolution", one["images"], one["clean"], one["pgd"], one["certified"], "anchored"]
+    )
+    residual = read("liresnet_cifar")
+    rows.append(
+        [
+            "LiResNet of width 32, by `finetune`",
+            residual["images"],
+            residual["clean"],
+            None,
+            residual["certified"]["36/255"],
+            "gloro",
+        ]
+    )
+    pipe = read("cifar_pipeline")["row"]
+    rows.append(
+        [
+            "ViT, 2 blocks, by the commands alone",
+            pipe["images"],
+            pipe["clean"],
+            pipe["pgd"],
+            pipe["certified"],
+            "anchored",
+        ]
+    )
+    for file, name in _VITS.items():
+        vit = read(file)
+        certified = vit["certificates"]["anchored"]["at_36/255"]
+        rows.append([name, vit["images"], vit["clean"], None, certified, "anchored"])
+    cells = [[name, f"{n:,}", *map(_percent, (clean, pgd, sure)), how] for name, n, clean, pgd, sure, how in rows]
+    text = f"""PGD leaves standing what it does not break, an estimate from above. The first ViT has
+{one["parameters"]:,} parameters and {_percent(one["clean_all_test_images"])} clean accuracy on all
+10,000 test images; its first-order limit, the share that margins and gradients alone would certify, is
+{_percent(one["limit"])}, and a verdict takes {one["cpu_seconds_a_verdict"]:.1f} CPU seconds.
+"""
+    columns = ["network", "images", "clean", "under PGD", "certified", "method"]
+    return _section("Certified accuracy on CIFAR-10 at ε = 36/255", columns, cells, text)
+
+
+def _methods() -> str:
+    rows = []
+    for file, name in _VITS.items():
+        for method in ("lofast", "anchored", "limit"):
+            shares = read(file)["certificates"][method]
+            shown = "first-order limit, no certificate" if method == "limit" else method
+            rows.append([name, shown, *(_percent(shares[f"at_{eps}"]) for eps in _EPS)])
+    text = "`lofast` multiplies bounds from block to block; `anchored` linearises the network once.\n"
+    return _section("Layer by layer, and linearised once", ["network", "method", *_EPS], rows, text)
+
+
+def _surgery() -> str:
+    rows = [
+        [f"`{row['model']}`", _power(row["log10_bound_before"]), _power(row["log10_bound_after"])]
+        for row in read("paper_models")["rows"]
+    ]
+    text = "Random weights. Without surgery and training no method certifies these networks at a visible ε.\n"
+    return _section("Global bounds before and after surgery", ["model", "before", "after convert"], rows, text)
+
+
+def _attacked() -> str:
+    campaign, fuzz = read("campaign"), read("fuzz")
+    rows = [
+        [method, f"{one['trials']:,}", f"{one['reached']:,}", f"{one['closest']:.4f}", f"{one['median']:.2f}"]
+        for method, one in campaign["by_method"].items()
+    ]
+    counted = "; ".join(
+        f"of {fuzz[kind]['counted']:,} {kind}, {fuzz[kind]['held']:,} held, {fuzz[kind]['refused']:,} were refused, "
+        f"and {fuzz[kind]['false']} were false"
+        for kind in ("programs", "modules")
+    )
+    text = f"""{campaign["trials"]:,} radii of {campaign["networks"]} random networks were attacked;
+{len(campaign["violations"])} were broken. The ratios are those of the distance at which the attack
+changed the prediction to the radius: below 1 a certificate is false.
+
+`benchmarks.fuzz` draws programs from torch's tensor API, and hostile modules, and attacks what is
+certified: {counted}.
+"""
+    columns = ["method and arithmetic", "radii", "prediction changed", "smallest ratio", "median ratio"]
+    return _section("Radii under attack", columns, rows, text)
+
+
+def _beside_crown() -> str:
+    rows = []
+    for file, name in (("crown_t3", "ViT, 3 blocks"), ("crown_k3", "ViT, 3 blocks, projections with a kink")):
+        one = read(file)
+        crown, ours = one["rows"][0]["crown"][0], one["rows"][0]["anchored_radius"]
+        left = f"{crown['margin_at_least'] / one['rows'][0]['margin']:.0%}".replace("%", " %")
+        rows.append([name, f"{crown['eps']:.3f}", left, f"{crown['cpu_seconds']:.0f}", f"{ours:.3f}",
+                     f"{one['cpu_seconds_an_anchored_radius']:.0f}"])  # fmt: skip
+    small = read("lirpa_verdicts")
+    shares = small["median_share_of_the_distance"]
+    theirs = ", ".join(f"{kind} {one['theirs']:.2f} against {one['ours']:.2f}" for kind, one in shares.items())
+    text = f"""One image each. On {small["images"]} small networks CROWN covers a larger share of the
+distance to the nearest change: {theirs}.
+"""
+    columns = ["network", "ε for CROWN", "margin it leaves", "its CPU s", "anchored radius", "its CPU s"]
+    return _section(f"Beside CROWN (auto_LiRPA {small['auto_LiRPA']})", columns, rows, text)
+
+
+def _smoothing() -> str:
+    found = read("smoothing")
+    false = found["coverage"]["result"]
+    rows = [[how, one["false radii"], one["median samples"]] for how, one in false.items()]
+    other, cifar = found["locuslab"]["result"], found["cifar"]["result"]
+    verdict = cifar["verdict at 36/255"]
+    text = f"""2,000 half-spaces with known radii near ε. Beside locuslab/smoothing, given the same
+draws: {other["images"]} images, of which {other["classes or abstentions that differ"]} differ in class
+or abstention, and {other["counts of 100,000 draws"]:,} counts of 100,000 draws.
+
+A CIFAR-10 ViT trained by `finetune --loss noise --sigma {cifar["sigma"]}` for four short epochs: the
+most drawn class is right for {_percent(cifar["most drawn class is right"])} of {cifar["images"]}
+images, {_percent(verdict["certified accuracy at 36/255"])} are certified at 36/255, with a median of
+{verdict["median samples"]:.0f} counted draws of {verdict["samples at most"]:,} an image.
+"""
+    return _section("Randomized smoothing", ["draws", "false radii of 2,000", "median draws"], rows, text)
+
+
+def _cost() -> str:
+    rows = []
+    for row in read("methods_224")["rows"]:
+        passes = "–" if row["passes"] is None else f"{row['passes']:.0f}"
+        rows.append([row["method"], row["attention"], passes, f"{row['cpu_seconds_an_image']:.1f}",
+                     f"{row['peak_mib']:,.0f}"])  # fmt: skip
+    zoo = [row for row in read("zoo_certificates")["rows"] if "inside" in row]
+    seconds = [row["methods"]["anchored"]["seconds"] for row in zoo]
+    text = f"""The smallest architecture of each of timm's files, random weights, 32×32 pixels where it
+takes them: {len(zoo)} got an anchored radius, in {min(seconds):.0f} to {max(seconds):.0f} CPU seconds,
+the median {median(seconds):.0f}; {sum(row["inside"] for row in zoo)} attacks succeeded inside.
+"""
+    columns = ["method", "attention", "`--passes`", "CPU s an image", "peak MiB"]
+    return _section("Cost of `vit_tiny_patch16_224` at 224×224, 10 classes, random weights", columns, rows, text)
+
+
+def _memory() -> str:
+    rows = [
+        [f"`{row['name']}`", f"{row['weights_bytes'] / 2**20:,.0f}", f"{row['ratio']:.2f}", f"{row['seconds']:.0f}"]
+        for row in read("bound_memory")["rows"]
+    ]
+    columns = ["model", "weights in MiB", "peak memory over weights", "seconds"]
+    return _section("Memory that a global bound takes", columns, rows, "")
+
+
+def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], text: str) -> str:
+    lines = [f"| {' | '.join(map(str, row))} |" for row in [columns, ["---"] * len(columns), *rows]]
+    return "\n".join([f"## {title}\n", *lines, *(["", text] if text else [""])])
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def _power(log10: float) -> str:
+    """A bound, rounded up."""
+    return f"10^{math.ceil(10 * log10) / 10:.1f}"
+
+
+def _value(typed: str) -> float:
+    part, _, whole = typed.partition("/")
+    return float(part) / float(whole or 1)
+
+
+def shown(text: str) -> Mapping[str, list[list[float]]]:
+    """The numbers that a picture was drawn from."""
+    return json.loads(text[text.index("<!-- {") + 5 : text.rindex("-->")])  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(picture())
