@@ -247,7 +247,7 @@ def _value(typed: str) -> float:
 
 def shown(text: str) -> Mapping[str, list[list[float]]]:
     """The numbers that a picture was drawn from."""
-    return json.loads(text[text.index("<!-- {") + 5 : text.rindex("-->")])  # type: ignore[no-any-return]
+    return json.loads(text[text.index("<!-- {") + 5 : text.rindex("-->")])
 
 
 if __name__ == "__main__":

@@ -6,22 +6,9 @@ from typing import Annotated
 
 import typer
 
-from lipcert._settings import parse_eps
-from lipcert.report import (
-    OVERVIEW,
-    available,
-    facts,
-    overview,
-    publishing,
-    radii_of_interest,
-    read_runs,
-    remarks,
-    text_plot,
-    write,
-)
-
 from ._errors import one_line_errors
-from ._print import busy, print_facts, print_table, say
+from ._options import AsJson
+from ._print import busy, command, print_facts, print_json, print_table, say
 
 
 @one_line_errors
@@ -47,8 +34,24 @@ def report(
             show_default=False,
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what results say: certified share over ε, radii, methods; several results are compared."""
+    from lipcert._settings import parse_eps
+    from lipcert.report import (
+        OVERVIEW,
+        available,
+        facts,
+        overview,
+        publishing,
+        radii_of_interest,
+        read_runs,
+        record,
+        remarks,
+        text_plot,
+        write,
+    )
+
     runs = read_runs(results)
     named = [(parse_eps(text), text) for text in eps or ()]
     at = radii_of_interest(runs, named)
@@ -60,6 +63,9 @@ def report(
         written = write(
             runs, html=html, markdown=markdown, card=card, eps=named, license=license, base_model=base_model
         )
+    if as_json:
+        print_json([record(run, at) for run in runs])
+        return
     if len(runs) == 1:
         print_facts(facts(runs[0], at))
     else:
@@ -73,3 +79,5 @@ def report(
         say("publish it:")
         for line in publishing(card, runs):
             say(f"  {line}")
+    elif not html:
+        print_facts([("next", command("report", *results, "--html", "report.html", "--card", "README.md"))])

@@ -259,7 +259,12 @@ def test_several_runs_are_compared(results, tmp_path):
     results(name="two/a")
     results([unlabelled(i, r) for i, r in enumerate(RADII)], name="two/b", eps_typed="1/10")
     result = run("two")
-    header, first, second = (line.split("\t") for line in result.stdout.splitlines())
+    header, first, second, following = (line.split("\t") for line in result.stdout.splitlines())
+    assert following == ["next", "lipcert report two --html report.html --card README.md"]
+    (one, _) = json.loads(run("two", "--json").stdout)
+    at = one["at"][0]
+    assert (at["eps_typed"], at["certified"]["images"], at["certified"]["share"]) == ("1/10", 2, pytest.approx(1 / 3))
+    assert at["certified"]["interval"] == [pytest.approx(0.097, abs=5e-4), pytest.approx(0.7, abs=5e-4)]
     assert dict(zip(header, first, strict=True)) == {
         "results": "b", "certified": "50.0 %", "95 %": "18.8–81.2 %", "ε": "1/10", "clean": "–", "radius": "0.100",
         "δ": "5e-10", "images": "6",

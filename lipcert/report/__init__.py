@@ -3,7 +3,7 @@
 ``read_runs`` checks what ``lipcert certify --out`` wrote; ``write`` turns it into files.
 """
 
-from lipcert.report._build import OVERVIEW, facts, overview, radii_of_interest, remarks, report
+from lipcert.report._build import OVERVIEW, facts, overview, radii_of_interest, record, remarks, report
 from lipcert.report._card import model_card, model_info
 from lipcert.report._figures import available
 from lipcert.report._markdown import Document
@@ -24,6 +24,7 @@ __all__ = [
     "publishing",
     "radii_of_interest",
     "read_runs",
+    "record",
     "remarks",
     "report",
     "text_plot",

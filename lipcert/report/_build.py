@@ -140,6 +140,35 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     return found + _others(run)
 
 
+def record(run: Run, eps: Eps) -> dict[str, Any]:
+    """The figures of one run as JSON holds them: counts, shares, and Wilson's 95 % intervals of these."""
+
+    def counted(part: int) -> dict[str, Any]:
+        return {"images": part, "share": part / len(run), "interval": list(wilson(part, len(run)))}
+
+    at = [
+        {
+            "eps": value,
+            "eps_typed": typed,
+            "certified": counted(run.certified_at(value)),
+            **({"unbroken": counted(run.surviving_at(value))} if run.attacked else {}),
+        }
+        for value, typed in eps
+    ]
+    return {
+        "results": str(run.path),
+        "model": run.network,
+        "weights_hash": run.weights_hash,
+        "images": len(run),
+        **({"correct": counted(run.correct)} if run.labelled else {}),
+        "at": at,
+        "median_radius": None if run.staged else run.median_radius,
+        "delta": run.delta,
+        "holds_for": run.holds_for,
+        "notes": run.notes,
+    }
+
+
 def _others(run: Run) -> list[tuple[str, str]]:
     """What is no share of the images."""
     found = []

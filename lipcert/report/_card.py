@@ -11,14 +11,14 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from lipcert._version import version
-from lipcert.artifact import is_artifact, read_metadata
 from lipcert.errors import InputError
-from lipcert.loading import BUNDLED
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
 from lipcert.results import Run
 
+# As lipcert.loading knows it, which imports torch.
+_BUNDLED = Path(__file__).parent.parent / "assets" / "digits_vit.safetensors"
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
 
@@ -48,7 +48,7 @@ def model_card(
     data = ModelCardData(
         library_name="lipcert",
         pipeline_tag="image-classification",
-        license=license or ("apache-2.0" if artifact == BUNDLED else None),
+        license=license or ("apache-2.0" if artifact == _BUNDLED else None),
         base_model=base_model or (known if hub == "hf-hub" else None),
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
@@ -87,9 +87,11 @@ def model_info(run: Run) -> dict[str, Any]:
 
 def artifact_of(run: Run) -> Path | None:
     """The file with the run's weights: an artifact here that its command names, or the bundled one; else None."""
+    from lipcert.artifact import is_artifact, read_metadata  # they import torch
+
     command = run.summary.get("command") or ""
     words = shlex.split(command) if isinstance(command, str) else command
-    for path in (*(Path(word) for word in words if is_artifact(word)), BUNDLED):
+    for path in (*(Path(word) for word in words if is_artifact(word)), _BUNDLED):
         if read_metadata(path)["weights_hash"] == run.weights_hash:
             return path
     return None
@@ -119,7 +121,7 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     parts += [heading(2, "What these figures promise"), items(promises(runs)), heading(2, "Certify it again")]
     smoothing = "".join(f", {key}={value}" for key, value in first.noise.items())
     method = f', method="smoothing"{smoothing}' if first.smoothed else ""
-    source = None if artifact == BUNDLED else artifact.name if artifact else first.network
+    source = "bundled" if artifact == _BUNDLED else artifact.name if artifact else first.network
     use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n"
     use += f'result = lipcert.certify(model, images, labels, eps="{first.eps_typed}"{method})  # images in [0, 1]'
     return "\n\n".join([*parts, code(use), MARK])
