@@ -36,12 +36,13 @@ from lipcert.bounds._registry import (
 from lipcert.bounds._remainder import Against, Remainder, per_image, quadratic, remainder_of, total
 from lipcert.bounds._rounding import Operand, local_error
 from lipcert.bounds._value import COMPOSED, Dense, Value
+from lipcert.bounds.forms import canonical_forms
 
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense", "Estimate",
     "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Remainder", "Rule", "State", "Value", "Walk",
     "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand",
-    "check_weights", "flat", "global_value", "global_values", "kept_whole", "key_of", "lipschitz", "local_error",
-    "margins", "per_image", "quadratic", "radii", "refusal", "remainder", "remainder_of", "rounding",
+    "canonical_forms", "check_weights", "flat", "global_value", "global_values", "kept_whole", "key_of", "lipschitz",
+    "local_error", "margins", "per_image", "quadratic", "radii", "refusal", "remainder", "remainder_of", "rounding",
     "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

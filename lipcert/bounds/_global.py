@@ -15,6 +15,7 @@ from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whole, refusal
 from lipcert.bounds._value import Value
+from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
 from lipcert.graph import PIECES, Graph, Node, capture, close, examples, map_nodes, needed
 from lipcert.model import Model, unusable
@@ -134,7 +135,7 @@ def analyze(
     if isinstance(model, Model):
         _check_independence(model, images)
     _check_unused(graph)
-    graph = needed(graph)
+    graph = canonical_forms(graph, "lipschitz", examples(images))
     return Analysis(graph, global_values(graph, progress))
 
 
@@ -168,7 +169,7 @@ def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
         model: what :func:`analyze` has been through.
         image: shape (1, C, H, W).
     """
-    graph = needed(capture(model, image, whole=kept_whole, gradients=True))
+    graph = canonical_forms(capture(model, image, whole=kept_whole, gradients=True), "lipschitz", [])
     return Analysis(graph, global_values(graph))
 
 

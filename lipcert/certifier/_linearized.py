@@ -23,6 +23,7 @@ from lipcert.bounds import (
     NoAnswer,
     Remainder,
     arguments,
+    canonical_forms,
     kept_whole,
     per_image,
     refusal,
@@ -33,7 +34,7 @@ from lipcert.bounds import (
 from lipcert.certifier._chains import Chains, Link, work
 from lipcert.certifier._rounding import Local, Rounded, rounded
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, explicit_attention, needed, run
+from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, examples, explicit_attention, needed, run
 from lipcert.model import Model
 from lipcert.norms import (
     Draw,
@@ -178,7 +179,10 @@ class Linearized:
         self.widths = widths
         if graph is None:
             whole = lambda module: kept_whole(module, "remainder")  # noqa: E731
-            graph = explicit_attention(capture(model, example, whole, casts=self.casts), model.device)
+            graph = capture(model, example, whole, casts=self.casts)
+            if not self.casts and at is None:  # which may name a value inside a form
+                graph = canonical_forms(graph, "remainder", examples(example))
+            graph = explicit_attention(graph, model.device)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self._costs = {node: work([node]) for node in self.graph.nodes}

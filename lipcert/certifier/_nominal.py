@@ -42,6 +42,7 @@ class Nominal:
     """
 
     def __init__(self, graph: Graph, device: torch.device | None = None, seed: int = 0):
+        self.rewritten = bool(graph.forms)
         self.graph = needed(explicit_attention(graph, device))
         self.local = Local(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
@@ -70,6 +71,11 @@ class Nominal:
                 drawn = torch.randn(value.shape[1:], generator=generator, dtype=torch.float64).to(value)
                 size = _TIMES * error / math.sqrt(drawn.numel())
                 noise[node] = (size.reshape(-1, *[1] * drawn.dim()) * drawn).masked_fill_(value.isinf(), 0.0)
+        if self.rewritten:  # bounds on rounding are about the operations that are evaluated here
+            logits = values[self.graph.output].reshape(gaps.shape).double().cpu()
+            gaps = torch.minimum(gaps, logits.gather(1, predicted[:, None]) - logits).scatter(
+                1, predicted[:, None], math.inf
+            )
         taken = torch.zeros_like(gaps)
         for sign in (1, -1):
             disturbed = {node: sign * part for node, part in noise.items()}

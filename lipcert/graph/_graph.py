@@ -43,6 +43,7 @@ _SYNONYMS = {
     "concatenate": "cat",
     "negative": "neg",
     "clip": "clamp",
+    "clamp_min": "clamp",  # the limit is the second argument of both
     "expand_as": "expand",
     "broadcast_to": "expand",
     "contiguous": "identity",
@@ -150,11 +151,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured network: nodes in the order in which they ran, from ``input`` to ``output``."""
+    """A captured network: nodes in the order in which they ran, from ``input`` to ``output``.
+
+    ``forms`` names the operations that stand for several which the network writes out.
+    """
 
     input: Node
     output: Node
     nodes: tuple[Node, ...] = field(repr=False)
+    forms: tuple[str, ...] = ()
 
     def replay(self, images: torch.Tensor) -> torch.Tensor:
         """Runs the captured operations on images, shape (N, C, H, W) with the N it was captured with.

@@ -1,0 +1,207 @@
+"""What may be known of a value of a network, and what an operation makes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.graph import Node
+
+HALF = Fraction(1, 2)
+# Relative: what √½ and √(2/π) may be off by as they are rounded, and a bit more.
+ROUNDED = Fraction(1, 2**50)
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """Σ c_k xᵏ, entry by entry; ``through`` are the operations between x and the value, as in all that follow."""
+
+    x: Node
+    c: tuple[Fraction, ...]
+    through: frozenset[Node] = frozenset()
+
+    def scaled(self, factor: Fraction) -> Polynomial:
+        return replace(self, c=tuple(factor * c for c in self.c))
+
+    def shifted(self, by: Fraction) -> Polynomial:
+        return replace(self, c=(self.c[0] + by, *self.c[1:]))
+
+    def power(self, exponent: Fraction) -> Polynomial | None:
+        if exponent not in (2, 3) or (len(self.c) - 1) * exponent > 3:
+            return None
+        result = self
+        for _ in range(int(exponent) - 1):
+            result = replace(self, c=times(result.c, self.c))
+        return result
+
+    def only(self, degree: int) -> Fraction | None:
+        """The coefficient of x to this degree, if it is positive and the others are 0."""
+        rest = [c for k, c in enumerate(self.c) if k != degree]
+        return self.c[degree] if len(self.c) > degree and self.c[degree] > 0 and not any(rest) else None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """factor · the mean of x over axes, kept with size 1, or not."""
+
+    x: Node
+    axes: tuple[int, ...]
+    factor: Fraction
+    kept: bool
+    through: frozenset[Node] = frozenset()
+
+    def scaled(self, factor: Fraction) -> Mean:
+        return replace(self, factor=factor * self.factor)
+
+
+@dataclass(frozen=True)
+class Centred:
+    """factor · (x minus its mean over axes)."""
+
+    x: Node
+    axes: tuple[int, ...]
+    factor: Fraction
+    through: frozenset[Node] = frozenset()
+
+    def scaled(self, factor: Fraction) -> Centred:
+        return replace(self, factor=factor * self.factor)
+
+
+@dataclass(frozen=True)
+class Energy:
+    """k · max(αS + β, low)^e with k, α > 0 and β ≥ 0, S as at the head of this file, over axes that are kept or not."""
+
+    x: Node
+    axes: tuple[int, ...]
+    centred: bool
+    kept: bool
+    alpha: Fraction
+    beta: Fraction = Fraction(0)
+    low: Fraction | None = None
+    k: Fraction = Fraction(1)
+    e: Fraction = Fraction(1)
+    through: frozenset[Node] = frozenset()
+
+    def scaled(self, factor: Fraction) -> Energy | None:
+        if factor <= 0:
+            return None
+        if self.e != 1:
+            return replace(self, k=factor * self.k)
+        low = None if self.low is None else factor * self.low
+        return replace(self, alpha=factor * self.alpha, beta=factor * self.beta, low=low)
+
+    def shifted(self, by: Fraction) -> Energy | None:
+        fits = self.e == 1 and self.low is None and self.beta + by >= 0
+        return replace(self, beta=self.beta + by) if fits else None
+
+    def power(self, exponent: Fraction) -> Energy | None:
+        """y^a^b = y^(ab) for y ≥ 0; the result is a root, a whole, or the inverse of one."""
+        e = self.e * exponent
+        if abs(e) not in (HALF, 1) or (self.k != 1 and exponent.denominator != 1):
+            return None
+        powered = replace(self, k=self.k**exponent.numerator if self.k != 1 else self.k, e=e)
+        return replace(powered, k=Fraction(1)).scaled(powered.k) if e == 1 else powered
+
+    def at_least(self, bound: Fraction) -> Energy | None:
+        """max(k y^e, bound) = k max(y, (bound/k)^(1/e))^e for e > 0."""
+        if self.low is not None or self.e <= 0 or bound <= 0:
+            return None
+        return replace(self, low=(bound / self.k) ** (1 / self.e).numerator)
+
+
+@dataclass(frozen=True)
+class Function:
+    """a + b·g(Σ c_k xᵏ), entry by entry."""
+
+    g: str
+    x: Node
+    c: tuple[Fraction, ...]
+    a: Fraction = Fraction(0)
+    b: Fraction = Fraction(1)
+    through: frozenset[Node] = frozenset()
+
+    def scaled(self, factor: Fraction) -> Function:
+        return replace(self, a=factor * self.a, b=factor * self.b)
+
+    def shifted(self, by: Fraction) -> Function:
+        return replace(self, a=self.a + by)
+
+    def power(self, exponent: Fraction) -> Function | None:
+        """1/(1 + exp(−p)) = sigmoid(p)."""
+        if exponent != -1 or self.g != "exp" or self.a != self.b or not self.a:
+            return None
+        return replace(self, g="sigmoid", c=tuple(-c for c in self.c), a=Fraction(0), b=1 / self.a)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """factor · the named activation of x."""
+
+    name: str
+    x: Node
+    factor: Fraction
+    through: frozenset[Node] = frozenset()
+
+    def scaled(self, factor: Fraction) -> Activation:
+        return replace(self, factor=factor * self.factor)
+
+
+@dataclass(frozen=True)
+class Total:
+    """(Σ exp(z) over an axis)^e for the node exp(z)."""
+
+    x: Node
+    axes: tuple[int, ...]
+    kept: bool
+    e: int = 1
+    through: frozenset[Node] = frozenset()
+
+    def power(self, exponent: Fraction) -> Total | None:
+        return replace(self, e=-self.e) if exponent == -1 else None
+
+
+Fact = Polynomial | Mean | Centred | Energy | Function | Activation | Total
+
+
+def times(one: tuple[Fraction, ...], two: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
+    found = [Fraction(0)] * (len(one) + len(two) - 1)
+    for i, a in enumerate(one):
+        for j, b in enumerate(two):
+            found[i + j] += a * b
+    return tuple(found)
+
+
+def number_of(given: Any) -> Fraction | None:
+    """A constant that is one finite number."""
+    if isinstance(given, Tensor):
+        if given.numel() != 1 or given.is_meta or not given.is_floating_point():
+            return None
+        given = given.item()
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
+        return None
+    return Fraction(given)
+
+
+def rounded_down(number: Fraction) -> float:
+    """A float64 number at most this one."""
+    near = float(number)
+    return near if Fraction(near) <= number else math.nextafter(near, -math.inf)
+
+
+def root_down(number: Fraction) -> float:
+    return math.nextafter(math.sqrt(rounded_down(number)), 0.0)
+
+
+def root_up(number: Fraction) -> float:
+    return 1.0 if number == 1 else math.nextafter(math.sqrt(-rounded_down(-number)), math.inf)
+
+
+def filled(number: float, entries: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector of a number, rounded up to the type."""
+    vector = torch.full((entries,), number, dtype=dtype, device=device)
+    return vector if vector[0].item() >= number else torch.nextafter(vector, torch.full_like(vector, math.inf))

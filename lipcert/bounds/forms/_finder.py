@@ -1,0 +1,417 @@
+"""Going through a network: what is known of each value, and the forms that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds.forms._facts import (
+    HALF,
+    ROUNDED,
+    Activation,
+    Centred,
+    Energy,
+    Fact,
+    Function,
+    Mean,
+    Polynomial,
+    Total,
+    filled,
+    number_of,
+    root_down,
+    root_up,
+    rounded_down,
+    times,
+)
+from lipcert.bounds.forms._patterns import Emit, Form, attention, given_by_name, larger, max_min, plain, unshifted
+from lipcert.graph import Graph, Node
+from lipcert.surgery import RmsLayerProject
+
+_FACTS = 6  # of a value: more are not looked at
+_EXPONENTS = {"square": Fraction(2), "sqrt": HALF, "rsqrt": -HALF, "reciprocal": Fraction(-1)}
+
+
+class Finder:
+    """What is known of the values of one network, and the forms that follow."""
+
+    def __init__(self, graph: Graph, device: torch.device):
+        self.graph, self.device = graph, device
+        self.facts: dict[Node, list[Fact]] = {}
+
+    def forms(self) -> Iterator[Form]:
+        """All forms, those first that should be tried first."""
+        for node in self.graph.nodes:
+            known: list[Fact] = [Polynomial(node, (Fraction(0), Fraction(1)))]
+            for fact in self._learned(node) if plain(node) else ():
+                known.append(replace(fact, through=fact.through | {node}))
+            self.facts[node] = known[:_FACTS]
+            if plain(node):
+                yield from self._found(node)
+
+    def _learned(self, node: Node) -> Iterator[Fact]:
+        """What follows from one operation, with ``through`` as it was before."""
+        try:
+            given = given_by_name(node)
+        except NoAnswer:
+            return
+        op, x, other = node.op, given.get("input"), given.get("other")
+        if op in ("add", "sub", "rsub", "mul", "div"):
+            yield from self._arithmetic(node, given)
+        elif not isinstance(x, Node) or x not in self.facts:
+            return
+        elif op in ("identity", "reshape", "getitem", "expand"):
+            yield from self._rearranged(node, x)
+        elif op in ("sum", "mean", "var", "norm", "linalg_vector_norm"):
+            yield from self._reduced(node, x, given)
+        elif op == "neg":
+            yield from self._each(x, "scaled", Fraction(-1))
+        elif op in _EXPONENTS or op == "pow":
+            exponent = _EXPONENTS.get(op) if op != "pow" else number_of(given.get("exponent"))
+            if exponent is not None and x.shape == node.shape:
+                yield from self._each(x, "power", exponent)
+        elif op in ("clamp", "maximum", "max"):
+            bound = number_of(other if op in ("maximum", "max") else given.get("min"))
+            if bound is not None and given.get("max") is None and x.shape == node.shape:
+                yield from self._each(x, "at_least", bound)
+        elif op in ("exp", "erf", "tanh", "sigmoid"):
+            for fact in self.facts[x]:
+                if isinstance(fact, Polynomial):
+                    yield Function(str(op), fact.x, fact.c, through=fact.through)
+
+    def _each(self, node: Node, method: str, *args: Any) -> Iterator[Fact]:
+        for fact in self.facts[node]:
+            found = getattr(fact, method)(*args) if hasattr(fact, method) else None
+            if found is not None:
+                yield found
+
+    def _arithmetic(self, node: Node, given: dict[str, Any]) -> Iterator[Fact]:
+        op, one, two = node.op, given.get("input"), given.get("other")
+        alpha = number_of(given.get("alpha", 1))
+        if alpha is None or given.get("rounding_mode") is not None:
+            return
+        if op == "rsub":
+            op, one, two = "sub", two, one
+        sign = -alpha if op == "sub" else alpha
+        a, b = number_of(one), number_of(two)
+        if isinstance(one, Node) and b is not None and one.shape == node.shape:
+            if op in ("add", "sub"):
+                yield from self._each(one, "shifted", sign * b)
+            elif op == "mul" or b:
+                yield from self._each(one, "scaled", b if op == "mul" else 1 / b)
+        elif isinstance(two, Node) and a is not None and two.shape == node.shape:
+            for fact in self.facts[two]:
+                changed: Any = fact
+                if op == "div":
+                    changed = fact.power(Fraction(-1)) if hasattr(fact, "power") else None
+                changed = _scaled(changed, sign if op in ("add", "sub") else a)
+                if op in ("add", "sub"):
+                    changed = changed.shifted(a) if hasattr(changed, "shifted") else None
+                if changed is not None:
+                    yield changed
+        elif isinstance(one, Node) and isinstance(two, Node):
+            for first in self.facts[one]:
+                for second in self.facts[two]:
+                    joined = _joined(str(op), first, second, sign, one.shape == two.shape == node.shape)
+                    if joined is None and op in ("add", "sub"):
+                        joined = self._centred(first, second, sign) if one.shape == node.shape else None
+                    if joined is not None:
+                        through = first.through | second.through | joined.through | ({one, two} - {joined.x})
+                        yield replace(joined, through=through)
+
+    def _centred(self, first: Fact, second: Fact, sign: Fraction) -> Fact | None:
+        """x minus its mean; the mean of squares minus the square of the mean, a variance."""
+        if isinstance(first, Polynomial) and isinstance(second, Mean) and second.kept and first.x is second.x:
+            factor = first.only(1)
+            if factor is not None and sign * second.factor == -factor:
+                return Centred(first.x, second.axes, factor)
+        if isinstance(first, Energy) and isinstance(second, Polynomial):
+            square = second.only(2)
+            plain = first.e == 1 and not (first.centred or first.beta or first.low)
+            for mean in self.facts[second.x] if square is not None and plain else ():
+                if isinstance(mean, Mean) and (mean.x, mean.axes, mean.kept) == (first.x, first.axes, first.kept):
+                    count = math.prod(mean.x.shape[axis] for axis in mean.axes)
+                    if -sign * (square or 0) * mean.factor**2 == first.alpha * count:
+                        return replace(first, centred=True, through=mean.through | {second.x})
+        return None
+
+    def _rearranged(self, node: Node, x: Node) -> Iterator[Fact]:
+        """Copies; and reductions whose axes come back with size 1, or are expanded again."""
+        if node.op == "identity":
+            yield from (fact for fact in self.facts[x] if node.shape == x.shape and fact.x is not x)
+            if node.shape == x.shape:
+                yield Polynomial(x, (Fraction(0), Fraction(1)))
+            return
+        if node.op == "getitem" and not _adds_axes(node):
+            return
+        for fact in self.facts[x]:
+            if isinstance(fact, (Mean, Energy, Total)):
+                kept = _kept(fact.x.shape, fact.axes)
+                if node.op == "expand":
+                    same = len(node.shape) == len(kept) and all(
+                        m == n or (d in fact.axes and m == fact.x.shape[d])
+                        for d, (m, n) in enumerate(zip(node.shape, kept, strict=True))
+                    )
+                    if fact.kept and same:
+                        yield fact
+                elif node.shape == kept:
+                    yield replace(fact, kept=True)
+
+    def _reduced(self, node: Node, x: Node, given: dict[str, Any]) -> Iterator[Fact]:
+        dims = given.get("dim")
+        dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
+        if not isinstance(dims, (tuple, list)) or not dims or given.get("dtype") or given.get("out") is not None:
+            return
+        axes = tuple(sorted({d % len(x.shape) for d in dims}))
+        count = math.prod(x.shape[axis] for axis in axes)
+        kept = bool(given.get("keepdim", False))
+        if 0 in axes or not count or node.shape != (_kept(x.shape, axes) if kept else _without(x.shape, axes)):
+            return
+        share = Fraction(1, count) if node.op == "mean" else Fraction(1)
+        if node.op == "sum" and x.op == "exp" and len(axes) == 1:
+            yield Total(x, axes, kept, through=frozenset((x,)))
+        for fact in self.facts[x]:
+            if not isinstance(fact, Polynomial):
+                continue
+            linear, square = fact.only(1), fact.only(2)
+            if node.op in ("sum", "mean"):
+                if linear is not None:
+                    yield Mean(fact.x, axes, linear * share * count, kept, fact.through)
+                if square is not None:
+                    yield from self._energies(Energy(fact.x, axes, False, kept, square * share, through=fact.through))
+            elif node.op == "var" and linear is not None:
+                correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+                divisor = count - Fraction(1 if correction is None else correction)
+                if divisor > 0:
+                    yield Energy(fact.x, axes, True, kept, linear**2 / divisor, through=fact.through)
+            elif node.op != "var" and linear is not None and len(axes) == 1 and _euclidean(node, given):
+                whole = Energy(fact.x, axes, False, kept, linear**2, through=fact.through)
+                yield from (replace(one, e=HALF) for one in self._energies(whole))
+
+    def _energies(self, energy: Energy) -> Iterator[Energy]:
+        """With x known to be another value minus its mean, the energy is one of that value too."""
+        for fact in self.facts[energy.x]:
+            if isinstance(fact, Centred) and fact.axes == energy.axes:
+                through = energy.through | fact.through | {energy.x}
+                alpha = energy.alpha * fact.factor**2
+                yield replace(energy, x=fact.x, centred=True, alpha=alpha, through=through)
+        yield energy
+
+    def _found(self, node: Node) -> Iterator[Form]:
+        """The forms that end with an operation."""
+        if node.op in ("mul", "div"):
+            yield from self._normalised(node)
+            yield from self._softmax(node)
+            for fact in self.facts[node]:
+                if isinstance(fact, Activation) and fact.factor == 1:
+                    yield _activation(node, fact)
+        if node.op in ("add", "sub"):
+            yield from larger(node)
+        if node.op == "cat":
+            yield from max_min(node)
+        if node.op == "softmax":
+            yield from unshifted(node)
+        if node.op == "matmul":
+            yield from attention(node)
+
+    def _normalised(self, node: Node) -> Iterator[Form]:
+        given = arguments(node)
+        one, two = given.get("input"), given.get("other")
+        if given.get("rounding_mode") is not None or not isinstance(one, Node) or not isinstance(two, Node):
+            return
+        pairs = [(one, two)] if node.op == "div" else [(one, two), (two, one)]
+        found: list[tuple[bool, Form]] = []
+        for above, below in pairs:
+            for top in self.facts[above]:
+                for bottom in self.facts[below]:
+                    form = self._quotient(node, top, bottom)
+                    if form is not None:
+                        inside = top.through | bottom.through | ({above, below} - {top.x})
+                        found.append((isinstance(top, Centred), replace(form, inside=frozenset(inside))))
+        yield from (form for _, form in sorted(found, key=lambda pair: not pair[0]))
+
+    def _quotient(self, node: Node, top: Fact, bottom: Fact) -> Form | None:
+        """K x max(αS + β, low)^(−½)."""
+        if not isinstance(bottom, Energy) or bottom.x is not top.x or not bottom.kept or node.shape != top.x.shape:
+            return None
+        if isinstance(top, Centred):
+            factor = top.factor if top.axes == bottom.axes and bottom.centred else None
+        else:
+            factor = top.only(1) if isinstance(top, Polynomial) and not bottom.centred else None
+        inverse = bottom.e == (-HALF if node.op == "mul" else HALF)
+        if factor is None or factor <= 0 or not inverse:
+            return None
+        scale = factor * bottom.k if node.op == "mul" else factor / bottom.k
+        if bottom.low is None:
+            return self._standardised(node, bottom, scale) if bottom.beta > 0 else None
+        return self._onto(node, bottom, scale) if not bottom.beta and not bottom.centred else None
+
+    def _standardised(self, node: Node, energy: Energy, scale: Fraction) -> Form | None:
+        entries = math.prod(energy.x.shape[axis] for axis in energy.axes)
+        eps = rounded_down(energy.beta / (energy.alpha * entries))
+        gain = root_up(scale**2 / (energy.alpha * entries))
+        ways = _to_the_end(energy.x.shape, energy.axes)
+        if ways is None or not eps > 0:
+            return None
+        name, function = ("layer_norm", F.layer_norm) if energy.centred else ("rms_norm", F.rms_norm)
+        dtype, device = node.dtype or torch.float64, self.device
+
+        def build(emit: Emit, reads: Sequence[Node]) -> Node:
+            named: dict[str, Any] = {"eps": eps}
+            if gain != 1:
+                named["weight"] = filled(gain, entries, dtype, device)
+            moved = _move(emit, reads[0], *ways[0]) if ways[0] else reads[0]
+            made = emit(name, function, (moved, (entries,)), named, moved.shape)
+            return _move(emit, made, *ways[1]) if ways[1] else made
+
+        return Form(name, node, (energy.x,), frozenset(), build)
+
+    def _onto(self, node: Node, energy: Energy, scale: Fraction) -> Form | None:
+        """f·x/max(‖x‖, R) along one axis."""
+        if len(energy.axes) != 1 or energy.low is None:
+            return None
+        (axis,), shape = energy.axes, energy.x.shape
+        factor, square = scale**2 / energy.alpha, energy.low / energy.alpha
+        dtype, device = node.dtype or torch.float64, self.device
+        if abs(factor - square) <= ROUNDED * square and axis in (1, len(shape) - 1):
+            first = axis != len(shape) - 1
+            module = RmsLayerProject(shape[axis], 1.0, bias=False, channels_first=first, device=device, dtype=dtype)
+            module.radius = filled(root_up(square), 1, dtype, device)[0]
+            module.weight.data = filled(root_up(factor / square), shape[axis], dtype, device)
+            module.requires_grad_(False).eval()
+            return Form(
+                RmsLayerProject,
+                node,
+                (energy.x,),
+                frozenset(),
+                lambda emit, reads: emit(RmsLayerProject, module, (reads[0],), {}, shape),
+            )
+        least, gain = root_down(square), root_up(factor)
+
+        def build(emit: Emit, reads: Sequence[Node]) -> Node:
+            made = emit("normalize", F.normalize, (reads[0], 2.0, axis, least), {}, shape)
+            return made if gain == 1 else emit("mul", torch.mul, (made, gain), {}, shape)
+
+        return Form("normalize", node, (energy.x,), frozenset(), build) if least > 0 else None
+
+    def _softmax(self, node: Node) -> Iterator[Form]:
+        given = arguments(node)
+        one, two = given.get("input"), given.get("other")
+        if given.get("rounding_mode") is not None:
+            return
+        for above, below in ((one, two), (two, one)) if node.op == "mul" else ((one, two),):
+            if not isinstance(above, Node) or not isinstance(below, Node) or above.op != "exp" or not plain(above):
+                continue
+            for fact in self.facts[below]:
+                if not isinstance(fact, Total) or not fact.kept or node.shape != above.shape:
+                    continue
+                if fact.x.operands == above.operands and fact.e == (-1 if node.op == "mul" else 1):
+                    inside = frozenset((above, below)) | fact.through
+                    (axis,) = fact.axes
+
+                    def build(emit: Emit, reads: Sequence[Node], axis: int = axis) -> Node:
+                        return emit("softmax", torch.softmax, (reads[0], axis), {}, node.shape)
+
+                    yield Form("softmax", node, above.operands[:1], inside, build)
+
+
+def _euclidean(node: Node, given: dict[str, Any]) -> bool:
+    """Whether a norm is that of ℓ2."""
+    return given.get("p" if node.op == "norm" else "ord", 2) in ("fro", 2, None)
+
+
+def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if d in axes else n for d, n in enumerate(shape))
+
+
+def _without(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for d, n in enumerate(shape) if d not in axes)
+
+
+def _scaled(fact: Any, factor: Fraction) -> Any:
+    if factor == 1:
+        return fact
+    return fact.scaled(factor) if hasattr(fact, "scaled") else None
+
+
+def _adds_axes(node: Node) -> bool:
+    """Whether an index takes all entries and adds axes of size 1."""
+    if len(node.args) != 2 or node.kwargs:
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    whole = [item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in index]
+    return all(whole)
+
+
+def _joined(op: str, first: Fact, second: Fact, sign: Fraction, same_shape: bool) -> Fact | None:
+    """Sums and products of what is known relative to one value."""
+    if first.x is not second.x or not same_shape:
+        return None
+    if isinstance(first, Polynomial) and isinstance(second, Polynomial):
+        if op == "mul" and len(first.c) + len(second.c) <= 5:
+            return Polynomial(first.x, times(first.c, second.c))
+        if op in ("add", "sub"):
+            length = max(len(first.c), len(second.c))
+            padded = [(*fact.c, *[Fraction(0)] * (length - len(fact.c))) for fact in (first, second)]
+            return Polynomial(first.x, tuple(a + sign * b for a, b in zip(*padded, strict=True)))
+    if isinstance(second, Polynomial) and isinstance(first, Function) and op == "mul":
+        first, second = second, first
+    if isinstance(first, Polynomial) and isinstance(second, Function) and op in ("mul", "div"):
+        linear = first.only(1)
+        changed = second if op == "mul" else second.power(Fraction(-1))
+        return None if linear is None or changed is None else _activated(first.x, linear, changed)
+    return None
+
+
+def _near(number: Fraction, wanted: float) -> bool:
+    return abs(number - Fraction(wanted)) <= ROUNDED * Fraction(wanted)
+
+
+def _activated(x: Node, linear: Fraction, function: Function) -> Activation | None:
+    """linear·x·(a + b·g(p))."""
+    c = (*function.c, *[Fraction(0)] * (4 - len(function.c)))
+    even = function.a == function.b != 0 and c[0] == c[2] == 0
+    if function.g == "sigmoid" and function.a == 0 and c == (0, 1, 0, 0):
+        return Activation("silu", x, linear * function.b)
+    if function.g == "erf" and even and c[3] == 0 and _near(c[1], math.sqrt(0.5)):
+        return Activation("gelu", x, 2 * linear * function.a)
+    if function.g == "tanh" and even and _near(c[1], math.sqrt(2 / math.pi)) and _near(c[3] / c[1], 0.044715):
+        return Activation("gelu_tanh", x, 2 * linear * function.a)
+    return None
+
+
+def _activation(node: Node, fact: Activation) -> Form:
+    kwargs = {"approximate": "tanh"} if fact.name == "gelu_tanh" else {}
+    name, function = ("silu", F.silu) if fact.name == "silu" else ("gelu", F.gelu)
+    inside = fact.through - {node, fact.x}
+
+    def build(emit: Emit, reads: Sequence[Node]) -> Node:
+        return emit(name, function, (reads[0],), kwargs, node.shape)
+
+    return Form(name, node, (fact.x,), inside, build)
+
+
+def _to_the_end(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, Any] | None:
+    """How to make one last axis of some axes, and back: (operation, arguments, shape), or None for nothing to do."""
+    dims = len(shape)
+    if axes == (dims - 1,):
+        return None, None
+    if axes == tuple(range(axes[0], dims)):
+        flat = (*shape[: axes[0]], math.prod(shape[axes[0] :]))
+        return ("reshape", torch.reshape, (flat,), flat), ("reshape", torch.reshape, (shape,), shape)
+    if len(axes) == 1:
+        (axis,) = axes
+        moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+        return ("movedim", torch.movedim, (axis, -1), moved), ("movedim", torch.movedim, (-1, axis), shape)
+    return None
+
+
+def _move(emit: Emit, x: Node, op: str, function: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> Node:
+    return emit(op, function, (x, *args), {}, shape)

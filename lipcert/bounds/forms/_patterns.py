@@ -1,0 +1,237 @@
+"""Forms that are told by the operations that they end with, and how forms are put down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert.bounds._arguments import SIGNATURES, arguments
+from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds.forms._facts import number_of, rounded_down
+from lipcert.graph import Node
+from lipcert.surgery import MaxMin
+
+# Adds an operation: (name, function, arguments, named arguments, shape) ↦ its node.
+Emit = Callable[..., Node]
+
+
+@dataclass(frozen=True)
+class Form:
+    """An operation that is written out.
+
+    Attributes:
+        name: the operation's key.
+        node: the last of the operations that it replaces.
+        reads: what it is a function of.
+        inside: the others.
+        build: adds it, with what ``reads`` have become.
+    """
+
+    name: Any
+    node: Node
+    reads: tuple[Node, ...]
+    inside: frozenset[Node]
+    build: Callable[[Emit, Sequence[Node]], Node]
+
+
+def given_by_name(node: Node) -> dict[str, Any]:
+    """The arguments by name; of operations that no rule knows, the operand alone."""
+    if node.op in SIGNATURES:
+        return arguments(node)
+    if node.op in ("reshape", "getitem", "expand", "identity"):
+        return {"input": node.args[0] if node.args else None}
+    if len(node.args) != 1 or node.kwargs:
+        raise NoAnswer("more arguments")
+    return {"input": node.args[0]}
+
+
+def plain(node: Node) -> bool:
+    """Whether an operation has one real result, in the type of all that it reads."""
+    real = node.single and node.dtype is not None and node.dtype.is_floating_point and isinstance(node.op, str)
+    return real and bool(node.operands) and all(x.dtype == node.dtype and x.single for x in node.operands)
+
+
+def larger(node: Node) -> Iterator[Form]:
+    """b + relu(a − b) and a − relu(a − b)."""
+    given = arguments(node)
+    one, two = given.get("input"), given.get("other")
+    if given.get("alpha", 1) != 1 or not isinstance(one, Node) or not isinstance(two, Node):
+        return
+    for kept, bent in ((one, two), (two, one)) if node.op == "add" else ((one, two),):
+        difference = _relu_of(bent)
+        if difference is None or difference.op != "sub" or difference.shape != node.shape or not plain(difference):
+            continue
+        between = arguments(difference)
+        a, b = between.get("input"), between.get("other")
+        if between.get("alpha", 1) != 1 or not isinstance(a, Node) or not isinstance(b, Node):
+            continue
+        if a.shape != node.shape or b.shape != node.shape or kept is not (b if node.op == "add" else a):
+            continue
+        name, function = ("maximum", torch.maximum) if node.op == "add" else ("minimum", torch.minimum)
+
+        def build(emit: Emit, reads: Sequence[Node], name: str = name, function: Any = function) -> Node:
+            return emit(name, function, tuple(reads), {}, node.shape)
+
+        yield Form(name, node, (a, b), frozenset((bent, difference)), build)
+
+
+def _relu_of(node: Node) -> Node | None:
+    if node.op == "relu":
+        x = node.args[0] if node.args else node.kwargs.get("input")
+    elif node.op == "clamp":
+        given = arguments(node)
+        x = given.get("input") if number_of(given.get("min")) == 0 and given.get("max") is None else None
+    else:
+        return None
+    return x if isinstance(x, Node) and plain(node) else None
+
+
+def max_min(node: Node) -> Iterator[Form]:
+    """The larger and the smaller of the two halves of a value, side by side."""
+    given = arguments(node)
+    parts, dim = given.get("tensors"), given.get("dim", 0)
+    if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
+        return
+    high, low = parts
+    named = ((high, ("max", "maximum")), (low, ("min", "minimum")))
+    if not all(isinstance(part, Node) and part.op in names and len(part.operands) == 2 for part, names in named):
+        return
+    axis, read = dim % len(node.shape), {*high.operands, *low.operands}
+    halves = [{half for x in part.operands if (half := _half_of(x, axis))} for part in parts]
+    x = next((x for x, _ in halves[0]), node)
+    if not axis or not halves[0] == halves[1] == {(x, 0), (x, 1)} or x.shape != node.shape:
+        return
+    module = MaxMin(axis)
+    inside = frozenset((high, low)) | read
+
+    def build(emit: Emit, reads: Sequence[Node]) -> Node:
+        return emit(MaxMin, module, (reads[0],), {}, node.shape)
+
+    yield Form(MaxMin, node, (x,), inside, build)
+
+
+def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
+    """The value that this one is the first (0) or second (1) half of along an axis."""
+    if node.op == "part":
+        cut, place = node.args
+        if cut.op not in ("chunk", "split") or len(cut.args) < 2 or place not in (0, 1):
+            return None
+        x, number = cut.args[:2]
+        dim, size = cut.args[2] if len(cut.args) > 2 else cut.kwargs.get("dim", 0), node.shape[axis]
+        halves = (2,) if cut.op == "chunk" else (size, [size] * 2, (size,) * 2)
+        if not isinstance(x, Node) or number not in halves or dim % len(x.shape) != axis or 2 * size != x.shape[axis]:
+            return None
+        return x, place
+    if node.op != "getitem" or len(node.args) != 2 or not isinstance(node.args[0], Node):
+        return None
+    x, index = node.args[0], node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if Ellipsis in [item for item in index if not isinstance(item, (Tensor, Node))]:
+        place = index.index(Ellipsis)
+        index = (*index[:place], *[slice(None)] * (len(x.shape) - len(index) + 1), *index[place + 1 :])
+    size, half = x.shape[axis], x.shape[axis] // 2
+    whole = [isinstance(item, slice) and (item == slice(None) or d == axis) for d, item in enumerate(index)]
+    if size % 2 or not all(whole) or len(index) <= axis:
+        return None
+    reached = range(size)[index[axis]]
+    return next(((x, i) for i, part in enumerate((range(half), range(half, size))) if reached == part), None)
+
+
+def unshifted(node: Node) -> Iterator[Form]:
+    """softmax(x − c) = softmax(x) for c that is constant along the axis."""
+    given = arguments(node)
+    z, dim = given.get("input"), given.get("dim")
+    if not isinstance(z, Node) or z.op not in ("sub", "add") or not isinstance(dim, int) or z.dtype != node.dtype:
+        return
+    between = arguments(z)
+    x, c = between.get("input"), between.get("other")
+    shape = tuple(getattr(c, "shape", ()))
+    behind = len(node.shape) - dim % len(node.shape)  # places from the last axis on
+    still = len(shape) < behind or shape[-behind] == 1
+    if isinstance(x, Node) and isinstance(c, Node) and x.shape == z.shape and x.dtype == z.dtype and still:
+
+        def build(emit: Emit, reads: Sequence[Node]) -> Node:
+            return emit("softmax", torch.softmax, (reads[0], dim), {}, node.shape)
+
+        yield Form("softmax", node, (x,), frozenset((z,)), build)
+
+
+def attention(node: Node) -> Iterator[Form]:
+    """softmax(s·q kᵀ + mask) v."""
+    given = arguments(node)
+    weights, value = given.get("input"), given.get("other")
+    if not isinstance(weights, Node) or not isinstance(value, Node):
+        return
+    inside = {weights}
+    if weights.op == "dropout" and isinstance(weights.args[0], Node):
+        dropped = arguments(weights)
+        if dropped.get("training", True) and dropped.get("p", 0.5):
+            return
+        weights = weights.args[0]
+        inside.add(weights)
+    if weights.op != "softmax":
+        return
+    of = arguments(weights)
+    scores, dim = of.get("input"), of.get("dim")
+    if not isinstance(scores, Node) or not isinstance(dim, int) or dim % len(weights.shape) != len(weights.shape) - 1:
+        return
+    mask: Any = None
+    if scores.op == "add":
+        inside.add(scores)
+        shifted = arguments(scores)
+        left, right = shifted.get("input"), shifted.get("other")
+        product = left if isinstance(left, Node) and left.op in ("mul", "div", "matmul") else None
+        if product is None or shifted.get("alpha", 1) != 1 or not isinstance(right, (Tensor, Node)):
+            return
+        mask, scores = right, product
+    scale = Fraction(1)
+    if scores.op in ("mul", "div"):
+        inside.add(scores)
+        scaled = arguments(scores)
+        number, product = number_of(scaled.get("other")), scaled.get("input")
+        if not number or scaled.get("rounding_mode") is not None or not isinstance(product, Node):
+            return
+        scale, scores = number if scores.op == "mul" else 1 / number, product
+    if scores.op != "matmul" or scores.shape != weights.shape or scale <= 0:
+        return
+    inside.add(scores)
+    query, turned = arguments(scores)["input"], arguments(scores)["other"]
+    if not isinstance(query, Node) or not isinstance(turned, Node) or (key := _turned(turned)) is None:
+        return
+    inside.add(turned)
+    lead = node.shape[:-2]
+    if len(node.shape) < 3 or any(x.shape[:-2] != lead for x in (query, key, value)):
+        return
+    if mask is not None and (len(mask.shape) > len(weights.shape) or not mask.dtype.is_floating_point):
+        return
+    reads = (query, key, value, *([mask] if isinstance(mask, Node) else []))
+
+    def build(emit: Emit, reads: Sequence[Node]) -> Node:
+        named = {"attn_mask": reads[3] if isinstance(mask, Node) else mask, "scale": -rounded_down(-scale)}
+        function = F.scaled_dot_product_attention
+        return emit("scaled_dot_product_attention", function, tuple(reads[:3]), named, node.shape)
+
+    yield Form("scaled_dot_product_attention", node, reads, frozenset(inside), build)
+
+
+def _turned(node: Node) -> Node | None:
+    """k, where this is its transpose in the last two axes."""
+    dims = len(node.shape)
+    x = node.args[0] if node.args else None
+    if node.op not in ("transpose", "permute") or not isinstance(x, Node) or node.kwargs:
+        return None
+    given = [d for arg in node.args[1:] for d in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    order = list(range(dims))
+    if node.op == "permute":
+        order = [d % dims for d in given]
+    elif not given and dims > 1:
+        order[-2:] = order[:-3:-1]
+    elif len(given) == 2:
+        one, two = (d % dims for d in given)
+        order[one], order[two] = order[two], order[one]
+    return x if order == [*range(dims - 2), dims - 1, dims - 2] else None
