@@ -124,6 +124,11 @@ class _Outcome:
     path: Path | None
 
     @property
+    def median_radius(self) -> float | None:
+        """The median radius; None for a staged run, whose searches end as soon as a radius is beyond ε."""
+        return None if self.summary["method"] == "staged" else self.tally.median_radius
+
+    @property
     def certified(self) -> float:
         """Share of the images that are certified, and right where that is known."""
         accuracy = self.tally.certified_accuracy
@@ -233,8 +238,8 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
         if tally.attacked:
             facts.append((f"attacked at {plan.eps}", share(tally.broken, len(tally))))
         facts.append((f"certified at {plan.eps}", share(tally.certified, len(tally))))
-    if tally.median_radius is not None:
-        facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(tally.median_radius)))
+    if outcome.median_radius is not None:
+        facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(outcome.median_radius)))
     if outcome.log10_bound is not None:
         facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
     rigors = ["deterministic"] if "deterministic" in tally.rigors else []
@@ -287,7 +292,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
     rows = []
     for outcome in sorted(outcomes, key=lambda outcome: -outcome.certified):
         tally = outcome.tally
-        radius = tally.median_radius
+        radius = outcome.median_radius
         rows.append(
             [
                 outcome.name,

@@ -151,8 +151,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "lipcert.html").read_text()
     assert 'id="lipcert.certify"' in page
-    assert ":class:" not in page
-    assert ":func:" not in page
+    text = re.sub(r"<details.*?</details>", "", page, flags=re.S)  # without the sources
+    assert ":class:" not in text
+    assert ":func:" not in text
     assert re.findall(r'(?:src|href)="(https?:[^"]+)"', page) == []
     assert "def certify(" in re.sub(r"<[^>]+>", "", page)  # the source
     commands = re.sub(r"<[^>]+>", "", (tmp_path / "site" / "reference" / "commands.html").read_text())

@@ -49,7 +49,8 @@ pre { overflow-x: auto; background: var(--field); padding: .7rem; border-radius:
 @media print { body { max-width: none; } figure, tr { break-inside: avoid; } figure input { display: none; } }
 """
 
-# Tables are sorted by the column that is clicked; numbers by their value, and texts by the alphabet.
+# Tables are sorted by the column that is clicked: numbers by their value, texts by the alphabet, and what is no number
+# last.
 _SORT = """
 for (const head of document.querySelectorAll("thead")) for (const [i, th] of [...head.rows[0].cells].entries()) {
   if (!th.textContent) continue;
@@ -59,10 +60,11 @@ for (const head of document.querySelectorAll("thead")) for (const [i, th] of [..
     const up = th.getAttribute("aria-sort") === "descending", body = head.parentNode.tBodies[0];
     for (const other of head.rows[0].cells) other.removeAttribute("aria-sort");
     th.setAttribute("aria-sort", up ? "ascending" : "descending");
-    const key = row => row.cells[i].textContent, number = text => text === "unbounded" ? Infinity : parseFloat(text);
-    const compare = (a, b) => isNaN(number(a)) || isNaN(number(b))
-      ? isNaN(number(b)) - isNaN(number(a)) || b.localeCompare(a) : number(b) - number(a);
-    body.append(...[...body.rows].sort((a, b) => (up ? -1 : 1) * compare(key(a), key(b))));
+    const key = row => row.cells[i].textContent, number = text => text === "unbounded" ? Infinity
+      : text.split("/").map(parseFloat).reduce((part, whole) => part / whole);
+    const sign = up ? -1 : 1, compare = (a, b) => isNaN(number(a)) || isNaN(number(b))
+      ? isNaN(number(a)) - isNaN(number(b)) || sign * b.localeCompare(a) : sign * (number(b) - number(a));
+    body.append(...[...body.rows].sort((a, b) => compare(key(a), key(b))));
   };
 }
 """
