@@ -12,13 +12,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lipcert import attacks, bounds, errors, surgery
+    from lipcert import attacks, bounds, errors, report, surgery
     from lipcert.artifact import save
     from lipcert.bounds import lipschitz
-    from lipcert.certifier import certify
     from lipcert.certvit import constrain
     from lipcert.loading import load
     from lipcert.model import Model
+    from lipcert.results import certify
     from lipcert.surgery import convert
     from lipcert.training import finetune
 
@@ -36,6 +36,7 @@ __all__ = [
     "finetune",
     "lipschitz",
     "load",
+    "report",
     "save",
     "surgery",
 ]
@@ -43,7 +44,7 @@ __all__ = [
 # Where a name is imported from when it is first used: ``lipcert --help`` need not wait for torch and timm.
 _HOMES = {
     "Model": "lipcert.model",
-    "certify": "lipcert.certifier",
+    "certify": "lipcert.results",
     "constrain": "lipcert.certvit",
     "convert": "lipcert.surgery",
     "finetune": "lipcert.training",
@@ -53,17 +54,19 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        found: Any = importlib.import_module("lipcert._version").version()
-    elif name in _HOMES:
-        found = getattr(importlib.import_module(_HOMES[name]), name)
-    elif not name.startswith("_") and importlib.util.find_spec(f"lipcert.{name}"):
-        found = importlib.import_module(f"lipcert.{name}")
-    else:
-        raise AttributeError(f"module 'lipcert' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # an editor sees the names above, and that others do not exist
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            found: Any = importlib.import_module("lipcert._version").version()
+        elif name in _HOMES:
+            found = getattr(importlib.import_module(_HOMES[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"lipcert.{name}"):
+            found = importlib.import_module(f"lipcert.{name}")
+        else:
+            raise AttributeError(f"module 'lipcert' has no attribute {name!r}")
+        globals()[name] = found
+        return found
 
 
 class _AfterTimm:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Context, Decimal
+from html import escape
 from typing import Literal, cast
 
 from lipcert._upper import Upper
@@ -34,7 +36,7 @@ class LayerBound:
     method: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bound:
     """An upper bound on a Lipschitz constant in ℓ2, rounding included.
 
@@ -64,6 +66,29 @@ class Bound:
             raise ValueError("a probabilistic bound states delta > 0, a deterministic one has delta = 0")
         if math.isnan(self.log10):
             object.__setattr__(self, "log10", math.log10(self.value) if self.value > 0 else -math.inf)
+
+    def __repr__(self) -> str:
+        """Three lines: the number, how it was found, and what stretches most; ``layers`` has the rest."""
+        if self.log10 < 6:
+            value = f"{Context(prec=6, rounding=ROUND_CEILING).create_decimal(Decimal(self.value)):g}"
+        else:
+            value = f"10^{math.ceil(100 * self.log10) / 100:.2f}" if self.finite else "infinity"
+        delta = f" with failure probability {self.delta:g}" if self.delta else ""
+        lines = [f"Bound: Lipschitz constant at most {value}, {self.rigor}{delta}", f"  by {self.method}"]
+        if self.layers:
+            worst = sorted(self.layers, key=lambda layer: -layer.log10_gain)[:3]
+            named = ", ".join(f"{layer.path} (10^{layer.log10_gain:.2f})" for layer in worst)
+            lines.append(f"  most by {named}; {len(self.layers)} operations in .layers")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, with a table of what stretches."""
+        rows = "".join(
+            f"<tr><td>{escape(layer.path)}</td><td>{escape(layer.operation)}</td><td>10^{layer.log10_gain:.3f}</td></tr>"
+            for layer in self.layers
+        )
+        head = "<tr><th>module</th><th>operation</th><th>gain</th></tr>"
+        return f"<pre>{escape(repr(self))}</pre>" + (f"<table>{head}{rows}</table>" if rows else "")
 
     @classmethod
     def deterministic(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -61,25 +62,16 @@ class Certificates:
         """What the row of image i states beyond the rows of all certificates."""
         return {}
 
-    @staticmethod
-    def join(parts: list[Certificates]) -> Certificates:
-        """The certificates of several batches, in order."""
-        first = parts[0]
+    @classmethod
+    def join(cls, parts: Sequence[Certificates]) -> Certificates:
+        """The certificates of several batches, in order; what not all of them know is None."""
 
-        def optional(tensors: list[Tensor | None]) -> Tensor | None:
-            known = [tensor for tensor in tensors if tensor is not None]
-            return torch.cat(known) if len(known) == len(parts) else None
+        def joined(values: list[Any]) -> Any:
+            if any(value is None for value in values):
+                return None
+            if isinstance(values[0], Tensor):
+                return torch.cat(values)
+            return sum(values, ()) if isinstance(values[0], tuple) else values[0]
 
-        return Certificates(
-            torch.cat([p.predicted for p in parts]),
-            torch.cat([p.margin for p in parts]),
-            torch.cat([p.radius for p in parts]),
-            torch.cat([p.certified for p in parts]),
-            tuple(name for p in parts for name in p.method),
-            tuple(word for p in parts for word in p.rigor),
-            optional([p.labels for p in parts]),
-            first.eps,
-            optional([p.attacked for p in parts]),
-            optional([p.attack_distance for p in parts]),
-            first.dtype,
-        )
+        names = [one.name for one in fields(parts[0])]
+        return type(parts[0])(**{name: joined([getattr(part, name) for part in parts]) for name in names})

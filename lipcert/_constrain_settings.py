@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from lipcert._settings import one_of, option
+from lipcert._settings import one_of, option, plain
 from lipcert.errors import InputError
 
 METHODS = ("spectral", "l1", "nuclear", "clip", "rescale")
@@ -56,6 +56,7 @@ class ConstrainSettings:
     max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
+        plain(self)
         one_of("measure", self.measure, METHODS)
         one_of("engine", self.engine, ENGINES)
         if self.engine == "faithful" and self.measure != "l1":

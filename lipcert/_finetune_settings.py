@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lipcert._settings import EPS, one_of, option, parse_eps
+from lipcert._settings import EPS, one_of, option, parse_eps, plain
 from lipcert.errors import InputError
 
 Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
@@ -96,6 +96,7 @@ class FinetuneSettings:
     channels_last: bool = option("Keep kernels and images in this memory format.", False, bool, group=_UPDATES)
 
     def __post_init__(self) -> None:
+        plain(self)
         readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
             ("eps", parse_eps),
             ("temperature", _temperature),

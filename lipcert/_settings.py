@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from fractions import Fraction
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from lipcert.errors import InputError
 
 if TYPE_CHECKING:
+    from typing import Required
+
     from lipcert.attacks import Attack
 
 S = TypeVar("S")
@@ -113,6 +115,33 @@ def takes(kind: type) -> Callable[[F], F]:
     return shown
 
 
+def plain(settings: Any) -> None:
+    """Puts Python's own numbers in place of those of NumPy and torch, which JSON does not know."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+            object.__setattr__(settings, one.name, value.item())
+
+
+class CertifyOptions(TypedDict, total=False):
+    """The fields of :class:`CertifySettings` as keywords, for editors and type checkers."""
+
+    eps: Required[float | str]
+    method: Method
+    dtype: Dtype
+    rigor: RigorAsked
+    at: str | int | None
+    passes: float | None
+    sigma: float | str | None
+    samples: int
+    alpha: float
+    all_samples: bool
+    seed: int
+    smooth_at: str | None
+    delta: float
+    attack: Literal["pgd", "autoattack"] | Attack | None
+
+
 @dataclass(frozen=True)
 class CertifySettings:
     """What is asked of a certificate; checked when it is made.
@@ -194,6 +223,7 @@ class CertifySettings:
     eps_typed: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
+        plain(self)
         given, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
         if not (isinstance(eps, Real) and math.isfinite(eps) and eps > 0):
             raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")

@@ -24,7 +24,7 @@ from lipcert._construction import check_described
 from lipcert._timm import WEIGHT_ARGUMENTS, create_net
 from lipcert._version import version
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
-from lipcert.model import Model
+from lipcert.model import Model, checked
 from lipcert.surgery import swap
 
 FORMAT = 1
@@ -56,7 +56,7 @@ def save(
         InputError: if the network cannot be rebuilt from its name and recipe, the facts are not JSON, the file is
             another one, or it cannot be written.
     """
-    path = Path(path)
+    path, model = Path(path), checked(model)
     check_free(path, model.source.get("name"), force)
     _check_rebuilds(model)
     content = {
@@ -279,7 +279,7 @@ def _check_rebuilds(model: Model) -> None:
     """A file that builds another network than the one in memory would carry a bound that is not its own."""
     if not model.source:
         raise InputError(
-            "the network was given as a module and not by a timm name, so a file cannot rebuild it; "
+            "the network was given as a module that timm did not make, so a file cannot rebuild it; "
             "load it by name, or save its state_dict() yourself"
         )
     net = create_net(model.source["name"], pretrained=False, arguments=model.source["arguments"])
@@ -289,6 +289,21 @@ def _check_rebuilds(model: Model) -> None:
             f"the network is no longer {model.source['name']} with its recorded surgery, so a file cannot rebuild it; "
             "change it with lipcert.convert only, or save its state_dict() yourself"
         )
+    if model.presumed and not _agrees(net, model):
+        raise InputError(
+            f"timm builds another network for {model.source['name']} than this module is, so a file cannot rebuild it; "
+            "load it by name with the arguments it was made with"
+        )
+
+
+@torch.no_grad()
+def _agrees(net: nn.Module, model: Model) -> bool:
+    """Whether a rebuilt network gives the model's own logits with its weights, on images of noise."""
+    net.load_state_dict(model.net.state_dict())
+    net.to(model.device, model.dtype).eval()
+    images = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(0))
+    pixels = images.to(model.device, model.dtype)
+    return torch.equal(net((pixels - model.mean) / model.std), model(pixels))
 
 
 def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:

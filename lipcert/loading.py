@@ -17,14 +17,15 @@ from lipcert._timm import create_net, is_timm_name, rebuild_recipe
 from lipcert.artifact import is_artifact, load_artifact
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
-from lipcert.model import Model
+from lipcert.model import Model, outside_inference_mode
 
 BUNDLED = Path(__file__).parent / "assets" / "digits_vit.safetensors"
 _PIXELS = ("mean", "std", "input_size")
 
 
+@outside_inference_mode
 def load(
-    source: str | os.PathLike[str] | nn.Module | None,
+    source: str | os.PathLike[str] | nn.Module | None = "bundled",
     *,
     pretrained: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -38,7 +39,7 @@ def load(
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
-            module, or None for the artifact that :func:`resolve` finds.
+            module, or ``"bundled"``, as None is, for the checkpoint that comes with lipcert.
         pretrained: whether timm loads the weights that belong to the name, from its cache or the hub.
         checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, of which only tensors
             are read.
@@ -65,8 +66,12 @@ def load(
     if isinstance(source, nn.Module):
         source = getattr(source, "_orig_mod", source)  # what torch.compile made it of
         _refuse(given - {*_PIXELS}, "a module that is already built")
-        return _wrap(source, "the module", "the module", pixels, {}, {}, features)
-    name = os.fspath(resolve(source))
+        if isinstance(source, Model):
+            raise InputError("the model is loaded already; use it as it is")
+        model = _wrap(source, "the module", "the module", pixels, {}, {}, features)
+        model.source, model.presumed = _presumed(source), True
+        return model
+    name = os.fspath(resolve(source or "bundled"))
     if is_file(name):
         if is_artifact(name):
             if not pretrained:
@@ -208,6 +213,25 @@ def _architecture(path: str) -> str:
             "give the timm name, and the file with checkpoint= (--checkpoint)"
         )
     return name
+
+
+def _presumed(net: nn.Module) -> dict[str, Any]:
+    """How timm most likely built a network, by its own configuration; {} for one that timm did not build."""
+    name = dict(getattr(net, "pretrained_cfg", None) or {}).get("architecture")
+    if not isinstance(name, str) or not timm.is_model(name):
+        return {}
+    arguments: dict[str, Any] = {}
+    if isinstance(getattr(net, "num_classes", None), int):
+        arguments["num_classes"] = net.num_classes
+    first = next((p for p in net.parameters() if p.dim() == 4), None)
+    if first is not None and first.shape[1] != 3:
+        arguments["in_chans"] = first.shape[1]
+    embed = getattr(net, "patch_embed", None)
+    for key in ("img_size", "patch_size"):
+        size = getattr(embed, key, None)
+        if size is not None and "patch_embed.proj.weight" in dict(net.named_parameters()):
+            arguments[key] = list(size) if isinstance(size, (tuple, list)) else size
+    return rebuild_recipe(name, arguments)
 
 
 def _refuse(names: set[str], what: str) -> None:

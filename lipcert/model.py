@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,35 @@ def unusable(net: nn.Module) -> str | None:
 
 _MOST_PIXELS = 2**26
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(model: object) -> Model:
+    """The model that was given, out of what ``torch.compile`` made of it.
+
+    Raises:
+        InputError: it is none, with the way to make one.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, Model):
+        return model
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; make one: lipcert.load('vit_tiny_patch16_224')")
+    configured = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    more = "" if configured else ", mean=..., std=..., input_size=..."
+    raise InputError(f"model is a plain module; wrap it first: model = lipcert.load(module{more})")
+
+
+def outside_inference_mode(function: F) -> F:
+    """Runs a function outside of ``torch.inference_mode()``, in which nothing can be differentiated."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **given: Any) -> Any:
+        with torch.inference_mode(False):
+            return function(*args, **given)
+
+    return cast(F, run)
+
 
 class Model(nn.Module):
     """A classifier on pixels: ``model(images)`` with images in [0, 1], shape (N, C, H, W), gives logits (N, classes).
@@ -51,6 +81,7 @@ class Model(nn.Module):
         recipe: the surgery done so far, one dict a step, in order.
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
+        presumed: whether ``source`` was read off a module, and has to be held against it before it is relied upon.
         real: whether casts among floating types inside the network change nothing, as in real arithmetic. False for
             what runs as it is; a certifier's own copy in float64 is so.
     """
@@ -58,6 +89,7 @@ class Model(nn.Module):
     conversion: Any = None
     constraint: Any = None
     real = False
+    presumed = False
     mean: Tensor
     std: Tensor
 

@@ -238,7 +238,7 @@ def cannot_save(model, path, *expected: str, **options) -> None:
 def test_what_cannot_be_rebuilt_is_not_saved(tmp_path):
     path = tmp_path / "a.safetensors"
     module = load(nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), mean=(0,), std=(1,), input_size=(1, 1, 3))
-    cannot_save(module, path, "timm name")
+    cannot_save(module, path, "timm did not make")
     changed = tiny()
     changed.net.blocks[0].mlp.act = nn.ReLU()
     cannot_save(changed, path, "no longer vit_tiny_patch16_224")

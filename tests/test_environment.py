@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import lipcert
-from lipcert import _environment
+from lipcert import _environment, certify
 from lipcert._environment import assumptions, check, settings
-from lipcert.certifier import Certifier, certify
+from lipcert.certifier import Certifier
 from lipcert.cli import app
 from lipcert.errors import InputError
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import lipcert
+from lipcert import certify
 from lipcert.bounds import margins
 from lipcert.bounds._remainder import quadratic
-from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier, certify
+from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier
 from lipcert.certifier._chains import Chains
 from lipcert.certifier._linearized import search, search_each
 from lipcert.certifier._lofast import (

@@ -230,7 +230,7 @@ def test_images_none_at_all() -> None:
         ({"eps": 0.0}, "eps must be a positive number"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"batch": 0}, "number of draws at once"),
-        ({"dtype": "int8"}, "unknown dtype"),
+        ({"dtype": "int8"}, "there is no dtype"),
     ],
 )
 def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:

@@ -1,7 +1,7 @@
 """Certificates: which predictions no ℓ2 perturbation of the pixels up to a radius can change.
 
-``certify`` does it for a batch of images; a :class:`Certifier` computes the bounds of a model once and then certifies
-batch after batch.
+A :class:`Certifier` computes the bounds of a model once and then certifies batch after batch;
+:func:`lipcert.certify` does it for images at hand.
 """
 
 from lipcert._certificates import Certificates
@@ -9,7 +9,7 @@ from lipcert._settings import METHODS, CertifySettings
 from lipcert.bounds import MarginBounds, bottom_logit
 from lipcert.certifier._anchored import Anchored
 from lipcert.certifier._certifier import Certifier
-from lipcert.certifier._certify import certifier_for, certify
+from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._deployed import DeployedAnchored
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
@@ -26,5 +26,4 @@ __all__ = [
     "MarginBounds",
     "bottom_logit",
     "certifier_for",
-    "certify",
 ]

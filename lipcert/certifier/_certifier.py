@@ -263,6 +263,9 @@ class Certifier:
         self.model.check_images(images)
         if labels is not None and tuple(labels.shape) != (len(images),):
             raise InputError(f"labels must have shape ({len(images)},), got {tuple(labels.shape)}")
+        classes = self.analysis.output.shape[1]
+        if labels is not None and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise InputError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
         try:
             with _at_most_threads(int(self.together * self._call / _WORK_OF_A_THREAD)):
                 return self._run(images, labels)

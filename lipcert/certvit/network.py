@@ -25,7 +25,7 @@ from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.model import Model
+from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.surgery import L2Attention
 
 BASELINES = ("rescale", "clip")
@@ -37,6 +37,7 @@ _GENERALISES = 1.5  # a held-out error above so many times the one asked is rema
 
 
 @takes(ConstrainSettings)
+@outside_inference_mode
 def constrain(
     model: Model,
     loader: Loader,
@@ -75,7 +76,7 @@ def constrain(
             one colour; no layer that could be solved.
     """
     started = time.perf_counter()
-    asked = settings_of(ConstrainSettings, error, **settings)
+    asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
     measure, engine = asked.measure, asked.engine
     report = progress or (lambda what, done, total: None)
     calibration, held = part(model, loader, held_out)

@@ -1,13 +1,19 @@
 """Reports on result files: tables, figures, one HTML page, Markdown, and a model card.
 
-``read_runs`` checks what ``lipcert certify --out`` wrote; ``write`` turns it into files.
+``read_runs`` checks what ``lipcert certify --out`` wrote; ``write`` turns it into files. ``lipcert.report(result)`` is
+:func:`show`.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from lipcert.report._build import OVERVIEW, facts, overview, radii_of_interest, record, remarks, report
 from lipcert.report._card import model_card, model_info
 from lipcert.report._figures import available
 from lipcert.report._markdown import Document
 from lipcert.report._page import to_html
+from lipcert.report._show import Shown, show
 from lipcert.report._text import text_plot
 from lipcert.report._write import publishing, write
 from lipcert.results import Run, read_runs
@@ -16,6 +22,7 @@ __all__ = [
     "OVERVIEW",
     "Document",
     "Run",
+    "Shown",
     "available",
     "facts",
     "model_card",
@@ -27,7 +34,18 @@ __all__ = [
     "record",
     "remarks",
     "report",
+    "show",
     "text_plot",
     "to_html",
     "write",
 ]
+
+
+class _Callable(ModuleType):
+    """This package, which can be called: ``lipcert.report(result)``."""
+
+    def __call__(self, *results: Any, **files: Any) -> Shown:
+        return show(*results, **files)
+
+
+sys.modules[__name__].__class__ = _Callable

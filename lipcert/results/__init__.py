@@ -6,15 +6,19 @@ set (:mod:`lipcert.results.progress`), the description of a run (:mod:`lipcert.r
 again (:mod:`lipcert.results.verify`).
 """
 
+from lipcert.results._certify import Result, SmoothedResult, certify
 from lipcert.results._files import ResultFile, shard_path, shards_of, summary
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, summary_path
 from lipcert.results._rows import rows
 from lipcert.results._statistics import Tally
 
 __all__ = [
+    "Result",
     "ResultFile",
     "Run",
+    "SmoothedResult",
     "Tally",
+    "certify",
     "read_rows",
     "read_run",
     "read_runs",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.errors import ConvertError, InputError
-from lipcert.model import Model
+from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.surgery._activations import ACTIVATIONS, calibrate_activation
 from lipcert.surgery._adapt import Adaptation, adapt, parted
 from lipcert.surgery._attention import L2Attention
@@ -51,6 +51,7 @@ class ConversionReport:
     adaptation: Adaptation | None = None
 
 
+@outside_inference_mode
 def convert(
     model: Model,
     attention: Attention = "l2",
@@ -91,6 +92,7 @@ def convert(
         InputError: on an unknown option or unusable images, or where MaxMin finds no pairs of channels.
         ConvertError: if the model was converted before, or gives logits that are not finite.
     """
+    model = checked(model)
     if any(step.get("step") == "convert" for step in model.recipe):
         raise ConvertError("the model was converted before; load it afresh to convert it another way")
     random = images is None

@@ -25,7 +25,7 @@ from lipcert.artifact import weights_hash
 from lipcert.bounds import check_weights
 from lipcert.errors import InputError
 from lipcert.loading import number_of_classes
-from lipcert.model import Model
+from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
 from lipcert.training._local import LocalBound, local_loss
@@ -77,6 +77,7 @@ class Epoch:
 
 
 @takes(FinetuneSettings)
+@outside_inference_mode
 def finetune(
     model: Model,
     loader: Iterable[tuple[Tensor, Tensor]],
@@ -157,6 +158,7 @@ def finetune(
         UnsupportedOperation: with a loss that uses the global bound, operations without a rule.
     """
     asked = settings_of(FinetuneSettings, eps=eps, **settings)
+    model = checked(model)
     check_trainable(model, asked)
     path = None if checkpoint is None else Path(checkpoint)
     mark = {**asked.described(), "model": weights_hash(model), **(origin or {})}
@@ -200,8 +202,6 @@ def check_trainable(model: Model, asked: FinetuneSettings) -> None:
     Raises:
         InputError: saying what about the model.
     """
-    if not isinstance(model, Model):
-        raise InputError("finetune takes a lipcert.Model; make one with lipcert.load")
     if asked.max_norm is not None:
         held_at(model, asked.max_norm)
     if model.dtype not in (torch.float32, torch.float64):

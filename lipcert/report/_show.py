@@ -1,0 +1,64 @@
+"""``lipcert.report(...)``: what results say, in Python and in notebooks, and as the files that are asked for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lipcert.report._build import facts, overview, radii_of_interest, report
+from lipcert.report._page import to_html
+from lipcert.report._text import text_plot
+from lipcert.report._write import write
+from lipcert.results import Result, Run, SmoothedResult, read_runs
+
+
+class Shown:
+    """A report: printed as text, shown by a notebook as a page.
+
+    Attributes:
+        runs: what it is about.
+        written: the files that were asked for.
+    """
+
+    def __init__(self, runs: Sequence[Run], written: Sequence[Path]):
+        self.runs = runs
+        self.written = [*written]
+
+    def __repr__(self) -> str:
+        at = radii_of_interest(self.runs, [])
+        if len(self.runs) == 1:
+            lines = [f"{name}: {value}" for name, value in facts(self.runs[0], at)]
+        else:
+            columns, rows = overview(self.runs, at)
+            lines = ["\t".join(row) for row in [columns, *rows]]
+        return "\n".join([*lines, text_plot(self.runs), *(f"written: {path}" for path in self.written)])
+
+    def _repr_html_(self) -> str:
+        return to_html(report(self.runs))
+
+
+def show(*results: Result | SmoothedResult | str | os.PathLike[str], **files: Any) -> Shown:
+    """Reports on results of :func:`lipcert.certify`, result files, and folders of them.
+
+    Args:
+        *results: one or several.
+        **files: what to write, as :func:`lipcert.report.write` takes it: ``html``, ``markdown``, ``card``, ...
+
+    Returns:
+        A report that prints and shows itself.
+
+    Raises:
+        InputError: a result file that cannot be read, or a file that cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for number, result in enumerate(results, 1):
+            if isinstance(result, (Result, SmoothedResult)):
+                paths.append(result.save(Path(folder) / f"result-{number}.jsonl"))
+            else:
+                paths.append(Path(result))
+        runs = read_runs(paths)
+        return Shown(runs, write(runs, **files) if files else [])

@@ -1,0 +1,258 @@
+"""``lipcert.certify``: images in whatever form Python has them, and an answer that can be looked at and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from decimal import ROUND_FLOOR, Context, Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipcert._certificates import Certificates
+from lipcert._settings import CertifySettings, settings_of, takes
+from lipcert.certifier import certifier_for
+from lipcert.data import Batch, Images
+from lipcert.errors import InputError
+from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.results._files import ResultFile
+from lipcert.results._rows import rows
+from lipcert.results.description import describe
+from lipcert.smoothing import SmoothedCertificates, Smoothing
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from lipcert._settings import CertifyOptions
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, repr=False)
+class _Looked(Certificates):
+    """What can be done with certificates: go through them, show them, keep them.
+
+    Attributes:
+        about: what the run was, as the summary of a result file states it.
+        hashes: what tells each image from others, N texts.
+        seconds: what the run took.
+    """
+
+    about: Mapping[str, Any] = field(default_factory=dict)
+    hashes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows of the images, as :meth:`save` writes them."""
+        return iter(self._rows())
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """The row of image i, with ``radius``, ``certified``, ``predicted`` and what else is known."""
+        return self._rows()[i]
+
+    def __repr__(self) -> str:
+        certified = int(self.certified.sum())
+        what = f"{certified} of {len(self)} certified at {self.about.get('eps_typed', self.eps)}"
+        if (accuracy := self.certified_accuracy) is not None:
+            what += f", certified accuracy {100 * accuracy:.1f} %"
+        return f"<{type(self).__name__}: {what}>"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks, of the first images."""
+        columns = [name for name in ("index", "label", "predicted", "radius", "certified", "method") if name in self[0]]
+        lines = [f"<p>{html.escape(repr(self)[1:-1])}</p>", "<table><tr>"]
+        lines += [*(f"<th>{name}</th>" for name in columns), "</tr>"]
+        for row in self._rows()[:_SHOWN]:
+            cells = (_down(row[name]) if name == "radius" else html.escape(str(row[name])) for name in columns)
+            lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        left = len(self) - _SHOWN
+        return "".join([*lines, "</table>", f"<p>and {left} more</p>" if left > 0 else ""])
+
+    def to_pandas(self) -> Any:
+        """The rows as a ``pandas.DataFrame``.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InputError("to_pandas needs pandas: pip install pandas; list(result) needs nothing") from error
+        return pandas.DataFrame(self._rows())
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a result file, and its summary beside it, as ``lipcert certify --out`` does.
+
+        Args:
+            path: such as ``r.jsonl``; folders that are missing are made. Images that have a row there are left out.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: the file holds results of another run, or cannot be written.
+        """
+        with ResultFile(path, self.about) as file:
+            file.absorb(self._rows(), None)
+        return Path(path)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        batch = _Known(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels, (), self.hashes)
+        return rows(batch, self, self.seconds)
+
+
+class Result(_Looked):
+    """What :func:`lipcert.certify` says of N images: :class:`lipcert.certifier.Certificates` and ways to look at them.
+
+    It has a length, ``result[i]`` is the row of an image, a loop goes through the rows, a notebook shows a table, and
+    ``save``, ``to_pandas`` and :func:`lipcert.report` keep it.
+    """
+
+
+@dataclass(frozen=True, repr=False)
+class SmoothedResult(_Looked, SmoothedCertificates):
+    """The same for :class:`lipcert.smoothing.SmoothedCertificates`."""
+
+
+@dataclass(frozen=True)
+class _Known(Batch):
+    """A batch of which only the hashes are left."""
+
+    known: tuple[str, ...] = ()
+
+    @property
+    def hashes(self) -> list[str]:
+        return [*self.known]
+
+
+class _Given(Images):
+    """What a summary says of images that came as tensors."""
+
+    stored = True
+
+    def __init__(self, hashes: Sequence[str], labelled: bool):
+        super().__init__("images given in Python", total=len(hashes), limit=None)
+        self.hashes, self.labelled = hashes, labelled
+
+    @property
+    def digest(self) -> str | None:
+        return hashlib.sha256("\n".join(self.hashes).encode()).hexdigest()
+
+
+Pixels = Tensor | np.ndarray | Iterable[Any]
+
+
+@takes(CertifySettings)
+@outside_inference_mode
+def certify(
+    model: Model,
+    images: Pixels,
+    labels: Tensor | np.ndarray | Sequence[int] | None = None,
+    *,
+    batch_size: int | None = None,
+    **settings: Unpack[CertifyOptions],
+) -> Result | SmoothedResult:
+    """Certifies images: which predictions does no ℓ2 perturbation of the pixels up to ε change?
+
+    Method ``"smoothing"`` takes any network and answers for another function, its smoothed classifier.
+
+    Args:
+        model: from :func:`lipcert.load`.
+        images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
+            DataLoader, each of them images or a pair of images and labels.
+        labels: true classes, shape (N,), or None.
+        batch_size: how many images run at once, or draws of noise; None for what time and memory suggest.
+        **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``eps``, which is required, ``method``,
+            ``dtype``, ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
+            ``all_samples``, ``seed`` for smoothing. An attack bounds the radii from above.
+
+    Returns:
+        A :class:`Result` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of
+        length N, and with an attack also ``attacked`` and ``attack_distance``; with smoothing a
+        :class:`SmoothedResult`.
+
+    Raises:
+        InputError: images, labels or settings that cannot be used.
+        BrokenCertificate: the attack changed a prediction inside its certified radius: a defect of lipcert.
+        UnsupportedOperation: the model has operations without a rule.
+    """
+    started = time.perf_counter()
+    asked = settings_of(CertifySettings, **settings)
+    model = checked(model)
+    certifier = certifier_for(model, asked, batch=batch_size)
+    smoothed = isinstance(certifier, Smoothing)
+    parts: list[Certificates] = []
+    hashes: list[str] = []
+    done = 0
+    for some, classes in _batches(images, labels):
+        size = certifier.together if smoothed else batch_size or certifier.together
+        for i in range(0, max(1, len(some)), size):
+            part = slice(i, i + size)
+            own = None if classes is None else classes[part]
+            batch = Batch(tuple(range(done, done + len(some[part]))), some[part], own)
+            parts.append(certifier.run_batch(batch))
+            hashes += batch.hashes
+            done += len(batch)
+    if not parts:
+        raise InputError("there are no images; give a tensor of shape (N, C, H, W), or an iterable of such batches")
+    joined = Certificates.join(parts)
+    about = describe(model, _Given(hashes, joined.labels is not None), certifier, "lipcert.certify")
+    known = {one.name: getattr(joined, one.name) for one in fields(joined)}
+    kind = SmoothedResult if smoothed else Result
+    return kind(**known, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
+
+
+def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Images as tensors, and their classes where they are known.
+
+    Raises:
+        InputError: what is neither images nor batches of them.
+    """
+    if isinstance(images, (Tensor, np.ndarray)):
+        yield _tensor(images), None if labels is None else _classes(labels)
+        return
+    if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Iterable):
+        raise InputError(
+            f"images are a {type(images).__name__}; give a tensor or an array of shape (N, C, H, W), or a DataLoader"
+        )
+    if labels is not None:
+        raise InputError("labels come with the batches of a loader, as pairs (images, labels); leave labels out")
+    for batch in images:
+        some, classes = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+        if not isinstance(some, (Tensor, np.ndarray)):
+            raise InputError(
+                f"a batch is a {type(batch).__name__}; batches are tensors (N, C, H, W), or pairs of them and labels"
+            )
+        pixels = _tensor(some)
+        yield pixels[None] if pixels.dim() == 3 else pixels, None if classes is None else _classes(classes)
+
+
+def _down(radius: float) -> str:
+    """Four digits of a radius, none of them rounded up."""
+    return f"{Context(prec=4, rounding=ROUND_FLOOR).create_decimal(Decimal(radius)):g}"
+
+
+def _tensor(images: Tensor | np.ndarray) -> Tensor:
+    pixels = torch.as_tensor(images)
+    return pixels.clone() if pixels.is_inference() else pixels
+
+
+def _classes(labels: Any) -> Tensor:
+    """Labels as a tensor of whole numbers.
+
+    Raises:
+        InputError: they are none.
+    """
+    try:
+        classes = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"labels must be whole numbers, got a {type(labels).__name__}") from error
+    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
+        raise InputError(f"labels must be whole numbers, got {classes.dtype}")
+    return classes.long().reshape(-1) if classes.dim() == 0 else classes.long().clone()

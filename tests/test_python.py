@@ -1,0 +1,211 @@
+"""What a user holds in Python goes in, and what comes out can be looked at and kept."""
+
+import dataclasses
+import json
+import typing
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lipcert
+from lipcert import _settings
+from lipcert._settings import CertifyOptions, CertifySettings
+from lipcert.bounds import Bound, LayerBound
+from lipcert.data import open_images
+from lipcert.errors import InputError
+from lipcert.results import Result, SmoothedResult, read_run
+
+GLORO = {"eps": "36/255", "method": "gloro"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lipcert.load()
+
+
+@pytest.fixture(scope="module")
+def images(model):
+    return torch.stack([image for image, _ in (open_images(None, model)[i] for i in range(5))])
+
+
+@pytest.fixture(scope="module")
+def expected(model, images):
+    return lipcert.certify(model, images, torch.arange(5), **GLORO)
+
+
+def test_images_and_labels_in_every_form(model, images, expected) -> None:
+    labels = torch.arange(5)
+    pairs = TensorDataset(images, labels)
+    for given in [
+        (images.numpy(), [0, 1, 2, 3, 4]),
+        (images.double(), labels.numpy()),
+        (DataLoader(pairs, batch_size=2),),
+        ([(images[:3], [0, 1, 2]), (images[3:], np.array([3, 4]))],),
+        (list(images), None),
+    ]:
+        found = lipcert.certify(model, *given, **GLORO)
+        torch.testing.assert_close(found.radius, expected.radius, rtol=1e-9, atol=0)  # batches differ in rounding
+        assert found.labels is None or torch.equal(found.labels, labels)
+    assert found.labels is None
+
+
+def test_models_in_every_form(model, images, expected) -> None:
+    assert torch.equal(lipcert.certify(torch.compile(model), images, **GLORO).radius, expected.radius)
+    with torch.inference_mode():
+        inside = lipcert.certify(lipcert.load("bundled"), images + 0, eps=np.float32(0.1))
+    assert torch.equal(inside.radius, lipcert.certify(model, images, eps=np.float32(0.1)).radius)
+    assert type(inside.eps) is float
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"labels": [0, 1, 2, 3, 10]}, "labels must be from 0 to 9, got 0 to 10"),
+        ({"labels": [0, 1, 2, 3, -1]}, "got -1 to 3"),
+        ({"labels": [0.0, 1, 2, 3, 4]}, "whole numbers"),
+        ({"labels": "abcde"}, "whole numbers, got a str"),
+        ({"labels": [0, 1]}, r"shape \(5,\)"),
+        ({"images": "folder/"}, "images are a str; give a tensor"),
+        ({"images": []}, "there are no images"),
+        ({"images": ["a", "b"]}, "a batch is a str"),
+        ({"images": [torch.zeros(1, 1, 8, 8)], "labels": [0]}, "labels come with the batches"),
+        ({"model": None}, "model is a NoneType; make one: lipcert.load"),
+        ({"model": torch.nn.Flatten()}, r"lipcert.load\(module, mean=..., std=..., input_size=...\)"),
+        ({"model": timm.create_model("test_vit")}, r"model = lipcert.load\(module\)$"),
+    ],
+)
+def test_what_cannot_be_used_is_said(model, images, what, message) -> None:
+    given = {"model": model, "images": images, **what}
+    with pytest.raises(InputError, match=message):
+        lipcert.certify(**given, **GLORO)
+
+
+def test_a_plain_module_is_named_by_every_function(images) -> None:
+    net = timm.create_model("test_vit", num_classes=3)
+    for function, more in (
+        (lipcert.convert, ()),
+        (lipcert.constrain, (images,)),
+        (lipcert.finetune, ([],)),
+        (lipcert.save, ("x.safetensors",)),
+    ):
+        with pytest.raises(InputError, match="model is a plain module; wrap it first"):
+            function(net, *more)
+
+
+def test_training_mode_is_named(images) -> None:
+    with pytest.raises(InputError, match=r"training mode; call model.eval\(\)"):
+        lipcert.certify(lipcert.load().train(), images, **GLORO)
+
+
+def test_a_module_that_timm_made_is_saved_and_built_again(tmp_path) -> None:
+    torch.manual_seed(0)
+    net = timm.create_model("test_vit", num_classes=3, img_size=32, patch_size=8)
+    model = lipcert.load(net)
+    lipcert.save(model, tmp_path / "a.safetensors")
+    again = lipcert.load(tmp_path / "a.safetensors")
+    pixels = torch.rand(2, *model.input_size)
+    assert torch.equal(again(pixels), model(pixels))
+
+
+def test_a_module_of_the_same_shapes_that_computes_something_else_is_not_saved(tmp_path) -> None:
+    net = timm.create_model("test_vit", num_classes=3)
+    net.blocks[0].norm1.eps = 0.5
+    with pytest.raises(InputError, match="timm builds another network for test_vit"):
+        lipcert.save(lipcert.load(net), tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_without_a_name_does_not_depend_on_the_folder(tmp_path, monkeypatch, model) -> None:
+    monkeypatch.chdir(tmp_path)
+    lipcert.save(lipcert.load("test_vit", pretrained=False), "m.safetensors")
+    for found in (lipcert.load(), lipcert.load(None), lipcert.load("bundled")):
+        assert found.source == model.source
+
+
+def test_a_result_is_a_sequence_of_rows(expected) -> None:
+    assert isinstance(expected, Result)
+    assert len(expected) == 5
+    assert [row["radius"] for row in expected] == expected.radius.tolist()
+    assert expected[3]["label"] == 3
+    assert expected[-1] == list(expected)[-1]
+    assert f"certified at 36/255, certified accuracy {100 * expected.certified_accuracy:.1f} %" in repr(expected)
+    assert len(repr(expected)) < 200
+    shown = expected._repr_html_()
+    assert shown.count("<tr>") == 6
+    for row, cell in zip(expected, shown.split("<tr>")[2:], strict=True):
+        radius = float(cell.split("<td>")[4].split("<")[0])
+        assert 0 <= row["radius"] - radius <= 1e-3 * row["radius"]
+
+
+def test_a_result_is_saved_as_the_command_does(tmp_path, model, images, expected) -> None:
+    path = expected.save(tmp_path / "new" / "r.jsonl")
+    run = read_run(path)
+    assert [row["radius"] for row in run.rows] == expected.radius.tolist()
+    assert run.summary["counts"]["images"] == 5
+    assert run.summary["data"]["labelled"]
+    assert run.summary["complete"]
+    assert expected.save(path) == path
+    assert len(path.read_text().splitlines()) == 5
+    with pytest.raises(InputError, match="other eps"):
+        lipcert.certify(model, images, torch.arange(5), eps=0.2, method="gloro").save(path)
+
+
+def test_pandas(expected) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = expected.to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert table["radius"].tolist() == expected.radius.tolist()
+
+
+def test_a_report_of_results(tmp_path, model, images, expected) -> None:
+    report = lipcert.report(expected, html=tmp_path / "r.html")
+    assert report.written == [tmp_path / "r.html"]
+    assert "certified accuracy at 36/255" in repr(report)
+    assert "<html" in report._repr_html_()
+    other = lipcert.certify(model, images, torch.arange(5), eps="36/255", method="global")
+    assert "result-2" in repr(lipcert.report(expected, other))
+    path = expected.save(tmp_path / "kept.jsonl")
+    assert "kept" in repr(lipcert.report(path, other))
+
+
+def test_a_smoothed_result(tmp_path, model, images) -> None:
+    settings = {"eps": 0.1, "method": "smoothing", "sigma": 0.25, "samples": 100}
+    found = lipcert.certify(model, DataLoader(images, batch_size=2), **settings)
+    assert isinstance(found, SmoothedResult)
+    whole = lipcert.certify(model, images, **settings)
+    assert torch.equal(found.count, whole.count)
+    assert torch.equal(found.radius, whole.radius)
+    assert found[0]["holds_for"] == "smoothed(0.25)"
+    assert read_run(found.save(tmp_path / "r.jsonl")).smoothed
+
+
+def test_a_bound_prints_itself_in_three_lines(model) -> None:
+    bound = lipcert.lipschitz(model)
+    lines = repr(bound).splitlines()
+    assert len(lines) == 3
+    assert float(lines[0].split("at most ")[1].split(",")[0]) >= bound.value
+    assert f"{len(bound.layers)} operations in .layers" in lines[2]
+    assert bound._repr_html_().count("<tr>") == 1 + len(bound.layers)
+    huge = Bound(np.inf, "deterministic", "test", log10=400.123, layers=(LayerBound("a<b", "x", 400.1, 400.1, ""),))
+    assert "at most 10^400.13" in repr(huge)
+    assert "a&lt;b" in huge._repr_html_()
+
+
+def test_editors_know_every_setting() -> None:
+    known = typing.get_type_hints(CertifyOptions, None, {**vars(_settings), **vars(typing), "Attack": object})
+    assert {*known} == {one.name for one in dataclasses.fields(CertifySettings) if one.init}
+    for one in dataclasses.fields(CertifySettings):
+        if choices := one.metadata.get("choices"):
+            assert typing.get_args(known[one.name]) == choices
+
+
+def test_numbers_of_numpy_reach_the_recipe_as_plain_ones() -> None:
+    model = lipcert.load()
+    batch = (torch.rand(4, *model.input_size), torch.arange(4))
+    lipcert.finetune(model, [batch], eps="36/255", epochs=1, lr=np.float32(1e-4), loss="ce")
+    step = model.recipe[-1]
+    assert json.loads(json.dumps(step)) == step
+    assert step["eps"] >= 36 / 255
