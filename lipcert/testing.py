@@ -1,4 +1,4 @@
-"""Checks for rules of your own: is the bound above everything that can be measured?
+"""Checks for rules, built-in ones and your own: does each answer hold for everything that can be measured?
 
 >>> @lipcert.bounds.rule(my_operation)
 ... def answer(call, x):
@@ -9,18 +9,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipcert.bounds import analyze
+from lipcert._format import DTYPES, Format
+from lipcert.bounds import (
+    Analysis,
+    Boxes,
+    NoAnswer,
+    Operand,
+    Walk,
+    analyze,
+    kept_whole,
+    local_error,
+    remainder_of,
+)
 from lipcert.errors import InputError
+from lipcert.graph import Graph, Node, capture, explicit_attention, map_nodes, needed, run
 
 # Jacobians and quotients are computed in float64; an exact bound may lie below them by that rounding.
 _SLACK = 1 + 1e-9
+# Radii of the balls for boxes, and of the deviations for remainders.
+_BALLS = (1e-2, 0.3)
+_DEVIATIONS = (1e-2, 1.0)
 
 
 @dataclass(frozen=True)
@@ -32,12 +51,19 @@ class Contract:
         quotient: the largest ‖f(x) − f(y)‖/‖x − y‖ over pairs of sampled points.
         jacobian: the largest norm of a Jacobian at sampled points, by dense singular values.
         ascent: the largest that gradient ascent on that norm has found.
+        box: the largest share of its box in a ball that an entry was seen to move by.
+        remainder: the largest share of its bound that what linearisations leave out was seen to reach.
+        rounding: the same of rounding errors in float32, float16 and bfloat16. None, here and above: an operation has
+            no finite answer.
     """
 
     bound: float
     quotient: float
     jacobian: float
     ascent: float
+    box: float | None = None
+    remainder: float | None = None
+    rounding: float | None = None
 
     @property
     def tightness(self) -> float:
@@ -53,7 +79,11 @@ def check_rule(
     steps: int = 8,
     seed: int = 0,
 ) -> Contract:
-    """Attacks the bound that the rules give for a function of one tensor.
+    """Attacks what the rules say of a function of one tensor, for each of their questions that they answer.
+
+    Lipschitz constants are held against quotients, Jacobians and gradient ascent on their norm; boxes against images in
+    a ball; remainders, and what is said to be linear, against ascent on the deviation; rounding errors against the
+    operations in float32, float16 and bfloat16.
 
     A check that passes is no proof: it finds mistakes, and the docstring of the rule carries the proof.
 
@@ -68,12 +98,13 @@ def check_rule(
         The figures, for a look at how tight the bound is.
 
     Raises:
-        AssertionError: something measured exceeds the bound; the message says what.
+        AssertionError: something measured exceeds its bound; the message names the question.
         InputError: the bound is not finite, so there is nothing to check.
-        UnsupportedOperation: an operation has no rule.
+        UnsupportedOperation: an operation has no rule for Lipschitz constants.
     """
     module = _Applied(function).double().eval()
-    bound = float(analyze(module, size).output.lip)
+    analysis = analyze(module, size)
+    bound = float(analysis.output.lip)
     if not bound < float("inf"):
         raise InputError("the rules give no finite constant for this function; bound its input, as a sigmoid does")
     generator = torch.Generator().manual_seed(seed)
@@ -83,13 +114,14 @@ def check_rule(
         quotient = max(
             _quotient(results[i] - results[j], inputs[i] - inputs[j]) for i in range(points) for j in range(i)
         )
-    norms = [float(torch.linalg.matrix_norm(_jacobian(module, x), 2)) for x in inputs]
-    ascent = _ascend(module, inputs[norms.index(max(norms))], steps)
-    found = Contract(bound, quotient, max(norms), ascent)
-    for what in ("quotient", "jacobian", "ascent"):
-        value = getattr(found, what)
+    jacobians = [float(torch.linalg.matrix_norm(_jacobian(module, x), 2)) for x in inputs]
+    ascent = _ascend(module, inputs[jacobians.index(max(jacobians))], steps)
+    for what, value in (("quotient", quotient), ("jacobian", max(jacobians)), ("ascent", ascent)):
         assert value <= bound * _SLACK, f"the bound is {bound:.6g}, and the check by {what} has found {value:.6g}"
-    return found
+    images = torch.stack(inputs[:4])
+    box = check_box(module, analysis, images, generator)
+    remainder, rounding = _check_remainders(module, images), _check_rounding(module, images)
+    return Contract(bound, quotient, max(jacobians), ascent, box, remainder, rounding)
 
 
 class _Applied(nn.Module):
@@ -127,7 +159,10 @@ def _ascend(module: nn.Module, x: Tensor, steps: int) -> float:
             left, values, right = torch.linalg.svd(_jacobian(module, x), full_matrices=False)
             best = max(best, float(values[0]))
             point = x.clone().requires_grad_()
-            (first,) = torch.autograd.grad(module(point).flatten() @ left[:, 0], point, create_graph=True)
+            result = module(point)
+            if not result.requires_grad:
+                break
+            (first,) = torch.autograd.grad(result.flatten() @ left[:, 0], point, create_graph=True)
             if not first.requires_grad:
                 break
             try:
@@ -140,3 +175,287 @@ def _ascend(module: nn.Module, x: Tensor, steps: int) -> float:
                 break
             x, stride = (x + stride * second / second.abs().max()).clamp(0, 1), 0.7 * stride
     return best
+
+
+def check_box(
+    module: nn.Module, analysis: Analysis, images: Tensor, generator: torch.Generator, draws: int = 5
+) -> float | None:
+    """Attacks the boxes of a network's output in balls around images, shape (N, 1, ...).
+
+    Returns:
+        The largest share of the way to its limit that an entry was seen to move; None where no limit is finite.
+
+    Raises:
+        AssertionError: an entry leaves its box, or the output moves further than the local constant allows.
+    """
+    boxes, shares = Boxes(analysis), []
+    nominal = boxes.nominal(images[:, 0])
+    for radius in _BALLS:
+        output = Walk(boxes, nominal, torch.full((len(images),), radius, dtype=torch.float64)).output
+        for _ in range(draws):
+            delta = torch.randn(images.shape, generator=generator, dtype=torch.float64)
+            delta = _of_length(delta, radius)
+            delta = (images + delta).clamp(0, 1) - images
+            with torch.no_grad():
+                moved = torch.stack([module(x + d) - module(x) for x, d in zip(images, delta, strict=True)])
+            slack = 1e-12 * (1 + output.value.abs())
+            for side, limit in ((moved, output.up), (-moved, output.down)):
+                assert bool((side <= limit + slack).all()), f"an entry leaves its box in a ball of radius {radius:g}"
+                shares += (side / limit)[limit.isfinite() & (limit > slack)].tolist()
+            far = norms(moved) <= output.constant * norms(delta) * _SLACK + 1e-12
+            assert bool(far.all()), f"the output moves further than its constant in a ball of radius {radius:g} allows"
+    return max(shares, default=None)
+
+
+class Linearised:
+    """One operation at N nominal points, and attacks on its remainder rule.
+
+    Args:
+        node: the operation.
+        values: what its operands and the operation itself are at each point.
+
+    Attributes:
+        rule: its remainder rule there; None for a linear operation.
+
+    Raises:
+        NoAnswer: it has no rule.
+    """
+
+    def __init__(self, node: Node, values: Sequence[Mapping[Node, Tensor]]):
+        self.node = node
+        self.distinct = list(dict.fromkeys(node.operands))
+        self.nominal = [torch.stack([known[operand] for known in values]) for operand in self.distinct]
+        self.result = torch.stack([known[node] for known in values])
+        self.positions = [self.distinct.index(operand) for operand in node.operands]
+        self.size = 1 + self.result.abs().amax()
+        found = remainder_of(node)
+        with torch.no_grad():
+            self.rule: Any = found and found(node, [self.nominal[i] for i in self.positions], self.result)
+
+    @property
+    def points(self) -> int:
+        """N."""
+        return len(self.nominal[0])
+
+    def remainder(self, deltas: Sequence[Tensor]) -> Tensor:
+        """R for deviations of the distinct operands, each of shape (several · N, *shape)."""
+
+        def one(*operands: Tensor) -> Any:
+            return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
+
+        function: Any = torch.vmap(one)
+        nominal = tuple(repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True))
+        base, linear = torch.func.jvp(function, nominal, tuple(deltas))[:2]
+        moved: Tensor = function(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
+        return moved - base - linear
+
+    def starts(self, radii: Sequence[float]) -> list[Tensor]:
+        """Deviations of norm ρ, each of shape (several · N, *shape).
+
+        They are random, along the operand and against it, in one entry, and in the entries nearest zero.
+        """
+        choices = [[_seeded(*value.shape, seed=seed) for value in self.nominal] for seed in (1, 2)]
+        choices += [[sign * value + 1e-9 for value in self.nominal] for sign in (1, -1)]
+        for value in self.nominal:
+            flat = value.reshape(self.points, -1)
+            for entry in (flat.argmax(1), flat.abs().argmin(1)):
+                single = torch.zeros_like(flat).scatter_(1, entry[:, None], 1.0).reshape(value.shape)
+                if all(other.shape == value.shape for other in self.nominal):
+                    choices += [[sign * single for _ in self.nominal] for sign in (1, -1)]
+        return self.scaled([torch.cat(deltas) for deltas in zip(*choices, strict=True)], radii)
+
+    @staticmethod
+    def scaled(deltas: Sequence[Tensor], radii: Sequence[float]) -> list[Tensor]:
+        return [_of_length(delta, radius) for delta, radius in zip(deltas, radii, strict=True)]
+
+    def ascent(
+        self,
+        objective: Callable[[Tensor], Tensor],
+        radii: Sequence[float],
+        steps: int,
+        within: Callable[[list[Tensor]], list[Tensor]] = lambda deltas: deltas,
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """R and the deviations, on the way that the objective rises on the spheres of radius ρ, from all starts."""
+        deltas = within(self.starts(radii))
+        for _ in range(steps):
+            deltas = [delta.detach().requires_grad_() for delta in deltas]
+            found = self.remainder(deltas)
+            yield found.detach(), [delta.detach() for delta in deltas]
+            gradients = torch.autograd.grad(objective(found).sum(), deltas, allow_unused=True)
+            ahead = [
+                d.detach() if g is None else torch.where(torch.isfinite(g), g, d.detach())
+                for g, d in zip(gradients, deltas, strict=True)
+            ]
+            deltas = within(self.scaled(ahead, radii))
+
+    def worst(self, objective: Callable[[Tensor], Tensor], radii: Sequence[float], steps: int) -> Tensor:
+        """The largest objective(R) that ascent on the spheres of radius ρ finds, shape (N,)."""
+        found = [objective(rest).reshape(-1, self.points).amax(0) for rest, _ in self.ascent(objective, radii, steps)]
+        return torch.stack(found).amax(0).clamp_min(0)
+
+    def radii(self, rho: float) -> list[float]:
+        """ρ for the distinct operands: the second one at twice the first."""
+        return [rho * (1 + index) for index in range(len(self.distinct))]
+
+    def given(self, radii: Sequence[float]) -> list[Tensor]:
+        """The radii as a rule gets them: by operand, for all points."""
+        return [self.result.new_full((self.points,), radii[i]) for i in self.positions]
+
+    def check_norm(self, rho: float, steps: int = 5) -> float:
+        """The largest share of the bound on ‖R‖ that ascent reaches.
+
+        Raises:
+            AssertionError: it exceeds the bound.
+        """
+        radii = self.radii(rho)
+        bound = self.rule.norm(self.given(radii))
+        assert bound.shape == (self.points,), f"{self.node.name}: a norm for each image, shape (N,), is expected"
+        return self._within(self.worst(norms, radii, steps), bound, self.size + rho, "norm")
+
+    def check_against(self, direction: Tensor, rhos: Sequence[float], steps: int = 4) -> float:
+        """The largest share of the bound on −⟨direction, R⟩ that ascent reaches.
+
+        Raises:
+            AssertionError: it exceeds the bound.
+        """
+        answer, shares = self.rule.against(direction), []
+        for rho in rhos:
+            radii = self.radii(rho)
+            found = self.worst(against(direction), radii, steps)
+            size = (self.size + rho) * (1 + norms(direction))
+            shares.append(self._within(found, answer(self.given(radii)), size, "part against a direction"))
+        return max(shares)
+
+    def check_linear(self, rho: float) -> None:
+        """Holds an operation that is said to be linear to R = 0.
+
+        Raises:
+            AssertionError: it is not.
+        """
+        deltas = self.starts(self.radii(rho))
+        found = norms(self.remainder(deltas))
+        allowed = 1e-9 * math.sqrt(self.result[0].numel()) * (self.size + sum(delta.abs().sum() for delta in deltas))
+        assert bool((found <= allowed).all()), f"{self.node.name} is said to be linear, and is not"
+
+    def _within(self, found: Tensor, bound: Tensor, size: Tensor | float, what: str) -> float:
+        """The largest share of finite bounds that was found."""
+        holds = (found <= bound * _SLACK + 1e-14 * size) | bound.isinf()
+        worst = f"{float(found[~holds].max()):.6g}" if not holds.all() else ""
+        assert bool(holds.all()), f"the remainder of {self.node.name}: its {what} is {worst}, above the rule's bound"
+        counted = bound.isfinite() & (bound > 1e-12 * size)
+        return float((found[counted] / bound[counted]).max()) if bool(counted.any()) else 0.0
+
+
+def repeated(value: Tensor, like: Tensor) -> Tensor:
+    """A tensor of N entries, or more, for as many deviations: one such tensor behind the other."""
+    return value.repeat(len(like) // len(value), *[1] * (value.dim() - 1))
+
+
+def norms(rest: Tensor) -> Tensor:
+    """ℓ2 norms, shape (N,)."""
+    return rest.reshape(len(rest), -1).norm(dim=1)
+
+
+def against(direction: Tensor) -> Callable[[Tensor], Tensor]:
+    """−⟨direction, R⟩ for every R."""
+    return lambda rest: -(rest * repeated(direction, rest)).reshape(len(rest), -1).sum(1)
+
+
+def _of_length(delta: Tensor, radius: float) -> Tensor:
+    length = norms(delta).reshape(-1, *[1] * (delta.dim() - 1))
+    return radius * delta / length.clamp_min(1e-300)
+
+
+def _seeded(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _captured(module: nn.Module, image: Tensor, whole: Callable[[nn.Module], bool]) -> Graph:
+    return needed(explicit_attention(capture(module, image, whole, casts=True), image.device))
+
+
+def _check_remainders(module: nn.Module, images: Tensor) -> float | None:
+    graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
+    with torch.no_grad():
+        values = [run(graph.nodes, {graph.input: image}) for image in images]
+    shares = []
+    try:
+        for node in graph.nodes[1:]:
+            if not (node.single and all(operand.single for operand in node.operands)):
+                continue
+            found = Linearised(node, values)
+            if found.rule is None:
+                found.check_linear(1.0)
+                continue
+            direction = _seeded(*found.result.shape, seed=3)
+            shares += [found.check_norm(rho, 3) for rho in _DEVIATIONS]
+            shares += [found.check_against(g, _DEVIATIONS, 3) for g in (direction, -direction)]
+    except NoAnswer:
+        return None
+    return max(shares, default=0.0)
+
+
+def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """An operation in a format, constants cast, on operands of shape (1, ...); the result in float64."""
+    left = iter(operands)
+    args, kwargs = map_nodes(lambda _: next(left).to(dtype), (node.args, dict(node.kwargs)))
+
+    def cast(tree: Any) -> Any:
+        if isinstance(tree, Tensor) and tree.is_floating_point():
+            return tree.to(dtype)
+        return type(tree)(cast(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
+
+    function = node.function
+    if isinstance(function, nn.Module):
+        function = copy.deepcopy(function).to(dtype)
+    with torch.no_grad():
+        result: Tensor = function(*(cast(a) for a in args), **{k: cast(v) for k, v in kwargs.items()})
+    return result.double()
+
+
+def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor], fmt: Format) -> float:
+    """The largest share of the bound on its rounding error that an operation reaches; 0 where that is infinite.
+
+    Args:
+        node: the operation.
+        exact: its deployed operands, which the format holds, each of shape (1, ...).
+        nominal: other values near them, around which the bound is taken.
+        fmt: the format.
+
+    Raises:
+        AssertionError: the error exceeds the bound.
+        NoAnswer: there is no rule.
+    """
+    operands = []
+    for there, here in zip(nominal, exact, strict=True):
+        away = (there - here).norm()[None] * (1 + 1e-12)
+        operands.append(Operand(there[None], away, torch.full_like(away, math.inf)))
+    bound = local_error(node, operands, fmt)[0].detach()
+    gap = (deployed(node, exact, fmt.dtype) - deployed(node, exact, torch.float64)).abs()
+    assert bound.shape == gap.shape, f"the rounding of {node.name}: a bound for each entry is expected"
+    assert bool(((gap <= bound) | bound.isinf()).all()), (  # 0/0 is no number
+        f"{node.name} in {fmt.dtype} is off by {float((gap - bound).max()):.6g} more than its bound"
+    )
+    return float((gap / bound.clamp_min(1e-300)).nan_to_num(0.0).max()) if gap.numel() else 0.0
+
+
+@torch.no_grad()
+def _check_rounding(module: nn.Module, images: Tensor) -> float | None:
+    graph = _captured(module, images[0], lambda part: kept_whole(part, "rounding") and kept_whole(part))
+    shares = [0.0]
+    try:
+        for image in images:
+            values = run(graph.nodes, {graph.input: image})
+            for node in graph.nodes[1:]:
+                if not (node.single and all(operand.single for operand in node.operands)):
+                    continue
+                for dtype in DTYPES.values():
+                    exact = {o: values[o].to(dtype).double() for o in node.operands}
+                    held = [exact[operand] for operand in node.operands]
+                    try:
+                        shares.append(check_rounding(node, held, [values[o] for o in node.operands], Format.of(dtype)))
+                    except NotImplementedError:  # torch has no such kernel on this device, so nothing is deployed
+                        continue
+    except NoAnswer:
+        return None
+    return max(shares)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import lipcert
 from benchmarks import make_zoo_table
 from lipcert import zoo
-from lipcert.bounds import Value, rule
+from lipcert.bounds import Value, box, remainder, rounding, rule
 from lipcert.bounds._registry import RULES, key_of
 from lipcert.cli import app
 from lipcert.errors import InputError
@@ -186,6 +186,79 @@ def test_a_false_rule_is_caught(constant) -> None:
 @pytest.mark.parametrize("constant", [float("inf")], indirect=True)
 def test_an_infinite_constant_leaves_nothing_to_check(constant) -> None:
     with pytest.raises(InputError, match="no finite constant"):
+        check_rule(doubled, (2, 3))
+
+
+def _answers(**answers):
+    """Registers other answers of ``doubled``; the fixture below takes them away again."""
+    if "linear" in answers:
+        rule(doubled, linear=True)(RULES[key_of(doubled)].lipschitz)
+    for question, register in (("box", box), ("remainder", remainder), ("rounding", rounding)):
+        if question in answers:
+            register(doubled)(answers[question])
+
+
+def _moves_by(share):
+    """sin(2x) moves by at most twice what x does."""
+
+    def answer(walk, node, x):
+        return walk.result(node, x.up * 2 * share, x.down * 2 * share, (x,))
+
+    def symmetric(walk, node, x):
+        reach = torch.maximum(x.up, x.down) * 2 * share
+        return walk.result(node, reach, reach, (x,))
+
+    return symmetric if share == 1 else answer
+
+
+def _curved(factor):
+    """|d² sin(2x)| ≤ 4, so what the linearisation leaves out is at most 2ρ²."""
+
+    class Curved:
+        def __init__(self, node, operands, result):
+            pass
+
+        def norm(self, rho):
+            return factor * rho[0] ** 2
+
+        def against(self, direction):
+            size = direction.flatten(1).norm(dim=1)
+            return lambda rho: size * self.norm(rho)
+
+    return Curved
+
+
+def _rounds_by(ulps):
+    """2x, sin, and three changes of format or so, all of numbers up to max(1, 2|x|)."""
+
+    def answer(node, operands, fmt):
+        return fmt.gamma(ulps) * (2 * operands[0].most + 1)
+
+    return answer
+
+
+@pytest.mark.parametrize("constant", [2.0], indirect=True)
+def test_answers_to_all_questions_that_hold(constant) -> None:
+    _answers(box=_moves_by(1), remainder=_curved(2), rounding=_rounds_by(8))
+    found = check_rule(doubled, (2, 3))
+    for share in (found.box, found.remainder, found.rounding):
+        assert 0.01 < share <= 1
+
+
+@pytest.mark.parametrize("constant", [2.0], indirect=True)
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"box": _moves_by(0.5)}, "leaves its box"),
+        ({"remainder": _curved(1)}, "the remainder of doubled: its norm is"),
+        ({"linear": True}, "doubled is said to be linear, and is not"),
+        ({"rounding": lambda node, operands, fmt: 0 * operands[0].most}, "doubled in torch.float32 is off by"),
+    ],
+    ids=["box", "remainder", "linear", "rounding"],
+)
+def test_each_false_answer_is_caught(constant, answers, message) -> None:
+    _answers(**answers)
+    with pytest.raises(AssertionError, match=message):
         check_rule(doubled, (2, 3))
 
 

@@ -23,6 +23,7 @@ from lipcert.surgery import (
     RmsSmoothProject,
     SmoothProject,
 )
+from lipcert.testing import Linearised, against, norms, repeated
 
 SECANTS = {secant.function for secant in answers("secant").values()}
 REMAINDERS = {op: rule for op, rule in answers("remainder").items() if op not in SECANTS}
@@ -225,113 +226,26 @@ def test_every_rule_has_a_case():
     assert set(REMAINDERS) == set(CASES)
 
 
-class Site:
+class Site(Linearised):
     """One nonlinear operation at POINTS nominal points."""
 
     def __init__(self, key, index):
         function, shape = CASES[key][index]
         module = function if isinstance(function, nn.Module) else Function(function)
         module.eval()
-        self.graph = needed(capture(module, seeded(*shape), whole=lambda part: type(part) in REMAINDERS))
-        found = [node for node in self.graph.nodes if node is not self.graph.input and remainder_of(node) is not None]
+        graph = needed(capture(module, seeded(*shape), whole=lambda part: type(part) in REMAINDERS))
+        found = [node for node in graph.nodes if node is not graph.input and remainder_of(node) is not None]
         assert [node.op for node in found] == [key]
-        self.node = found[0]
         scales = torch.tensor([0.0, 1e-3, 0.3, 1.0, 1.0, 4.0], dtype=torch.float64)
         inputs = scales.reshape(-1, *[1] * len(shape)) * seeded(POINTS, *shape, seed=7)
-        values = [self._values(x) for x in inputs]
-        self.distinct = list(dict.fromkeys(self.node.operands))
-        self.nominal = [torch.stack([known[operand] for known in values]) for operand in self.distinct]
-        self.result = torch.stack([known[self.node] for known in values])
-        positions = [self.distinct.index(operand) for operand in self.node.operands]
-        self.rule = REMAINDERS[key](self.node, [self.nominal[i] for i in positions], self.result)
-        self.positions = positions
-        self.size = 1 + self.result.abs().amax()
-
-    def _values(self, x):
-        return run(self.graph.nodes, {self.graph.input: x})
-
-    def remainder(self, deltas):
-        """R for deviations of the distinct operands, each of shape (several · POINTS, *shape)."""
-
-        def one(*operands):
-            return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
-
-        function = torch.vmap(one)
-        nominal = tuple(repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True))
-        base, linear = torch.func.jvp(function, nominal, tuple(deltas))
-        moved = function(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
-        return moved - base - linear
-
-    def starts(self, radii):
-        """Deviations of norm ρ, each of shape (several · POINTS, *shape): random, along the operand and against it, in
-        one entry, in the entries nearest zero."""
-        choices = [[seeded(*value.shape, seed=seed) for value in self.nominal] for seed in (1, 2)]
-        choices += [[sign * value + 1e-9 for value in self.nominal] for sign in (1, -1)]
-        for value in self.nominal:
-            flat = value.reshape(POINTS, -1)
-            for entry in (flat.argmax(1), flat.abs().argmin(1)):
-                single = torch.zeros_like(flat).scatter_(1, entry[:, None], 1.0).reshape(value.shape)
-                if all(other.shape == value.shape for other in self.nominal):
-                    choices += [[sign * single for _ in self.nominal] for sign in (1, -1)]
-        return self.scaled([torch.cat(deltas) for deltas in zip(*choices, strict=True)], radii)
-
-    @staticmethod
-    def scaled(deltas, radii):
-        result = []
-        for delta, radius in zip(deltas, radii, strict=True):
-            length = delta.flatten(1).norm(dim=1).reshape(-1, *[1] * (delta.dim() - 1))
-            result.append(radius * delta / length.clamp_min(1e-300))
-        return result
-
-    def ascent(self, objective, radii, steps, within=lambda deltas: deltas):
-        """R and the deviations, on the way that the objective rises on the spheres of radius ρ, from all starts."""
-        deltas = within(self.starts(radii))
-        for _ in range(steps):
-            deltas = [delta.detach().requires_grad_() for delta in deltas]
-            found = self.remainder(deltas)
-            yield found.detach(), [delta.detach() for delta in deltas]
-            gradients = torch.autograd.grad(objective(found).sum(), deltas, allow_unused=True)
-            ahead = [
-                d.detach() if g is None else torch.where(torch.isfinite(g), g, d.detach())
-                for g, d in zip(gradients, deltas, strict=True)
-            ]
-            deltas = within(self.scaled(ahead, radii))
-
-    def worst(self, objective, radii, steps=5):
-        """The largest objective(R) that ascent on the spheres of radius ρ finds, shape (POINTS,)."""
-        found = [objective(rest).reshape(-1, POINTS).amax(0) for rest, _ in self.ascent(objective, radii, steps)]
-        return torch.stack(found).amax(0).clamp_min(0)
-
-
-def repeated(value, like):
-    """A tensor of POINTS entries, or more, for as many deviations: one such tensor behind the other."""
-    return value.repeat(len(like) // len(value), *[1] * (value.dim() - 1))
-
-
-def norms(rest):
-    return rest.flatten(1).norm(dim=1)
-
-
-def against(direction):
-    """−⟨direction, R⟩ for every R."""
-    return lambda rest: -(rest * repeated(direction, rest)).flatten(1).sum(1)
-
-
-def radii_of(site, rho):
-    """ρ for the distinct operands: the second one at twice the first."""
-    return [rho * (1 + index) for index in range(len(site.distinct))]
+        super().__init__(found[0], [run(graph.nodes, {graph.input: x}) for x in inputs])
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_remainder_in_norm(key, index):
     site = Site(key, index)
     for rho in RADII:
-        radii = radii_of(site, rho)
-        found = site.worst(norms, radii)
-        bound = site.rule.norm([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
-        assert bound.shape == (POINTS,)
-        holds = (found <= bound * (1 + 1e-9) + 1e-14 * (site.size + rho)) | bound.isinf()
-        assert bool(holds.all()), (rho, found, bound)
+        site.check_norm(rho)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -340,13 +254,7 @@ def test_remainder_against_a_direction(key, index):
     plain = seeded(*site.result.shape, seed=3)
     sparse = torch.where(plain.abs() > 1, plain, 0.0)
     for g in (plain, -plain, sparse, plain.abs(), -plain.abs()):
-        answer = site.rule.against(g)
-        for rho in RADII[::2]:
-            radii = radii_of(site, rho)
-            found = site.worst(against(g), radii, steps=4)
-            bound = answer([torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions])
-            slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+        site.check_against(g, RADII[::2])
 
 
 BLOCKWISE = [
@@ -414,7 +322,7 @@ def test_remainder_by_a_quadratic_form(key, index):
     plain = seeded(*site.result.shape, seed=3)
     for g in (plain, -plain, plain.abs(), -plain.abs()):
         for rho in RADII:
-            radii = radii_of(site, rho)
+            radii = site.radii(rho)
             given = [torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions]
             weights = quadratic(site.rule, g, given)
             assert (weights is not None) == (key in QUADRATIC)

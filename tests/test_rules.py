@@ -16,11 +16,11 @@ import lipcert
 from lipcert import surgery
 from lipcert._upper import Upper
 from lipcert.bounds import Value, analyze
-from lipcert.bounds._box import Boxes, Walk
 from lipcert.bounds._registry import RULES, Rule, answers, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph._graph import run
+from lipcert.testing import check_rule
 
 SIZE = (2, 3, 4)
 
@@ -737,24 +737,11 @@ def test_contract(case: tuple[Any, ...], check_contract: Any) -> None:
 
 
 @pytest.mark.parametrize("case", {key_of(case[0]): case for case in reversed(CASES)}.values(), ids=_name)
-def test_boxes_hold_in_a_ball(case: tuple[Any, ...], network: Any) -> None:
-    """Every operation has a local answer: its own, or what follows from the global one."""
+def test_contract_for_all_questions(case: tuple[Any, ...]) -> None:
+    """What users hold their rules to: a constant, boxes, remainders and rounding errors."""
     _, stem, operation = case[:3]
-    net = network(lambda x: operation(stem(x)))
-    boxes = Boxes(analyze(net, SIZE))
-    generator = torch.Generator().manual_seed(4)
-    images = torch.rand(3, *SIZE, generator=generator, dtype=torch.float64)
-    radius = 0.02
-    walk = Walk(boxes, boxes.nominal(images), torch.full((3,), radius, dtype=torch.float64))
-    for _ in range(5):
-        delta = torch.randn(images.shape, generator=generator, dtype=torch.float64)
-        delta = radius * delta / delta.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
-        delta = (images + delta).clamp(0, 1) - images
-        for i in range(len(images)):
-            moved = net((images + delta)[i : i + 1]) - net(images[i : i + 1])
-            assert (moved <= walk.output.up[i] + 1e-12).all()
-            assert (-moved <= walk.output.down[i] + 1e-12).all()
-            assert moved.norm() <= walk.output.constant[i] * delta[i].norm() * (1 + 1e-9) + 1e-12
+    found = check_rule(lambda x: operation(stem(x)), SIZE, points=6, steps=1)
+    assert found.box is None or found.box > 0
 
 
 def check_ranges(analysis: Any) -> None:
@@ -912,6 +899,21 @@ def test_magnitudes_of_the_activations() -> None:
         assert values.max() <= phi.largest
         if phi.shrinks:
             assert (values <= grid.abs() * (1 + 1e-15)).all(), function
+
+
+def test_a_factor_is_relative_and_a_bound_is_the_results_own() -> None:
+    x = Value((1, 4), 3, magnitude=2)
+    assert float(x.scaled(1.5).lip) == 4.5
+    assert not x.scaled(1.5).magnitude.finite
+    assert float(x.scaled(1, magnitude=7).magnitude) == 7
+    assert float(x.bounded(x.lip * 1.5).lip) == 4.5
+    with pytest.raises(TypeError, match=r"x.lip \* 1.2"):
+        x.bounded(1.2)
+    with pytest.raises(TypeError, match="takes a number, not Tensor"):
+        x.scaled(torch.tensor(1.2))  # type: ignore[arg-type]
+    for factor in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="at least 0"):
+            x.scaled(factor)
 
 
 def test_value_without_facts_is_unbounded() -> None:

@@ -341,8 +341,36 @@ class Value:
         rows = (rows_axis, self.rows[1]) if rows_axis is not None and self.rows is not None else None
         return Value(shape, lip, magnitude=self.magnitude, rows=rows, floor=self.lowest)
 
+    def scaled(self, factor: Number, magnitude: Number = INFINITE) -> Value:
+        """The value after an operation whose constant is ``factor``, on values as large as these.
+
+        Args:
+            factor: Lipschitz constant of the operation itself, a finite number ≥ 0, rounded up.
+            magnitude: bound on the absolute entries of the result.
+
+        Raises:
+            TypeError: ``factor`` is no number.
+            ValueError: it is negative or NaN.
+        """
+        if not isinstance(factor, (Upper, int, float)):
+            raise TypeError(f"scaled(factor) takes a number, not {type(factor).__name__}")
+        if not factor >= 0:
+            raise ValueError(f"a Lipschitz constant is at least 0, not {factor}")
+        return Value(self.shape, self.lip * factor, magnitude=magnitude)
+
     def bounded(self, lip: Number, magnitude: Number = INFINITE) -> Value:
-        """The value after φ entry by entry with |φ(x)| ≤ |x|: entries and rows do not grow; ``lip`` is the result's."""
+        """The value after φ entry by entry with |φ(x)| ≤ |x|: entries and rows do not grow.
+
+        Args:
+            lip: Lipschitz constant of the *result* from the pixels, such as ``x.lip`` where |φ'| ≤ 1, or
+                ``x.lip * 1.2`` where |φ'| ≤ 1.2. It is no factor: see :meth:`scaled`.
+            magnitude: another bound on the absolute entries of the result.
+
+        Raises:
+            TypeError: ``lip`` is a plain number, which would not depend on what comes before the operation.
+        """
+        if not isinstance(lip, Upper):
+            raise TypeError(f"bounded(lip) takes the result's constant, such as x.lip * {lip}, and no factor")
         return Value(self.shape, lip, magnitude=min(self.magnitude, Upper(magnitude)), rows=self.rows)
 
 
