@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._bound import Bound, LayerBound
+from lipcert._memory import is_out_of_memory
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whole, refusal
@@ -198,8 +199,10 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
         for given, expected in ((batch, alone), (batch.flip(0), alone.flip(0))):
             try:
                 together = model(given.clone())
-            except RuntimeError as error:
-                raise InputError(f"{problem} (several images: {error})") from None
+            except Exception as error:
+                if isinstance(error, LipcertError) or is_out_of_memory(error):
+                    raise
+                raise InputError(f"{problem} (several images: {first_line(error)})") from None
             # What overflows for an image alone may not overflow in a batch, where sums are taken in another order.
             known = expected.isfinite()
             if together.shape != expected.shape or not close(
@@ -227,6 +230,11 @@ def global_values(graph: Graph, progress: Callable[[int, int], None] | None = No
             values[node] = global_value(node, args, kwargs)
         except NoAnswer as reason:
             missing.append(refusal(node, reason))
+            values[node] = None
+        except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:  # torch's, for odd arguments
+            if isinstance(error, LipcertError) or is_out_of_memory(error):
+                raise
+            missing.append(refusal(node, NoAnswer(f"{type(error).__name__}: {first_line(error)[:200]}")))
             values[node] = None
     if missing:
         raise UnsupportedOperation(missing)

@@ -434,7 +434,7 @@ def _lstm(
     """One result of ``lstm``, step by step, which unlike torch's own can be run on many images by ``vmap``."""
     ways, each = 2 if bidirectional else 1, 4 if biased else 2
     if len(weights) != ways * each * layers:
-        raise NotImplementedError("LSTM with projections")
+        raise UnsupportedCode([("lstm with projections (proj_size)", "")])
     steps = x.unbind(1 if batch_first else 0)
     last_h, last_c = [], []
     for layer in range(layers):
