@@ -22,6 +22,7 @@ from benchmarks._cifar import first_order_limit, labels_of
 from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored
+from lipcert.certifier._lofast import Layers
 from lipcert.data import open_images
 
 EPS = {"0.02": 0.02, "0.05": 0.05, "0.1": 0.1, "36/255": 36 / 255}
@@ -68,7 +69,7 @@ def main() -> None:
         anchor = method(images)
         found["anchored"].append(anchor.radius(predicted, gaps))
         seconds += time.process_time() - before
-        found["lofast"].append(anchor.layers().radius(predicted, gaps))
+        found["lofast"].append(Layers(anchor.linearization).radius(predicted, gaps))
         found["limit"].append(first_order_limit(model, images, predicted))
         found["right"].append(torch.eq(predicted, labels_of(batch)))
         found["margin"].append(gaps.amin(1))

@@ -30,6 +30,7 @@ from benchmarks._cifar import EPS, clean, first_order_limit, labels_of, pgd
 from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored
+from lipcert.certifier.anchored import Anchor
 from lipcert.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
@@ -47,7 +48,7 @@ def verdicts(path: str, images: torch.Tensor, labels: torch.Tensor, places: list
     model, method = _made[path]
     survived = pgd(model, images, labels)
     with torch.no_grad():
-        predicted, gaps = margins(method.model(images.double()))
+        predicted, gaps = margins(method.network.model(images.double()))
     right = predicted == labels
     rows = [
         {"image": place, "right": bool(r), "survived": bool(s), "limit": None, "certified": False, "seconds": 0.0}
@@ -56,7 +57,7 @@ def verdicts(path: str, images: torch.Tensor, labels: torch.Tensor, places: list
     started = time.process_time()
     chosen = (right & survived).nonzero()[:, 0]
     if len(chosen):
-        limits = first_order_limit(method.model, images[chosen].double(), predicted[chosen])
+        limits = first_order_limit(method.network.model, images[chosen].double(), predicted[chosen])
         for index, limit in zip(chosen.tolist(), limits.tolist(), strict=True):
             rows[index]["limit"] = limit
         chosen = chosen[limits > EPS]
@@ -65,7 +66,10 @@ def verdicts(path: str, images: torch.Tensor, labels: torch.Tensor, places: list
         holds = anchor.least_margin(torch.full((len(chosen),), EPS).double(), predicted[chosen], gaps[chosen]) > 0
         left = (~holds).nonzero()[:, 0]
         if len(left):
-            holds[left] = anchor.only(left).radius(predicted[chosen[left]], gaps[chosen[left]]) > EPS
+            holds[left] = (
+                Anchor(method, anchor.linearization.only(left)).radius(predicted[chosen[left]], gaps[chosen[left]])
+                > EPS
+            )
         seconds = (time.process_time() - started) / len(chosen)
         for index, held in zip(chosen.tolist(), holds.tolist(), strict=True):
             rows[index] |= {"certified": held, "seconds": seconds}

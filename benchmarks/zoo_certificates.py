@@ -89,7 +89,7 @@ def stages(certifier: Certifier, passes: float) -> dict[str, Prepare]:
     def linearised(method: type[Anchored] | type[LoFAST]) -> tuple[Stage, float, int, int]:
         made = method(model, delta=DELTA, passes=passes)
         run: Stage = lambda images, predicted, gaps: made(images).radius(predicted, gaps)  # noqa: E731
-        return run, DELTA, made.count, len(made.chained)
+        return run, DELTA, made.count, len(made.plan.chained)
 
     return {
         "global": lambda: of_the_bound(rows=False),

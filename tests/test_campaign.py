@@ -10,8 +10,8 @@ import lipcert
 from benchmarks import campaign
 from benchmarks._exact import affine_distances, nearest_change
 from benchmarks._networks import FAMILIES, SLOW, draw
-from lipcert.certifier import METHODS, Certifier
-from lipcert.certifier._anchored import Anchored
+from lipcert.certifier import METHODS, Anchored, Certifier
+from lipcert.certifier.anchored._walk import Linearization
 
 IMAGES = 12
 
@@ -29,17 +29,17 @@ def test_products_are_above_what_is_met_in_random_networks(seed):
     """Power iteration never sees a Jacobian stretch more than its product allows; with secants, of some width, too."""
     pixels = (case := draw(seed, 2)).images.double()
     method = Anchored(case.model.double(), passes=100 * (seed % 3), tolerance=0.5)
-    for one in filter(None, (method, method.secant)):
-        widths = {leaf: torch.full((2, 1), 0.7, dtype=torch.float64) for leaf in one.widths}
-        _, values, norms, _ = one.linearize(pixels, widths=widths or None)
-        place = one.replay.position
-        for a, b in sorted(one.chained, key=lambda pair: (place[pair[0]], place[pair[1]]))[::7]:
-            forth, back = one._products(a, b, values, several=False)
+    for one in filter(None, (method.finder, method.secant)):
+        widths = {leaf: torch.full((2, 1), 0.7, dtype=torch.float64) for leaf in one.network.widths}
+        found = Linearization(one, pixels, widths=widths or None)
+        place = one.network.replay.position
+        for a, b in sorted(one.plan.chained, key=lambda pair: (place[pair[0]], place[pair[1]]))[::7]:
+            forth, back = one.jacobians.operator(a, b, found.values, several=False)
             moved = torch.randn(2, math.prod(a.shape), dtype=torch.float64)
             for _ in range(8):
                 moved = moved / moved.norm(dim=1, keepdim=True).clamp_min(1e-300)
                 image = forth(moved)
-                assert bool((image.norm(dim=1) <= norms.gains[a, b] * (1 + 1e-9)).all()), (a, b)
+                assert bool((image.norm(dim=1) <= found.norms.gains[a, b] * (1 + 1e-9)).all()), (a, b)
                 moved = back(image)
 
 

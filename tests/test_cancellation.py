@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier._nominal import Nominal
-from lipcert.certifier._rounding import Ways
+from lipcert.certifier._nominal import NominalCheck
+from lipcert.certifier.anchored._rounding import Ways
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 
@@ -162,13 +162,14 @@ def test_products_with_jacobians_are_off_by_no_more_than_is_said(condition: floa
     wrapped = lipcert.load(network, mean=(0.0,), std=(1.0,), input_size=(1, 2, 3)).double()
     pixels = torch.rand(1, 1, 2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     method = Anchored(wrapped, rigor="deterministic")
-    values = method.values(pixels[:, None])
-    local = method.local(values)
-    ways = Ways(method.local.chains, local.gains, local.off, {})
-    before = method.graph.output.operands[0].operands[0]  # the last value of six entries
-    place = ways.place[method.source], ways.place[before]
+    network_of = method.network
+    values = network_of.values(pixels[:, None])
+    local = network_of.local(values)
+    ways = Ways(network_of.chains, local.gains, local.off, {})
+    before = network_of.graph.output.operands[0].operands[0]  # the last value of six entries
+    place = ways.place[network_of.source], ways.place[before]
     said, largest = ways.off_by()[0][place].item(), ways.bounds[0][place].item()
-    product, _ = method._products(method.source, before, values, several=False)
+    product, _ = method.finder.jacobians.operator(network_of.source, before, values, several=False)
     exact = network.exact()
     for column in range(6):
         unit = torch.zeros(1, 6, dtype=torch.float64)
@@ -184,16 +185,15 @@ def test_the_noise_of_values_holds_against_exact_arithmetic() -> None:
     wrapped = lipcert.load(network, mean=(0.0,), std=(1.0,), input_size=(1, 2, 3)).double()
     pixels = torch.rand(1, 1, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     method = Anchored(wrapped, rigor="deterministic")
-    _, values, norms, _ = method.linearize(pixels)
-    assert norms.rounded is not None
+    found = method(pixels).linearization
     start = [Fraction(v) for v in pixels.flatten().tolist()]
     total = start
     for weight in network.weights:
         total = [sum((Fraction(a) * v for a, v in zip(row, total, strict=True)), Fraction()) for row in weight.tolist()]
     truth = [sum(total, Fraction()), total[0]]
-    computed = values[method.graph.output].flatten().tolist()
+    computed = found.values[method.network.graph.output].flatten().tolist()
     off = float(sum((Fraction(v) - t) ** 2 for v, t in zip(computed, truth, strict=True))) ** 0.5
-    assert 0 < off <= norms.rounded.noise[method.graph.output].item() < 1e-3
+    assert 0 < off <= found.norms.rounded.noise[method.network.graph.output].item() < 1e-3
 
 
 def test_rounding_costs_an_ordinary_network_nothing() -> None:
@@ -207,7 +207,7 @@ def test_rounding_costs_an_ordinary_network_nothing() -> None:
     predicted, gaps = margins(vit(pixels).detach())
     certifier = Certifier(vit, 0.1, "gloro")
     assert torch.allclose(certifier.nominal.sound(pixels, predicted, gaps), gaps, rtol=1e-6, atol=0)
-    _, _, norms, _ = Anchored(vit).linearize(pixels)
+    norms = Anchored(vit)(pixels).norms
     for pair, slack in norms.slack.items():
         assert bool((slack <= 1e-6 * norms.gains[pair]).all())
 
@@ -231,7 +231,7 @@ def test_single_operations_round_no_more_than_their_rules_say() -> None:
     weight = torch.randn(5, 4, generator=generator, dtype=torch.float64) * torch.tensor([1e8, 1.0, 1e-8, 1e3]).double()
     wrapped = model(lambda x: nn.functional.linear(x, weight))
     graph = Certifier(wrapped, 0.1, "global").analysis.graph
-    check = Nominal(graph)
+    check = NominalCheck(graph)
     (node,) = [node for node in graph.nodes if node.op == "linear"]
     for seed in range(20):
         pixels = torch.rand(1, 1, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipcert
+from lipcert._settings import RIGORS
 from lipcert.bounds import _masked, margins
-from lipcert.certifier import Anchored, Certifier, _linearized
+from lipcert.certifier import Anchored, Certifier
+from lipcert.certifier.anchored import _jacobians
 from lipcert.errors import LedgerError
 from lipcert.norms import Ledger, lanczos_norm
 from lipcert.norms._ledger import part_of, rigor_of
@@ -69,7 +71,7 @@ def _met(monkeypatch):
 
         return found
 
-    for module, names in ((_linearized, ("lanczos_norm", "row_norm", "row_norms")), (_masked, ("lanczos_norm",))):
+    for module, names in ((_jacobians, ("lanczos_norm", "row_norm", "row_norms")), (_masked, ("lanczos_norm",))):
         for name in names:
             monkeypatch.setattr(module, name, watched(getattr(module, name)))
     return vectors, charges
@@ -122,9 +124,7 @@ def test_what_is_written_out_costs_nothing(met):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 3))
     model = lipcert.load(net.eval(), mean=(0.5,), std=(0.5,), input_size=(1, 8, 10)).double()
-    strict, usual = (
-        Certifier(model, 10.0, "anchored", rigor=r).run(pixels(model)).rigor for r in _linearized.RIGORS[::-1]
-    )
+    strict, usual = (Certifier(model, 10.0, "anchored", rigor=r).run(pixels(model)).rigor for r in RIGORS[::-1])
     assert strict == ("deterministic",)
     assert delta_of(usual[0]) > 0
     small = nn.Sequential(nn.Flatten(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
@@ -229,8 +229,8 @@ def test_certificates_fail_no_more_often_than_the_ledger_says():
 
 def test_norms_of_a_network_fail_no_more_often_than_the_ledger_says(monkeypatch):
     """All Jacobian norms of an image together, with a δ of one in five and few steps of Lanczos."""
-    monkeypatch.setattr(_linearized, "_FEW", 0)
-    monkeypatch.setattr(_linearized, "_PROBES", 0)
+    monkeypatch.setattr(_jacobians, "_FEW", 0)
+    monkeypatch.setattr(_jacobians, "_PROBES", 0)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
     model = lipcert.load(net.eval(), mean=(0.5,), std=(0.5,), input_size=(1, 3, 3)).double()
@@ -246,6 +246,6 @@ def test_norms_of_a_network_fail_no_more_often_than_the_ledger_says(monkeypatch)
 
 def norm_of(anchor, a, b):
     """The norm of G(a → b), less what its computation may be off by."""
-    replay, values = anchor.method.replay, anchor.values
+    replay, values = anchor.method.network.replay, anchor.linearization.values
     jacobian = torch.autograd.functional.jacobian(lambda x: replay(a, x, [b], values)[0], values[a])
     return torch.linalg.matrix_norm(jacobian.reshape(math.prod(b.shape), -1), 2).item() * (1 - 1e-12)

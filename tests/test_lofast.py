@@ -12,15 +12,18 @@ from lipcert import certify
 from lipcert.bounds import margins
 from lipcert.bounds._remainder import quadratic
 from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier
-from lipcert.certifier._chains import Chains
-from lipcert.certifier._linearized import search, search_each
 from lipcert.certifier._lofast import (
     Attention,
+    Layers,
     LoFAST,
     attention_sensitivity,
     ball_change,
     naive_change,
 )
+from lipcert.certifier._search import search, search_each
+from lipcert.certifier.anchored._chains import Chains
+from lipcert.certifier.anchored._margin import RivalMargin, change, curvature_norms, spreads
+from lipcert.certifier.anchored._method import radius as linearized_radius
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Ledger, lanczos_norm
 
@@ -191,14 +194,20 @@ MODELS = {
 
 def logits_from(method, anchor, moved):
     """Logits for a deviation of the source's value."""
-    source = method.source
-    (logits,) = method.replay(source, anchor.values[source] + moved, [method.graph.output], anchor.values)
+    net, values = method.network, anchor.linearization.values
+    (logits,) = net.replay(net.source, values[net.source] + moved, [net.graph.output], values)
     return logits.reshape(len(moved), -1)
+
+
+def moved_values(at, moved, targets):
+    """The targets for a deviation of the source's value."""
+    source = at.network.source
+    return at.network.replay(source, at.values[source] + moved, targets, at.values)
 
 
 def worst_margin(method, anchor, predicted, radius, steps=12):
     """The smallest f_y − max_j f_j that random directions and gradient descent find inside the radius, shape (N,)."""
-    shape = anchor.values[method.source].shape
+    shape = anchor.linearization.values[method.network.source].shape
     worst = torch.full((len(predicted),), torch.inf, dtype=torch.float64)
     for seed in range(3):
         delta = scaled_to(seeded(*shape, seed=seed), radius)
@@ -220,36 +229,38 @@ def test_networks(name):
     pixels = images(2)
     layered, anchored = LoFAST(model, tolerance=LOOSE), Anchored(model, tolerance=LOOSE)
     found = [(layered, layered(pixels)), (anchored, anchored(pixels))]
-    found.append((anchored, found[1][1].layers()))
+    found.append((anchored, Layers(found[1][1].linearization)))
     predicted, gaps = margins(model(pixels))
     radii = [anchor.radius(predicted, gaps) for _, anchor in found]
     for (method, anchor), radius in zip(found, radii, strict=True):
-        torch.testing.assert_close(anchor.logits, model(pixels))
+        torch.testing.assert_close(anchor.linearization.logits, model(pixels))
         assert bool((radius > 0).all())
         for fraction in (0.5, 0.999):
             assert bool((worst_margin(method, anchor, predicted, fraction * radius) > 0).all())
         check_deviations(method, anchor, radius)
-    assert bool(anchored.tokens) == (name == "dot product, kinked")
+    assert bool(anchored.plan.tokens) == (name == "dot product, kinked")
     assert bool((radii[1] >= radii[2] * (1 - 1e-3)).all())
     assert bool((radii[1] >= radii[0] * 0.4).all())  # with norms of its own, each within 50 % of what Lanczos has seen
 
 
 def check_deviations(method, anchor, radius):
     """Values behind the source stay within ρ, for random deviations and for those that move the logits most."""
-    nodes = list(method.rules)
-    targets = [operand for node in nodes for operand in node.operands] + [method.graph.output]
+    nodes = list(method.network.rules)
+    targets = [operand for node in nodes for operand in node.operands] + [method.network.graph.output]
     for scale in (0.1, 1.0, 10.0):
         eps = scale * radius
         found = anchor.deviations(eps)
         rho = [r for node in nodes for r in found.operands[node][: len(node.operands)]] + [found.logits]
         peaks = {
-            node.operands[0]: (method._block(node), found.operands[node][1]) for node in nodes if method.blockwise(node)
+            node.operands[0]: (method.plan.block(node), found.operands[node][1])
+            for node in nodes
+            if method.plan.blockwise(node)
         }
-        delta = scaled_to(seeded(*anchor.values[method.source].shape, seed=4), eps)
+        delta = scaled_to(seeded(*anchor.linearization.values[method.network.source].shape, seed=4), eps)
         for _ in range(4):
             delta = delta.detach().requires_grad_()
-            values = method.replay(method.source, anchor.values[method.source] + delta, targets, anchor.values)
-            deviations = [v - anchor.values[t] for v, t in zip(values, targets, strict=True)]
+            values = moved_values(anchor.linearization, delta, targets)
+            deviations = [v - anchor.linearization.values[t] for v, t in zip(values, targets, strict=True)]
             moved = [deviation.flatten(1).norm(dim=1) for deviation in deviations]
             for length, bound in zip(moved, rho, strict=True):
                 assert bool((length.detach() <= bound * (1 + 1e-6) + 1e-12).all())
@@ -258,8 +269,8 @@ def check_deviations(method, anchor, radius):
                     block, bound = peaks[target]
                     largest = deviation.detach().reshape(len(deviation), -1, block).norm(dim=2).amax(1)
                     assert bool((largest <= bound * (1 + 1e-6) + 1e-12).all())
-            for node, token in method.tokens.items():
-                units = anchor.remainders[node].units
+            for node, token in method.plan.tokens.items():
+                units = anchor.linearization.remainders[node].units
                 parts = deviations[targets.index(node.operands[0])].detach() * units
                 along = parts.reshape(len(parts), -1, token).sum(2)
                 together, peak = found.operands[node][-2:]
@@ -279,7 +290,8 @@ def test_margin_bound_stays_below_the_attacked_margin(method):
     radius = anchor.radius(predicted, gaps)
     for fraction in (0.3, 1.0, 3.0):
         eps = fraction * radius
-        lower = (gaps - anchor.moved(anchor.deviations(eps), anchor.spreads(predicted))).amin(1)
+        at = anchor.linearization
+        lower = (gaps - change(at, anchor.deviations(eps), spreads(at, predicted))).amin(1)
         assert bool((lower <= worst_margin(certificate, anchor, predicted, eps)).all())
 
 
@@ -303,7 +315,7 @@ def test_anchored_is_nowhere_weaker_at_any_eps():
     anchor = Anchored(model, tolerance=LOOSE)(pixels)
     for eps in (1e-4, 1e-2, 0.1, 1.0, 10.0):
         at = torch.full((2,), eps, dtype=torch.float64)
-        ours, theirs = anchor.deviations(at), anchor.layers().deviations(at)
+        ours, theirs = anchor.deviations(at), Layers(anchor.linearization).deviations(at)
         assert bool((ours.logits <= theirs.logits * (1 + 1e-12)).all())
         assert bool((ours.features <= theirs.features * (1 + 1e-12)).all())
         for node, rho in ours.operands.items():
@@ -352,7 +364,7 @@ def test_the_first_stage_bends_too():
     for method in (LoFAST(model, tolerance=LOOSE), Anchored(model, tolerance=LOOSE)):
         anchor = method(images(1))
         found = anchor.deviations(torch.full((1,), 0.1, dtype=torch.float64))
-        for node in method.stages[0].nonlinear:
+        for node in method.network.stages[0].nonlinear:
             assert all(bool((rho > 0).all()) for rho in found.operands[node])
 
 
@@ -363,7 +375,7 @@ def test_deterministic_norms_are_below_the_probabilistic_ones():
     predicted, gaps = margins(model(pixels))
     for method in (LoFAST, Anchored):
         sampled, exact = method(model, tolerance=LOOSE)(pixels), method(model, rigor="deterministic")(pixels)
-        assert exact.method.delta == 0
+        assert exact.linearization.finder.delta == 0
         for norm, above in zip(exact.norms.gains.values(), sampled.norms.gains.values(), strict=True):
             assert bool((norm <= above * (1 + 3e-5)).all())
             assert bool((norm >= above / (1 + 2 * LOOSE)).all())
@@ -377,15 +389,15 @@ def test_columns_behind_smooth_activations(monkeypatch):
     model, pixels = perceptron(), images(2)
     exact = Anchored(model)
     exact(pixels)
-    (gelu,) = (v for v in exact.rules if v.op == "gelu")
-    found = exact.columns[gelu, exact.graph.output]
+    (gelu,) = (v for v in exact.network.rules if v.op == "gelu")
+    found = exact.finder.columns[gelu, exact.network.graph.output]
     torch.testing.assert_close(found[0], model.net[5].weight.norm(dim=0), rtol=1e-8, atol=0)
-    assert {str(v.op) for v, _ in exact.linear} == {"tanh", "gelu"}
-    monkeypatch.setattr("lipcert.certifier._linearized._LONG", 0)
+    assert {str(v.op) for v, _ in exact.plan.columns} == {"tanh", "gelu"}
+    monkeypatch.setattr("lipcert.certifier.anchored._jacobians._LONG", 0)
     sampled = Anchored(model)
     sampled(pixels)
-    for (v, u), above in zip(sampled.linear, sampled.columns.values(), strict=True):
-        below = exact.columns[exact.linear[sampled.linear.index((v, u))]]
+    for (v, u), above in zip(sampled.plan.columns, sampled.finder.columns.values(), strict=True):
+        below = exact.finder.columns[exact.plan.columns[sampled.plan.columns.index((v, u))]]
         assert bool((above >= below * (1 - 1e-9)).all())
         assert bool((above <= below * 1.5).all())
 
@@ -396,12 +408,12 @@ def test_columns_enlarge_radii():
     method = Anchored(model, tolerance=LOOSE)
     with_columns = method(pixels).radius(predicted, gaps)
     anchor = method(pixels)
-    method.columns.clear()
+    method.finder.columns.clear()
     assert bool((with_columns > 1.05 * anchor.radius(predicted, gaps)).all())
 
 
 def test_deterministic_norms_of_large_networks_are_refused(monkeypatch):
-    monkeypatch.setattr("lipcert.certifier._linearized._MOST", 100)
+    monkeypatch.setattr("lipcert.certifier.anchored._jacobians._MOST", 100)
     with pytest.raises(InputError, match="rigor='probabilistic'"):
         Anchored(perceptron(), rigor="deterministic")
     with pytest.raises(InputError, match="probabilistic or deterministic"):
@@ -418,10 +430,10 @@ def test_perturbed_inside(method, at):
     pixels = images(2)
     certificate = method(model, at=at, tolerance=LOOSE)
     anchor = certificate(pixels)
-    torch.testing.assert_close(anchor.logits, model(pixels))
+    torch.testing.assert_close(anchor.linearization.logits, model(pixels))
     if isinstance(at, str):
-        assert f"{certificate.source.path}.".startswith(f"net.{at.removeprefix('net.')}.")
-    predicted, gaps = margins(anchor.logits)
+        assert f"{certificate.network.source.path}.".startswith(f"net.{at.removeprefix('net.')}.")
+    predicted, gaps = margins(anchor.linearization.logits)
     radius = anchor.radius(predicted, gaps)
     assert bool((radius > 0).all())
     assert bool((worst_margin(certificate, anchor, predicted, 0.999 * radius) > 0).all())
@@ -435,7 +447,7 @@ def test_patch_embedding_is_the_module_s_own_output():
     model.net.patch_embed.register_forward_hook(lambda module, given, result: seen.append(result))
     anchor = certificate(images(1))
     model(images(1))
-    torch.testing.assert_close(anchor.values[certificate.source][:, 0], seen[-1])
+    torch.testing.assert_close(anchor.linearization.values[certificate.network.source][:, 0], seen[-1])
 
 
 def test_unknown_places_are_named():
@@ -512,14 +524,14 @@ def test_weighed_curvature(name):
     model = MODELS[name]()
     pixels = images(2)
     anchor = Anchored(model)(pixels)
-    method, nodes = anchor.method, [v for v in anchor.method.rules if str(v.op) in ("gelu", "tanh")]
+    method, nodes = anchor.method, [v for v in anchor.method.network.rules if str(v.op) in ("gelu", "tanh")]
     predicted, gaps = margins(model(pixels))
     rivals = gaps.argmin(1)
-    toward = anchor._toward(rivals, predicted, gaps)
+    toward = RivalMargin(anchor.linearization, rivals, predicted, gaps)
     eps = 1.5 * toward.radius()
     moved = anchor.deviations(eps).operands
-    weights = {v: quadratic(anchor.remainders[v], toward.at_nodes[v], moved[v]) for v in nodes}
-    gains = anchor.gains(weights, 0)
+    weights = {v: quadratic(anchor.linearization.remainders[v], toward.at_nodes[v], moved[v]) for v in nodes}
+    gains = curvature_norms(anchor.linearization, weights, 0)
     assert set(gains) == set(nodes)
     found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains), toward.left(eps)
     assert bool((left > plain).all())
@@ -528,12 +540,12 @@ def test_weighed_curvature(name):
         sizes = weights[v].flatten(1).amax(1).sqrt() * moved[v][0]
         assert bool((found.weighed[v] <= sizes * 1.1).all())
     for seed in range(3):
-        delta = scaled_to(seeded(*anchor.values[method.source].shape, seed=seed), eps)
+        delta = scaled_to(seeded(*anchor.linearization.values[method.network.source].shape, seed=seed), eps)
         for _ in range(6):
             delta = delta.detach().requires_grad_()
-            values = method.replay(method.source, anchor.values[method.source] + delta, targets, anchor.values)
+            values = moved_values(anchor.linearization, delta, targets)
             for v, u, value in zip(nodes, targets, values, strict=True):
-                size = (weights[v].sqrt() * (value - anchor.values[u])).detach().flatten(1).norm(dim=1)
+                size = (weights[v].sqrt() * (value - anchor.linearization.values[u])).detach().flatten(1).norm(dim=1)
                 assert bool((size <= found.weighed[v] * (1 + 1e-9)).all())
             logits = logits_from(method, anchor, delta)
             margin = (logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None]))[:, 0]
@@ -548,8 +560,8 @@ def test_weighing_enlarges_radii_of_each_image_by_itself():
     predicted, gaps = margins(model(pixels))
     anchor = Anchored(model, tolerance=LOOSE)(pixels)
     radius = anchor.radius(predicted, gaps)
-    plain = torch.stack([anchor._toward(gaps.topk(r + 1, 1, largest=False).indices[:, r], predicted, gaps).radius()
-                         for r in range(4)]).amin(0)  # fmt: skip
+    nearest = gaps.topk(4, 1, largest=False).indices.unbind(1)
+    plain = torch.stack([RivalMargin(anchor.linearization, j, predicted, gaps).radius() for j in nearest]).amin(0)
     assert bool((radius > 1.01 * plain).all())
     alone = Anchored(model, tolerance=LOOSE)(pixels[1:2]).radius(predicted[1:2], gaps[1:2])
     torch.testing.assert_close(alone, radius[1:2], rtol=1e-9, atol=0)
@@ -572,7 +584,7 @@ def test_secants_enlarge_radii_and_no_attack_gets_inside():
         predicted, gaps = margins(model(images))
     anchor = Anchored(model)(images)
     radius = anchor.radius(predicted, gaps)
-    without = anchor._radius(predicted, gaps, None)
+    without = linearized_radius(Anchored(model)(images).linearization, predicted, gaps)
     assert bool((radius >= without).all())
     assert (radius / without).median() > 1.3
     assert bool((worst_margin(anchor.method, anchor, predicted, 0.999 * radius) > 0).all())
@@ -669,17 +681,17 @@ def small(count):
 def passes_for(model, share, at=None):
     """So many that part of the norms of anchored can be found."""
     full, least = Anchored(model, at=at), Anchored(model, passes=0, at=at)
-    return (least.work + share * full.work) / full.work_of_a_pass
+    return (least.work + share * full.work) / full.plan.work_of_a_pass
 
 
 def jacobian_norms(anchor, a, b):
     """The largest singular values of G(a → b), shape (N,)."""
     method = anchor.method
     found = []
-    for i in range(len(anchor.images)):
-        values = {node: value[i : i + 1] for node, value in anchor.values.items()}
+    for i in range(len(anchor.linearization.images)):
+        values = {node: value[i : i + 1] for node, value in anchor.linearization.values.items()}
         jacobian = torch.autograd.functional.jacobian(
-            lambda x, values=values: method.replay(a, x, [b], values)[0], values[a]
+            lambda x, values=values: method.network.replay(a, x, [b], values)[0], values[a]
         )
         found.append(torch.linalg.matrix_norm(jacobian.reshape(math.prod(b.shape), math.prod(a.shape)), 2))
     return torch.stack(found)
@@ -694,10 +706,10 @@ def test_products_are_above_the_exact_norms(build, at, share):
         model = build(seed)
         method = Anchored(model, passes=share and passes_for(model, share, at), at=at, tolerance=LOOSE)
         anchor = method(small(3))
-        assert method.chained
-        assert bool(method.pairs) is (share > 0)
-        for a, b in method.chained:
-            exact, bound = jacobian_norms(anchor, a, b), anchor.gain(a, b)
+        assert method.plan.chained
+        assert bool(method.plan.pairs) is (share > 0)
+        for a, b in method.plan.chained:
+            exact, bound = jacobian_norms(anchor, a, b), anchor.linearization.gain(a, b)
             assert bool((bound >= exact * (1 - 1e-9)).all()), (a, b)
             assert bool(bound.isfinite().all())
 
@@ -728,7 +740,7 @@ class CutOff(torch.autograd.Function):
 
 def test_a_derivative_that_is_cut_off_is_not_taken_for_none(monkeypatch):
     method = LoFAST(dense())
-    monkeypatch.setattr(method, "replay", lambda a, source, targets, values, path=None: [CutOff.apply(source)])
+    monkeypatch.setattr(method.network, "replay", lambda a, source, targets, values, path=None: [CutOff.apply(source)])
     with pytest.raises(UnsupportedOperation, match="cannot be differentiated"):
         method(small(1))
 
@@ -736,29 +748,31 @@ def test_a_derivative_that_is_cut_off_is_not_taken_for_none(monkeypatch):
 def test_one_way_alone_costs_nothing():
     """Where all ways lead through a value, and both norms are known, the product is what is taken."""
     method = Anchored(dense(), passes=0.0)
-    replay, nodes = method.replay, method.graph.nodes
-    chains = Chains(replay, method.source)
+    replay, nodes = method.network.replay, method.network.graph.nodes
+    chains = Chains(replay, method.network.source)
     first = next(node for node in nodes if node.op == "linear")
     second = next(node for node in nodes if node.op == "silu")
     assert chains.on_every_way(first, second)
-    assert not chains.on_every_way(second, method.graph.output)  # the image is beside it
+    assert not chains.on_every_way(second, method.network.graph.output)  # the image is beside it
     two, three = torch.full((1,), 2.0).double(), torch.full((1,), 3.0).double()
     links = {link: torch.full((1,), 1e6).double() for link in chains.unknown}
-    known = {(method.source, first): two, (first, second): three}
-    assert chains.bounds([(method.source, second)], known, links)[method.source, second].item() == 6.0
+    known = {(method.network.source, first): two, (first, second): three}
+    assert chains.bounds([(method.network.source, second)], known, links)[method.network.source, second].item() == 6.0
     # Side by side: the root of the sum of squares, of the image's own norm and the branch.
     (side,) = (n for n in nodes if n.op == "cat" and second in n.operands)
-    past = chains.bounds([(method.source, side)], known, links)[method.source, side].item()
-    image = chains.bounds([(method.source, side.operands[0])], known, links)[method.source, side.operands[0]].item()
+    past, image = (
+        chains.bounds([(method.network.source, node)], known, links)[method.network.source, node].item()
+        for node in (side, side.operands[0])
+    )
     assert past == pytest.approx(math.hypot(6.0, image))
 
 
 def test_small_products_do_not_vanish():
     method = Anchored(branching(), passes=0.0)
-    chains = Chains(method.replay, method.source)
+    chains = Chains(method.network.replay, method.network.source)
     tiny = {link: torch.full((1,), 1e-130, dtype=torch.float64) for link in chains.unknown}
-    tiny[chains.links[method.graph.output][0]] = torch.tensor([1e300], dtype=torch.float64)
-    pair = (method.source, method.graph.output)
+    tiny[chains.links[method.network.graph.output][0]] = torch.tensor([1e300], dtype=torch.float64)
+    pair = (method.network.source, method.network.graph.output)
     assert chains.bounds([pair], {}, tiny)[pair].item() > 0
 
 
@@ -768,7 +782,7 @@ def test_no_attack_passes_radii_from_products(name):
     predicted, gaps = margins(model(pixels))
     for kind, passes in ((LoFAST, 0), (Anchored, 300)):
         method = kind(model, passes=passes, tolerance=LOOSE)
-        assert method.chained
+        assert method.plan.chained
         anchor = method(pixels)
         radius = anchor.radius(predicted, gaps)
         assert bool((radius > 0).all())
@@ -783,19 +797,21 @@ def test_what_one_method_finds_the_stronger_finds_too(share):
     layered, anchored = (kind(model, passes=passes, tolerance=LOOSE) for kind in (LoFAST, Anchored))
 
     def found(method, pairs):
-        place = method.replay.position
+        place = method.network.replay.position
         return {(place[a], place[b]) for a, b in pairs}
 
-    assert found(layered, layered.pairs) <= found(anchored, anchored.pairs)
-    assert found(layered, layered.peaks) <= found(anchored, anchored.peaks)
-    assert bool(anchored.chained) is (share < 2)
-    assert bool(layered.pairs) is (share > 0)
+    assert found(layered, layered.plan.pairs) <= found(anchored, anchored.plan.pairs)
+    assert found(layered, layered.plan.peaks) <= found(anchored, anchored.plan.peaks)
+    assert bool(anchored.plan.chained) is (share < 2)
+    assert bool(layered.plan.pairs) is (share > 0)
     if share not in (0, 0.2):
         return
     anchor = anchored(pixels)
     for eps in (1e-4, 0.1):
         at = torch.full((1,), eps, dtype=torch.float64)
-        assert bool((anchor.deviations(at).logits <= anchor.layers().deviations(at).logits * (1 + 1e-12)).all())
+        assert bool(
+            (anchor.deviations(at).logits <= Layers(anchor.linearization).deviations(at).logits * (1 + 1e-12)).all()
+        )
 
 
 def test_more_passes_more_radius():
@@ -814,10 +830,10 @@ def test_products_in_the_deployed_network_and_inside():
     passes = passes_for(model, 0.3)
     method = DeployedAnchored(model, "float32", passes=passes, tolerance=LOOSE)
     deployed = method(pixels).radius(predicted, gaps)
-    assert method.chained
+    assert method.plan.chained
     assert 0 < deployed.item() < Anchored(model, passes=passes, tolerance=LOOSE)(pixels).radius(predicted, gaps).item()
     exact = Anchored(branching(), passes=0.0, rigor="deterministic")
-    assert exact.delta == 0
+    assert exact.finder.delta == 0
     assert exact(small(1)).radius(*margins(branching()(small(1)))).item() > 0
 
 

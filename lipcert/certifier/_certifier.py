@@ -20,11 +20,10 @@ from lipcert._memory import is_out_of_memory, memory_left
 from lipcert._settings import DETERMINISTIC, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Analysis, Bound, MarginBounds, analyze, bottom_logit, margins, radii
-from lipcert.certifier._anchored import Anchored
-from lipcert.certifier._deployed import DeployedAnchored
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
-from lipcert.certifier._nominal import Nominal
+from lipcert.certifier._nominal import NominalCheck
+from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.errors import (
     BrokenCertificate,
     InputError,
@@ -116,7 +115,7 @@ class Certifier:
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
         self._confirmed = False
-        self.nominal = Nominal(self.analysis.graph, self.model.device)
+        self.nominal = NominalCheck(self.analysis.graph, self.model.device)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
@@ -164,7 +163,7 @@ class Certifier:
                 method = self._linearized(name, self.passes)
                 in_all, work = method.count, method.work
                 if staged and self.passes is None and work > limit:
-                    method = self._linearized(name, _WORK_INSTEAD / method.work_of_a_pass)
+                    method = self._linearized(name, _WORK_INSTEAD / method.plan.work_of_a_pass)
                     work = method.work
                     limit = 2 * _WORK_INSTEAD  # single operations may take more than it by themselves
             except (UnsupportedOperation, InputError) as error:
@@ -174,9 +173,9 @@ class Certifier:
                 return
             if not self._affords(name, work, limit if self.passes is None else math.inf):
                 return
-            if method.chained and self.passes is None:
+            if method.plan.chained and self.passes is None:
                 self.notes[name] = (
-                    f"it finds {len(method.pairs)} norms of {in_all}, and takes products for the others; "
+                    f"it finds {len(method.plan.pairs)} norms of {in_all}, and takes products for the others; "
                     f"ask for more with passes, or for all with method {name}"
                 )
 
@@ -191,7 +190,7 @@ class Certifier:
         bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
         return self._deployed(lambda images, predicted, ledger: lambda gaps, call: radii(gaps, bounds.of(predicted)))
 
-    def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored:
+    def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored | DeployedAnchored:
         arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
         if name == "lofast":
             return LoFAST(self.model, at=self.at, **arguments)

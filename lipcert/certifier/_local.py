@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lipcert._numerics import INFLATE
 from lipcert.bounds import ROUND_DOWN, Analysis, Boxes, Core, MarginBounds, Nominal, State, Walk, analyze, flat, radii
+from lipcert.certifier._search import search_open
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
 
 _EVALUATIONS = 64
-_ACCURACY = 1.01
 _SMALLEST = 1e-100  # a ball of radius 0 would have no constant but 0
 
 
@@ -117,31 +117,16 @@ class Local:
             float64, shape (N,); 0 where nothing is certified, inf where nothing can move.
         """
         low = radii(gaps.cpu(), self.everywhere.of(predicted.cpu()))
+        wanted = (gaps > 0).all(1).cpu() & torch.isfinite(low)
         nominal = self._nominal(images)
         ledger = (self._ledger(len(images)) if ledger is None else ledger).part("walk", call)
         gaps, predicted = gaps.to(self.model.device, torch.float64), predicted.to(self.model.device)
-        start = torch.where(low > 0, low, 1e-12)
-        high = torch.full_like(low, math.inf)
-        open_ = (gaps > 0).all(1).cpu() & torch.isfinite(low)
-        asked = [] if eps is None else [torch.full_like(low, eps * (1 + 1e-9))]
-        for step in range(_EVALUATIONS):
-            base = torch.maximum(low, start)
-            if step < len(asked):
-                trial = asked[step]
-            elif step == len(asked):  # where nothing local helps, this is the only walk
-                trial = base * _ACCURACY
-            else:
-                trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)
-            index = torch.nonzero(open_ & (trial > low) & (trial < high)).flatten()
-            if not len(index):
-                if step > len(asked):
-                    break
-                continue
-            passes = self._passes(nominal, index, trial[index], predicted, gaps, ledger.part(step))
-            low[index] = torch.where(passes, trial[index], low[index])
-            high[index] = torch.where(passes, high[index], trial[index])
-            open_ &= (high > _ACCURACY * torch.maximum(low, start)) & (low < 1e12)
-        return low * ROUND_DOWN
+
+        def holds(index: Tensor, trial: Tensor, step: int) -> Tensor:
+            return self._passes(nominal, index, trial, predicted, gaps, ledger.part(step))
+
+        first = None if eps is None else eps * (1 + 1e-9)
+        return search_open(holds, low, wanted, _EVALUATIONS, first) * ROUND_DOWN
 
     def _passes(
         self,

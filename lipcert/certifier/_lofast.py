@@ -37,25 +37,30 @@ itself). Then
 
 J_k the exact Jacobian of the stage at the image and r_k the sum of the stage's remainders, each times the norm of the
 Jacobian from where it arises to the stage's end. Every operation in a stage deviates by the norm of the Jacobian from
-the stage's start, times ρ_k, plus the remainders before it; the proof is that of :mod:`lipcert.certifier._anchored`
-within one stage. The first-order constants of the stages multiply, which the anchored certificate avoids.
+the stage's start, times ρ_k, plus the remainders before it; the proof is that of the anchored certificate
+(:mod:`lipcert.certifier.anchored._method`) within one stage. The first-order constants of the stages multiply, which
+the anchored certificate avoids.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipcert._bound import Rigor
-from lipcert._numerics import SAFETY, at_most
-from lipcert.certifier._linearized import Deviations, Gain, Linearization, Linearized, Progress, search
+from lipcert._numerics import SAFETY
+from lipcert.certifier._search import search
+from lipcert.certifier.anchored._margin import change, spreads
+from lipcert.certifier.anchored._network import Network
+from lipcert.certifier.anchored._norms import NormFinder, NormOptions, Norms, Progress
+from lipcert.certifier.anchored._plan import Plan, layerwise_pairs
+from lipcert.certifier.anchored._walk import Deviations, Linearization
 from lipcert.errors import InputError
-from lipcert.graph import Node
+from lipcert.model import Model
 from lipcert.norms import Ledger, lanczos_norm
 
 # Singular values from torch are off by some 1e-14 of the largest, and a bound here has a few dozen roundings.
@@ -65,7 +70,7 @@ _DENSE = 1024
 
 
 @dataclass(frozen=True)
-class Block:
+class StageSensitivity:
     """What one stage of the network does to a perturbation.
 
     Attributes:
@@ -83,62 +88,68 @@ class Block:
     rho_out: Tensor
 
 
-class LoFAST(Linearized):
-    """The layer-by-layer certificate of one model; arguments as for :class:`.Linearized`."""
+class LoFAST:
+    """The layer-by-layer certificate of one model; arguments as for :class:`~lipcert.certifier.Anchored`."""
 
-    def _wanted(self) -> Iterator[tuple[Node, Node]]:
-        return self._layerwise()
+    def __init__(self, model: Model, *, at: str | int | None = None, **options: Any):
+        given = NormOptions(**options)
+        self.network = Network(model, at=at)
+        self.plan = Plan(self.network, layerwise_pairs(self.network), given.passes)
+        self.finder = NormFinder(self.network, self.plan, given)
+
+    @property
+    def count(self) -> int:
+        """How many norms an image takes."""
+        return self.plan.count
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations that the norms of an image take, roughly."""
+        return self.plan.work
 
     def __call__(self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None) -> Layers:
         """Linearises every stage at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
-        return Layers(self, *self.linearize(images, progress, ledger=ledger))
+        return Layers(Linearization(self.finder, images, progress, ledger=ledger))
 
 
-class Layers(Linearization):
+class Layers:
     """The stages of a network linearised at N images: bounds for any ε."""
+
+    def __init__(self, linearization: Linearization):
+        self.linearization = linearization
+
+    @property
+    def norms(self) -> Norms:
+        return self.linearization.norms
 
     def deviations(self, eps: Tensor) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,)."""
-        return self._walk(eps)[0]
+        return self.linearization.walk(eps, layerwise=True)
 
-    def per_block(self, eps: Tensor) -> list[Block]:
+    def per_block(self, eps: Tensor) -> list[StageSensitivity]:
         """What every stage does to perturbations of norm at most eps, shape (N,), in order."""
-        return self._walk(eps)[1]
+        found = []
+        for each in self.deviations(eps).stages:
+            zeta = torch.as_tensor(self.linearization.gain(each.stage.start, each.stage.end), dtype=eps.dtype)
+            found.append(StageSensitivity(each.stage.name, zeta.expand_as(eps), each.remainder, each.start, each.end))
+        return found
 
-    def _walk(self, eps: Tensor) -> tuple[Deviations, list[Block]]:
-        operands: dict[Node, list[Tensor]] = {}
-        blocks = []
-        rho = eps * self.gain(self.method.source, self.method.stages[0].start)
-        for stage in self.method.stages:
-            linear = partial(self._linear, stage.start, rho)
-            errors, _ = self.inside(stage, linear, operands)
-            zeta = torch.as_tensor(self.gain(stage.start, stage.end), dtype=rho.dtype).expand_as(rho)
-            remainder = at_most(errors(stage.end))
-            blocks.append(Block(stage.name, zeta, remainder, rho, at_most(zeta * rho + remainder)))
-            rho = blocks[-1].rho_out
-        features = (
-            at_most(linear(self.method.head[0], self.gain) + errors(self.method.head[0])) if self.method.head else None
-        )
-        return Deviations(operands, rho, features), blocks
-
-    def _linear(self, start: Node, rho: Tensor, u: Node, gain: Gain) -> Tensor:
-        return gain(start, u) * rho
-
-    def radius(self, predicted: Tensor, gaps: Tensor) -> Tensor:
+    def radius(self, predicted: Tensor, margins: Tensor) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better.
 
         Args:
             predicted: classes y, shape (N,).
-            gaps: f_y − f_j, +inf at j = y, shape (N, classes).
+            margins: f_y − f_j, +inf at j = y, shape (N, classes).
         """
-        spreads = self.spreads(predicted)
-        slope = math.sqrt(2) * torch.as_tensor(self.gain(self.method.source, self.method.stages[0].start))
-        for stage in self.method.stages:
-            slope = slope * self.gain(stage.start, stage.end)
-        guess = torch.nan_to_num(gaps, posinf=math.inf).amin(1).clamp_min(0) / slope
+        at = self.linearization
+        spread = spreads(at, predicted)
+        slope = math.sqrt(2) * torch.as_tensor(at.gain(at.network.source, at.network.stages[0].start))
+        for stage in at.network.stages:
+            slope = slope * at.gain(stage.start, stage.end)
+        guess = torch.nan_to_num(margins, posinf=math.inf).amin(1).clamp_min(0) / slope
 
         def left(eps: Tensor) -> Tensor:
-            rest = gaps - self.moved(self.deviations(eps), spreads)
+            rest = margins - change(at, self.deviations(eps), spread)
             return rest.nan_to_num(nan=-math.inf, posinf=math.inf).amin(1)
 
         return search(left, guess) * (1 - SAFETY)

@@ -2,14 +2,15 @@
 
 Every method compares bounds with margins that float64 has computed. Where large numbers cancel, such a margin can be
 noise, and with it the certificate. The anchored and the layer-by-layer certificate prove how far it is off
-(:mod:`lipcert.certifier._rounding`). A proof for any network would multiply norms along the depth, and leave nothing of
-deep ones. So here, before any method, the network is run again with noise in every operation, and what the margins
-change by is taken off them.
+(:mod:`lipcert.certifier.anchored._rounding`). A proof for any network would multiply norms along the depth, and leave
+nothing of deep ones. So before any method the network is run again here with noise in every operation, and what the
+margins change by is taken off them.
 
 The noise is Gaussian, of ``_TIMES`` times the norm that rounding errors of the operation have at most
-(:class:`~lipcert.certifier._rounding.Local`), spread evenly over the entries; two runs with opposite noise, as a kink
-may hide one side, and four times the larger change. This is a check and no proof. It assumes that rounding errors, a
-thousand times smaller in norm, move a margin by no more than this noise does. It takes some ten forward passes.
+(:class:`~lipcert.certifier.anchored._rounding.OperationRounding`), spread evenly over the entries. There are two runs
+with opposite noise, as a kink may hide one side, and four times the larger change is taken. This is a check and no
+proof. It assumes that rounding errors, a thousand times smaller in norm, move a margin by no more than this noise does.
+It takes some ten forward passes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.certifier._chains import Chains
-from lipcert.certifier._rounding import Local
+from lipcert.certifier.anchored._chains import Chains
+from lipcert.certifier.anchored._rounding import OperationRounding
 from lipcert.graph import Graph, Node, Replay, explicit_attention, needed, run
 
 _TIMES = 1024
@@ -32,7 +33,7 @@ _COUNTED = 4
 _NEGLIGIBLE = 1e-5
 
 
-class Nominal:
+class NominalCheck:
     """The check for one network.
 
     Args:
@@ -44,7 +45,7 @@ class Nominal:
     def __init__(self, graph: Graph, device: torch.device | None = None, seed: int = 0):
         self.rewritten = bool(graph.forms)
         self.graph = needed(explicit_attention(graph, device))
-        self.local = Local(Chains(Replay(self.graph), self.graph.input))
+        self.local = OperationRounding(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -137,6 +138,11 @@ class Node:
     def single(self) -> bool:
         """Whether the result is one tensor, with dimensions or without, and not a tuple."""
         return bool(self.shape) or self.dtype is not None
+
+    @property
+    def entries(self) -> int:
+        """How many numbers the result has, if it is one tensor."""
+        return math.prod(self.shape)
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:

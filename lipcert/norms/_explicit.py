@@ -21,9 +21,9 @@ def explicit_norm(product: Product, images: int, size: int, *, device: torch.dev
     The maps are applied to the unit vectors, and the norms of the matrices that result are verified
     (:mod:`lipcert.norms._dense`). It costs ``size`` products and memory for all matrices.
 
-    Rounding: products count as exact, and what they are off by is the caller's (lipcert.certifier._rounding); the
-    result is raised by 1e-9. A map too small for its square in float64 counts as 1e-140, and one that is not finite as
-    ∞.
+    Rounding: products count as exact, and what they are off by is the caller's
+    (lipcert.certifier.anchored._rounding); the result is raised by 1e-9. A map too small for its square in float64
+    counts as 1e-140, and one that is not finite as ∞.
 
     Args:
         product: v ↦ J v for several v at once, from (several, images, size) to (several, images, anything), float64.

@@ -1,8 +1,9 @@
 """What rounding in float64 can do to the certifier's own numbers: nominal values, gradients, products with Jacobians.
 
 An operation w computes ĥ_w = f_w(ĥ) + e_w from the computed values ĥ of its operands o; a product with its Jacobian at
-ĥ is off by f, ‖f‖ ≤ κ_wo ‖v‖ for the vector v that it is applied to, forwards and backwards. :class:`Local` bounds κ_wo
-and ‖e_w‖, operation by operation. Three statements follow. All are about the Jacobians G at the *computed* values, so
+ĥ is off by f, ‖f‖ ≤ κ_wo ‖v‖ for the vector v that it is applied to, forwards and backwards.
+:class:`OperationRounding` bounds κ_wo and ‖e_w‖, operation by operation. Three statements follow. All are about the
+Jacobians G at the *computed* values, so
 nothing is left out because it is of second order.
 
 **Norms.** A computed product is Ĝ(a → b)v = G(a → b)v + Σ_w G(w → b) f_w, by induction over the operations between a
@@ -19,9 +20,9 @@ and backwards as well. A norm found from such products is raised by c S, with c 
   c > 0.4, ‖g_t‖² < 2n: √5n S.
 
 c = 16 + 4√n covers all of them, and one S more, so that a raised norm is a bound g too. Other g are products of norms
-of single operations and of known ones (:mod:`lipcert.certifier._chains`), A + κ for an operation. A norm is first taken
-for a little more than what was found; where that is not enough, for more; and where that fails again and again, it is
-dropped. Once all suffice, all are proved, by induction over the length of the ways.
+of single operations and of known ones (:mod:`._chains`), A + κ for an operation. A norm is first taken for a little
+more than what was found; where that is not enough, for more; and where that fails again and again, it is dropped.
+Once all suffice, all are proved, by induction over the length of the ways.
 
 **Values.** The exact network perturbed by δ deviates from the computed values by
 
@@ -58,7 +59,7 @@ from torch import Tensor
 from lipcert._numerics import TINY, UNIT, at_most
 from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
 from lipcert.bounds.rules.linear import repeats
-from lipcert.certifier._chains import Chains, Link
+from lipcert.certifier.anchored._chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
 # Of a norm, what rounding may add to it at first, and how often that is tried again with more.
@@ -85,7 +86,7 @@ def _gamma(terms: float) -> float:
     return 4 * (terms + _ROUNDINGS) * UNIT
 
 
-class Local:
+class OperationRounding:
     """What single operations of a network round, by a bound on the norm of the absolute values of their Jacobians.
 
     With A ≥ ‖|J|‖ for an operation as a function of one operand, a product with J whose entries are sums of n terms is
@@ -520,7 +521,7 @@ class Ways:
 
 
 def rounded(
-    local: Local,
+    local: OperationRounding,
     values: Mapping[Node, Tensor],
     gains: Mapping[tuple[Node, Node], Tensor],
     links: Mapping[Link, Tensor],

@@ -1,0 +1,289 @@
+"""The anchored certificate of the deployed network: rounding errors are remainders of a kind.
+
+Every operation w of the deployed network leaves its linearisation at the image by R_w(Δ) + e_w: the remainder at the
+deviation Δ of its deployed operands from the nominal ones, and its own rounding error. So the identity of
+:mod:`lipcert.certifier.anchored._method` holds for the deployed network with e_w added, linear operations included:
+
+    deployed value u deviates from the nominal one by   G(x → u) δ + Σ_v G(v → u) R_v + Σ_w G(w → u) e_w,
+    deployed margin m̂_j(x + δ) = m_j + ⟨∇_x m_j, δ⟩ + Σ_v ⟨∇_v m_j, R_v⟩ + Σ_w ⟨∇_w m_j, e_w⟩,
+
+with ‖δ‖ ≤ ε and |⟨∇_w m_j, e_w⟩| ≤ Σ_i |∇_w m_j|_i |e_w|_i. To first order, no norm is multiplied along the depth.
+
+Norms of G are known for the nonlinear v and at the cuts alone. The errors of linear operations are therefore carried
+along their linear ways by the operations' own norms, λ_w = Σ L λ_operand + ‖e_w‖, until they reach a nonlinear v, where
+they count as an error ‖J_v‖ λ_operand put in at its output, or a cut, where they are added to the remainders before it.
+
+Rounding errors are measured once, for the largest ε, and hold for all smaller ones, since every bound increases with ρ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert._numerics import SAFETY, at_most
+from lipcert.bounds import arguments, per_image
+from lipcert.certifier.anchored._jacobians import margin_gradients
+from lipcert.certifier.anchored._method import ROUNDS, radius, weighable, work
+from lipcert.certifier.anchored._network import Network, Stage
+from lipcert.certifier.anchored._norms import NormFinder, NormOptions, Norms, Progress
+from lipcert.certifier.anchored._plan import Plan, anchored_pairs
+from lipcert.certifier.anchored._walk import NO_CURVATURE, Curvature, Deviations, Linearization, Rounding
+from lipcert.graph import Node
+from lipcert.model import Model
+from lipcert.norms import Ledger, verified_norms
+from lipcert.roundoff import Format, Gains, Operand, length, local_error, passes
+
+# Of the radius in real arithmetic: where rounding errors are measured.
+_SHARES = (1.0, 0.7, 0.4, 0.2)
+_WEIGHINGS = 1 + len(_SHARES)
+
+
+class DeployedAnchored:
+    """The anchored certificate of ``model.to(dtype)(images.to(dtype))``, without secants.
+
+    Args:
+        model: the model in float64, with the weights of the artifact.
+        dtype: "float32", "float16", "bfloat16", the dtype, or a :class:`Format`.
+        **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
+
+    Raises:
+        InputError: no such format.
+        UnsupportedOperation: operations without a remainder rule, or without a rounding rule.
+    """
+
+    def __init__(self, model: Model, dtype: str | torch.dtype | Format, **options: Any):
+        self.format = Format.of(dtype)
+        given = NormOptions(**options)
+        self.network = Network(model, casts=True)
+        self.plan = Plan(self.network, anchored_pairs(self.network), given.passes)
+        spare = _WEIGHINGS * ROUNDS * weighable(self.network)
+        self.finder = NormFinder(self.network, self.plan, given, spare=spare)
+        self.ranges = Gains(self.network.graph, model, self.format)
+
+    @property
+    def count(self) -> int:
+        """How many norms an image takes."""
+        return self.plan.count
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations that the norms of an image take, roughly."""
+        return work(self.plan, _WEIGHINGS)
+
+    def __call__(
+        self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None
+    ) -> DeployedAnchor:
+        """Linearises the network at images, shape (N, C, H, W)."""
+        return DeployedAnchor(self, Linearization(self.finder, images, progress, ledger=ledger))
+
+
+class DeployedAnchor:
+    """The network linearised at N images: radii for its deployed form."""
+
+    def __init__(self, method: DeployedAnchored, linearization: Linearization):
+        self.method, self.linearization = method, linearization
+
+    @property
+    def norms(self) -> Norms:
+        return self.linearization.norms
+
+    def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
+        """Certified radii for the deployed network, as :meth:`lipcert.certifier.anchored.Anchor.radius`.
+
+        Rounding errors are measured at the radius in real arithmetic, and a radius found with them is valid up to
+        there. Where it comes out much smaller, smaller balls are tried, in which values move less.
+        """
+        at = self.linearization
+        at.rounding, at.weighing = Rounding(), 0
+        real = radius(at, predicted, margins, limit)
+        best = torch.zeros_like(real)
+        for share in _SHARES:
+            left = best < share * real
+            if not bool(left.any()):
+                break
+            self.measure(share * real)
+            at.weighing += 1  # what is measured depends on the norms so far
+            found = torch.minimum(radius(at, predicted, margins, limit), share * real)
+            best = torch.where(left, torch.maximum(best, found), best)
+        entry = self.method.format.entry(at.images, real)
+        return torch.where(best > entry, (best - entry) * (1 - SAFETY), 0.0)
+
+    def measure(self, eps: Tensor) -> None:
+        """Sets the rounding errors to what holds for perturbations of norm at most eps, shape (N,)."""
+        at = self.linearization
+        found = MeasuredRounding(at)
+        at.rounding = _Measuring(at, eps, self.method.ranges, found)
+        try:
+            at.walk(eps)
+        finally:
+            at.rounding = found
+
+    def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
+        """How far deployed values can move for perturbations of norm at most eps, once errors have been measured."""
+        return self.linearization.walk(eps, curvature)
+
+    def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor:
+        """What rounding takes of the margins f_y − f_j to first order, once errors have been measured."""
+        found = self.linearization.rounding.lost(rivals, predicted)
+        assert found is not None
+        return found
+
+
+class MeasuredRounding(Rounding):
+    """Rounding errors of the deployed network around N images, as they have been measured.
+
+    Attributes:
+        local: bounds on |e| of every operation, entry by entry.
+        collected: λ of every value, shape (N,): the errors of the linear operations before it, back to the last
+            nonlinear operation or cut.
+        arising: what arises at the output of every nonlinear operation, shape (N,): its own ‖e‖ and its operands' λ.
+    """
+
+    def __init__(self, at: Linearization):
+        self.at = at
+        self.local: dict[Node, Tensor] = {}
+        self.collected: dict[Node, Tensor] = {}
+        self.arising: dict[Node, Tensor] = {}
+
+    def before(self, stage: Stage) -> Tensor | None:
+        return self.collected[stage.start]
+
+    def carried(self, u: Node) -> Tensor | None:
+        return self.collected[u]
+
+    def put(self, v: Node) -> Tensor | None:
+        return self.arising[v]
+
+    def of_head(self) -> Tensor | None:
+        if self.at.network.head is None:
+            return None
+        node = self.at.network.graph.output
+        head = per_image(self.local[node]).amax(1, keepdim=True)
+        while node.op != "linear":  # what copies the result of the head rounds too
+            node = node.operands[0]
+            head = head + per_image(self.local[node]).amax(1, keepdim=True)
+        return head
+
+    def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor | None:
+        """Σ_w Σ_i |∇_w m_j|_i |e_w|_i for the margins f_y − f_j, shape (N,)."""
+        _, slopes = margin_gradients(self.at.network, self.at.values, list(self.local), rivals, predicted)
+        weighed = [
+            per_image(torch.where(slopes[node] == 0, 0.0, slopes[node].abs() * error)).sum(1)
+            for node, error in self.local.items()
+        ]
+        return at_most(torch.stack(weighed).sum(0) * (1 + SAFETY))
+
+    def only(self, index: Tensor, at: Linearization) -> MeasuredRounding:
+        part = MeasuredRounding(at)
+        part.local, part.collected, part.arising = (
+            {node: value[index] for node, value in found.items()}
+            for found in (self.local, self.collected, self.arising)
+        )
+        return part
+
+
+class _Measuring(Rounding):
+    """Measures rounding errors while a walk goes through the network.
+
+    Args:
+        at: the linearised network.
+        eps: size of the perturbations, shape (N,).
+        ranges: of all values, and the gains of operations.
+        found: what is filled.
+
+    Attributes:
+        moved: ρ of every value, shape (N,): how far the deployed value is from the nominal one.
+    """
+
+    def __init__(self, at: Linearization, eps: Tensor, ranges: Gains, found: MeasuredRounding):
+        self.at, self.ranges, self.found = at, ranges, found
+        self.zero = torch.zeros_like(eps)
+        self.stage_start: Node | None = None
+        self.moved: dict[Node, Tensor] = {at.network.source: eps}
+        self.found.collected[at.network.source] = self.zero
+
+    def nodes(self, stage: Stage) -> Sequence[Node]:
+        return self.at.network.replay.between(stage.start, [stage.end])
+
+    def before(self, stage: Stage) -> Tensor | None:
+        for node in self.at.network.replay.between(self.at.network.source, [stage.start]):
+            self.linear(node)
+        return self.found.before(stage)
+
+    def carried(self, u: Node) -> Tensor | None:
+        return self.found.carried(u)
+
+    def put(self, v: Node) -> Tensor | None:
+        return self.found.put(v)
+
+    def enter(self, stage: Stage, moved: Tensor) -> None:
+        """The errors so far are counted at the stage's start."""
+        self.stage_start = stage.start
+        self.moved[stage.start] = torch.minimum(self.moved[stage.start], moved)
+
+    def linear(self, node: Node) -> None:
+        """A linear operation hands on what its operands carry, and adds its own error."""
+        gains, error = self._gains(node), self._error(node)
+        self.found.collected[node] = self._sum(gains, self._known) + error
+        self.moved[node] = self._sum(gains, self.moved.__getitem__) + error
+
+    def nonlinear(self, node: Node, rho: Sequence[Tensor]) -> None:
+        """A nonlinear operation collects what its operands carry."""
+        for u, bound in zip(node.operands, rho, strict=False):
+            self.moved[u] = torch.minimum(self.moved[u], bound)
+        remainder = at_most(self.at.remainders[node].norm(rho))
+        gains, error = self._gains(node), self._error(node)
+        self.found.arising[node] = error + self._sum(gains, self._known)
+        self.found.collected[node] = self.zero
+        self.moved[node] = at_most(self._sum(gains, self.moved.__getitem__) + remainder + error)
+
+    def _known(self, node: Node) -> Tensor:
+        return self.zero if node is self.stage_start else self.found.collected[node]
+
+    def _sum(self, gains: dict[Node, Any], known: Callable[[Node], Tensor]) -> Tensor:
+        return at_most(sum((gain * known(u) for u, gain in gains.items()), self.zero))
+
+    def _gains(self, node: Node) -> dict[Node, Any]:
+        """Norms of the operation's Jacobian at the nominal point, by operand.
+
+        Those of the ranges hold everywhere; better ones are ‖Y‖₂ and ‖X‖₂ for XY, and max|γ|/s for LayerNorm.
+        """
+        gains: dict[Node, Any] = dict(self.ranges.of(node))
+        if node.op == "layer_norm":
+            (x,) = gains
+            gains[x] = torch.minimum(self._standardising(node, self.at.values[x]), self.zero + gains[x])
+        if node.op == "matmul" and len(gains) == 2:
+            batch = math.prod(node.shape[:-2])
+            x, y = gains
+            # An operand whose matrices are broadcast m times deviates by √m as much.
+            used = [math.sqrt(batch / math.prod(u.shape[:-2])) for u in (x, y)]
+            gains = {x: self._largest(y) * used[0], y: self._largest(x) * used[1]}
+        return gains
+
+    def _standardising(self, node: Node, x: Tensor) -> Tensor:
+        """max|γ| over the smallest √(‖x_t − μ‖²/d + eps) of an image's tokens."""
+        given = arguments(node)
+        tokens = x.flatten(-len(given["normalized_shape"]))
+        variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean(-1) + given.get("eps", 1e-5)
+        weight = given.get("weight")
+        largest = 1.0 if weight is None else weight.detach().abs().max().item()
+        return per_image(variance).amin(1).rsqrt() * largest * (1 + SAFETY)
+
+    def _largest(self, node: Node) -> Tensor:
+        """The largest spectral norm among the matrices of an image."""
+        matrices = self.at.values[node]
+        return verified_norms(matrices.reshape(-1, *matrices.shape[-2:])).reshape(len(matrices), -1).amax(1)
+
+    def _error(self, node: Node) -> Tensor:
+        """‖e‖ of the operation."""
+        if passes(node):
+            return self.zero
+        unlimited = torch.full_like(self.zero, math.inf)
+        operands = [Operand(self.at.values[u], self.moved[u], unlimited) for u in node.operands]
+        self.found.local[node] = local_error(node, operands, self.ranges.format)
+        return length(self.found.local[node])

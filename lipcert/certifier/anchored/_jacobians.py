@@ -1,0 +1,258 @@
+"""Products with the Jacobians of a network at nominal values, and norms found from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import per_image
+from lipcert.certifier.anchored._network import Network
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import Node, run
+from lipcert.norms import (
+    Draw,
+    explicit_norm,
+    explicit_row_norm,
+    explicit_row_norms,
+    explicit_rows,
+    lanczos_norm,
+    longest_row,
+    row_norm,
+    row_norms,
+)
+
+Values = Mapping[Node, Tensor]
+
+# A Jacobian with so few rows or columns is written out: that takes fewer products than Lanczos.
+_FEW = 64
+# The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.
+_PROBES = 256
+# Columns with so few entries are written out; of longer ones the norms are bounded by so many products, once for all
+# images.
+_LONG = 4096
+_COLUMN_PROBES = 512
+# Products that Lanczos takes, as a rule.
+_PASSES = 100
+# Entries of the Gram matrices of blocks of rows, for an image; beyond, blocks are not told from the whole.
+GRAMS = 2**25
+# Entries of the Jacobians that are written out at once, 1 GiB.
+_MOST = 2**27
+
+
+def passes_for(a: Node, b: Node, peak: bool) -> int:
+    """How many products ‖G(a → b)‖ takes, as a rule, or the largest norm of a row."""
+    few = min(a.entries, b.entries, _PROBES)
+    return few if peak or few <= _FEW else _PASSES
+
+
+def writes_rows(rows: float) -> bool:
+    """Whether so many rows are few enough to be written out."""
+    return rows <= _PROBES
+
+
+class LinearOperator(NamedTuple):
+    """G as products: ``product`` is v ↦ Gv, ``adjoint`` u ↦ Gᵀu, on tensors of shape (..., N, entries)."""
+
+    product: Callable[[Tensor], Tensor]
+    adjoint: Callable[[Tensor], Tensor]
+
+
+class Jacobians:
+    """Norms of the Jacobians G(a → b) of a network.
+
+    Args:
+        network: the network.
+        tolerance: how far a norm may be above what Lanczos has seen.
+        deterministic: write every Jacobian out.
+        seed: of the check that a derivative that looks like 0 is 0.
+    """
+
+    def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int):
+        self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
+
+    def check_sizes(self, pairs: Sequence[tuple[Node, Node]]) -> None:
+        """Refuses Jacobians that are too large to be written out.
+
+        Raises:
+            InputError: says how large the largest is.
+        """
+        a, b = max(pairs, key=lambda pair: pair[0].entries * pair[1].entries)
+        rows, columns = b.entries, a.entries
+        if rows * columns > _MOST:
+            raise InputError(
+                f"deterministic norms write Jacobians out, and one of this network has {rows} x {columns} entries; "
+                "use rigor='probabilistic'"
+            )
+
+    def writes_out(self, a: Node, b: Node) -> bool:
+        """Whether the norm of G(a → b) comes from all its entries, and needs no start vector."""
+        return self.deterministic or min(a.entries, b.entries) <= _FEW
+
+    def writes_out_rows(self, a: Node, b: Node) -> bool:
+        """The same for the largest norm of a row."""
+        return self.deterministic or writes_rows(min(a.entries, b.entries))
+
+    def writes_out_columns(self, b: Node) -> bool:
+        """The same for the norms of the columns."""
+        return self.deterministic or b.entries <= _LONG
+
+    def operator(
+        self,
+        a: Node,
+        b: Node,
+        values: Values,
+        *,
+        several: bool,
+        scale: Tensor | None = None,
+        path: Sequence[Node] | None = None,
+        token: int = 1,
+    ) -> LinearOperator:
+        """diag(scale) G(a → b) by autograd; on several vectors at once if that is said.
+
+        With ``token``, so many rows of G that lie one after the other are added up. With a ``path``, G is the Jacobian
+        along these operations alone.
+
+        Where nothing of a arrives at b, as when all of it is overwritten, Gᵀw is no function of w for autograd. G must
+        be 0 then, which is checked on a random w, as a derivative that was cut off would look the same.
+
+        Raises:
+            UnsupportedOperation: the derivative of an operation on the way cannot be differentiated.
+        """
+        source = values[a].detach().requires_grad_()
+        with torch.enable_grad():
+            (target,) = self.network.replay(a, source, [b], dict(values), path)
+            target = target if scale is None else target * scale
+            target = target if token == 1 else target.reshape(len(target), -1, token).sum(2)
+            weight = torch.zeros_like(target, requires_grad=True)
+            (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
+        if not pulled.requires_grad:
+            chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
+            if torch.autograd.grad(target, source, chance.to(target), retain_graph=True)[0].any():
+                raise UnsupportedOperation([(f"{b.name} behind a derivative that cannot be differentiated", b.path)])
+
+        def adjoint(u: Tensor) -> Tensor:
+            u = u.reshape(*u.shape[:-1], *target.shape[1:])
+            (result,) = torch.autograd.grad(target, source, u, retain_graph=True, is_grads_batched=several)
+            return result.reshape(*result.shape[: u.dim() - target.dim() + 1], -1)
+
+        def product(v: Tensor) -> Tensor:
+            v = v.reshape(*v.shape[:-1], *source.shape[1:])
+            if not pulled.requires_grad:
+                return v.new_zeros(*v.shape[: v.dim() - source.dim() + 1], target[0].numel())
+            (result,) = torch.autograd.grad(pulled, weight, v, retain_graph=True, is_grads_batched=several)
+            return result.reshape(*result.shape[: v.dim() - source.dim() + 1], -1)
+
+        return LinearOperator(product, adjoint)
+
+    def norm(
+        self,
+        a: Node,
+        b: Node,
+        values: Values,
+        draw: Draw | None,
+        *,
+        scale: Tensor | None = None,
+        path: Sequence[Node] | None = None,
+    ) -> Tensor:
+        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,), for a scale of shape (N, *b.shape).
+
+        With a ``path``, G is the Jacobian along these operations alone. Without a ``draw`` it is written out.
+        """
+        images, rows, columns = len(values[a]), b.entries, a.entries
+        if not rows * columns:  # such as the tokens of a class where there are none
+            return values[a].new_zeros(images, dtype=torch.float64)
+        together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, b) else images
+        found = []
+        for i, part in _parts(values, images, together):
+            weights = None if scale is None else scale[i : i + together]
+            way = self.operator(a, b, part, several=draw is None, scale=weights, path=path)
+            forth, back, size = (*way, columns) if columns <= rows else (way.adjoint, way.product, rows)
+            count, device = len(part[a]), part[a].device
+            if draw is None:
+                found.append(explicit_norm(forth, count, size, device=device))
+            else:
+                found.append(lanczos_norm(forth, back, count, size, draw=draw, tolerance=self.tolerance, device=device))
+        return torch.cat(found)
+
+    def largest_row(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
+        """Upper bounds on the largest norm of a row of G(a → b), or of a block of so many rows, shape (N,)."""
+        images, rows, columns = len(values[a]), b.entries, a.entries
+        if not rows * columns:
+            return values[a].new_zeros(images, dtype=torch.float64)
+        together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, b) else images
+        found = []
+        for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
+            way = self.operator(a, b, part, several=True)
+            count, device = len(part[a]), part[a].device
+            if rows <= _PROBES:
+                found.append(longest_row(way.adjoint, count, rows, block=block, device=device))
+            elif draw is None:
+                found.append(explicit_row_norm(way.product, count, columns, block=block, device=device))
+            else:
+                found.append(row_norm(way.product, count, columns, draw=draw, block=block, device=device))
+        return torch.cat(found)
+
+    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None) -> Tensor:
+        """Upper bounds on the norms of the columns of G(a → b), shape (1, entries of a), for a linear way."""
+        way = self.operator(a, b, values, several=True)
+        rows = b.entries
+        if draw is None:
+            return explicit_row_norms(way.adjoint, 1, rows, device=values[b].device)
+        return row_norms(way.adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
+
+    def along(self, a: Node, u: Node, values: Values, units: Tensor, token: int) -> Tensor:
+        """Upper bounds on ‖D G(a → u)‖ and on the norms of its rows, shape (N, 2).
+
+        Row t of D is the unit vector of token t of u, of ``units``, in the entries of that token. So D has norm 1 at
+        most. What is left of G after D may be small against G, and products are off by some 1e-14 ‖G‖.
+        """
+        rows, images = u.entries // token, len(units)
+        together = max(1, min(images, _MOST // (rows * a.entries)))
+        found = []
+        for i, part in _parts(values, images, together):
+            scale = units[i : i + together]
+            way = self.operator(a, u, part, several=True, scale=scale, token=token)
+            found.append(torch.stack(explicit_rows(way.adjoint, len(scale), rows, device=scale.device), 1))
+        return torch.cat(found)
+
+
+def _parts(values: Values, images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:
+    """The values of so many images at a time, each with the number of its first one."""
+    for i in range(0, images, together):
+        yield i, {node: value[i : i + together] for node, value in values.items()}
+
+
+def margin_gradients(
+    network: Network, values: Values, nodes: Sequence[Node], rivals: Tensor, predicted: Tensor
+) -> tuple[Tensor, dict[Node, Tensor]]:
+    """∇m at the source, shape (N, entries), and at the results of operations, for margins m = f_y − f_j.
+
+    Args:
+        network: the network.
+        values: nominal values, those of the widths of secants included.
+        nodes: the operations.
+        rivals: the classes j, shape (N,).
+        predicted: the classes y, shape (N,).
+    """
+    graph, source, widths = network.graph, network.source, network.widths
+
+    def one(image: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
+        known: dict[Node, Tensor] = {graph.input: image, source: start, **dict(zip(widths, rest, strict=False))}
+        extra = dict(zip(nodes, rest[len(widths) :], strict=True))
+        for node in graph.nodes:
+            run((node,), known)
+            if node in extra:
+                known[node] = known[node] + extra[node]
+        return known[graph.output]
+
+    start = values[source].detach().requires_grad_()
+    added = [torch.zeros_like(values[node], requires_grad=True) for node in nodes]
+    with torch.enable_grad():
+        given = [values[node] for node in widths]
+        logits = torch.vmap(one)(values[graph.input], start, *given, *added).reshape(len(start), -1)
+        margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
+        found = torch.autograd.grad(margin.sum(), [start, *added])
+    return per_image(found[0]), dict(zip(nodes, found[1:], strict=True))

@@ -1,0 +1,134 @@
+"""How much margins can lose: all of them from how far the logits move, one of them from its own gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipcert._numerics import SAFETY, at_most
+from lipcert.bounds import Against, per_image, quadratic, row_distances
+from lipcert.certifier._search import search
+from lipcert.certifier.anchored._jacobians import margin_gradients
+from lipcert.certifier.anchored._walk import NO_CURVATURE, Curvature, Deviations, Linearization
+from lipcert.graph import Node
+
+# How far beyond the radius without it curvature is weighed, and from which share of the margin on.
+FURTHER = 2.0
+_WORTH = 0.01
+
+
+def spreads(at: Linearization, predicted: Tensor) -> Tensor | None:
+    """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""
+    if at.network.head is None:
+        return None
+    weight = at.network.head[1]
+    return torch.stack([row_distances(weight, y) for y in predicted.tolist()])
+
+
+def change(at: Linearization, found: Deviations, spread: Tensor | None) -> Tensor:
+    """Upper bounds on the change of f_y − f_j, of shape (N, 1) or (N, classes).
+
+    f_y − f_j = ⟨e_y − e_j, f⟩ changes by at most √2 ρ of the logits, and ⟨w_y − w_j, h⟩ + const by ‖w_y − w_j‖ ρ of the
+    features (Leino, Wang, Fredrikson, ICML 2021, section 3).
+    """
+    rounding, output = at.norms.rounded, at.network.graph.output
+    bound = math.sqrt(2) * (found.logits + rounding.noise[output])[:, None]
+    if found.features is not None and spread is not None and at.network.head is not None:
+        features = found.features + rounding.noise[at.network.head[0]]
+        head = math.sqrt(2) * rounding.errors[at.network.root(output)]
+        bound = torch.minimum(bound, spread * features[:, None] + head[:, None])
+    bound = at_most(bound) * (1 + SAFETY)
+    deployed = at.rounding.of_head()
+    return bound if deployed is None else bound + 2 * deployed * (1 + SAFETY)
+
+
+def curvature_norms(at: Linearization, weights: dict[Node, Tensor], round: int) -> Curvature:
+    """Norms with the weights √w of operations, for w of the shape of their operand."""
+    network, ledger = at.network, at.norms.ledger.part("weighed", at.weighing, round)
+    found: dict[Node, dict[Node, Tensor]] = {}
+    for stage in network.stages:
+        for place, v in enumerate(stage.nonlinear):
+            if v not in weights:
+                continue
+            scale = weights[v].sqrt()
+            (u,) = network.operands(v)
+            norms = found[v] = {u: per_image(scale).amax(1)}
+            for a in (network.source, stage.start, *stage.nonlinear[:place]):
+                if a in norms or (a, u) in at.plan.unconnected:
+                    continue
+                if (a, u) in at.plan.chained:
+                    norms[a] = norms[u] * at.gain(a, u)
+                else:
+                    part = ledger.part(network.replay.position[v])
+                    norm = at.finder.scaled(a, v.operands[0], at.values, scale, part)
+                    norms[a] = at.norms.raised(norm, a, u, scale)
+    return found
+
+
+class RivalMargin:
+    """The margins f_y − f_j over one rival class j for each image, from their own gradients.
+
+    Args:
+        at: the network linearised at N images.
+        rivals: the classes j, shape (N,).
+        predicted: the classes y, shape (N,).
+        margins: f_y − f_j at the images, shape (N, classes).
+    """
+
+    def __init__(self, at: Linearization, rivals: Tensor, predicted: Tensor, margins: Tensor):
+        self.at = at
+        nodes = list(at.network.chains.links)
+        at_source, at_nodes = margin_gradients(at.network, at.values, nodes, rivals, predicted)
+        self.at_nodes = {v: at_nodes[v] for v in at.remainders}
+        self.place = at.norms.rounded.starts
+        lost, self.rounding = at.norms.rounded.taken(at_nodes)
+        margin = margins.gather(1, rivals[:, None])[:, 0]
+        self.margin = (margin - lost * (1 + SAFETY)).clamp_min(0)
+        deployed = at.rounding.lost(rivals, predicted)
+        if deployed is not None:
+            self.margin = (self.margin - deployed).clamp_min(0)
+        self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
+        self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
+
+    def left(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Tensor:
+        """What is left of the margin within ε at least, shape (N,)."""
+        found = self.at.walk(eps, curvature)
+        taken = torch.zeros_like(eps)
+        rest = self.rounding[:, 0] * eps  # what rounding hides of the gradients
+        for v, rho in found.operands.items():
+            bound = self.against[v](rho)
+            rest = rest + self.rounding[:, self.place[v]] * at_most(self.at.remainders[v].norm(rho))
+            taken = taken + (torch.minimum(bound, found.weighed[v].square()) if v in found.weighed else bound)
+        return self.margin - self.slope * eps - at_most(taken + rest) * (1 + SAFETY)
+
+    def radius(self, enough: Tensor | None = None) -> Tensor:
+        """Radii without weights, shape (N,); ``enough`` where they are that or more, which saves the search."""
+        guess = self.margin / self.slope
+        known = torch.zeros_like(guess, dtype=torch.bool) if enough is None else torch.isfinite(enough)
+        if enough is None or not bool(known.any()):
+            return search(self.left, guess)
+        known &= self.left(torch.where(known, enough, guess)) > 0
+        return enough if bool(known.all()) else torch.where(known, enough, search(self.left, guess))
+
+    def weighed(self, least: Tensor, round: int) -> Tensor:
+        """Radii with curvature weighed, shape (N,).
+
+        Args:
+            least: radii that hold, shape (N,).
+            round: how many rival classes were weighed before.
+        """
+        upto = FURTHER * least
+        moved = self.at.walk(upto).operands
+        weights = {}
+        for v, g in self.at_nodes.items():
+            found = quadratic(self.at.remainders[v], g, moved[v])
+            # For each image by itself, so that a radius does not depend on the others.
+            worth = self.against[v](moved[v]) > _WORTH * self.margin
+            if found is not None and bool(worth.any()):
+                weights[v] = torch.where(worth.reshape(-1, *[1] * (found.dim() - 1)), found, math.inf)
+        if not weights:
+            return least
+        norms = curvature_norms(self.at, weights, round)
+        return torch.maximum(search(lambda eps: torch.where(eps <= upto, self.left(eps, norms), -1.0), least), least)

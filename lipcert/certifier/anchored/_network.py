@@ -1,0 +1,206 @@
+"""The captured network behind one value: its stages, and the remainder rule of every nonlinear operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept_whole, refusal, remainder_of
+from lipcert.certifier.anchored._chains import Chains
+from lipcert.certifier.anchored._rounding import OperationRounding
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, examples, explicit_attention, needed, run
+from lipcert.model import Model
+
+# Operations whose result is their operand, entry by entry in the same places.
+_UNMOVED = frozenset(("identity", "dropout", "reshape"))
+
+
+@dataclass
+class Stage:
+    """The nonlinear operations between two cuts: values through which everything later depends on the image."""
+
+    start: Node
+    end: Node
+    nonlinear: list[Node] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Where in the model the stage ends, for people."""
+        return self.end.path.removeprefix("net.").removeprefix("net") or "(model)"
+
+
+class Network:
+    """A captured network, cut into stages behind the value that is perturbed.
+
+    Attributes:
+        source: the value that is perturbed.
+        rules: the remainder rule of every nonlinear operation behind it, in order.
+        stages: the operations between two cuts each, in order.
+        head: features h and weight W if the logits are W h + b; None otherwise.
+        chains: products of norms along the operations behind the source.
+        local: rounding errors of these operations in float64.
+
+    Args:
+        model: the model, in float64.
+        at: what is perturbed: None for the pixels, the path of a module for its output, or the index of a stage for its
+            start.
+        casts: whether casts inside the network are recorded, and not left out as in real arithmetic.
+        graph: the network, if it is not to be captured from the model.
+        widths: nodes that ``graph`` reads and that are not part of it: see :func:`.with_secants`.
+
+    Raises:
+        InputError: ``at`` names no value of the network.
+        UnsupportedOperation: names the operations behind ``at`` that have no remainder rule.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        at: str | int | None = None,
+        casts: bool = False,
+        graph: Graph | None = None,
+        widths: tuple[Node, ...] = (),
+    ):
+        self.model, self.widths = model, widths
+        generator = torch.Generator().manual_seed(0)
+        example = torch.rand(1, *model.input_size, generator=generator).to(model.device, model.dtype)
+        if graph is None:
+            whole = lambda module: kept_whole(module, "remainder")  # noqa: E731
+            graph = capture(model, example, whole, casts=casts)
+            if not casts and at is None:  # which may name a value inside a form
+                graph = canonical_forms(graph, "remainder", examples(example))
+            graph = explicit_attention(graph, model.device)
+        self.replay = Replay(needed(graph))
+        self.graph = self.replay.graph
+        self.source = self._output_of(at) if isinstance(at, str) else self.graph.input
+        self.rules = self._rules(example)
+        self.stages = self._stages()
+        if isinstance(at, int):
+            if not 0 <= at < len(self.stages):
+                raise InputError(f"there is no stage {at}; the network has the stages 0 to {len(self.stages) - 1}")
+            self.source = self.stages[at].start
+            self.stages = self.stages[at:]
+            self.rules = {v: self.rules[v] for stage in self.stages for v in stage.nonlinear}
+        self.head = self._head()
+        self.chains = Chains(self.replay, self.source)
+        self.local = OperationRounding(self.chains)
+
+    def _output_of(self, path: str) -> Node:
+        """The value that the module at ``path`` computes last."""
+        places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.single}
+        wanted = path.removeprefix("net.")
+        inside = [node for node, place in places.items() if f"{place}.".startswith(f"{wanted}.")]
+        if not inside:
+            known = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
+            listed = ", ".join(place for place in known if place not in ("", "net"))
+            raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
+        return inside[-1]
+
+    def _rules(self, example: Tensor) -> dict[Node, type[Remainder]]:
+        values = self.values(example[:, None])
+        rules: dict[Node, type[Remainder]] = {}
+        missing = []
+        for node in self.replay.between(self.source, [self.graph.output]):
+            try:
+                found = remainder_of(node)
+                if found is not None:
+                    found(node, [values[operand] for operand in node.operands], values[node])
+            except NoAnswer as reason:
+                missing.append(refusal(node, reason))
+                continue
+            if found is not None:
+                rules[node] = found
+        if missing:
+            raise UnsupportedOperation(missing, "remainder")
+        return rules
+
+    def _stages(self) -> list[Stage]:
+        """Stages between those cuts behind the source that have a nonlinear operation between them.
+
+        A cut stands for its root: that is one too, as nothing else that lives reads it.
+        """
+        marks = set(cuts(self.graph))
+        stages = [Stage(self.source, self.source)]
+        last = self.source
+        for node in self.graph.nodes[self.replay.position[self.source] + 1 :]:
+            if node in self.rules:
+                if stages[-1].nonlinear and last is not stages[-1].start and self._behind(stages[-1], last):
+                    stages[-1].end = last
+                    stages.append(Stage(last, last))
+                elif not stages[-1].nonlinear:
+                    stages[-1].start = last
+                stages[-1].nonlinear.append(node)
+            if node in marks:
+                last = self.root(node)
+        stages[-1].end = self.graph.output
+        return stages
+
+    def _behind(self, stage: Stage, cut: Node) -> bool:
+        return self.replay.position[cut] >= self.replay.position[stage.nonlinear[-1]]
+
+    def _head(self) -> tuple[Node, Tensor] | None:
+        """Features h and weight W if the logits are W h + b, for one vector h and with the classes in W's order.
+
+        What moves entries about after the matrix may give a row to another class, so nothing but identities may.
+        """
+        node = self.graph.output
+        while node.op in _UNMOVED and node is not self.source and node.operands[0].shape == node.shape:
+            node = node.operands[0]
+        if node.op != "linear" or len(node.operands) != 1 or node is self.source:
+            return None
+        given = arguments(node)
+        features, weight = given["input"], given["weight"]
+        if not isinstance(weight, Tensor) or not isinstance(features, Node) or weight.dim() != 2:
+            return None
+        if node.shape != (1, len(weight)) or features.shape != (1, weight.shape[1]):
+            return None
+        return self.root(features), weight.detach().double()
+
+    @property
+    def outputs(self) -> list[Node]:
+        """The logits, and the features before a linear head."""
+        return [self.graph.output, *([self.head[0]] if self.head is not None else [])]
+
+    def operands(self, node: Node) -> list[Node]:
+        """The values that an operation reads, widths of secants left out."""
+        return [self.root(operand) for operand in node.operands if operand not in self.widths]
+
+    def root(self, node: Node) -> Node:
+        """The value whose entries these are, in another arrangement."""
+        while node.op in REARRANGING and len(node.operands) == 1 and node is not self.source:
+            node = node.operands[0]
+        return node
+
+    def linear_way(self, a: Node, b: Node) -> bool:
+        """Whether b is an affine function of a, everything else as it is."""
+        return not any(node in self.rules for node in self.replay.between(a, [b]))
+
+    def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
+        """Nominal values of all nodes with one result, each of shape (N, *node.shape).
+
+        Args:
+            images: shape (N, 1, C, H, W).
+            widths: of the secants, each of shape (N, 1); 0 by default.
+        """
+        single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
+        given = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
+
+        def one(image: Tensor, *width: Tensor) -> tuple[Tensor, ...]:
+            known = run(self.graph.nodes, {self.graph.input: image, **dict(zip(given, width, strict=True))})
+            return tuple(known[node] for node in single)
+
+        found = torch.vmap(one)(images, *given.values())
+        return {self.graph.input: images, **given, **dict(zip(single, found, strict=True))}
+
+    def remainder(self, v: Node, values: Mapping[Node, Tensor]) -> Remainder:
+        """The remainder rule of one operation at nominal values."""
+        return self.rules[v](v, [values[operand] for operand in v.operands], values[v])
+
+    def remainders(self, values: Mapping[Node, Tensor]) -> dict[Node, Remainder]:
+        """The remainder rules of all nonlinear operations at nominal values."""
+        return {v: self.remainder(v, values) for v in self.rules}
