@@ -129,6 +129,16 @@ def test_every_block_runs(page, workplace):
                 run_shell(line)
 
 
+def test_the_worked_example_prints_the_numbers_of_the_page(capsys) -> None:
+    space: dict[str, object] = {}
+    found = blocks("anchored.md")
+    assert found
+    for (language, content), (kind, expected) in zip(found[::2], found[1::2], strict=True):
+        assert (language, kind) == ("python", "text")
+        exec(compile(content, "anchored.md", "exec"), space)
+        assert capsys.readouterr().out == expected
+
+
 @pytest.mark.slow
 def test_torchrun_lines_run(workplace):
     lines = [line for page in PAGES for _, block in blocks(page) for line in block.splitlines() if "torchrun" in line]
