@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._env import environment
-from lipcert.certifier._lofast import Attention, attention_sensitivity, ball_change, naive_change
+from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity, ball_change, naive_change
 
 INPUTS, TOKENS, DIM, HEADS = 4, 16, 64, 4
 STEPS, RESTARTS = 150, 1
@@ -29,7 +29,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.linalg.qr(torch.randn(DIM, DIM, generator=generator).double())[0] for _ in range(4)]
     wq, wk, wv, wo = weights
-    layer = Attention(wq, wk, wv, wo, heads=HEADS)
+    layer = AttentionLayer(wq, wk, wv, wo, heads=HEADS)
     directions = torch.randn(INPUTS, TOKENS, DIM, generator=generator).double()
     directions = directions / directions.norm(dim=-1, keepdim=True)
     rows = []
@@ -49,7 +49,7 @@ def main() -> None:
     RESULT.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def measure(layer: Attention, x: Tensor, eps: float, generator: torch.Generator) -> dict[str, float]:
+def measure(layer: AttentionLayer, x: Tensor, eps: float, generator: torch.Generator) -> dict[str, float]:
     """The ratios for one ε, and the seconds that the bound took for one input."""
     reached = attack(layer, x, eps, generator)
     start = time.perf_counter()
@@ -61,7 +61,7 @@ def measure(layer: Attention, x: Tensor, eps: float, generator: torch.Generator)
     return {**ratios, "seconds": seconds}
 
 
-def attack(layer: Attention, x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+def attack(layer: AttentionLayer, x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     """The largest ‖Attn(X + Δ) − Attn(X)‖_F that projected gradient ascent finds on ‖Δ‖_F = ε, shape (N,)."""
     base, best = layer(x), torch.zeros(len(x), dtype=torch.float64)
     for _ in range(RESTARTS):

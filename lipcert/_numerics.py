@@ -10,7 +10,7 @@ from torch import Tensor
 # The unit roundoff of float64.
 UNIT = 2.0**-53
 # The smallest normal number: what an underflow can cost an entry, flushed to zero or not.
-TINY = 2.0**-1022
+SMALLEST_NORMAL = 2.0**-1022
 # Sums of n < 4e6 products of non-negative float64 numbers are off by at most (n + 8) 2⁻⁵³ relative, below 1e-9.
 INFLATE = 1 + 1e-9
 # Relative allowance for a bound made of some thousand sums and products of non-negative float64 numbers. Each of them

@@ -15,7 +15,7 @@ import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._nominal import NominalCheck
-from lipcert.certifier.anchored._rounding import Ways
+from lipcert.certifier.anchored.rounding import Ways
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 
@@ -275,10 +275,10 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_gains_of_single_operations_are_upper_bounds(name: str) -> None:
     method = Anchored(model(lambda x: SINGLE[name](x).reshape(len(x), -1)))
     for pixels in (PIXELS, (0.9, 0.1, 0.2, 0.6)):
-        values = method.values(image(pixels)[:, None])
-        for link, gain in method.local(values).gains.items():
+        values = method.network.values(image(pixels)[:, None])
+        for link, gain in method.network.local(values).gains.items():
             columns = math.prod(link.operand.shape)
-            product, _ = method._products(link.operand, link.node, values, several=True, path=link.path)
-            jacobian = product(torch.eye(columns, dtype=torch.float64)[:, None])
+            way = method.finder.jacobians.operator(link.operand, link.node, values, several=True, path=link.path)
+            jacobian = way.product(torch.eye(columns, dtype=torch.float64)[:, None])
             exact = torch.linalg.matrix_norm(jacobian.reshape(columns, -1), 2).item()
             assert exact <= gain.item() * (1 + 1e-9), link.node

@@ -24,7 +24,7 @@ import lipcert
 from lipcert.attacks import PGD
 from lipcert.bounds._masked import Core
 from lipcert.certifier import METHODS, Certifier
-from lipcert.certifier._lofast import Attention, attention_sensitivity
+from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.cli import app
 from lipcert.graph import Node
 from lipcert.norms import (
@@ -299,7 +299,7 @@ def test_norms_of_a_large_matrix_between_weights(device: torch.device) -> None:
 def test_the_sensitivity_of_attention(device: torch.device, width: int) -> None:
     def found(where: torch.device) -> Tensor:
         x, *weights = (random(*size, seed=i).to(where) for i, size in enumerate([(1, 32, width), *[(width, 2)] * 3]))
-        return attention_sensitivity(x, Attention(*weights), 0.1).change
+        return attention_sensitivity(x, AttentionLayer(*weights), 0.1).change
 
     there = found(device)
     assert there.device.type == device.type

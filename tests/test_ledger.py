@@ -14,7 +14,7 @@ import lipcert
 from lipcert._settings import RIGORS
 from lipcert.bounds import _masked, margins
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier.anchored import _jacobians
+from lipcert.certifier.anchored import jacobians
 from lipcert.errors import LedgerError
 from lipcert.norms import Ledger, lanczos_norm
 from lipcert.norms._ledger import part_of, rigor_of
@@ -71,7 +71,7 @@ def _met(monkeypatch):
 
         return found
 
-    for module, names in ((_jacobians, ("lanczos_norm", "row_norm", "row_norms")), (_masked, ("lanczos_norm",))):
+    for module, names in ((jacobians, ("lanczos_norm", "row_norm", "row_norms")), (_masked, ("lanczos_norm",))):
         for name in names:
             monkeypatch.setattr(module, name, watched(getattr(module, name)))
     return vectors, charges
@@ -229,8 +229,8 @@ def test_certificates_fail_no_more_often_than_the_ledger_says():
 
 def test_norms_of_a_network_fail_no_more_often_than_the_ledger_says(monkeypatch):
     """All Jacobian norms of an image together, with a δ of one in five and few steps of Lanczos."""
-    monkeypatch.setattr(_jacobians, "_FEW", 0)
-    monkeypatch.setattr(_jacobians, "_PROBES", 0)
+    monkeypatch.setattr(jacobians, "_FEW", 0)
+    monkeypatch.setattr(jacobians, "_PROBES", 0)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
     model = lipcert.load(net.eval(), mean=(0.5,), std=(0.5,), input_size=(1, 3, 3)).double()

@@ -13,7 +13,7 @@ from lipcert.bounds import margins
 from lipcert.bounds._remainder import quadratic
 from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier
 from lipcert.certifier._lofast import (
-    Attention,
+    AttentionLayer,
     Layers,
     LoFAST,
     attention_sensitivity,
@@ -21,9 +21,9 @@ from lipcert.certifier._lofast import (
     naive_change,
 )
 from lipcert.certifier._search import search, search_each
-from lipcert.certifier.anchored._chains import Chains
-from lipcert.certifier.anchored._margin import RivalMargin, change, curvature_norms, spreads
-from lipcert.certifier.anchored._method import radius as linearized_radius
+from lipcert.certifier.anchored.chains import Chains
+from lipcert.certifier.anchored.margin import RivalMargin, change, curvature_norms, spreads
+from lipcert.certifier.anchored.method import linearized_radius
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Ledger, lanczos_norm
 
@@ -47,7 +47,7 @@ def attention(dim, heads, width, *, biases=True, out=True, orthogonal=False, see
 
     bq, bk, bv = (seeded(heads * width, seed=seed + key) / 2 if biases else None for key in (7, 8, 9))
     wq, wk, wv = (weight(dim, heads * width, key) for key in (1, 2, 3))
-    return Attention(wq, wk, wv, weight(heads * width, dim, 4) if out else None, heads, bq, bk, bv)
+    return AttentionLayer(wq, wk, wv, weight(heads * width, dim, 4) if out else None, heads, bq, bk, bv)
 
 
 def attacked_change(layer, x, eps, steps=60, restarts=2):
@@ -139,9 +139,9 @@ def test_scores_are_affine_in_the_order_of_the_docstring():
 
 def test_impossible_layers_and_radii_are_refused():
     with pytest.raises(InputError, match="wq and wk"):
-        Attention(seeded(4, 4), seeded(4, 2), seeded(4, 4))
+        AttentionLayer(seeded(4, 4), seeded(4, 2), seeded(4, 4))
     with pytest.raises(InputError, match="eps"):
-        attention_sensitivity(seeded(1, 2, 4), Attention(*[seeded(4, 4)] * 3), 0.0)
+        attention_sensitivity(seeded(1, 2, 4), AttentionLayer(*[seeded(4, 4)] * 3), 0.0)
 
 
 # Networks ------------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_columns_behind_smooth_activations(monkeypatch):
     found = exact.finder.columns[gelu, exact.network.graph.output]
     torch.testing.assert_close(found[0], model.net[5].weight.norm(dim=0), rtol=1e-8, atol=0)
     assert {str(v.op) for v, _ in exact.plan.columns} == {"tanh", "gelu"}
-    monkeypatch.setattr("lipcert.certifier.anchored._jacobians._LONG", 0)
+    monkeypatch.setattr("lipcert.certifier.anchored.jacobians._LONG", 0)
     sampled = Anchored(model)
     sampled(pixels)
     for (v, u), above in zip(sampled.plan.columns, sampled.finder.columns.values(), strict=True):
@@ -413,7 +413,7 @@ def test_columns_enlarge_radii():
 
 
 def test_deterministic_norms_of_large_networks_are_refused(monkeypatch):
-    monkeypatch.setattr("lipcert.certifier.anchored._jacobians._MOST", 100)
+    monkeypatch.setattr("lipcert.certifier.anchored.jacobians._MOST", 100)
     with pytest.raises(InputError, match="rigor='probabilistic'"):
         Anchored(perceptron(), rigor="deterministic")
     with pytest.raises(InputError, match="probabilistic or deterministic"):

@@ -11,7 +11,7 @@ from lipcert.bounds import NoAnswer, quadratic, remainder_of, total
 from lipcert.bounds._registry import answers
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import Gelu, secant_relu
-from lipcert.certifier.anchored._secants import with_secants
+from lipcert.certifier.anchored.secants import with_secants
 from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run
 from lipcert.surgery import (

@@ -126,7 +126,7 @@ class Certifier:
         # The methods of an image that are probabilistic share its failure probability.
         self.delta = 0.0 if rigor == "deterministic" else delta
         self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta
-        self.stages: dict[str, roundoff.Stage] = {}
+        self.stages: dict[str, roundoff.RadiusMethod] = {}
         self._flops, self._results = self._forward_pass()
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
         chosen = _STAGES if self.method == "staged" else (self.method,)
@@ -185,7 +185,7 @@ class Certifier:
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
 
-    def _everywhere(self, name: str) -> roundoff.Stage:
+    def _everywhere(self, name: str) -> roundoff.RadiusMethod:
         """The methods global and gloro."""
         bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
         return self._deployed(lambda images, predicted, ledger: lambda gaps, call: radii(gaps, bounds.of(predicted)))
@@ -198,7 +198,7 @@ class Certifier:
             return Anchored(self.model, at=self.at, **arguments)
         return DeployedAnchored(self.model, self.dtype, **arguments)
 
-    def _deployed(self, stage: roundoff.Stage) -> roundoff.Stage:
+    def _deployed(self, stage: roundoff.RadiusMethod) -> roundoff.RadiusMethod:
         return stage if self.roundoff is None else self.roundoff.deployed(stage)
 
     def _forward_pass(self) -> tuple[float, float]:

@@ -38,7 +38,7 @@ itself). Then
 J_k the exact Jacobian of the stage at the image and r_k the sum of the stage's remainders, each times the norm of the
 Jacobian from where it arises to the stage's end. Every operation in a stage deviates by the norm of the Jacobian from
 the stage's start, times ρ_k, plus the remainders before it; the proof is that of the anchored certificate
-(:mod:`lipcert.certifier.anchored._method`) within one stage. The first-order constants of the stages multiply, which
+(:mod:`lipcert.certifier.anchored.method`) within one stage. The first-order constants of the stages multiply, which
 the anchored certificate avoids.
 """
 
@@ -54,11 +54,11 @@ from torch import Tensor
 from lipcert._bound import Rigor
 from lipcert._numerics import SAFETY
 from lipcert.certifier._search import search
-from lipcert.certifier.anchored._margin import change, spreads
-from lipcert.certifier.anchored._network import Network
-from lipcert.certifier.anchored._norms import NormFinder, NormOptions, Norms, Progress
-from lipcert.certifier.anchored._plan import Plan, layerwise_pairs
-from lipcert.certifier.anchored._walk import Deviations, Linearization
+from lipcert.certifier.anchored.margin import change, spreads
+from lipcert.certifier.anchored.network import Network
+from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
+from lipcert.certifier.anchored.plan import NormPlan, layerwise_pairs
+from lipcert.certifier.anchored.walk import Deviations, Linearization
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import Ledger, lanczos_norm
@@ -94,7 +94,7 @@ class LoFAST:
     def __init__(self, model: Model, *, at: str | int | None = None, **options: Any):
         given = NormOptions(**options)
         self.network = Network(model, at=at)
-        self.plan = Plan(self.network, layerwise_pairs(self.network), given.passes)
+        self.plan = NormPlan(self.network, layerwise_pairs(self.network), given.passes)
         self.finder = NormFinder(self.network, self.plan, given)
 
     @property
@@ -107,7 +107,7 @@ class LoFAST:
         """Floating-point operations that the norms of an image take, roughly."""
         return self.plan.work
 
-    def __call__(self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None) -> Layers:
+    def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Layers:
         """Linearises every stage at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
         return Layers(Linearization(self.finder, images, progress, ledger=ledger))
 
@@ -178,7 +178,7 @@ class AttentionSensitivity:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionLayer:
     """Dot-product self-attention on rows: x ↦ concat_l softmax(s (x W_l^Q + b)(x W_l^K + b)ᵀ)(x W_l^V + b) W^O.
 
     Attributes:
@@ -233,7 +233,7 @@ class Attention:
 
 def attention_sensitivity(
     x: Tensor,
-    layer: Attention,
+    layer: AttentionLayer,
     eps: float,
     *,
     delta: float = 1e-9,
@@ -286,7 +286,7 @@ def attention_sensitivity(
     )
 
 
-def naive_change(x: Tensor, layer: Attention, eps: float) -> Tensor:
+def naive_change(x: Tensor, layer: AttentionLayer, eps: float) -> Tensor:
     """The change of attention from the triangle inequality and products of norms alone: a baseline, valid and loose.
 
     P(X + Δ) Δ W^V + (P(X + Δ) − P(X)) V with ‖P‖ ≤ √n, as its entries are at most 1 and its rows sum to 1, and
@@ -300,7 +300,7 @@ def naive_change(x: Tensor, layer: Attention, eps: float) -> Tensor:
     return outward * (math.sqrt(x.shape[-2]) * wv * eps + weights * v).norm(dim=-1) * _ROUNDING
 
 
-def ball_change(x: Tensor, layer: Attention, eps: float) -> Tensor:
+def ball_change(x: Tensor, layer: AttentionLayer, eps: float) -> Tensor:
     """ε times a Lipschitz constant on the ball of radius ε from norms of weights and tokens alone: a valid baseline.
 
     A local Lipschitz constant of the kind that Hu et al., "SpecFormer", ECCV 2024 (arXiv 2402.03317), penalise: at
@@ -316,7 +316,7 @@ def ball_change(x: Tensor, layer: Attention, eps: float) -> Tensor:
     return outward * slope.norm(dim=-1) * eps * _ROUNDING
 
 
-def _plain_norms(x: Tensor, layer: Attention) -> tuple[Tensor, ...]:
+def _plain_norms(x: Tensor, layer: AttentionLayer) -> tuple[Tensor, ...]:
     """‖Q_l‖, ‖K_l‖, ‖V_l‖, of shape (N, heads), ‖W_l^Q‖, ‖W_l^K‖, ‖W_l^V‖, of shape (heads,), and ‖W^O‖."""
     given = (layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)
     values = [_top(layer.project(x, w, b)) for w, b in given]
@@ -334,7 +334,7 @@ def _product_norm(first: Tensor, second: Tensor) -> Tensor:
     return _top(first @ second.mT) + _CANCELLED * frobenius
 
 
-def _jacobian_norm(x: Tensor, layer: Attention, ledger: Ledger) -> tuple[Tensor, bool]:
+def _jacobian_norm(x: Tensor, layer: AttentionLayer, ledger: Ledger) -> tuple[Tensor, bool]:
     size = x[0].numel()
     if size <= _DENSE:
         jacobian = torch.func.vmap(torch.func.jacrev(layer))(x)

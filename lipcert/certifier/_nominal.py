@@ -2,12 +2,12 @@
 
 Every method compares bounds with margins that float64 has computed. Where large numbers cancel, such a margin can be
 noise, and with it the certificate. The anchored and the layer-by-layer certificate prove how far it is off
-(:mod:`lipcert.certifier.anchored._rounding`). A proof for any network would multiply norms along the depth, and leave
+(:mod:`lipcert.certifier.anchored.rounding`). A proof for any network would multiply norms along the depth, and leave
 nothing of deep ones. So before any method the network is run again here with noise in every operation, and what the
 margins change by is taken off them.
 
 The noise is Gaussian, of ``_TIMES`` times the norm that rounding errors of the operation have at most
-(:class:`~lipcert.certifier.anchored._rounding.OperationRounding`), spread evenly over the entries. There are two runs
+(:class:`~lipcert.certifier.anchored.rounding.OperationRounding`), spread evenly over the entries. There are two runs
 with opposite noise, as a kink may hide one side, and four times the larger change is taken. This is a check and no
 proof. It assumes that rounding errors, a thousand times smaller in norm, move a margin by no more than this noise does.
 It takes some ten forward passes.
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.certifier.anchored._chains import Chains
-from lipcert.certifier.anchored._rounding import OperationRounding
+from lipcert.certifier.anchored.chains import Chains
+from lipcert.certifier.anchored.rounding import OperationRounding
 from lipcert.graph import Graph, Node, Replay, explicit_attention, needed, run
 
 _TIMES = 1024

@@ -21,7 +21,7 @@ from lipcert.errors import InputError
 
 _CHUNK_BYTES = 64 << 20  # float64 copies of activations are made in pieces of at most this size
 
-Progress = Callable[[int, int, int], object]
+BatchProgress = Callable[[int, int, int], object]
 
 
 @dataclass
@@ -154,7 +154,7 @@ def collect(
     layers: Mapping[str, nn.Module] | None = None,
     *,
     max_bytes: int = 2 << 30,
-    progress: Progress | None = None,
+    progress: BatchProgress | None = None,
 ) -> dict[str, Moments]:
     """The moments of every layer, on the CPU. See :func:`stream` for the arguments and for less memory.
 
@@ -176,7 +176,7 @@ def stream(
     layers: Mapping[str, nn.Module] | None = None,
     *,
     max_bytes: int = 2 << 30,
-    progress: Progress | None = None,
+    progress: BatchProgress | None = None,
 ) -> Iterator[dict[str, Moments]]:
     """Yields the moments of one group of layers after the other, each group from one pass over the images.
 

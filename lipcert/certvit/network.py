@@ -29,7 +29,7 @@ from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.surgery import L2Attention
 
 BASELINES = ("rescale", "clip")
-Progress = Callable[[str, int, int | None], None]
+LayerProgress = Callable[[str, int, int | None], None]
 Weights = dict[str, Tensor]
 
 _BLOCKS = 4  # mini-batches of the faithful engine, each a constraint
@@ -45,7 +45,7 @@ def constrain(
     *,
     held_out: Loader | None = None,
     origin: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: LayerProgress | None = None,
     **settings: Any,
 ) -> Model:
     """Lowers the norms of a model's Linear and Conv2d layers while their outputs on images stay as they are.
@@ -147,7 +147,7 @@ def _moments(
     held: Images,
     max_bytes: int,
     count: int,
-    report: Progress,
+    report: LayerProgress,
 ) -> Iterator[tuple[dict[str, list[Moments]], dict[str, Moments]]]:
     """Group by group of layers, their moments on calibration and on held-out images, if there are any of these.
 
@@ -195,7 +195,7 @@ def _outcomes(
     engine: str,
     error: float,
     solve: Mapping[str, object],
-    report: Progress,
+    report: LayerProgress,
 ) -> dict[str, Outcome]:
     methods = tuple(dict.fromkeys((measure, *BASELINES)))
     finished = itertools.count(1)
@@ -291,7 +291,7 @@ def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
 
 
 def _compare(
-    model: Model, held: Images, chosen: Mapping[str, Layer], variants: Mapping[str, Weights], report: Progress
+    model: Model, held: Images, chosen: Mapping[str, Layer], variants: Mapping[str, Weights], report: LayerProgress
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Accuracy and agreement with the first variant on the held-out images, by variant; the last stays in the model."""
     right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)

@@ -22,7 +22,7 @@ def explicit_norm(product: Product, images: int, size: int, *, device: torch.dev
     (:mod:`lipcert.norms._dense`). It costs ``size`` products and memory for all matrices.
 
     Rounding: products count as exact, and what they are off by is the caller's
-    (lipcert.certifier.anchored._rounding); the result is raised by 1e-9. A map too small for its square in float64
+    (lipcert.certifier.anchored.rounding); the result is raised by 1e-9. A map too small for its square in float64
     counts as 1e-140, and one that is not finite as ∞.
 
     Args:

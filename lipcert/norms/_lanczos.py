@@ -45,7 +45,7 @@ def lanczos_norm(
     with the Lanczos method".
 
     Rounding: with full reorthogonalisation in float64 the computed tridiagonal matrix is that of A + E with ‖E‖ of some
-    1e-14 ‖A‖. Products count as exact: what they are off by is the caller's (lipcert.certifier.anchored._rounding). A
+    1e-14 ‖A‖. Products count as exact: what they are off by is the caller's (lipcert.certifier.anchored.rounding). A
     map too small for its square in float64 counts as 1e-140, and one with products that are not finite as ∞;
     off-diagonal entries are raised to 1e-12 of the largest Ritz value, and the result by 1e-9.
 

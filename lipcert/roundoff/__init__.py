@@ -29,7 +29,7 @@ known here have no bound.
 
 from lipcert._format import DTYPES, Format
 from lipcert.bounds import Operand, local_error
-from lipcert.roundoff._roundoff import Gains, Radii, Roundoff, Stage, length, passes
+from lipcert.roundoff._roundoff import Gains, Radii, RadiusMethod, Roundoff, error_norm, passes
 
 __all__ = [
     "DTYPES",
@@ -38,8 +38,8 @@ __all__ = [
     "Operand",
     "Radii",
     "Roundoff",
-    "Stage",
-    "length",
+    "RadiusMethod",
+    "error_norm",
     "local_error",
     "passes",
 ]

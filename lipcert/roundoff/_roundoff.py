@@ -43,7 +43,7 @@ from lipcert.roundoff._constants import computed_error
 
 # (images, predicted, ledger) ↦ (gaps f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
-Stage = Callable[[Tensor, Tensor, Ledger], Radii]
+RadiusMethod = Callable[[Tensor, Tensor, Ledger], Radii]
 
 _WIDER = 1.125
 
@@ -157,7 +157,7 @@ def _tensors(tree: object, found: list[Tensor]) -> None:
         _tensors(list(tree.values()), found)
 
 
-def length(error: Tensor) -> Tensor:
+def error_norm(error: Tensor) -> Tensor:
     """ℓ2 norms of (N, ...) from above, shape (N,)."""
     flat = error.reshape(len(error), -1)
     if not flat.shape[1]:
@@ -189,7 +189,7 @@ class Roundoff:
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
-    def deployed(self, stage: Stage) -> Stage:
+    def deployed(self, stage: RadiusMethod) -> RadiusMethod:
         """A method for the network in real arithmetic, turned into one for the deployed network.
 
         Args:
@@ -262,7 +262,7 @@ class Roundoff:
             if not passes(node):
                 operands = [self._operand(u, nominal[u], radius, errors[u]) for u in node.operands]
                 local[node] = local_error(node, operands, self.gains.format)
-                error = error + length(local[node])
+                error = error + error_norm(local[node])
             if node.single:
                 error = torch.where(error <= self.gains.slack(node), error, math.inf)
             errors[node] = error * OWN_ROUNDING

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lipcert.bounds import Remainder
-from lipcert.certifier.anchored._chains import Link, work
-from lipcert.certifier.anchored._jacobians import GRAMS, passes_for, writes_rows
-from lipcert.certifier.anchored._network import Network
+from lipcert.certifier.anchored.chains import Link, work
+from lipcert.certifier.anchored.jacobians import GRAMS, passes_for, writes_rows
+from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
 
 Pair = tuple[Node, Node]
@@ -82,14 +82,14 @@ def _none(_: Node) -> int:
     return 0
 
 
-class Plan:
+class NormPlan:
     """The norms that every image takes.
 
     Attributes:
         pairs: the (a, b) whose ‖G(a → b)‖ is found by itself.
         peaks: the (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is found too.
         unconnected: the (a, b) that were wanted and where b does not depend on a.
-        chained: those for which products of norms have to do (:mod:`._chains`): with ``passes`` alone.
+        chained: those for which products of norms have to do (:mod:`.chains`): with ``passes`` alone.
         links: single operations whose norms make these products.
         columns: the (v, u) with a linear way from a smooth operation v to u, for the norms of the columns of G(v → u).
         ahead: for a smooth operation v the first such u, whose columns the deviation of v is weighed with.

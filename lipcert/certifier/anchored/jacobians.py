@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import per_image
-from lipcert.certifier.anchored._network import Network
+from lipcert.certifier.anchored.network import Network
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
 from lipcert.norms import (

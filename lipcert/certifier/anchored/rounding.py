@@ -20,7 +20,7 @@ and backwards as well. A norm found from such products is raised by c S, with c 
   c > 0.4, ‖g_t‖² < 2n: √5n S.
 
 c = 16 + 4√n covers all of them, and one S more, so that a raised norm is a bound g too. Other g are products of norms
-of single operations and of known ones (:mod:`._chains`), A + κ for an operation. A norm is first taken for a little
+of single operations and of known ones (:mod:`.chains`), A + κ for an operation. A norm is first taken for a little
 more than what was found; where that is not enough, for more; and where that fails again and again, it is dropped.
 Once all suffice, all are proved, by induction over the length of the ways.
 
@@ -56,10 +56,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import TINY, UNIT, at_most
+from lipcert._numerics import SMALLEST_NORMAL, UNIT, at_most
 from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
 from lipcert.bounds.rules.linear import repeats
-from lipcert.certifier.anchored._chains import Chains, Link
+from lipcert.certifier.anchored.chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
 # Of a norm, what rounding may add to it at first, and how often that is tried again with more.
@@ -120,7 +120,7 @@ class OperationRounding:
                 error = error + 2 * off[link] * _norm(values[link.operand])
             if all(link.isometric for link in links) and node.op in REARRANGING:
                 error = still
-            errors[node] = at_most(error + TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape))))
+            errors[node] = at_most(error + SMALLEST_NORMAL * _WINDOW * math.sqrt(max(1, math.prod(node.shape))))
         return Errors(gains, off, errors, still)
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class OperationRounding:
                 elif len(link.path) > 1 or (not self.kinds[node] and not self._has_rule(link, values)):
                     error = error + _UNKNOWN * (size + _norm(values[node]))
                 else:
-                    lost = TINY * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
+                    lost = SMALLEST_NORMAL * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
                     error = error + 2 * self._link(link, values)[1] * size + lost
             found[node] = at_most(error)
         return found
@@ -206,7 +206,7 @@ def _norm(value: Tensor) -> Tensor:
     """ℓ2 norms of an image's entries, from above, those that are −∞ left out, as masks are exact."""
     flat = per_image(value.to(torch.float64))
     flat = torch.where(flat.isinf(), 0.0, flat).abs()
-    largest = flat.amax(1, keepdim=True).clamp_min(TINY) if flat.shape[1] else flat.new_ones(len(flat), 1)
+    largest = flat.amax(1, keepdim=True).clamp_min(SMALLEST_NORMAL) if flat.shape[1] else flat.new_ones(len(flat), 1)
     return (flat / largest).norm(dim=1) * largest[:, 0] * (1 + 1e-9)
 
 
@@ -503,7 +503,7 @@ class Ways:
     def off_by(self) -> Tensor:
         """S for all (a, b), shape (N, values, values)."""
         ways = self.bounds.clamp_max(_HUGE)
-        first = torch.full_like(ways, TINY * _WINDOW)
+        first = torch.full_like(ways, SMALLEST_NORMAL * _WINDOW)
         endless = bool((self.bounds >= _HUGE).any())
         for link, kappa in self.off.items():
             o, w = self.place[link.operand], self.place[link.node]

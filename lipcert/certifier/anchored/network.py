@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept_whole, refusal, remainder_of
-from lipcert.certifier.anchored._chains import Chains
-from lipcert.certifier.anchored._rounding import OperationRounding
+from lipcert.certifier.anchored.chains import Chains
+from lipcert.certifier.anchored.rounding import OperationRounding
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, examples, explicit_attention, needed, run
 from lipcert.model import Model

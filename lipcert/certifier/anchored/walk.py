@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lipcert._numerics import at_most
 from lipcert.bounds import Remainder, total
-from lipcert.certifier.anchored._network import Network, Stage
-from lipcert.certifier.anchored._norms import LARGEST, NORM, Measure, NormFinder, Progress, Size
-from lipcert.certifier.anchored._plan import Plan
+from lipcert.certifier.anchored.network import Network, Stage
+from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
+from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.graph import Node
 from lipcert.norms import Ledger
 
@@ -38,7 +38,7 @@ _ALONG = 1e-12
 
 
 class Rounding:
-    """What rounding errors add to a walk: nothing, in real arithmetic. :mod:`._deployed` adds those of a format."""
+    """What rounding errors add to a walk: nothing, in real arithmetic. :mod:`.deployed` adds those of a format."""
 
     def nodes(self, stage: Stage) -> Sequence[Node]:
         """The operations of a stage that the walk visits."""
@@ -134,7 +134,7 @@ class Linearization:
         self,
         finder: NormFinder,
         images: Tensor,
-        progress: Progress | None = None,
+        progress: NormProgress | None = None,
         widths: Mapping[Node, Tensor] | None = None,
         ledger: Ledger | None = None,
     ):
@@ -155,7 +155,7 @@ class Linearization:
         return self.finder.network
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> NormPlan:
         return self.finder.plan
 
     def only(self, index: Tensor) -> Self:
@@ -168,23 +168,23 @@ class Linearization:
         part.rounding = self.rounding.only(index, part)
         return part
 
-    def gain(self, a: Node, u: Node, size: Size = NORM) -> Tensor | float:
-        """‖M G(a → u)‖ from above, for the M of a measure; 0 where u does not depend on a."""
-        measure, v = size
+    def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
+        """‖M G(a → u)‖ from above, for the M of a seminorm; 0 where u does not depend on a."""
+        kind, v = seminorm
         if a is u:
-            if measure is not Measure.COLUMNS:
+            if kind is not SeminormKind.COLUMNS:
                 return 1.0
             assert v is not None
             return self.norms.columns[v, self.plan.ahead[v]].amax().sqrt()
         if (a, u) in self.plan.unconnected:
             return 0.0
-        if measure is Measure.LARGEST and (a, u) in self.norms.peaks:
+        if kind is SeminormKind.LARGEST and (a, u) in self.norms.peaks:
             return self.norms.peaks[a, u]
         if v is None:
             return self.norms.gains[a, u]
-        if measure is Measure.COLUMNS:
+        if kind is SeminormKind.COLUMNS:
             return self.norms.weighted[a, v]
-        return self.norms.along[a, v][:, (Measure.ALONG, Measure.TOKEN).index(measure)]
+        return self.norms.along[a, v][:, (SeminormKind.ALONG, SeminormKind.TOKEN).index(kind)]
 
     def walk(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, *, layerwise: bool = False) -> Deviations:
         """How far values can move for perturbations of norm at most eps, shape (N,).
@@ -248,38 +248,39 @@ class _StageWalk:
     ):
         self.at, self.stage, self.at_start, self.source, self.curvature = at, stage, at_start, source, curvature
         self.zero = torch.zeros_like(at_start)
-        self.effects: list[tuple[Node, Callable[[Node, Size], Tensor]]] = []
+        self.effects: list[tuple[Node, Callable[[Node, Seminorm], Tensor]]] = []
 
-    def gain(self, a: Node, u: Node, size: Size) -> Tensor | float:
+    def gain(self, a: Node, u: Node, seminorm: Seminorm) -> Tensor | float:
         """:meth:`Linearization.gain`, with the norms for the weights of curvature."""
-        if size.measure is Measure.CURVATURE:
-            assert size.of is not None
-            return self.curvature[size.of].get(a, 0.0)
-        return self.at.gain(a, u, size)
+        if seminorm.kind is SeminormKind.CURVATURE:
+            assert seminorm.of is not None
+            return self.curvature[seminorm.of].get(a, 0.0)
+        return self.at.gain(a, u, seminorm)
 
-    def linear(self, u: Node, size: Size) -> Tensor:
+    def linear(self, u: Node, seminorm: Seminorm) -> Tensor:
         """Deviation of a value, to first order in what is inside the stage."""
-        from_start = self.gain(self.stage.start, u, size)
+        from_start = self.gain(self.stage.start, u, seminorm)
         if self.source is None:
             return from_start * self.at_start
         eps, arrived = self.source
-        from_source = at_most(self.gain(self.at.network.source, u, size) * eps + from_start * arrived)
+        from_source = at_most(self.gain(self.at.network.source, u, seminorm) * eps + from_start * arrived)
         return torch.minimum(from_source, at_most(from_start * self.at_start))
 
-    def errors(self, u: Node, size: Size) -> Tensor:
+    def errors(self, u: Node, seminorm: Seminorm) -> Tensor:
         """How far the remainders that arise inside the stage so far, and rounding errors, move a value."""
         # Errors up to the stage's start are among those that arrived there.
         own = None if u is self.stage.start else self.at.rounding.carried(u)
-        found = self.zero if own is None else own * self.gain(u, u, size)
+        found = self.zero if own is None else own * self.gain(u, u, seminorm)
         for v, effect in self.effects:
             put = self.at.rounding.put(v)
-            found = found + (effect(u, size) if put is None else effect(u, size) + self.gain(v, u, size) * put)
+            error = effect(u, seminorm)
+            found = found + (error if put is None else error + self.gain(v, u, seminorm) * put)
         return found
 
-    def moved(self, u: Node, size: Size) -> Tensor:
-        """Deviation of a value, with how much rounding in float64 has moved the nominal one: :mod:`._rounding`."""
-        noise = self.at.norms.rounded.noise[u] * self.gain(u, u, size)
-        return at_most(self.linear(u, size) + self.errors(u, size) + noise)
+    def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
+        """Deviation of a value, with how much rounding in float64 has moved the nominal one: :mod:`.rounding`."""
+        noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
+        return at_most(self.linear(u, seminorm) + self.errors(u, seminorm) + noise)
 
     def visit(self, operands: dict[Node, list[Tensor]], weighed: dict[Node, Tensor]) -> None:
         """Goes through the operations, and adds the ρ of their operands, and what is asked with weights."""
@@ -289,7 +290,7 @@ class _StageWalk:
                 continue
             rho = operands[v] = self.reach(v)
             if v in self.curvature:
-                weighed[v] = self.moved(self.at.network.operands(v)[0], Size(Measure.CURVATURE, v))
+                weighed[v] = self.moved(self.at.network.operands(v)[0], Seminorm(SeminormKind.CURVATURE, v))
             self.at.rounding.nonlinear(v, rho)
             self.effects.append((v, self.effect(v, rho)))
 
@@ -305,12 +306,12 @@ class _StageWalk:
         if plan.blockwise(v):
             rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
         if v in plan.tokens:
-            for measure in (Measure.ALONG, Measure.TOKEN):
-                along = self.moved(operands[0], Size(measure, v))
+            for kind in (SeminormKind.ALONG, SeminormKind.TOKEN):
+                along = self.moved(operands[0], Seminorm(kind, v))
                 rho.append(torch.minimum(rho[-1], along + _ALONG * rho[0]))
         return rho
 
-    def effect(self, v: Node, rho: list[Tensor]) -> Callable[[Node, Size], Tensor]:
+    def effect(self, v: Node, rho: list[Tensor]) -> Callable[[Node, Seminorm], Tensor]:
         """How much the remainder of v moves values after it, each of shape (N,).
 
         That is ‖G‖ ‖R‖ for G = G(v → u), or Σ w_i |R_i| where the norms w of G's columns are known and that is smaller;
@@ -324,12 +325,13 @@ class _StageWalk:
         norm = at_most(rule.norm(rho))
         unknown = torch.full_like(norm, math.inf)
         ahead = at.plan.ahead.get(v)
-        size = self.moved(at.network.operands(v)[0], Size(Measure.COLUMNS, v)) if (v, ahead) in columns else unknown
+        known = (v, ahead) in columns
+        size = self.moved(at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v)) if known else unknown
         summed: dict[Node, Tensor] = {}
 
-        def moves(u: Node, how: Size) -> Tensor:
-            bound = at_most(self.gain(v, u, how) * norm)
-            if (v, u) not in columns or how.measure not in (Measure.NORM, Measure.LARGEST):
+        def moves(u: Node, seminorm: Seminorm) -> Tensor:
+            bound = at_most(self.gain(v, u, seminorm) * norm)
+            if (v, u) not in columns or seminorm.kind not in (SeminormKind.NORM, SeminormKind.LARGEST):
                 return bound
             if u not in summed:
                 weights = columns[v, u].expand(len(norm), -1)

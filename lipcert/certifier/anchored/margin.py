@@ -10,8 +10,8 @@ from torch import Tensor
 from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import Against, per_image, quadratic, row_distances
 from lipcert.certifier._search import search
-from lipcert.certifier.anchored._jacobians import margin_gradients
-from lipcert.certifier.anchored._walk import NO_CURVATURE, Curvature, Deviations, Linearization
+from lipcert.certifier.anchored.jacobians import margin_gradients
+from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
 from lipcert.graph import Node
 
 # How far beyond the radius without it curvature is weighed, and from which share of the margin on.

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from lipcert._settings import RIGORS
 from lipcert.bounds import per_image
-from lipcert.certifier.anchored._chains import Link
-from lipcert.certifier.anchored._jacobians import Jacobians
-from lipcert.certifier.anchored._network import Network
-from lipcert.certifier.anchored._plan import Pair, Plan
-from lipcert.certifier.anchored._rounding import Rounded, rounded
+from lipcert.certifier.anchored.chains import Link
+from lipcert.certifier.anchored.jacobians import Jacobians
+from lipcert.certifier.anchored.network import Network
+from lipcert.certifier.anchored.plan import NormPlan, Pair
+from lipcert.certifier.anchored.rounding import Rounded, rounded
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import Draw, Ledger, part_of
 
-Progress = Callable[[int, int], None]
+NormProgress = Callable[[int, int], None]
 
 
-class Measure(Enum):
-    """What of a deviation δ is bounded."""
+class SeminormKind(Enum):
+    """What of a deviation δ is bounded: ‖Mδ‖, or the largest of some parts of Mδ, for a matrix M."""
 
     NORM = auto()  # ‖δ‖
     LARGEST = auto()  # the largest norm of one of its entries, or blocks of entries
@@ -36,14 +36,14 @@ class Measure(Enum):
     TOKEN = auto()  # the largest |⟨unit_t, δ_t⟩|
 
 
-class Size(NamedTuple):
-    """A measure, and the operation whose weights or tokens it is about."""
+class Seminorm(NamedTuple):
+    """A kind of seminorm, and the operation whose weights or tokens make M."""
 
-    measure: Measure
+    kind: SeminormKind
     of: Node | None = None
 
 
-NORM, LARGEST = Size(Measure.NORM), Size(Measure.LARGEST)
+NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class NormFinder:
         InputError: deterministic norms of Jacobians that are too large.
     """
 
-    def __init__(self, network: Network, plan: Plan, options: NormOptions, *, share: float = 1.0, spare: int = 0):
+    def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, share: float = 1.0, spare: int = 0):
         self.network, self.plan, self.options = network, plan, options
         self.delta = options.delta * share
         self.columns: dict[Pair, Tensor] = {}
@@ -162,7 +162,7 @@ class NormFinder:
         """A new ledger for so many images."""
         return Ledger(self.options.delta, images, self.options.seed)
 
-    def __call__(self, values: dict[Node, Tensor], ledger: Ledger, progress: Progress | None = None) -> Norms:
+    def __call__(self, values: dict[Node, Tensor], ledger: Ledger, progress: NormProgress | None = None) -> Norms:
         """Upper bounds at nominal values, which fail together with what ``ledger`` charges.
 
         ``progress`` is called with (norms taken, norms in all).

@@ -2,7 +2,7 @@
 
 Every operation w of the deployed network leaves its linearisation at the image by R_w(Δ) + e_w: the remainder at the
 deviation Δ of its deployed operands from the nominal ones, and its own rounding error. So the identity of
-:mod:`lipcert.certifier.anchored._method` holds for the deployed network with e_w added, linear operations included:
+:mod:`lipcert.certifier.anchored.method` holds for the deployed network with e_w added, linear operations included:
 
     deployed value u deviates from the nominal one by   G(x → u) δ + Σ_v G(v → u) R_v + Σ_w G(w → u) e_w,
     deployed margin m̂_j(x + δ) = m_j + ⟨∇_x m_j, δ⟩ + Σ_v ⟨∇_v m_j, R_v⟩ + Σ_w ⟨∇_w m_j, e_w⟩,
@@ -27,16 +27,16 @@ from torch import Tensor
 
 from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import arguments, per_image
-from lipcert.certifier.anchored._jacobians import margin_gradients
-from lipcert.certifier.anchored._method import ROUNDS, radius, weighable, work
-from lipcert.certifier.anchored._network import Network, Stage
-from lipcert.certifier.anchored._norms import NormFinder, NormOptions, Norms, Progress
-from lipcert.certifier.anchored._plan import Plan, anchored_pairs
-from lipcert.certifier.anchored._walk import NO_CURVATURE, Curvature, Deviations, Linearization, Rounding
+from lipcert.certifier.anchored.jacobians import margin_gradients
+from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
+from lipcert.certifier.anchored.network import Network, Stage
+from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
+from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
+from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization, Rounding
 from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger, verified_norms
-from lipcert.roundoff import Format, Gains, Operand, length, local_error, passes
+from lipcert.roundoff import Format, Gains, Operand, error_norm, local_error, passes
 
 # Of the radius in real arithmetic: where rounding errors are measured.
 _SHARES = (1.0, 0.7, 0.4, 0.2)
@@ -60,7 +60,7 @@ class DeployedAnchored:
         self.format = Format.of(dtype)
         given = NormOptions(**options)
         self.network = Network(model, casts=True)
-        self.plan = Plan(self.network, anchored_pairs(self.network), given.passes)
+        self.plan = NormPlan(self.network, anchored_pairs(self.network), given.passes)
         spare = _WEIGHINGS * ROUNDS * weighable(self.network)
         self.finder = NormFinder(self.network, self.plan, given, spare=spare)
         self.ranges = Gains(self.network.graph, model, self.format)
@@ -73,10 +73,10 @@ class DeployedAnchored:
     @property
     def work(self) -> float:
         """Floating-point operations that the norms of an image take, roughly."""
-        return work(self.plan, _WEIGHINGS)
+        return work_with_curvature(self.plan, _WEIGHINGS)
 
     def __call__(
-        self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None
+        self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None
     ) -> DeployedAnchor:
         """Linearises the network at images, shape (N, C, H, W)."""
         return DeployedAnchor(self, Linearization(self.finder, images, progress, ledger=ledger))
@@ -100,7 +100,7 @@ class DeployedAnchor:
         """
         at = self.linearization
         at.rounding, at.weighing = Rounding(), 0
-        real = radius(at, predicted, margins, limit)
+        real = linearized_radius(at, predicted, margins, limit)
         best = torch.zeros_like(real)
         for share in _SHARES:
             left = best < share * real
@@ -108,7 +108,7 @@ class DeployedAnchor:
                 break
             self.measure(share * real)
             at.weighing += 1  # what is measured depends on the norms so far
-            found = torch.minimum(radius(at, predicted, margins, limit), share * real)
+            found = torch.minimum(linearized_radius(at, predicted, margins, limit), share * real)
             best = torch.where(left, torch.maximum(best, found), best)
         entry = self.method.format.entry(at.images, real)
         return torch.where(best > entry, (best - entry) * (1 - SAFETY), 0.0)
@@ -286,4 +286,4 @@ class _Measuring(Rounding):
         unlimited = torch.full_like(self.zero, math.inf)
         operands = [Operand(self.at.values[u], self.moved[u], unlimited) for u in node.operands]
         self.found.local[node] = local_error(node, operands, self.ranges.format)
-        return length(self.found.local[node])
+        return error_norm(self.found.local[node])

@@ -41,7 +41,7 @@ lie apart follows from the radius that the Jacobians give; the larger of the two
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability δ of an
 image (lipcert.norms._ledger). Sums and products here are of non-negative float64 numbers, for which the certificate is
 reduced by a relative 1e-6. Rounding of nominal values, of gradients and of products with Jacobians has terms of its
-own, as cancellation makes it as large as what is computed: :mod:`lipcert.certifier.anchored._rounding`.
+own, as cancellation makes it as large as what is computed: :mod:`lipcert.certifier.anchored.rounding`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from torch import Tensor
 
 from lipcert._numerics import SAFETY
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored._margin import FURTHER, RivalMargin, change, spreads
-from lipcert.certifier.anchored._network import Network
-from lipcert.certifier.anchored._norms import NORM, NormFinder, NormOptions, Norms, Progress
-from lipcert.certifier.anchored._plan import Plan, anchored_pairs
-from lipcert.certifier.anchored._secants import with_secants
-from lipcert.certifier.anchored._walk import NO_CURVATURE, Curvature, Deviations, Linearization
+from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
+from lipcert.certifier.anchored.network import Network
+from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
+from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
+from lipcert.certifier.anchored.secants import with_secants
+from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
 from lipcert.model import Model
 from lipcert.norms import Ledger
 
@@ -107,27 +107,31 @@ class Anchored:
         return self.finder.network
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> NormPlan:
         """The norms of the network linearised with its Jacobians."""
         return self.finder.plan
 
     @property
+    def _finders(self) -> list[NormFinder]:
+        return [self.finder] if self.secant is None else [self.finder, self.secant]
+
+    @property
     def count(self) -> int:
         """How many norms an image takes."""
-        return self.plan.count + (self.secant.plan.count if self.secant is not None else 0)
+        return sum(finder.plan.count for finder in self._finders)
 
     @property
     def work(self) -> float:
         """Floating-point operations that the norms of an image take, roughly."""
-        return work(self.plan) + (work(self.secant.plan) if self.secant is not None else 0)
+        return sum(work_with_curvature(finder.plan) for finder in self._finders)
 
-    def __call__(self, images: Tensor, progress: Progress | None = None, ledger: Ledger | None = None) -> Anchor:
+    def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
         return Anchor(self, Linearization(self.finder, images, progress, ledger=ledger))
 
 
 def _finder(network: Network, options: NormOptions, share: float) -> NormFinder:
-    plan = Plan(network, anchored_pairs(network), options.passes)
+    plan = NormPlan(network, anchored_pairs(network), options.passes)
     return NormFinder(network, plan, options, share=share, spare=ROUNDS * weighable(network))
 
 
@@ -136,12 +140,12 @@ def weighable(network: Network) -> int:
     return sum(2 + place for stage in network.stages for place in range(len(stage.nonlinear)))
 
 
-def rounds(plan: Plan) -> int:
+def rounds(plan: NormPlan) -> int:
     """For how many rival classes curvature is weighed: one where passes are counted, as it takes as many again."""
     return ROUNDS if plan.whole else 1
 
 
-def work(plan: Plan, weighings: int = 1) -> float:
+def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
     """Floating-point operations that the norms of an image take, with those that weigh curvature so many times."""
     bent = {plan.network.operands(v)[0] for v, wish in plan.wishes.items() if wish.weights}
     weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in bent)
@@ -178,7 +182,7 @@ class Anchor:
         Raises:
             LedgerError: called again, with start vectors that the first radius has used; linearise the images again.
         """
-        best, here = radius(self.linearization, predicted, margins, limit), self.linearization
+        best, here = linearized_radius(self.linearization, predicted, margins, limit), self.linearization
         if self.method.secant is None:
             return best
         moved = here.walk(best).operands
@@ -187,7 +191,7 @@ class Anchor:
         ledger = here.norms.ledger.part("secant")
         widths = {leaf: _WIDENED * moved.get(v, still)[-1][:, None] for v, leaf in self.method.kinks.items()}
         secant = Linearization(self.method.secant, here.images[:, 0], widths=widths, ledger=ledger)
-        return torch.maximum(best, radius(secant, predicted, margins, limit))
+        return torch.maximum(best, linearized_radius(secant, predicted, margins, limit))
 
     def least_margin(self, eps: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """Lower bounds on the smallest f_y − f_j within eps, each of shape (N,); arguments as for :meth:`radius`."""
@@ -195,7 +199,7 @@ class Anchor:
         return torch.stack([RivalMargin(self.linearization, j, predicted, margins).left(eps) for j in rivals]).amin(0)
 
 
-def radius(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
+def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
     """Radii of one linearisation, as :meth:`Anchor.radius`.
 
     Rival classes are taken in the order of what the deviation of the logits allows them, and left out once that alone
