@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import SIGNATURES, arguments
@@ -213,10 +212,15 @@ def attention(node: Node) -> Iterator[Form]:
 
     def build(emit: Emit, reads: Sequence[Node]) -> Node:
         named = {"attn_mask": reads[3] if isinstance(mask, Node) else mask, "scale": -rounded_down(-scale)}
-        function = F.scaled_dot_product_attention
-        return emit("scaled_dot_product_attention", function, tuple(reads[:3]), named, node.shape)
+        return emit("scaled_dot_product_attention", _attend, tuple(reads[:3]), named, node.shape)
 
     yield Form("scaled_dot_product_attention", node, reads, frozenset(inside), build)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Attention that ``vmap`` runs on many images at once, which torch's fused kernel is not."""
+    scores = query @ key.mT * scale
+    return torch.softmax(scores if attn_mask is None else scores + attn_mask, -1) @ value
 
 
 def _turned(node: Node) -> Node | None:
