@@ -31,6 +31,7 @@ MISPRINTED = {
 DUMMY = {
     "inputs": "input",
     "train": "training",
+    "names": "dim",
     "tensor": "input",
     "k": "index",
     "v": "value",

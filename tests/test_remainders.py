@@ -112,6 +112,11 @@ CASES = {
         (lambda x: x.softmax(1), (1, 2, 3)),
         (lambda x: F.softmax(x, 1), (1, 9)),
     ],
+    "logsumexp": [
+        (lambda x: x.logsumexp(-1), (1, 2, 3, 4)),
+        (lambda x: x.logsumexp(1, keepdim=True), (1, 2, 3)),
+        (lambda x: torch.logsumexp(20 * x, dim=1), (1, 9)),
+    ],
     "matmul": [
         (lambda x: torch.matmul(*halves(x)), (1, 2, 3, 6)),
         (lambda x: halves(x)[0] @ halves(x)[1].mT, (1, 2, 3, 8)),

@@ -28,6 +28,7 @@ var: input dim unbiased keepdim * correction
 norm: input p dim keepdim out dtype
 linalg_vector_norm: input ord dim keepdim * dtype
 softmax: input dim * dtype _stacklevel
+logsumexp: input dim keepdim
 linear: input weight bias
 conv1d conv2d conv3d: input weight bias stride padding dilation groups
 conv_transpose1d conv_transpose2d conv_transpose3d: input weight bias stride padding output_padding groups dilation

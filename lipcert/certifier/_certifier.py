@@ -285,7 +285,7 @@ class Certifier:
 
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
-        images = images.to(self.model.device, torch.float64)
+        images = images.to(self.model.device, torch.float64).contiguous()  # else views of them may be copies
         if not self._confirmed and len(images):
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
             self._confirmed = True

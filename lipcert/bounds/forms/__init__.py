@@ -16,8 +16,8 @@ Each operation maps what is known of its operands to what is known of its result
   if centred, and with c ≠ 1 the smooth projections of lipcert.surgery;
 * K x max(αS, low)^(−½) = f·x/max(‖x‖, R), f² = K²/α, R² = low/α: a normalisation, or the projection onto a ball if
   f = R;
-* x(1 + erf(x/√2))/2 and its tanh form, x·sigmoid(x), exp(z)/Σ exp(z), where what z is shifted by along the axis of the
-  sum falls out, b + relu(a − b) = max(a, b) and a − relu(a − b) = min(a, b), MaxMin, and attention.
+* x(1 + erf(x/√2))/2 and its tanh form, x·sigmoid(x), exp(z)/Σ exp(z) and log Σ exp(z), where what z is shifted by along
+  the axis of the sum falls out, b + relu(a − b) = max(a, b) and a − relu(a − b) = min(a, b), MaxMin, and attention.
 
 Constants are exact fractions; those of an operation (eps, R) are rounded down and its factors up, which makes every
 Lipschitz constant and range larger. √½ and √(2/π) may be off by 2⁻⁵⁰, as much as their rounding. Nothing is taken for

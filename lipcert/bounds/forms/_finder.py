@@ -31,7 +31,17 @@ from lipcert.bounds.forms._facts import (
     rounded_down,
     times,
 )
-from lipcert.bounds.forms._patterns import Emit, Form, attention, given_by_name, larger, max_min, plain, unshifted
+from lipcert.bounds.forms._patterns import (
+    Emit,
+    Form,
+    attention,
+    given_by_name,
+    larger,
+    max_min,
+    plain,
+    shifted_back,
+    unshifted,
+)
 from lipcert.graph import Graph, Node
 from lipcert.surgery import RmsLayerProject
 
@@ -214,6 +224,10 @@ class Finder:
                     yield _activation(node, fact)
         if node.op in ("add", "sub"):
             yield from larger(node)
+        if node.op == "log":
+            yield from self._log_sum_exp(node)
+        if node.op == "add":
+            yield from shifted_back(node)
         if node.op == "cat":
             yield from max_min(node)
         if node.op == "softmax":
@@ -320,6 +334,21 @@ class Finder:
                         return emit("softmax", torch.softmax, (reads[0], axis), {}, node.shape)
 
                     yield Form("softmax", node, above.operands[:1], inside, build)
+
+    def _log_sum_exp(self, node: Node) -> Iterator[Form]:
+        """log Σ exp(z) along an axis."""
+        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
+            return
+        for fact in self.facts[node.args[0]]:
+            if isinstance(fact, Total) and fact.e == 1 and plain(fact.x):
+                (axis,), kept = fact.axes, fact.kept
+                if node.shape != (_kept if kept else _without)(fact.x.shape, fact.axes):
+                    continue
+
+                def build(emit: Emit, reads: Sequence[Node], axis: int = axis, kept: bool = kept) -> Node:
+                    return emit("logsumexp", torch.logsumexp, (reads[0], axis, kept), {}, node.shape)
+
+                yield Form("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
 
 
 def _euclidean(node: Node, given: dict[str, Any]) -> bool:

@@ -160,6 +160,28 @@ def unshifted(node: Node) -> Iterator[Form]:
         yield Form("softmax", node, (x,), frozenset((z,)), build)
 
 
+def shifted_back(node: Node) -> Iterator[Form]:
+    """c + logsumexp(x − c) = logsumexp(x) for c that is constant along the axis, which is kept."""
+    given = arguments(node)
+    pair = given.get("input"), given.get("other")
+    for whole, c in (pair, pair[::-1]):
+        if not isinstance(whole, Node) or not isinstance(c, Node) or whole.op != "logsumexp":
+            continue
+        of = arguments(whole)
+        z, dim = of.get("input"), of.get("dim")
+        if not isinstance(z, Node) or z.op != "sub" or not isinstance(dim, int) or not of.get("keepdim", False):
+            continue
+        between = arguments(z)
+        x = between.get("input")
+        same = between.get("other") is c and between.get("alpha", 1) == given.get("alpha", 1) == 1
+        if same and isinstance(x, Node) and x.shape == z.shape and x.dtype == z.dtype and c.shape == whole.shape:
+
+            def build(emit: Emit, reads: Sequence[Node], dim: int = dim) -> Node:
+                return emit("logsumexp", torch.logsumexp, (reads[0], dim, True), {}, node.shape)
+
+            yield Form("logsumexp", node, (x,), frozenset((whole, z)), build)
+
+
 def attention(node: Node) -> Iterator[Form]:
     """softmax(s·q kᵀ + mask) v."""
     given = arguments(node)

@@ -118,6 +118,42 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     return torch.where(masked, 0.0, fmt.safe(error, size.expand(error.shape)))
 
 
+@rule("logsumexp")
+def log_sum_exp(call: Call, x: Value, dim: int, keepdim: bool = False) -> Value:
+    """The gradient is p = softmax(x), with ‖p‖₂ ≤ Σ p_j = 1; different results share no entry.
+
+    max x ≤ log Σ exp x ≤ max x + log n.
+    """
+    size = x.magnitude + Upper(math.log(x.shape[dim]) if x.shape[dim] else math.inf)
+    return Value(call.shape, x.lip, magnitude=size, floor=x.lowest)
+
+
+@remainder("logsumexp")
+class LogSumExp:
+    """Rows under a deviation w: R = ½ wᵀ(diag(p) − ppᵀ)w for a p on the way, so 0 ≤ R ≤ ½ κ‖w‖², κ of :class:`Softmax`.
+
+    Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only rows with g < 0 count.
+    """
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        given = arguments(node)
+        dim = given.get("dim")
+        if not isinstance(dim, int):
+            raise NoAnswer("several dimensions")
+        peak = operands[0].amax(dim % len(node.operands[0].shape) + 1)
+        self.largest = torch.exp(per_image(peak) - per_image(result)) * (1 + 1e-9)
+
+    def _kappa(self, rho: Tensor) -> Tensor:
+        return (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(0.5)
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return self._kappa(rho[0]).amax(1) / 2 * rho[0].square()
+
+    def against(self, direction: Tensor) -> Against:
+        size = (-per_image(direction)).clamp_min(0)
+        return lambda rho: (size * self._kappa(rho[0])).amax(1) / 2 * rho[0].square()
+
+
 @rule("scaled_dot_product_attention")
 def attention(
     call: Call,
