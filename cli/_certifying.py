@@ -191,8 +191,10 @@ def _certify_with(
     out: Path | None,
     processes: Processes,
 ) -> _Outcome:
-    with progress("bounding the network") as update:
-        certifier = certifier_for(loaded, settings, progress=update)
+    with progress("reading the network") as update:
+        certifier = certifier_for(
+            loaded, settings, progress=lambda done, total: update(done, total, "bounding the network")
+        )
     for stage, reason in certifier.skipped.items():
         say(f"note: {stage} is left out: {reason}")
     for stage, reason in certifier.notes.items():
@@ -204,10 +206,18 @@ def _certify_with(
         if rows:
             say(f"{out}: going on after {rows} images")
 
-    with progress("certifying") as update:
+    with progress("certifying", images.length) as update:
+        done, total = 0, images.length
+
+        def counted(rows: int, of: int | None) -> None:
+            nonlocal done, total
+            done, total = rows, of
+            update(done, total)
+
+        certifier.watch = lambda stage, within: update(done + within, total, f"certifying: {stage}")
         if out is None:
             started(0)
-            tally = certify_in_memory(certifier, images, update)
+            tally = certify_in_memory(certifier, images, counted)
         else:
             tally = certify_to_file(
                 certifier,
@@ -218,7 +228,7 @@ def _certify_with(
                 parts=plan.parts,
                 processes=processes,
                 started=started,
-                progress=update,
+                progress=counted,
             )
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10

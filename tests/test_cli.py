@@ -636,8 +636,8 @@ def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
 
 def test_bars_say_how_fast_it_goes():
     for done, total, text in [
-        (0, 10, "0/10"), (4, 10, "4/10, 2.0 s each, 0:00:12 left"), (80, 100, "80/100, 10.0/s, 0:00:02 left"),
-        (4, None, "4, 2.0 s each"), (0, None, ""), (0.5, 1, "0.5/1, 16.0 s each, 0:00:08 left"),
+        (0, 10, "0/10, 0:00:08"), (4, 10, "4/10, 2.0 s each, 0:00:12 left"), (80, 100, "80/100, 10.0/s, 0:00:02 left"),
+        (4, None, "4, 2.0 s each, 0:00:08"), (0, None, "0:00:08"), (0.5, 1, "0.5/1, 16.0 s each, 0:00:08 left"),
     ]:  # fmt: skip
         task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0)
         task.start_time = 0.0

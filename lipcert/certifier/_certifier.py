@@ -79,6 +79,8 @@ class Certifier:
         together: how many images are certified at once: few where each takes long, so that little is lost when a run
             is stopped, and no more than memory holds. Halved where memory ends all the same.
 
+        watch: called with the method that runs and how many images of a batch it is through, in parts of one.
+
     Args:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
         eps: ε in ℓ2 on pixels in [0, 1], or all settings.
@@ -91,6 +93,8 @@ class Certifier:
             too large for deterministic norms; settings of torch under which certificates do not hold.
         UnsupportedOperation: the model has operations without a rule.
     """
+
+    watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
     def __init__(
@@ -180,7 +184,8 @@ class Certifier:
                 )
 
             def stage(images: Tensor, predicted: Tensor, ledger: Ledger) -> roundoff.Radii:
-                found, classes = method(images, ledger=ledger), predicted.to(images.device)
+                found = method(images, lambda done, total: self._says(name, len(images) * done / total), ledger)
+                classes = predicted.to(images.device)
                 return lambda gaps, call: found.radius(classes, gaps.to(images.device)).to(gaps.device)
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
@@ -241,6 +246,10 @@ class Certifier:
     def bound(self) -> Bound:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
+
+    def _says(self, stage: str, done: float) -> None:
+        if self.watch is not None:
+            self.watch(stage, done)
 
     def run_batch(self, batch: Batch) -> Certificates:
         """:meth:`run` for images of a data set."""
@@ -303,6 +312,7 @@ class Certifier:
             wanted = ((radius <= self.eps) & ~hopeless).nonzero()[:, 0]
             if not len(wanted):
                 continue
+            self._says(name, 0.0)
             own = ledger.only(wanted).part(name)
             before = own.spent
             asked = images[wanted], predicted[wanted], own

@@ -201,6 +201,8 @@ def certify_to_file(
 
 
 def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: Progress | None) -> None:
+    if progress is not None:
+        progress(0, run.length)
     for count, row in enumerate(run, 1):
         write(row)
         if progress is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,6 +71,7 @@ class Smoothing:
 
     # What a certifier of the network itself has, and this has not.
     bound = None
+    watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
     def __init__(self, model: Model, eps: float | str | CertifySettings, *, batch: int | None = None, **settings: Any):
@@ -138,6 +139,8 @@ class Smoothing:
             self._check_labels(labels, len(images))
         pixels = images.to(self.model.device, torch.float32)
         while still := [i for i, vote in enumerate(votes) if vote.wanted]:
+            if self.watch is not None:
+                self.watch(SMOOTHING, float(len(votes) - len(still)))
             wanted = [(pixels[i], numbers[i], votes[i].wanted) for i in still]
             for i, classes in zip(still, self._classes(wanted), strict=True):
                 votes[i].take(classes)
