@@ -152,6 +152,7 @@ class _Command(typer.core.TyperCommand):
             if one.param_type_name == "argument":
                 groups["Arguments"].append((named.partition(" <")[0], text))
             else:
+                named = named.replace("<list[str]>", "<str>")  # given several times
                 groups.setdefault(getattr(one, "rich_help_panel", None) or OPTIONS, []).append((named, text))
         last = {name: groups.pop(name) for name in (MODEL, OUTPUT) if name in groups}
         for name, records in {**groups, **last}.items():

@@ -1,0 +1,180 @@
+"""The first day with lipcert: from the installed package to a published card, from the first key to the last figure."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert._constrain_settings import METHODS
+from lipcert.artifact import read_metadata
+from lipcert.certvit._measures import MEASURES
+from lipcert.cli import _print, app
+from lipcert.cli._commands import COMMANDS
+from lipcert.results import read_run
+
+HUB = """
+    import pathlib, shutil, sys
+    command, repository, source, target = sys.argv[1:]
+    assert command == "upload" and "/" in repository
+    shutil.copy(source, pathlib.Path("hub") / target)
+"""
+
+
+def run(*arguments, code: int = 0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_from_install_to_a_published_card_in_four_commands(folder) -> None:
+    """pip install lipcert, certify, report, and what report prints; ``hf`` is one that copies into a folder."""
+    certified = run("certify", "--eps", "36/255", "--limit", 4, "--method", "gloro", "--out", "digits.jsonl")
+    assert "next\tlipcert report digits.jsonl --html digits.html" in certified.stdout
+    shown = run("report", "digits.jsonl", "--card", "README.md")
+    uploads = [shlex.split(line) for line in shown.stderr.splitlines() if line.strip().startswith("hf upload")]
+    assert uploads
+    (folder / "hub").mkdir()
+    (folder / "hf.py").write_text(textwrap.dedent(HUB))
+    for _, *arguments in uploads:
+        subprocess.run([sys.executable, "hf.py", *arguments], check=True, cwd=folder)
+    card = huggingface_hub.ModelCard.load(folder / "hub" / "README.md")
+    assert card.data.library_name
+    assert json.loads((folder / "hub" / "model_info.json").read_text())
+    (weights,) = (folder / "hub").glob("*.safetensors")
+    assert read_metadata(weights)["weights_hash"] == read_run(Path("digits.jsonl")).weights_hash
+
+
+def completions(words: str) -> list[str]:
+    known = {"_LIPCERT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    script = """
+        import sys
+        from lipcert.cli import main
+        try:
+            main()
+        finally:
+            assert not {"torch", "timm"} & {*sys.modules}
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, **known}, capture_output=True, text=True
+    )
+    assert "Error" not in found.stderr, found.stderr
+    return found.stdout.split()
+
+
+def test_a_shell_completes_without_torch(folder) -> None:
+    (folder / "mine.safetensors").touch()
+    (folder / "images").mkdir()
+    assert completions("lipcert cert") == ["certify"]
+    assert completions("lipcert certify --eps 1 --method an") == ["anchored"]
+    assert "vit_tiny_patch16_224" in completions("lipcert certify vit_tiny_patch16_2")
+    assert completions("lipcert inspect min") == ["mine.safetensors"]
+    assert completions("lipcert inspect bun") == ["bundled"]
+    assert completions("lipcert convert x --norm ") == ["keep", "project", "smooth"]
+    assert "swin_transformer" in completions("lipcert models --family swin")
+    assert "cuda" in completions("lipcert certify --device c")
+    assert completions("lipcert certify --data im") == ["images/"]
+    assert completions("lipcert finetune --loss loc") == ["local-b", "local-g"]
+
+
+def test_help_has_headings_choices_and_short_names() -> None:
+    shown = run("certify", "-h").stdout
+    places = [
+        shown.index(f"\n{heading}:\n") for heading in ("Options", "Options of method smoothing", "Model", "Output")
+    ]
+    assert places == sorted(places)
+    assert "--method [staged|global|" in shown
+    assert "-o, --out" in shown
+    assert "-q, --quiet" in shown
+    for command in COMMANDS:
+        text = run(command, "-h").stdout
+        assert "-q, --quiet" in text
+        assert "--json" in text
+        assert "<list" not in text
+
+
+def test_quiet_leaves_results_and_errors(folder, monkeypatch) -> None:
+    result = run("certify", "--eps", "0.1", "--limit", 2, "--method", "gloro", "-q")
+    assert result.stderr == ""
+    assert "certified accuracy" in result.stdout
+    assert run("certify", "--eps", "-1", "--quiet", code=2).stderr.startswith("lipcert: eps must be")
+    assert not _print.quiet
+    assert "model: the bundled checkpoint" in run("inspect").stderr
+
+
+def test_every_step_is_recorded(folder) -> None:
+    made = [
+        "--no-pretrained",
+        "--model-args",
+        "img_size=16 patch_size=8 num_classes=3 depth=1 embed_dim=24 num_heads=2",
+    ]
+    torch.manual_seed(0)
+    pixels = (255 * torch.rand(6, 16, 16, 3)).byte().numpy()
+    from PIL import Image
+
+    for i, image in enumerate(pixels):
+        path = folder / "images" / "abc"[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    run("convert", "test_vit", *made, "--data", "images", "-o", "a.safetensors")
+    lowered = run("constrain", "a.safetensors", "--data", "images", "--error", 0.1, "-o", "b.safetensors", "--json")
+    assert json.loads(lowered.stdout)["written"] == "b.safetensors"
+    tuned = ["--epochs", 1, "--batch-size", 3, "--loss", "ce", "-o", "c.safetensors"]
+    result = run("finetune", "b.safetensors", "--data", "images", "--eps", "36/255", *tuned)
+    assert "next\tlipcert certify c.safetensors --data TEST --eps 36/255" in result.stdout
+    convert, constrain, finetune = read_metadata("c.safetensors")["recipe"]
+    assert (convert["step"], convert["data"], convert["images"]) == ("convert", "images", 6)
+    assert (constrain["step"], constrain["data"], constrain["error"]) == ("constrain", "images", 0.1)
+    assert constrain["batch_size"]
+    assert (finetune["step"], finetune["data"], finetune["batch_size"], finetune["seed"]) == (
+        "finetune",
+        "images",
+        3,
+        0,
+    )
+    run("certify", "c.safetensors", "--data", "images", "--eps", 0.1, "--method", "gloro", "-o", "r.jsonl")
+    steps = re.findall(r"→ (\w+)", read_run(Path("r.jsonl")).architecture)
+    assert steps == ["convert", "constrain", "finetune"]
+
+
+def test_a_certifier_says_which_method_runs_and_how_far_it_is() -> None:
+    model = lipcert.load()
+    certifier = lipcert.certifier.Certifier(model, 0.1, "anchored")
+    seen: list[tuple[str, float]] = []
+    certifier.watch = lambda stage, done: seen.append((stage, done))
+    certifier.run(torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)))
+    assert {stage for stage, _ in seen} == {"anchored"}
+    shares = [done for _, done in seen]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[-1] == 1
+    assert len(shares) > 10
+
+
+def test_measures_are_those_that_the_command_offers() -> None:
+    assert {*MEASURES, "clip", "rescale"} == {*METHODS}
+
+
+def test_the_table_of_habits_names_tests_that_there_are() -> None:
+    root = Path(__file__).parent
+    page = (root.parent / "docs" / "habits.md").read_text()
+    tests = "\n".join(path.read_text() for path in root.glob("test_*.py"))
+    named = {*re.findall(r"`(test_\w+)`", page)}
+    assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 25
+    assert not [name for name in named if f"def {name}(" not in tests]
+    assert all((root.parent / path).is_file() for path in re.findall(r"`(tests/test_\w+\.py)`", page))
