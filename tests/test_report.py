@@ -1,7 +1,9 @@
 """Reports: what they say is what the rows hold, nothing uncertified is called certified, and files stand alone."""
 
+import base64
 import html
 import importlib.util
+import io
 import json
 import math
 import re
@@ -15,6 +17,7 @@ import typer
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from typer.testing import CliRunner
 
 import lipcert
@@ -411,6 +414,29 @@ def test_images_stand_beside_their_radii(tmp_path, monkeypatch):
     other = [{**one, "image": "0" * 32} for one in r.rows]
     Path("r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in other))
     write(read_runs(["r.jsonl"]), html="r.html")
+    assert "<img" not in Path("r.html").read_text()
+
+
+def test_images_of_a_folder_are_shown_while_it_is_there(tmp_path, monkeypatch):
+    """Resized as they were for the model, with the names of their files; nothing is said of a folder that is gone."""
+    monkeypatch.chdir(tmp_path)
+    from lipcert.cli import app
+
+    random = np.random.default_rng(0)
+    for i in range(3):
+        Path("val").mkdir(exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(f"val/{i}.png")
+    arguments = ["certify", "bundled", "--data", "val", "--eps", "0.1", "--method", "gloro", "--out", "r.jsonl"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    runs = read_runs(["r.jsonl"])
+    write(runs, html="r.html")
+    page = Path("r.html").read_text()
+    assert page.count('<img alt="image ') == 3
+    assert ">1, 1.png<" in page
+    shown = base64.b64decode(re.search(r'alt="image 0" src="data:image/png;base64,([^"]+)"', page)[1])
+    assert Image.open(io.BytesIO(shown)).size == (96, 96)
+    Path("val").rename("moved")
+    write(runs, html="r.html")
     assert "<img" not in Path("r.html").read_text()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from lipcert.report._images import examples
 from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._text import text_plot
 from lipcert.report._words import about, above, known, listed, promises, radius, right, share, wilson
-from lipcert.results import Run
+from lipcert.results import Run, Tally
 
 Eps = Sequence[tuple[float, str]]
 
@@ -292,8 +291,10 @@ def _methods(run: Run, eps: Eps) -> str:
     for name, count in run.methods.most_common():
         own = [row for row in run.rows if row["method"] == name]
         counted = [sum(row.get("correct", True) and row["radius"] > value for row in own) for value, _ in eps]
-        words = Counter(str(row["rigor"]) for row in own)
-        rows.append([name, str(count), *map(str, counted), listed(sorted(words))])
+        tally = Tally(own)
+        words = ["deterministic"] if "deterministic" in tally.rigors else []
+        words += [f"probabilistic, δ ≤ {tally.delta:g}"] if tally.delta else []
+        rows.append([name, str(count), *map(str, counted), listed(words)])
     return table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
 
 
