@@ -501,6 +501,6 @@ def test_images_in_another_layout_of_memory_are_the_same_images() -> None:
     """What flattens a view of them copies it; that is no other network."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-    model, images = Model(net, input_size=(3, 2, 2)), torch.rand(2, 2, 2, 3).permute(0, 3, 1, 2)
+    model, images = Model(net, mean=MEAN, std=STD, input_size=(3, 2, 2)), torch.rand(2, 2, 2, 3).permute(0, 3, 1, 2)
     radii_ = [Certifier(model, 0.01, "gloro").run(given).radius for given in (images, images.contiguous())]
     torch.testing.assert_close(*radii_, rtol=0, atol=0)
