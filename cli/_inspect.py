@@ -105,12 +105,16 @@ def verdict(bound: "Bound") -> str:
 
 def _next(model: str | None, loaded: "Model") -> str:
     """The surgery that lowers the bound most, or else certificates."""
+    from lipcert.loading import BUNDLED, resolve
     from lipcert.surgery import plan
 
+    if resolve(model) == BUNDLED:
+        return command("certify", "--eps", "36/255")
     named = [] if model is None else [model]
-    if not loaded.recipe and model is not None and plan(loaded.net, attention="l2", norm="keep")[0]:
+    edits = [] if loaded.recipe or model is None else plan(loaded.net, attention="l2", norm="keep")[0]
+    if any("Attention" in type(edit.new).__name__ for edit in edits):
         return f"{command('convert', *named)}, which replaces attention that has no good constant"
-    return command("certify", *named, "--eps", "36/255")
+    return command("certify", *named, "--data", "IMAGES", "--eps", "36/255")
 
 
 def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[
 
 def _module(layer: "LayerBound") -> str:
     """The module's path as timm knows it, without the name under which the model holds the network."""
-    return layer.path.removeprefix("net.") or "(model)"
+    return layer.path.removeprefix("net").removeprefix(".") or "(model)"
 
 
 def _sums(bound: "Bound", key: "Callable[[LayerBound], str]") -> list[tuple[str, float]]:

@@ -4,7 +4,9 @@ import contextlib
 import json
 import math
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
@@ -22,7 +24,10 @@ def say(line: str) -> None:
 
 
 def complain(line: str) -> None:
-    """One line on standard error that the user has to see."""
+    """One line on standard error that the user has to see; a terminal gets it broken between words."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)) or line
     print(line, file=sys.stderr, flush=True)
 
 

@@ -283,7 +283,7 @@ def test_results_of_another_run_are_left_alone(artifact):
     command = ["certify", "model.safetensors", "--data", "images", "--out", "r.jsonl", *GLORO, "--eps"]
     run(*command, "0.1", "--limit", "3")
     before = Path("r.jsonl").read_bytes()
-    assert "other eps" in refused(*command, "0.2")
+    assert "(other eps); its radii answer for any ε: lipcert report r.jsonl --eps 0.2;" in refused(*command, "0.2")
     assert "other method" in refused(*command, "0.1", "--method", "global")
     assert Path("r.jsonl").read_bytes() == before
     run(*command, "0.1")
@@ -371,7 +371,9 @@ def test_convert_refuses_unknown_ways(folder):
 
 def test_a_converted_model_is_inspected_and_certified(folder):
     run("convert", *BY_NAME, "--data", "images", "--norm", "project", "--out", "a.safetensors")
-    assert "Lipschitz bound" in run("inspect").stdout
+    shown = facts(run("inspect").stdout)
+    assert "Lipschitz bound" in shown
+    assert shown["next"] == "lipcert certify --data IMAGES --eps 36/255"
     assert "certified accuracy" in run("certify", "--data", "images", "--eps", "0.1", "--limit", "2").stdout
 
 
@@ -463,6 +465,17 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
     assert "─" in text
     assert "head [b]" in text
     assert "\t" not in text
+
+
+def test_messages_break_between_words(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    words = "lipcert: there is no file a-very-long-name-of-a-file-that-does-not-fit-into-a-line.safetensors here"
+    _print.say(words)
+    lines = terminal.getvalue().splitlines()
+    assert " ".join(lines) == words
+    assert [len(line) <= 40 for line in lines] == [True, False, True]
 
 
 def test_bars_are_for_terminals_only(monkeypatch, capsys):

@@ -257,6 +257,13 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     different = [key for key in _IDENTITY if earlier.get(key) != own.get(key)]
     known, here = (summary.get("environment") or {} for summary in (earlier, own))
     different += [key for key in _VERSIONS if known.get(key) != here.get(key)]
+    if different == ["eps"]:
+        typed = own.get("eps_typed", own["eps"])
+        reach = " up to the ε of that run" if own.get("method") == METHODS[0] else ""
+        raise InputError(
+            f"{path} holds results of another run (other eps); its radii answer for any ε{reach}: "
+            f"lipcert report {path} --eps {typed}; or give another --out"
+        )
     if different:
         raise InputError(f"{path} holds results of another run (other {', '.join(different)}); give another --out")
     run = _read(path, earlier)
