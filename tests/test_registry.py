@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +79,15 @@ def test_a_class_is_kept_whole_for_the_questions_that_it_answers(monkeypatch: py
     assert kept_whole(Folded(), "remainder")
     assert not kept_whole(Folded()), "its method is another one than when that answer was registered"
     assert torch.equal(Folded()(torch.ones(1)), torch.full((1,), 3.0))
+
+
+def test_the_table_of_operations_is_what_the_registry_says() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "operations.md").read_text()
+    rows = lipcert.bounds.coverage().splitlines(keepends=True)
+    table = "".join(row for row in rows if not row.startswith("| (your own) |"))
+    assert page.endswith("\n\n" + table), "write the output of lipcert.bounds.coverage() to the end of the page"
+    assert "| attention | softmax |  | yes | yes |" in table
+    assert "| activation | relu | yes | with secants | yes |" in table
+    assert "| arithmetic | mul | yes | yes, or linear | yes |" in table
+    assert "| structure | flip | yes | linear | yes |" in table
+    assert "secant_relu" not in table

@@ -25,6 +25,7 @@ from lipcert.bounds._registry import (
     Rule,
     answer_of,
     box,
+    coverage,
     kept_whole,
     key_of,
     refusal,
@@ -42,7 +43,7 @@ __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense", "Estimate",
     "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Remainder", "Rule", "State", "Value", "Walk",
     "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand",
-    "canonical_forms", "check_weights", "flat", "global_value", "global_values", "kept_whole", "key_of", "lipschitz",
-    "local_error", "margins", "per_image", "quadratic", "radii", "refusal", "remainder", "remainder_of", "rounding",
-    "row_distances", "rule", "rule_for", "total",
+    "canonical_forms", "check_weights", "coverage", "flat", "global_value", "global_values", "kept_whole", "key_of",
+    "lipschitz", "local_error", "margins", "per_image", "quadratic", "radii", "refusal", "remainder",
+    "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

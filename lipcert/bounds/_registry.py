@@ -168,6 +168,23 @@ def answers(question: str) -> dict[Any, Any]:
     return {key: found for key, rule in RULES.items() if (found := getattr(rule, question)) is not None}
 
 
+def coverage() -> str:
+    """What is answered of each operation, as a Markdown table: one row an operation, sorted by family and name."""
+    rows = []
+    for key, rule in RULES.items():
+        if rule.lipschitz is None:  # the operations that stand for others where those are linearised with secants
+            continue
+        package, _, family = rule.lipschitz.__module__.rpartition(".")
+        family = family if package == "lipcert.bounds.rules" else "(your own)"
+        name = key if isinstance(key, str) else key.__name__
+        left_out = "linear" if rule.linear is not None and rule.remainder is None else ""
+        left_out = left_out or ("with secants" if rule.secant else "yes" if rule.remainder else "")
+        left_out = f"{left_out}, or linear" if rule.linear is not None and rule.remainder is not None else left_out
+        rows.append((family, name, "yes" if rule.box else "", left_out, "yes" if rule.rounding else ""))
+    lines = [("family", "operation", "box", "remainder", "rounding"), ("---",) * 5, *sorted(rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
 def answer_of(op: Any, question: str) -> Any:
     """The answer of an operation's rule to a question.
 

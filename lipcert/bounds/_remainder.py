@@ -169,7 +169,9 @@ def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
 
 def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
     """Registers an entrywise function by the suprema of |φ''| and, if it is smaller, of −φ''."""
-    remainder(*targets)(type("Smooth", (Smooth,), {"curvature": curvature, "downward": downward}))
+    remainder(*targets)(
+        type("Smooth", (Smooth,), {"__doc__": Smooth.__doc__, "curvature": curvature, "downward": downward})
+    )
 
 
 class Kinked:

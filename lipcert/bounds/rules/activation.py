@@ -109,6 +109,7 @@ def _library(*targets: Any, size: Callable[[Tensor], Tensor]) -> None:
     """Registers a function of a library whose implementation is off by at most 4 ulp of size(|x|) and an underflow."""
 
     def answer(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+        """Off by at most 4 ulp of ``size``: assumed at the head of lipcert.roundoff."""
         x = operands[0].most
         return fmt.safe(fmt.function(size(x)), x)
 
@@ -166,6 +167,7 @@ class Gelu(Smooth):
 
 @box("neg")
 def negated_box(walk: Walk, node: Node, x: State) -> State:
+    """Up and down change places."""
     return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
 
 
@@ -402,6 +404,7 @@ def _smallest_of_clamped(x: Value, low: Tensor | None, high: Tensor | None) -> f
 
 @box("clamp")
 def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
+    """Constant limits clip, as a ReLU does; of others the global constant is known."""
     return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)
 
 

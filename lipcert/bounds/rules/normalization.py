@@ -60,6 +60,7 @@ def batch_norm(
 
 @box("batch_norm")
 def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
+    """In evaluation mode a scale by channel, whose roundings are relative to x·scale and to the shift."""
     given = arguments(node)
     scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
     if given.get("weight") is not None:

@@ -240,6 +240,7 @@ def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
 
 @box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
 def extreme_box(walk: Walk, node: Node, x: State) -> State:
+    """The largest of a window rises with each of its entries, so its ends are those at the ends of the box."""
     up, down, _, _ = monotone(walk, node, x)
     return walk.result(node, up, down, (x,))
 
