@@ -28,7 +28,7 @@ _COLUMNS = 100
 
 
 def output(command: str, folder: Path) -> str:
-    """What a command prints on a terminal, with its colours; lines that it writes over are left out."""
+    """What a command prints on a terminal, with its colours, without lines that it writes over and the time it took."""
     main, other = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(_COLUMNS), "LINES": "60", "TERM": "xterm-256color"}
     program = [sys.executable, "-c", "from lipcert.cli import main; main()", *command.split()[1:]]
@@ -48,7 +48,7 @@ def output(command: str, folder: Path) -> str:
         raise SystemExit(f"{command} failed:\n{seen.getvalue().decode()}")
     text = re.sub(r"\x1b\[(?![\d;]*m)[?\d;]*[A-Za-z]", "\r", seen.getvalue().decode())
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return "\n".join(line for line in lines if line and not re.search("[━⠀-⣿]", line))
+    return "\n".join(line for line in lines if line and not re.search("[━⠀-⣿]|seconds  ", line))
 
 
 def terminal(name: str, command: str, folder: Path) -> None:
