@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 _NAMED_AFTER_TYPES = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 _SAME_BITS = ("view", "view.dtype", "view_copy", "view_copy.dtype")  # which with a type are no casts
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+FunctionCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class RealArithmetic(TorchFunctionMode):
@@ -30,7 +30,7 @@ class RealArithmetic(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
     """The call that real arithmetic makes of a call on tensors: float64 for every floating type that it names.
 
     Devices, memory formats and copies stay as they are. As in a network in float32, ``x.float()`` is x itself and
@@ -59,7 +59,7 @@ def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwar
     return function, args, kwargs
 
 
-def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
     """The same call; a cast under another name, or to the type of another tensor, as ``x.to`` with the type's name."""
     if function in _NAMED_AFTER_TYPES:
         return Tensor.to, (*args, _NAMED_AFTER_TYPES[function]), kwargs

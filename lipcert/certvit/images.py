@@ -36,7 +36,7 @@ class _Order:
         self.checksum = checksum
 
 
-class Images:
+class CalibrationImages:
     """The images of a loader, or its share for calibration, to be gone through as often as needed.
 
     Iterating gives image batches on the model's device and in its dtype.
@@ -104,7 +104,7 @@ class Images:
         self.count, self.left_out = count, position - count
 
 
-def part(model: Model, loader: Loader, held_out: Loader | None) -> tuple[Images, Images]:
+def part(model: Model, loader: Loader, held_out: Loader | None) -> tuple[CalibrationImages, CalibrationImages]:
     """The calibration images and the held-out ones: those given, or else every fifth of the loader.
 
     Raises:
@@ -113,12 +113,12 @@ def part(model: Model, loader: Loader, held_out: Loader | None) -> tuple[Images,
     order = _Order()
     if held_out is not None:
         return (
-            Images(model, loader, "all", varied=True, order=order),
-            Images(model, held_out, "all", varied=False, order=order),
+            CalibrationImages(model, loader, "all", varied=True, order=order),
+            CalibrationImages(model, held_out, "all", varied=False, order=order),
         )
     return (
-        Images(model, loader, "calibration", varied=True, order=order),
-        Images(model, loader, "held-out", varied=False, order=order),
+        CalibrationImages(model, loader, "calibration", varied=True, order=order),
+        CalibrationImages(model, loader, "held-out", varied=False, order=order),
     )
 
 

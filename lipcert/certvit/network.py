@@ -18,7 +18,7 @@ from lipcert._processes import Processes
 from lipcert._settings import settings_of, takes
 from lipcert.bounds import lipschitz
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
-from lipcert.certvit.images import EVERY, Images, Loader, part
+from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
 from lipcert.certvit.layers import Layer, choose, evaluating
 from lipcert.certvit.moments import Moments, pooled, stream
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
@@ -143,8 +143,8 @@ def _log10_bound(model: Model, progress: Callable[[int, int], None], notes: list
 def _moments(
     model: Model,
     chosen: Mapping[str, Layer],
-    calibration: Images,
-    held: Images,
+    calibration: CalibrationImages,
+    held: CalibrationImages,
     max_bytes: int,
     count: int,
     report: LayerProgress,
@@ -174,7 +174,7 @@ def _moments(
 class _Dealt:
     """Every ``count``-th image of each batch, from the one in place ``first``."""
 
-    images: Images
+    images: CalibrationImages
     first: int
     count: int
 
@@ -291,7 +291,11 @@ def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
 
 
 def _compare(
-    model: Model, held: Images, chosen: Mapping[str, Layer], variants: Mapping[str, Weights], report: LayerProgress
+    model: Model,
+    held: CalibrationImages,
+    chosen: Mapping[str, Layer],
+    variants: Mapping[str, Weights],
+    report: LayerProgress,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Accuracy and agreement with the first variant on the held-out images, by variant; the last stays in the model."""
     right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)

@@ -32,7 +32,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class State:
+class BoxState:
     """A value for N images: ``nominal``, the box [low, high] and the ball of radius ``rho`` (N,) that it stays in, and
     where it may move (``moves``, zeros and ones)."""
 
@@ -92,7 +92,7 @@ class LocalBound:
             + 0.1 max(0, upper − low of the maximum).
         """
         low, high = (images - eps).clamp(min=0), (images + eps).clamp(max=1)
-        x = State(images, low, high, images.new_full((len(images),), eps), torch.ones_like(images))
+        x = BoxState(images, low, high, images.new_full((len(images),), eps), torch.ones_like(images))
         nodes = self._nodes()[1:]
         sparsity: list[Tensor] = []
         for place, node in enumerate(nodes[:-1]):
@@ -100,7 +100,7 @@ class LocalBound:
                 shape = (len(images), *node.shape[1:])
                 parts = (part.reshape(shape) for part in (x.nominal, x.low, x.high, x.moves))
                 nominal, low, high, moves = parts
-                x = State(nominal, low, high, x.rho, moves)
+                x = BoxState(nominal, low, high, x.rho, moves)
             elif node.op in _FIXED:
                 x = _fixed(x, node)
             elif node.op in _PIECEWISE:
@@ -114,7 +114,7 @@ class LocalBound:
         rise = reach(rows, (x.nominal - x.low)[:, None], (x.high - x.nominal)[:, None], x.rho[:, None])
         return logits, logits + rise, torch.stack(sparsity).mean() if sparsity else logits.new_zeros(())
 
-    def _mapped(self, x: State, node: Node, follower: Node, place: int) -> State:
+    def _mapped(self, x: BoxState, node: Node, follower: Node, place: int) -> BoxState:
         """Through Wx + b: the box by equations 21 to 23, the ball by the norm of W between what moves."""
         apply, weight, bias = _linear(node)
         shift = 0 if bias is None else bias.reshape(-1, *[1] * (len(node.shape) - 2))
@@ -130,7 +130,7 @@ class LocalBound:
             limit = module.threshold if follower.op is ClippedReLU else torch.inf
             out = ((high > 0) & (low < limit)).to(nominal)
         gain = self._norm(apply, weight, x.moves, out, place)
-        return State(nominal, low, high, x.rho * gain, out)
+        return BoxState(nominal, low, high, x.rho * gain, out)
 
     def _norm(self, apply: Linear, weight: Tensor, inner: Tensor, outer: Tensor, place: int) -> Tensor:
         """‖diag(outer) W diag(inner)‖ for each image, shape (N,), estimated from below."""
@@ -229,7 +229,7 @@ def _linear(node: Node) -> tuple[Linear, Tensor, Tensor | None]:
     return lambda v, w: F.conv2d(v, w, None, **geometry), given["weight"], given.get("bias")
 
 
-def _fixed(x: State, node: Node) -> State:
+def _fixed(x: BoxState, node: Node) -> BoxState:
     """Sums and products with constants, such as the normalisation."""
     ends = []
     for part in (x.nominal, x.low, x.high):
@@ -240,10 +240,10 @@ def _fixed(x: State, node: Node) -> State:
     if node.op in ("mul", "div"):
         constant = torch.as_tensor(next(a for a in node.args if not isinstance(a, Node)), device=nominal.device)
         slope = (constant.abs() if node.op == "mul" else 1 / constant.abs()).max().item()
-    return State(nominal, torch.minimum(one, other), torch.maximum(one, other), x.rho * slope, x.moves)
+    return BoxState(nominal, torch.minimum(one, other), torch.maximum(one, other), x.rho * slope, x.moves)
 
 
-def _activated(x: State, node: Node) -> tuple[State, Tensor]:
+def _activated(x: BoxState, node: Node) -> tuple[BoxState, Tensor]:
     """Through an activation, which is monotone and 1-Lipschitz; and its part of the sparsity loss."""
     module: Any = node.function
     if node.op in ("relu", ClippedReLU):
@@ -253,12 +253,12 @@ def _activated(x: State, node: Node) -> tuple[State, Tensor]:
         if limit is not None:
             nominal, low, high = (torch.minimum(part, limit) for part in (nominal, low, high))
             loss = loss + _UPPER_WEIGHT * F.relu(limit - x.low).mean()
-        return State(nominal, low, high, x.rho, x.moves), loss
+        return BoxState(nominal, low, high, x.rho, x.moves), loss
     nominal, low, high = (module(part) for part in (x.nominal, x.low, x.high))
     if node.op is MaxMin:
-        return State(nominal, low, high, x.rho, torch.ones_like(nominal)), nominal.new_zeros(())
+        return BoxState(nominal, low, high, x.rho, torch.ones_like(nominal)), nominal.new_zeros(())
     (a, b), (c, d) = x.low.chunk(2, module.dim), x.high.chunk(2, module.dim)
     least, most = torch.maximum(a, b), torch.minimum(c, d)
     moves = torch.cat([(least < module.upper), (most > module.lower)], module.dim).to(nominal)
     loss = F.relu(most - module.lower).mean() + _UPPER_WEIGHT * F.relu(module.upper - least).mean()
-    return State(nominal, low, high, x.rho, moves), loss
+    return BoxState(nominal, low, high, x.rho, moves), loss
