@@ -350,6 +350,7 @@ class _IndexedImages(Images):
             return None
         with contextlib.suppress(Exception), warnings.catch_warnings():  # decoding it says what is wrong with it
             warnings.simplefilter("ignore")
+            Image.init()  # all formats: in a new process none is loaded yet, and the size would stay unknown
             file = reader[self.order[0]][0]
             with file, Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
                 return image.size

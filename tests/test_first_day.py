@@ -166,6 +166,16 @@ def test_a_certifier_says_which_method_runs_and_how_far_it_is() -> None:
     assert len(shares) > 10
 
 
+def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (40, 32)).save("one.png")
+    command = [sys.executable, "-m", "lipcert", "certify", "--data", "one.png", "--eps", "1", "--method", "gloro"]
+    shown = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
+    assert "images: 32×40 → resize to 8×8, crop" in shown, shown
+    assert "cut off before it is certified" in shown
+
+
 def test_measures_are_those_that_the_command_offers() -> None:
     assert {*MEASURES, "clip", "rescale"} == {*METHODS}
 
