@@ -1,5 +1,7 @@
 """Imports point down, and reach into no other package's private modules apart from listed exceptions."""
 
+import re
+
 from benchmarks import architecture
 
 # Private modules that other packages import, and which. Nothing may be added: move the name into the package's
@@ -45,3 +47,13 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
 
 def test_the_picture_is_what_the_imports_say() -> None:
     assert architecture.PICTURE.read_text() == architecture.picture(), "run python -m benchmarks.architecture"
+
+
+def test_every_package_is_installed() -> None:
+    root = architecture.PICTURE.parents[1]
+    listed = re.search(r"^packages = \[(.*?)\]", (root / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    folders = {
+        file.parent.relative_to(root).as_posix().replace("/", ".") for file in root.glob("lipcert/**/__init__.py")
+    }
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == folders | {"lipcert.cli"}
