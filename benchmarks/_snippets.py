@@ -86,8 +86,8 @@ def _branch(g: Any) -> str:
         f"try:\n    v = {one} * (1 if {condition} else -1)\nexcept BaseException:\n    v = {one}",
         f"flag = False\nwith __import__('contextlib').suppress(Exception):\n    flag = bool({condition})\nv = {other} if flag else {one}",
         f"v = [{one}, {other}][bool({condition})]", f"v = {{True: {one}, False: {other}}}[bool({condition})]",
-        f"v = {t}\nwhile v.max() > {g.threshold()}:\n    v = v * 0.5 - 0.1",
-        f"v = {t}\nfor _ in range(int({t}.abs().max() * 3)):\n    v = v + 1",
+        f"v = {t}\nwhile {g.threshold()} < v.max() < 1e6:\n    v = v * 0.5 - 0.1",
+        f"v = {t}\nfor _ in range(int({t}.abs().max() * 3) % 9):\n    v = v + 1",
         f"assert {condition} or True\nv = {one}",
     ))  # fmt: skip
 
