@@ -59,21 +59,25 @@ def test_true_rows_stand(results):
     rows, summary, verified = results
     assert 0 < summary["counts"]["certified"] <= 12
     result = verified()
-    assert result.stdout == "rows\t12\nstand\t12 of 12 computed again\n"
+    follows = "next\tlipcert report r.jsonl --html r.html\n"
+    assert result.stdout == f"rows\t12\nstand\t12 of 12 computed again\n{follows}"
     assert json.loads(verified("--json").stdout) == {"verified": 12, "rows": 12, "fallen": 0, "objections": []}
-    assert run("verify", "bundled", "r.jsonl", "--sample", "5").stdout == "rows\t12\nstand\t5 of 5 computed again\n"
+    assert (
+        run("verify", "bundled", "r.jsonl", "--sample", "5").stdout
+        == f"rows\t12\nstand\t5 of 5 computed again\n{follows}"
+    )
 
 
 def test_rows_with_products_of_norms_are_computed_as_they_were(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = ["certify", "--eps", EPS, "--limit", "2", "--out", "r.jsonl"]
-    run(*settings, "--method", "lofast", "--passes", "0")
-    assert json.loads(Path("r.summary.json").read_text())["passes"] == 0
+    run(*settings, "--method", "lofast", "--passes", "1")
+    assert json.loads(Path("r.summary.json").read_text())["passes"] == 1
     assert "2 of 2 computed again" in run("verify", "bundled", "r.jsonl").stdout
     assert "other passes" in run(*settings, "--method", "lofast", code=2).stderr
     assert "gloro takes no norms" in run(*settings[:-2], "--method", "gloro", "--passes", "9", code=2).stderr
     # A staged run whose rows other methods decided.
-    run(*settings[:-1], "s.jsonl", "--passes", "0")
+    run(*settings[:-1], "s.jsonl", "--passes", "1")
     assert "2 of 2 computed again" in run("verify", "bundled", "s.jsonl").stdout
 
 
@@ -198,7 +202,7 @@ def bound(rows, summary):
 
 
 def budget(rows, summary):
-    summary["bound"]["layers"][0]["gain"] += 0.5
+    summary["bound"]["layers"][0]["log10_gain"] += 0.5
 
 
 def crop(rows, summary):
