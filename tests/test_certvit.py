@@ -267,7 +267,7 @@ def test_bad_errors_are_refused(error):
 def test_bad_arguments_are_refused():
     moments = Moments.from_rows(correlated(40, 9), "blocks.0.fc")
     weight = normal(6, 9)
-    with pytest.raises(InputError, match="spectral, nuclear, l1, clip, rescale"):
+    with pytest.raises(InputError, match="spectral, l1, nuclear, clip, rescale"):
         constrain_matrix(weight, moments, 0.1, "frobenius")
     with pytest.raises(InputError, match="blocks.0.fc.*does not fit"):
         constrain_matrix(normal(6, 8), moments)

@@ -156,7 +156,7 @@ def test_torchrun_lines_run(workplace):
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-I", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "lipcert.html").read_text()

@@ -320,8 +320,8 @@ def test_places_inside_a_form_stay() -> None:
             return x / (x.square().mean(-1, keepdim=True) + 0.01).sqrt()
 
     model = network(Outer())
-    assert LoFAST(model, at="part.inner").source.op == "sub"
-    assert "sub" not in [node.op for node in LoFAST(model).graph.nodes if node.path == "net.part.inner"]
+    assert LoFAST(model, at="part.inner").network.source.op == "sub"
+    assert "sub" not in [node.op for node in LoFAST(model).network.graph.nodes if node.path == "net.part.inner"]
 
 
 def test_rounding_bounds_are_those_of_the_network_as_written() -> None:

@@ -855,10 +855,10 @@ def test_staged_takes_products_where_all_norms_take_too_long(monkeypatch):
 
 
 def test_passes_that_mean_nothing():
-    with pytest.raises(InputError, match="0 or more"):
+    with pytest.raises(InputError, match="positive number of forward passes"):
         Certifier(vit(), 0.1, "anchored", passes=-1)
     for passes in (math.nan, math.inf, "9"):
-        with pytest.raises(InputError, match="0 or more"):
+        with pytest.raises(InputError, match="positive number of forward passes"):
             Certifier(vit(), 0.1, "anchored", passes=passes)
     with pytest.raises(InputError, match="gloro takes no norms"):
         certify(vit(), images(1), eps=0.1, method="gloro", passes=10)
