@@ -51,9 +51,10 @@ def given_by_name(node: Node) -> dict[str, Any]:
 
 
 def plain(node: Node) -> bool:
-    """Whether an operation has one real result, in the type of all that it reads."""
+    """Whether an operation has one real result, in the type of all that it reads, and all of these have axes."""
     real = node.single and node.dtype is not None and node.dtype.is_floating_point and isinstance(node.op, str)
-    return real and bool(node.operands) and all(x.dtype == node.dtype and x.single for x in node.operands)
+    both = (node, *node.operands)
+    return real and len(both) > 1 and all(x.dtype == node.dtype and x.single and x.shape for x in both)
 
 
 def larger(node: Node) -> Iterator[Form]:

@@ -252,7 +252,7 @@ def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
     args, kwargs = _tree(operand, torch.abs, (node.args, dict(node.kwargs)))
     with torch.enable_grad():
         result = node.function(*args, **kwargs)
-        if not result.requires_grad or not result.numel():  # it reads the operand's shape or type alone, or gives nothing
+        if not result.requires_grad or not result.numel():  # it reads a shape or type alone, or is empty
             return 0.0
         weight = torch.ones_like(result, requires_grad=True)
         (columns,) = torch.autograd.grad(result, value, weight, create_graph=True, allow_unused=True)
