@@ -78,7 +78,6 @@ class Certifier:
         notes: what else there is to say about a method for this model.
         together: how many images are certified at once: few where each takes long, so that little is lost when a run
             is stopped, and no more than memory holds. Halved where memory ends all the same.
-
         watch: called with the method that runs and how many images of a batch it is through, in parts of one.
 
     Args:
