@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipcert._format import DTYPES, Format
 from lipcert.bounds import (
+    RULES,
     Analysis,
     Boxes,
     NoAnswer,
@@ -53,6 +54,7 @@ class Contract:
         ascent: the largest that gradient ascent on that norm has found.
         box: the largest share of its box in a ball that an entry was seen to move by.
         remainder: the largest share of its bound that what linearisations leave out was seen to reach.
+        gain: the same of the bound on the absolute values of Jacobians.
         rounding: the same of rounding errors in float32, float16 and bfloat16. None, here and above: an operation has
             no finite answer.
     """
@@ -63,6 +65,7 @@ class Contract:
     ascent: float
     box: float | None = None
     remainder: float | None = None
+    gain: float | None = None
     rounding: float | None = None
 
     @property
@@ -82,8 +85,8 @@ def check_rule(
     """Attacks what the rules say of a function of one tensor, for each of their questions that they answer.
 
     Lipschitz constants are held against quotients, Jacobians and gradient ascent on their norm; boxes against images in
-    a ball; remainders, and what is said to be linear, against ascent on the deviation; rounding errors against the
-    operations in float32, float16 and bfloat16.
+    a ball; remainders, and what is said to be linear, against ascent on the deviation; bounds on Jacobians against
+    dense ones; rounding errors against the operations in float32, float16 and bfloat16.
 
     A check that passes is no proof: it finds mistakes, and the docstring of the rule carries the proof.
 
@@ -120,8 +123,8 @@ def check_rule(
         assert value <= bound * _SLACK, f"the bound is {bound:.6g}, and the check by {what} has found {value:.6g}"
     images = torch.stack(inputs[:4])
     box = check_box(module, analysis, images, generator)
-    remainder, rounding = _check_remainders(module, images), _check_rounding(module, images)
-    return Contract(bound, quotient, max(jacobians), ascent, box, remainder, rounding)
+    remainder, gain = _check_remainders(module, images), _check_gains(module, images)
+    return Contract(bound, quotient, max(jacobians), ascent, box, remainder, gain, _check_rounding(module, images))
 
 
 class _Applied(nn.Module):
@@ -393,6 +396,34 @@ def _check_remainders(module: nn.Module, images: Tensor) -> float | None:
     except NoAnswer:
         return None
     return max(shares, default=0.0)
+
+
+def _check_gains(module: nn.Module, images: Tensor) -> float | None:
+    """Holds A of nonlinear operations against the norm of |J| at the images: see :mod:`lipcert.bounds._jacobian`."""
+    graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
+    with torch.no_grad():
+        runs = [run(graph.nodes, {graph.input: image}) for image in images]
+    shares = []
+    for node in graph.nodes[1:]:
+        rule = RULES[node.op].jacobian if node.op in RULES else None
+        if rule is None or RULES[node.op].linear is not None and len(node.operands) < 2:
+            continue
+        values = {o: torch.stack([known[o] for known in runs]) for o in (*node.operands, node)}
+        for operand in dict.fromkeys(node.operands):
+            places = [place for place, o in enumerate(node.operands) if o is operand]
+            bounds = sum(rule.bounds(node, place, values)[0] for place in places)
+            for known, bound in zip(runs, torch.as_tensor(bounds).expand(len(runs)).tolist(), strict=True):
+                exact = float(torch.linalg.matrix_norm(_of_operand(node, operand, known).abs(), 2))
+                assert exact <= bound * _SLACK, f"{node.name}: |J| has norm {exact:.6g}, and the bound is {bound:.6g}"
+                shares.append(exact / bound if bound else 1.0)
+    return max(shares, default=None)
+
+
+def _of_operand(node: Node, operand: Node, known: Mapping[Node, Tensor]) -> Tensor:
+    """The Jacobian of an operation as a function of one operand, shape (entries of the result, entries of it)."""
+    rest = {o: known[o] for o in node.operands if o is not operand}
+    found = torch.autograd.functional.jacobian(lambda x: run((node,), {**rest, operand: x})[node], known[operand])
+    return found.reshape(node.entries, operand.entries)
 
 
 def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._nominal import NominalCheck
+from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.rounding import Ways
 from lipcert.graph import Node
 from lipcert.graph._graph import run
@@ -268,6 +269,8 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "normalize": lambda x: nn.functional.normalize(x - 0.3, dim=1),
     "gelu": lambda x: nn.functional.gelu(3 * x),
     "unbind": lambda x: torch.stack(x.tanh().unbind(1)[::-1], 1),
+    "logsumexp": lambda x: torch.logsumexp(9 * x, 1),
+    "softmax of large numbers": lambda x: (300 * x).softmax(1),
 }
 
 
@@ -277,8 +280,38 @@ def test_gains_of_single_operations_are_upper_bounds(name: str) -> None:
     for pixels in (PIXELS, (0.9, 0.1, 0.2, 0.6)):
         values = method.network.values(image(pixels)[:, None])
         for link, gain in method.network.local(values).gains.items():
-            columns = math.prod(link.operand.shape)
-            way = method.finder.jacobians.operator(link.operand, link.node, values, several=True, path=link.path)
-            jacobian = way.product(torch.eye(columns, dtype=torch.float64)[:, None])
-            exact = torch.linalg.matrix_norm(jacobian.reshape(columns, -1), 2).item()
+            exact = norm_of(method, link, values)
             assert exact <= gain.item() * (1 + 1e-9), link.node
+
+
+def norm_of(method: Anchored, link: Link, values: dict[Node, Tensor]) -> float:
+    """The norm of one operation's Jacobian, by all of its columns."""
+    columns = math.prod(link.operand.shape)
+    way = method.finder.jacobians.operator(link.operand, link.node, values, several=True, path=link.path)
+    jacobian = way.product(torch.eye(columns, dtype=torch.float64)[:, None])
+    return torch.linalg.matrix_norm(jacobian.reshape(columns, -1), 2).item()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.marker = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(3 * x.reshape(-1, 2, 2))[0].flatten(1)
+
+
+def test_norms_of_operations_without_bounds_are_found_and_charged() -> None:
+    method = Anchored(lipcert.load(Recurrent(), mean=(0.0,), std=(1.0,), input_size=(1, 1, 4)).double())
+    (lstm,) = method.finder.plan.links
+    assert not method.network.local.bounded(lstm)
+    values = method.network.values(image(PIXELS).reshape(1, 1, 1, 1, 4))
+    assert method.network.local(values).gains[lstm].isinf()
+    ledger = method.finder.ledger(1)
+    norms = method.finder(values, ledger)
+    assert norms.rounded.off[lstm] > 0
+    exact = norm_of(method, lstm, values)
+    found = method.network.local(values, {lstm: torch.tensor([exact])})
+    assert exact < found.gains[lstm].item() < math.inf

@@ -16,16 +16,19 @@ from lipcert.bounds._global import (
     global_values,
     lipschitz,
 )
+from lipcert.bounds._jacobian import gamma, lengths
 from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, bottom_logit, margins, radii, row_distances
 from lipcert.bounds._masked import Core
 from lipcert.bounds._registry import (
     RULES,
     Call,
+    Jacobian,
     NoAnswer,
     Rule,
     answer_of,
     box,
     coverage,
+    jacobian,
     kept_whole,
     key_of,
     refusal,
@@ -41,9 +44,9 @@ from lipcert.bounds.forms import canonical_forms
 
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense", "Estimate",
-    "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Remainder", "Rule", "State", "Value", "Walk",
-    "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand",
-    "canonical_forms", "check_weights", "coverage", "flat", "global_value", "global_values", "kept_whole", "key_of",
-    "lipschitz", "local_error", "margins", "per_image", "quadratic", "radii", "refusal", "remainder",
-    "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
+    "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Remainder", "Rule", "State", "Value",
+    "Walk", "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand",
+    "canonical_forms", "check_weights", "coverage", "flat", "gamma", "global_value", "global_values", "jacobian",
+    "kept_whole", "key_of", "lengths", "lipschitz", "local_error", "margins", "per_image", "quadratic", "radii",
+    "refusal", "remainder", "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

@@ -53,6 +53,8 @@ class Rule:
         remainder: how far the operation is from its linearisation: a class as :class:`~lipcert.bounds.Remainder`.
             Registered by :func:`remainder`.
         secant: other slopes at kinks, with which it may be linearised. Registered by :func:`secant`.
+        jacobian: how large the Jacobian is at computed values in float64. Registered by :func:`jacobian`; without one,
+            the norm of the operation is found by itself, where the operation has a remainder.
         rounding: the rounding errors of the deployed operation, shape (N, *node.shape).
             ``rounding(node, operands, fmt) -> Tensor``, operands as :class:`~lipcert.bounds.Operand`. Registered by
             :func:`rounding`.
@@ -64,6 +66,7 @@ class Rule:
     linear: Callable[[Node], bool] | None = None
     remainder: type[Any] | None = None
     secant: Secant | None = None
+    jacobian: Jacobian | None = None
     rounding: Callable[..., Any] | None = None
     # The methods that a module class had when each answer was registered.
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
@@ -81,6 +84,20 @@ class Secant:
 
     function: Callable[..., Any]
     rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """How large the Jacobian of an operation is at computed values: see :mod:`lipcert.bounds._jacobian`.
+
+    Attributes:
+        bounds: ``bounds(node, place, values)``, the pair (A, κ) for the operand at one place.
+        absolute: of operations that round their result by γ₀(‖result‖ + absolute · ‖operand‖) at most; None where that
+            follows from κ.
+    """
+
+    bounds: Callable[..., Any]
+    absolute: float | None
 
 
 RULES: dict[Any, Rule] = {}
@@ -132,6 +149,16 @@ def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node:
     def register(function: Answer) -> Answer:
         _register("secant", targets, Secant(function, rest))
         return function
+
+    return register
+
+
+def jacobian(*targets: Any, absolute: float | None = None) -> Callable[[Answer], Answer]:
+    """Registers bounds on Jacobians at computed values; see :class:`Jacobian`."""
+
+    def register(bounds: Answer) -> Answer:
+        _register("jacobian", targets, Jacobian(bounds, absolute))
+        return bounds
 
     return register
 

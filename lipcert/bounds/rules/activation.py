@@ -19,8 +19,9 @@ from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
+from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._masked import INFLATE
-from lipcert.bounds._registry import Call, NoAnswer, box, key_of, remainder, rounding, rule, secant
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, remainder, rounding, rule, secant
 from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image, smooth
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._secants import Bend, eta
@@ -175,6 +176,10 @@ box("relu", "relu6", "hardtanh")(clip)
 rounding("neg", "abs", "relu", "relu6")(exact)
 
 
+jacobian("relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", absolute=0.0)(of_entries)
+jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", absolute=1.0)(saturating)
+
+
 @remainder("relu")
 class Relu(Kinked):
     """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
@@ -211,6 +216,9 @@ class SecantRelu:
     def against(self, direction: Tensor) -> Against:
         g = self.jump * per_image(direction)
         return lambda rho: self.bend.against(g, rho[0], rho[-1][:, None])
+
+
+jacobian(secant_relu, absolute=0.0)(of_entries)
 
 
 @rule(F.leaky_relu)
@@ -266,6 +274,9 @@ class SecantLeakyRelu(SecantRelu):
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
         self.jump = 1 - node.args[2]
+
+
+jacobian(secant_leaky_relu, absolute=0.0)(of_entries)
 
 
 @rounding("leaky_relu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled, unknown
+from lipcert.bounds._jacobian import Bounds, bilinear, copies
 from lipcert.bounds._masked import INFLATE
-from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, remainder, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, known, per_image, worst
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
@@ -294,6 +295,14 @@ class Gate:
         return lambda rho: largest * rho[0] * rho[1]
 
 
+@jacobian("mul")
+def mul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """The other factor's largest entry, for each copy that a broadcast makes of this one."""
+    operand, other = node.operands[place], node.operands[1 - place]
+    gain = per_image(values[other]).abs().amax(1) * copies(node, operand)
+    return bilinear(gain, sum(operand.shape) + sum(node.shape))
+
+
 def _constant_denominator(node: Node) -> bool:
     given = arguments(node)
     if given.get("rounding_mode"):
@@ -400,6 +409,13 @@ class Quotient:
             return known(below * (worst(weights, size) * above + worst(weights, size * self.q) * below))
 
         return bound
+
+
+@jacobian("div")
+def div_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """1/y for the numerator, and (x/y)/y for the denominator."""
+    gain = copies(node, node.operands[place]) / per_image(values[node.operands[1]]).abs().amin(1)
+    return bilinear(gain if place == 0 else gain * per_image(values[node]).abs().amax(1), 0)
 
 
 def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from lipcert._format import EXTRA, Format
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import Call, NoAnswer, remainder, rounding, rule
+from lipcert.bounds._jacobian import Bounds, gamma
+from lipcert.bounds._registry import Call, NoAnswer, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, largest_share, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
@@ -92,6 +93,12 @@ class Softmax:
         return lambda rho: largest_share(spread * self._kappa(rho[-1])[0] / 2, rho[0], rho[-1])
 
 
+@jacobian("softmax")
+def softmax_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """|diag(p) − ppᵀ| has row and column sums 2p_i(1 − p_i) ≤ ½."""
+    return 0.5, 2 * gamma(2 * node.shape[arguments(node)["dim"]])
+
+
 @rounding("softmax")
 def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """exp(a_i − m)/Σ_j exp(a_j − m) for any m between the entries' largest and what online softmax has seen of it.
@@ -152,6 +159,17 @@ class LogSumExp:
     def against(self, direction: Tensor) -> Against:
         size = (-per_image(direction)).clamp_min(0)
         return lambda rho: (size * self._kappa(rho[0])).amax(1) / 2 * rho[0].square()
+
+
+@jacobian("logsumexp")
+def logsumexp_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """A row of J is p = exp(x − result), of length 1 at most, and rows share no column.
+
+    The result is off by a few u(‖x‖ + |result|), as a sum of n terms. In p, the exponent's terms are x and the result:
+    p_i is off by a share of u|x_i − result| ≤ u(log(1/p_i) + |result|), and p_i log(1/p_i) ≤ 1.
+    """
+    n = values[node.operands[0]][0].numel() / max(1, values[node][0].numel())
+    return 1.0, 2 * gamma(2 * n) * (1 + per_image(values[node]).abs().amax(1))
 
 
 @rule("scaled_dot_product_attention")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from lipcert._format import Format
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, per_axis
 from lipcert.bounds._box import operator
-from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, remainder, rounding, rule
+from lipcert.bounds._jacobian import Bounds, bilinear, lengths
+from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Bilinear
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
@@ -88,6 +89,16 @@ class DynamicConvolution(Bilinear):
             raise NoAnswer("a bias that depends on the image, and not both the input and the weight")
         self.factor = math.sqrt(math.prod(weight.shape[2:]))
         self.factors = (node.operands.index(x), node.operands.index(weight))
+
+
+@jacobian("conv1d", "conv2d", "conv3d")
+def convolution_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """Every entry of one operand meets one of the other at most once for each position in the kernel."""
+    if len(node.operands) != 2:
+        raise NoAnswer("not of two operands")
+    operand, other = node.operands[place], node.operands[1 - place]
+    gain = lengths(values[other]) * math.sqrt(math.prod(node.operands[1].shape[2:]))
+    return bilinear(gain, sum(operand.shape) + sum(node.shape) + math.prod(operand.shape[1:]))
 
 
 @rounding("conv1d", "conv2d", "conv3d")

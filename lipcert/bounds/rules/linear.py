@@ -6,7 +6,7 @@ Their norms come from lipcert.norms; a scale in front is folded in first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from lipcert._numerics import at_most
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import operator
-from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, remainder, rounding, rule
+from lipcert.bounds._jacobian import Bounds, bilinear, lengths
+from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, Bilinear, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
@@ -189,6 +190,14 @@ class MatrixProduct:
         return lambda rho: largest * rho[0] * rho[1]
 
 
+@jacobian("matmul")
+def matmul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """The other factor's sum of squares, by Cauchy and Schwarz, for every copy that a broadcast makes of this one."""
+    operand, other = node.operands[place], node.operands[1 - place]
+    batch = math.prod(node.shape[:-2]) / max(1, math.prod(operand.shape[:-2]))
+    return bilinear(lengths(values[other]) * math.sqrt(max(1.0, batch)), sum(operand.shape) + sum(node.shape))
+
+
 @rounding("matmul")
 def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """XY with |X̂||Ŷ| ≤ (|X| + |δX|)(|Y| + |δY|): norms of rows and columns against ‖δY‖ and ‖δX‖.
@@ -345,3 +354,13 @@ class Contraction(Bilinear):
         if len(operands) != 2 or not isinstance(equation, str):
             raise NoAnswer("other than two tensors")
         self.factor = math.sqrt(math.prod(repeats(equation, node.operands)))
+
+
+@jacobian("einsum")
+def einsum_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """The other operand's sum of squares, times the copies that are made of either along axes where it has size 1."""
+    if len(node.operands) != 2:
+        raise NoAnswer("not of two operands")
+    operand, other = node.operands[place], node.operands[1 - place]
+    gain = lengths(values[other]) * math.sqrt(math.prod(repeats(node.args[0], node.operands)))
+    return bilinear(gain, sum(operand.shape) + sum(node.shape) + sum(other.shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from lipcert._format import EXTRA, Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
-from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._jacobian import Bounds, normalising
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Radial, RadialKink, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
@@ -368,6 +369,28 @@ class GroupNorm(ByGroup, Radial):
         super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), 2)
 
 
+@jacobian("layer_norm", "rms_norm")
+def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """√n times tokens of n entries over the length of (c, √(n eps))."""
+    given, x = arguments(node), values[node.operands[0]]
+    centred = node.op == "layer_norm"
+    tokens = x.flatten(-len(given["normalized_shape"]))
+    eps = given.get("eps", 1e-5 if centred else None)
+    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    count = tokens.shape[-1]
+    return normalising(tokens, centred, math.sqrt(count * eps), math.sqrt(count), given.get("weight"))
+
+
+@jacobian("group_norm")
+def group_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """As of layers, for each group."""
+    given, x = arguments(node), values[node.operands[0]]
+    tokens = x.reshape(*x.shape[:2], given["num_groups"], -1)
+    count = tokens.shape[-1]
+    least = math.sqrt(count * float(given.get("eps", 1e-5)))
+    return normalising(tokens, True, least, math.sqrt(count), given.get("weight"))
+
+
 @rounding("group_norm")
 def group_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_standardized_rounding` over the channels of a group and all positions, then scale and bias by channel."""
@@ -405,6 +428,17 @@ class Normalized(RadialKink):
             raise NoAnswer("p is not 2, several dimensions, or eps = 0")
         axis = dim % len(node.shape) + 1
         super().__init__(per_image(operands[0].norm(dim=axis)), eps, None, axis, gain=1 / eps)
+
+
+@jacobian("normalize")
+def normalize_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """Tokens along one axis over their length."""
+    given = arguments(node)
+    axis = given.get("dim", 1)
+    if not isinstance(axis, int) or given.get("p", 2.0) != 2:
+        raise NoAnswer("another norm than that along one axis")
+    tokens = values[node.operands[0]].movedim(axis + 1 if axis >= 0 else axis, -1)
+    return normalising(tokens, False, float(given.get("eps", 1e-12)), 1.0, None)
 
 
 @rounding("normalize")

@@ -14,8 +14,9 @@ from lipcert._format import Format
 from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
+from lipcert.bounds._jacobian import selecting
 from lipcert.bounds._masked import INFLATE
-from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, Kinked
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
@@ -230,6 +231,12 @@ class AdaptiveMaxPool(_Windows):
             places = first[:, None] + torch.arange(int((behind - first).max()))
             windows.append(torch.where(places < behind[:, None], places, n))
         super().__init__(operands[0], windows)
+
+
+jacobian(
+    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "amax", "amin", "max", "min", "maximum", "minimum", absolute=0.0,
+)(selecting)  # fmt: skip
 
 
 @rule("amax", "amin")

@@ -12,7 +12,8 @@ from torch import Tensor
 from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import Call, NoAnswer, remainder, rounding, rule
+from lipcert.bounds._jacobian import of_entries
+from lipcert.bounds._registry import Call, NoAnswer, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, Smooth, per_image, smooth, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
@@ -75,6 +76,7 @@ def square(call: Call, x: Value) -> Value:
 
 
 smooth("square", curvature=2.0, downward=0.0)
+jacobian("square", "pow", "sqrt", "rsqrt", absolute=0.0)(of_entries)
 
 
 @rounding("square", "pow")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipcert._format import EXTRA, Format
-from lipcert.bounds._registry import Call, remainder, rounding, rule, secant
+from lipcert.bounds._jacobian import Bounds, normalising
+from lipcert.bounds._registry import Call, jacobian, remainder, rounding, rule, secant
 from lipcert.bounds._remainder import Against, Radial, RadialKink, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._secants import TINY, Bend, eta
@@ -300,3 +301,21 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
         weight, bias = (None if part is None else part.reshape(form) for part in (module.weight, module.bias))
         return affine_rounding(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
     return affine_rounding(size, error, module.weight, module.bias, fmt).movedim(-1, axis)
+
+
+@jacobian(LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, secant_project)
+def projection_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """Tokens over their length, at most the radius; the weights of a module that is kept whole, or of the secant's."""
+    module: Any = node.args[2] if node.name == "secant_project" else node.function
+    x = values[node.operands[0]]
+    tokens = x.movedim(2, -1) if module.channels_first else x
+    return normalising(tokens, module.centred, float(module.radius), float(module.radius), module.weight)
+
+
+@jacobian(GroupLayerProject, GroupSmoothProject)
+def group_projection_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """The same for each group."""
+    module: Any = node.function
+    x = values[node.operands[0]]
+    tokens = x.reshape(*x.shape[:2], module.groups, -1)
+    return normalising(tokens, module.centred, float(module.radius), float(module.radius), module.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from lipcert._format import EXTRA, Format
 from lipcert._upper import Number, Upper
 from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import nonnegative
-from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._jacobian import Bounds, gamma, lengths
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, per_image, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
@@ -120,6 +121,15 @@ class Variance:
         return lambda rho: largest * rho[0] ** 2
 
 
+@jacobian("var")
+def variance_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """2(x − mean)/(n − 1), whose absolute values are at most those of its two terms."""
+    x = values[node.operands[0]]
+    count = x[0].numel() / max(1, math.prod(node.shape))
+    gain = 4 * lengths(x) / max(1.0, count - 1)
+    return gain, gamma(4 * count) * gain
+
+
 @rule("norm", "linalg_vector_norm")
 def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Value:
     """ℓ2 norms: |‖a‖ − ‖b‖| ≤ ‖a − b‖, and groups share no entry."""
@@ -159,6 +169,12 @@ class Length:
             return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * whole * rho[0])
 
         return bound
+
+
+@jacobian("norm", "linalg_vector_norm")
+def length_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """A row of J is x/‖x‖, and rows share no column."""
+    return 1.0, gamma(2 * values[node.operands[0]][0].numel() / max(1, math.prod(node.shape)))
 
 
 @rounding("norm", "linalg_vector_norm")

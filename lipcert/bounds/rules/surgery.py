@@ -11,7 +11,8 @@ from torch import Tensor
 from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._box import State, Walk, clip, extended, monotone
-from lipcert.bounds._registry import Call, NoAnswer, box, remainder, rounding, rule
+from lipcert.bounds._jacobian import of_entries
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Kinked
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._value import Value, largest
@@ -106,6 +107,9 @@ class Clipping(Kinked):
         module: Any = node.function
         z = operands[0]
         super().__init__(torch.minimum(z.abs(), (z - module.threshold.double()).abs()))
+
+
+jacobian(ClippedReLU, absolute=0.0)(of_entries)
 
 
 @rounding(ClippedReLU)

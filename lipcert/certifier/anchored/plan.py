@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lipcert.bounds import Remainder
-from lipcert.certifier.anchored.chains import Link, work
+from lipcert.certifier.anchored.chains import work
 from lipcert.certifier.anchored.jacobians import GRAMS, passes_for, writes_rows
 from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
@@ -90,7 +90,7 @@ class NormPlan:
         peaks: the (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is found too.
         unconnected: the (a, b) that were wanted and where b does not depend on a.
         chained: those for which products of norms have to do (:mod:`.chains`): with ``passes`` alone.
-        links: single operations whose norms make these products.
+        links: single operations whose norms are found: those that make these products, and those without bounds.
         columns: the (v, u) with a linear way from a smooth operation v to u, for the norms of the columns of G(v → u).
         ahead: for a smooth operation v the first such u, whose columns the deviation of v is weighed with.
         weighted: the (a, v) for ‖diag(√w) G(a → u)‖, with u the operand of v and w the norms of those columns.
@@ -121,7 +121,7 @@ class NormPlan:
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
-        self.links: list[Link] = []
+        self.links = [link for link in network.chains.unknown if passes is not None or not network.local.bounded(link)]
         if passes is not None:
             self._spend(passes)
         summed = {v for v, wish in self.wishes.items() if wish.columns and self.whole}
@@ -171,7 +171,6 @@ class NormPlan:
         with more pairs finds within a number of passes contains what one with fewer finds.
         """
         network = self.network
-        self.links = network.chains.unknown
         inside = frozenset(layerwise_pairs(network))
         starts = {stage.start for stage in network.stages}
         ends = {stage.end for stage in network.stages}

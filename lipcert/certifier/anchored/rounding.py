@@ -42,8 +42,9 @@ however wrong p is: what it leaves out meets the deviation itself, and no norm i
 
 What is assumed of torch's kernels in float64: sums of products in any order, with or without fused multiplication;
 derivatives by the formulas of the operation, with roundings relative to their terms; library functions within 16 ulp.
-For operations without a rule, LSTM among them, A is taken from random vectors, and a relative rounding of 2⁻⁴⁰: another
-assumption. With ``at``, what is rounded in front of the perturbed value does not count.
+Operations without such bounds, LSTM among them, are taken to round products by 2⁻⁴⁰ relative to their terms: another
+assumption; their norms are found as those between operations are. With ``at``, what is rounded in front of the
+perturbed value does not count.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SMALLEST_NORMAL, UNIT, at_most
-from lipcert.bounds import NoAnswer, arguments, per_image, remainder_of
-from lipcert.bounds.rules.linear import repeats
+from lipcert._numerics import SMALLEST_NORMAL, at_most
+from lipcert.bounds import RULES, Jacobian, NoAnswer, gamma, lengths, remainder_of
 from lipcert.certifier.anchored.chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
@@ -67,23 +68,11 @@ _SHARE = 1e-6
 _ATTEMPTS = 12
 # Norms beyond count as infinite.
 _HUGE = 1e140
-# Roundings in a kernel beside its sums: products, scales, library functions. And the entries of a window.
-_ROUNDINGS = 16
+# Entries of a window of pooling or folding, and of bicubic interpolation.
 _WINDOW = 512
-# Relative error of an operation without a rule here.
+# Relative error of a product with an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
-
-_SATURATING = frozenset(("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish"))
-_ENTRYWISE = _SATURATING | {"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", "square", "pow", "sqrt", "rsqrt"}
-_SELECTING = frozenset(
-    f"{kind}max_pool{d}d" for kind in ("", "adaptive_") for d in (1, 2, 3)
-) | {"amax", "amin", "max", "min", "maximum", "minimum"}  # fmt: skip
-
-
-def _gamma(terms: float) -> float:
-    """More than γ_n for n = ``terms`` and the roundings beside them."""
-    return 4 * (terms + _ROUNDINGS) * UNIT
 
 
 class OperationRounding:
@@ -103,24 +92,34 @@ class OperationRounding:
         self._affine: dict[Link, tuple[float, float]] = {}
         self.kinds: dict[Node, bool | None] = {node: _affine(node) for node in chains.links}
 
+    def bounded(self, link: Link) -> bool:
+        """Whether the norm of an operation is bounded here; otherwise it has to be found."""
+        if link.isometric:
+            return True
+        if len(link.path) > 1 or self.kinds[link.node] is None:
+            return False
+        return bool(self.kinds[link.node]) or self._rule(link.node) is not None
+
+    def _rule(self, node: Node) -> Jacobian | None:
+        return RULES[node.op].jacobian if node.op in RULES else None
+
     @torch.no_grad()
-    def __call__(self, values: Mapping[Node, Tensor]) -> Errors:
-        """At nominal values, each of shape (N, *node.shape)."""
+    def __call__(self, values: Mapping[Node, Tensor], norms: Mapping[Link, Tensor] = MappingProxyType({})) -> Errors:
+        """At nominal values, each of shape (N, *node.shape), with the norms that were found, each of shape (N,)."""
         gains: dict[Link, Tensor] = {}
         off: dict[Link, Tensor] = {}
         errors: dict[Node, Tensor] = {}
         like = values[self.chains.source]
         still = torch.zeros(len(like), dtype=torch.float64, device=like.device)
         for node, links in self.chains.links.items():
-            size = _norm(values[node])
-            error = _gamma(0) * size
+            error = gamma(0) * lengths(values[node])
             for link in links:
-                gain, kappa = self._link(link, values)
+                gain, kappa = self._link(link, values) if self.bounded(link) else _found(link, norms)
                 gains[link], off[link] = at_most(still + gain), at_most(still + kappa)
-                error = error + 2 * off[link] * _norm(values[link.operand])
+                error = error + 2 * off[link] * lengths(values[link.operand])
             if all(link.isometric for link in links) and node.op in REARRANGING:
                 error = still
-            errors[node] = at_most(error + SMALLEST_NORMAL * _WINDOW * math.sqrt(max(1, math.prod(node.shape))))
+            errors[node] = at_most(error + _lost(node))
         return Errors(gains, off, errors, still)
 
     @torch.no_grad()
@@ -128,45 +127,35 @@ class OperationRounding:
         """Bounds on ‖e_w‖ without derivatives at the values, each of shape (N,); rough ones for unknown operations."""
         found: dict[Node, Tensor] = {}
         for node, links in self.chains.links.items():
-            error = (_gamma(0) * _norm(values[node])) if not all(map(_moves, links)) else 0 * _norm(values[node])
+            whole, rule = lengths(values[node]), self._rule(node)
+            error = (0 if all(map(_moves, links)) else gamma(0)) * whole
             for link in links:
-                size = _norm(values[link.operand])
+                size = lengths(values[link.operand])
                 if _moves(link):
                     continue
-                if node.op in _ENTRYWISE or node.op in _SELECTING:
-                    error = error + (node.op in _SATURATING) * _gamma(0) * size
-                elif len(link.path) > 1 or (not self.kinds[node] and not self._has_rule(link, values)):
-                    error = error + _UNKNOWN * (size + _norm(values[node]))
+                if rule is not None and rule.absolute is not None:
+                    error = error + rule.absolute * gamma(0) * size
+                elif self.bounded(link):
+                    error = error + 2 * self._link(link, values)[1] * size + _lost(node)
                 else:
-                    lost = SMALLEST_NORMAL * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
-                    error = error + 2 * self._link(link, values)[1] * size + lost
+                    error = error + _UNKNOWN * (size + whole)
             found[node] = at_most(error)
         return found
-
-    def _has_rule(self, link: Link, values: Mapping[Node, Tensor]) -> bool:
-        try:
-            _nonlinear(self.chains, link, link.node.operands.index(link.operand), values)
-        except NoAnswer:
-            return False
-        return True
 
     def _link(self, link: Link, values: Mapping[Node, Tensor]) -> tuple[Tensor | float, Tensor | float]:
         """A and κ."""
         node, operand = link.node, link.operand
         if link.isometric:
-            return 1.0, _gamma(0)
-        if len(link.path) > 1 or self.kinds[node] is None:
-            return _unknown(self.chains, link, values)
+            return 1.0, gamma(0)
         places = [place for place, o in enumerate(node.operands) if o is operand]
         if not self.kinds[node]:
-            try:
-                found = [_nonlinear(self.chains, link, place, values) for place in places]
-            except NoAnswer:
-                return _unknown(self.chains, link, values)
+            rule = self._rule(node)
+            assert rule is not None
+            found = [rule.bounds(node, place, values) for place in places]
             return sum(gain for gain, _ in found), sum(kappa for _, kappa in found)
         if link not in self._affine:
             gain = sum(_schur(node, place, values) for place in places)
-            self._affine[link] = gain, _gamma(_terms(node, operand)) * gain
+            self._affine[link] = gain, gamma(_terms(node, operand)) * gain
         return self._affine[link]
 
 
@@ -202,12 +191,16 @@ def _affine(node: Node) -> bool | None:
         return None
 
 
-def _norm(value: Tensor) -> Tensor:
-    """ℓ2 norms of an image's entries, from above, those that are −∞ left out, as masks are exact."""
-    flat = per_image(value.to(torch.float64))
-    flat = torch.where(flat.isinf(), 0.0, flat).abs()
-    largest = flat.amax(1, keepdim=True).clamp_min(SMALLEST_NORMAL) if flat.shape[1] else flat.new_ones(len(flat), 1)
-    return (flat / largest).norm(dim=1) * largest[:, 0] * (1 + 1e-9)
+def _found(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
+    """A and κ of an operation without bounds, from its norm: ‖|J|‖ ≤ ‖J‖_F ≤ √min(m, n) ‖J‖ for m rows of n entries."""
+    norm = norms.get(link, math.inf)
+    gain = 2 * math.sqrt(min(math.prod(link.operand.shape), math.prod(link.node.shape))) * norm
+    return gain, _UNKNOWN * gain
+
+
+def _lost(node: Node) -> float:
+    """What underflow may take of all entries of a result, as a norm."""
+    return SMALLEST_NORMAL * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
 
 
 def _terms(node: Node, operand: Node) -> int:
@@ -227,8 +220,8 @@ def _terms(node: Node, operand: Node) -> int:
             count = max(count, (shape[0] + shape[1]) * math.prod(shape[2:]) if conv else sum(shape))
     if any(word in node.name for word in ("pool", "fold", "interpolate")):
         count += _WINDOW
-    sizes = sorted((max(1, math.prod(node.shape)), max(1, math.prod(operand.shape))))
-    return count + 2 * (sizes[1] // sizes[0])
+    lengths = sorted((max(1, math.prod(node.shape)), max(1, math.prod(operand.shape))))
+    return count + 2 * (lengths[1] // lengths[0])
 
 
 def _tree(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -264,133 +257,6 @@ def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
     # Bicubic weights have both signs, and absolute values of sum below 1.6 along each axis.
     signs = 4.0 if node.op == "interpolate" else 1.0
     return signs * math.sqrt(columns.abs().max().item()) * math.sqrt(rows.abs().max().item()) * (1 + 1e-9)
-
-
-def _slopes(chains: Chains, link: Link, values: Mapping[Node, Tensor], vectors: Iterable[Tensor]) -> list[Tensor]:
-    """Jᵀu, shape (N, entries), for some u of the shape of the results."""
-    source = values[link.operand].detach().requires_grad_()
-    with torch.enable_grad():
-        (result,) = chains.replay(link.operand, source, [link.node], dict(values), link.path)
-        if not result.requires_grad:
-            return [per_image(torch.zeros_like(source)) for _ in vectors]
-        found = [
-            torch.autograd.grad(result, source, u.to(result), retain_graph=True, allow_unused=True) for u in vectors
-        ]
-    return [per_image(torch.zeros_like(source) if slope is None else slope) for (slope,) in found]
-
-
-def _unknown(chains: Chains, link: Link, values: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
-    """For operations without a rule: eight times what four random vectors show of ‖J‖_F. An assumption, no proof."""
-    generator = torch.Generator().manual_seed(0)
-    shape = values[link.node].shape
-    vectors = [torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64).expand(shape) for _ in range(4)]
-    gain = 8 * torch.stack([slope.norm(dim=1) for slope in _slopes(chains, link, values, vectors)]).amax(0)
-    return gain, gain * _UNKNOWN
-
-
-def _nonlinear(chains: Chains, link: Link, place: int, values: Mapping[Node, Tensor]) -> tuple[Any, Any]:
-    """A and κ for a nonlinear operation as a function of the operand at one place.
-
-    Raises:
-        NoAnswer: there is no rule.
-    """
-    node, operand = link.node, link.operand
-    x, result = values[operand], values[node]
-    name = node.name
-    ones = torch.ones_like(result)
-    if node.op in _ENTRYWISE or name in ("ClippedReLU", "secant_relu", "secant_leaky_relu"):
-        (slope,) = _slopes(chains, link, values, [ones])
-        gain = slope.abs().amax(1)
-        return gain, _gamma(0) * (gain + (node.op in _SATURATING))
-    if node.op in _SELECTING:  # a row of J picks an entry, or shares 1 among equal ones
-        (slope,) = _slopes(chains, link, values, [ones])
-        gain = slope.abs().amax(1).sqrt()
-        return gain, _gamma(_WINDOW + slope.shape[1] / max(1, per_image(result).shape[1])) * gain
-    if node.op == "softmax":  # |diag(p) − ppᵀ| has row sums 2p_i(1 − p_i)
-        axis = arguments(node)["dim"]
-        return 1.0, 2 * _gamma(2 * node.shape[axis])
-    if node.op in ("mul", "div", "matmul", "einsum", "conv1d", "conv2d", "conv3d") and len(node.operands) == 2:
-        return _product(node, place, values)
-    if node.op in ("norm", "linalg_vector_norm"):
-        return 1.0, _gamma(2 * x[0].numel() / max(1, result[0].numel()))
-    if node.op == "var":
-        count = x[0].numel() / max(1, result[0].numel())
-        gain = 4 * _norm(x) / max(1.0, count - 1)
-        return gain, _gamma(4 * count) * gain
-    return _normalising(node, x)
-
-
-def _product(node: Node, place: int, values: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
-    """Products of two values: by Cauchy and Schwarz, the entries' sum of squares, or the largest entry of a factor.
-
-    An einsum repeats operands along axes where they have size 1: √m ‖·‖ for one that is repeated m times.
-    """
-    operand, other = node.operands[place], values[node.operands[1 - place]]
-    entries = math.prod(node.shape)
-    copies = math.sqrt(max(1.0, entries / max(1, math.prod(operand.shape))))
-    flat = per_image(other).abs()
-    if node.op == "mul":
-        gain = flat.amax(1) * copies
-    elif node.op == "div":
-        smallest = per_image(values[node.operands[1]]).abs().amin(1)
-        gain = copies / smallest
-        gain = gain if place == 0 else gain * per_image(values[node]).abs().amax(1)
-    elif node.op == "matmul":
-        batch = math.prod(node.shape[:-2]) / max(1, math.prod(operand.shape[:-2]))
-        gain = _norm(other) * math.sqrt(max(1.0, batch))
-    elif node.op == "einsum":
-        gain = _norm(other) * math.sqrt(math.prod(repeats(node.args[0], node.operands)))
-    else:
-        weight = node.operands[1] if len(node.operands) == 2 else operand
-        gain = _norm(other) * math.sqrt(math.prod(weight.shape[2:]))
-    terms = sum(operand.shape) + sum(node.shape) if node.op != "div" else 0
-    terms += math.prod(operand.shape[1:]) if str(node.op).startswith("conv") else 0
-    terms += sum(node.operands[1 - place].shape) if node.op == "einsum" else 0
-    return gain, _gamma(terms) * gain
-
-
-def _normalising(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalisations and projections of tokens, γ ∘ c/s with c the token, centred or not.
-
-    |J| is at most the sum of the absolute values of its terms, 3 max|γ|/s. What rounding does to c and s relative to
-    s grows with the length of the token against s, and enters J twice as a factor, up to 8 in all.
-    """
-    module: Any = node.function
-    given = arguments(node) if node.op in ("layer_norm", "rms_norm", "group_norm", "normalize") else {}
-    if node.op in ("layer_norm", "rms_norm"):
-        centred = node.op == "layer_norm"
-        tokens, weight = x.flatten(-len(given["normalized_shape"])), given.get("weight")
-        eps = given.get("eps", 1e-5 if centred else None)
-        eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-        least, scale = math.sqrt(tokens.shape[-1] * eps), math.sqrt(tokens.shape[-1])
-    elif node.op == "group_norm":
-        tokens, centred, weight = x.reshape(*x.shape[:2], given["num_groups"], -1), True, given.get("weight")
-        least = math.sqrt(tokens.shape[-1] * float(given.get("eps", 1e-5)))
-        scale = math.sqrt(tokens.shape[-1])
-    elif node.op == "normalize":
-        axis = given.get("dim", 1)
-        if not isinstance(axis, int) or given.get("p", 2.0) != 2:
-            raise NoAnswer("another norm than that along one axis")
-        tokens, centred, weight = x.movedim(axis + 1 if axis >= 0 else axis, -1), False, None
-        least, scale = float(given.get("eps", 1e-12)), 1.0
-    elif hasattr(module, "radius") or node.name == "secant_project":
-        module = module if hasattr(module, "radius") else node.args[2]
-        tokens = x.reshape(*x.shape[:2], module.groups, -1) if hasattr(module, "groups") else x
-        if not hasattr(module, "groups") and module.channels_first:
-            tokens = x.movedim(2, -1)
-        centred, weight, least = module.centred, module.weight, float(module.radius)
-        scale = least
-    else:
-        raise NoAnswer("no rule for its rounding")
-    length = tokens.norm(dim=-1)
-    rest = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length
-    # Rounding may have made the centred token as long as this.
-    rest = (rest - _gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
-    short = 1 / torch.sqrt(rest.square() + least**2) if least else 1 / rest
-    largest = 1.0 if weight is None else weight.detach().abs().max().item()
-    gain = 3 * scale * largest * per_image(short)
-    worse = gain * (1 + 8 * per_image((length * short).square() if centred else torch.ones_like(short)))
-    return gain.amax(1), _gamma(8 * tokens.shape[-1]) * worse.amax(1)
 
 
 @dataclass(frozen=True)
@@ -429,7 +295,7 @@ class Rounded:
             The first, shape (N,), and the second for every start a, shape (N, starts): what each unit of δ and of R_v
             takes beside.
         """
-        size = {node: _norm(slope) for node, slope in gradients.items()}
+        size = {node: lengths(slope) for node, slope in gradients.items()}
         constant = torch.stack([times(size[node], error) for node, error in self.errors.items() if node in size])
         weight = self.ways.new_zeros(len(self.ways), len(self.place))
         lost = [constant.sum(0)]
@@ -513,7 +379,7 @@ class Ways:
         first = torch.where(ways > 0, first.clamp_max(_HUGE), 0.0)
         found = 2 * first @ ways
         if endless:
-            large = (first >= _HUGE * _gamma(0)).double()
+            large = (first >= _HUGE * gamma(0)).double()
             some = (ways > 0).double()
             unknown = large @ some + some @ (self.bounds >= _HUGE).double()
             found = torch.where(unknown > 0, math.inf, found)
@@ -542,7 +408,7 @@ def rounded(
         What rounding can have done; the c S of the norms, ∞ where no such bound holds; and upper bounds on all
         ‖G(a → b)‖. All of shape (N,).
     """
-    chains, found = local.chains, local(values)
+    chains, found = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
     place = {node: number for number, node in enumerate(nodes)}
     first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts)))}
@@ -566,7 +432,7 @@ def rounded(
     off = {node: torch.cat(noise)[:, place[node]] for node in nodes}
     for v in starts:  # a rule reads lengths of its operands off the computed values
         for u in {*v.operands} & off.keys():
-            off[u] = off[u] + _gamma(8 * u.shape[-1] if u.shape else 0) * _norm(values[u])
+            off[u] = off[u] + gamma(8 * u.shape[-1] if u.shape else 0) * lengths(values[u])
     if wanted:  # products of norms blow ν² up: left to the check of the nominal values
         off = {node: torch.zeros_like(value) for node, value in off.items()}
     added = {pair: torch.cat([one[pair] for one in slack]) for pair in gains}
