@@ -207,8 +207,17 @@ def coverage() -> str:
         left_out = "linear" if rule.linear is not None and rule.remainder is None else ""
         left_out = left_out or ("with secants" if rule.secant else "yes" if rule.remainder else "")
         left_out = f"{left_out}, or linear" if rule.linear is not None and rule.remainder is not None else left_out
-        rows.append((family, name, "yes" if rule.box else "", left_out, "yes" if rule.rounding else ""))
-    lines = [("family", "operation", "box", "remainder", "rounding"), ("---",) * 5, *sorted(rows)]
+        rows.append(
+            (
+                family,
+                name,
+                "yes" if rule.box else "",
+                left_out,
+                "yes" if rule.jacobian else "",
+                "yes" if rule.rounding else "",
+            )
+        )
+    lines = [("family", "operation", "box", "remainder", "Jacobian", "rounding"), ("---",) * 6, *sorted(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
