@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -45,7 +46,7 @@ def main() -> None:
     RESULT.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def measure(matrices: list[torch.Tensor]) -> dict:
+def measure(matrices: list[torch.Tensor]) -> dict[str, Any]:
     """Times the first matrix of a shape, and checks that the bound holds."""
     weight = matrices[0]
     ours, theirs = [], []

@@ -39,10 +39,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipcert._numerics import INFLATE
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import replayed
 from lipcert.bounds._global import Analysis
-from lipcert.bounds._masked import INFLATE, Core, core_of
+from lipcert.bounds._masked import Core, core_of
 from lipcert.bounds._registry import RULES, box
 from lipcert.bounds._value import Value
 from lipcert.graph import Graph, Node, needed, run

@@ -137,7 +137,7 @@ class _Kernels(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, look: Look, held: set[int], dependent: _Dependent, stack: list[str]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.look = look
         self.held = held
         self.dependent = dependent

@@ -87,7 +87,7 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    @torch.jit.ignore
+    @torch.jit.ignore  # type: ignore[untyped-decorator]
     def get_classifier(self) -> nn.Module:
         return self.head
 

@@ -407,7 +407,7 @@ def _activated(x: Node, linear: Fraction, function: Function) -> Activation | No
     """linear·x·(a + b·g(p))."""
     c = (*function.c, *[Fraction(0)] * (4 - len(function.c)))
     even = function.a == function.b != 0 and c[0] == c[2] == 0
-    if function.g == "sigmoid" and function.a == 0 and c == (0, 1, 0, 0):
+    if function.g == "sigmoid" and function.a == 0 and c[1] == 1 and not any((c[0], *c[2:])):
         return Activation("silu", x, linear * function.b)
     if function.g == "erf" and even and c[3] == 0 and _near(c[1], math.sqrt(0.5)):
         return Activation("gelu", x, 2 * linear * function.a)

@@ -138,7 +138,7 @@ def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
     whole = [isinstance(item, slice) and (item == slice(None) or d == axis) for d, item in enumerate(index)]
     if size % 2 or not all(whole) or len(index) <= axis:
         return None
-    reached = range(size)[index[axis]]
+    reached: object = range(size)[index[axis]]
     return next(((x, i) for i, part in enumerate((range(half), range(half, size))) if reached == part), None)
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._format import Format
+from lipcert._numerics import INFLATE
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
-from lipcert.bounds._masked import INFLATE
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, remainder, rounding, rule, secant
 from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image, smooth
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros

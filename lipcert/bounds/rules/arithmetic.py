@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lipcert._estimate import held
 from lipcert._format import Format
+from lipcert._numerics import INFLATE
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled, unknown
 from lipcert.bounds._jacobian import Bounds, bilinear, copies
-from lipcert.bounds._masked import INFLATE
 from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, known, per_image, worst
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._format import Format
+from lipcert._numerics import INFLATE
 from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
-from lipcert.bounds._masked import INFLATE
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
 from lipcert.bounds._remainder import Against, Kinked
 from lipcert.bounds._rounding import Operand, exact
