@@ -2,16 +2,68 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from lipcert._settings import one_of, option, plain
 from lipcert.errors import InputError
 
 METHODS = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
+KEPT = ("outputs", "activations")
+POINTS = ("projected", "sparse")
+_FAITHFUL = "Options of the engine faithful"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Hyper-parameters of Gupta and Verma 2023 (arXiv 2302.10287), tables 9 and 10.
+
+    Attributes:
+        batch_size: images a step.
+        epochs: of training from scratch with L2 attention (table 9), or of adapting it (table 10).
+        iterations: of Douglas–Rachford, "CertViT epochs".
+        projection_epochs: "proj_C epochs".
+        eta: η.
+        beta: β.
+        relaxation: λ.
+    """
+
+    batch_size: int
+    epochs: int
+    iterations: int
+    projection_epochs: int
+    eta: float
+    beta: float
+    relaxation: float
+
+
+PRESETS = {
+    # table 9
+    "mnist": Preset(512, 100, 5, 2, 1e-2, 0.1, 1.1),
+    "cifar10": Preset(512, 200, 5, 2, 1e-2, 0.1, 1.2),
+    "cifar100": Preset(512, 200, 5, 2, 1e-2, 0.1, 1.2),
+    "tinyimagenet": Preset(512, 200, 5, 2, 1e-2, 0.2, 1.2),
+    # table 10
+    "vit_tiny_patch16": Preset(2048, 50, 5, 2, 1e-2, 0.1, 1.2),
+    "vit_small_patch16": Preset(2048, 50, 5, 2, 1e-2, 0.1, 1.2),
+    "vit_small_patch32": Preset(1024, 70, 5, 2, 1e-2, 0.1, 1.2),
+    "vit_base_patch8": Preset(128, 70, 6, 2, 1e-2, 0.2, 1.3),
+    "vit_base_patch16": Preset(256, 50, 5, 2, 1e-2, 0.2, 1.2),
+    "vit_base_patch32": Preset(256, 50, 6, 2, 1e-2, 0.2, 1.3),
+    "vit_large_patch16": Preset(256, 70, 6, 2, 1e-2, 0.2, 1.3),
+    "deit_tiny": Preset(2048, 50, 5, 2, 1e-2, 0.1, 1.2),
+    "deit_small": Preset(2048, 70, 6, 2, 1e-2, 0.2, 1.2),
+    "deit_base": Preset(256, 70, 6, 2, 1e-2, 0.2, 1.3),
+    "swin_tiny": Preset(1024, 40, 5, 2, 1e-2, 0.1, 1.2),
+    "swin_small": Preset(512, 50, 6, 2, 1e-2, 0.2, 1.2),
+    "swin_base": Preset(256, 50, 6, 3, 1e-2, 0.25, 1.3),
+    "swin_large": Preset(128, 70, 7, 3, 1e-2, 0.25, 1.3),
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +74,22 @@ class ConstrainSettings:
         error: relative output error of each layer, above 0 and below 1.
         measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
             are reported beside the others in any case.
+        keep: ``"outputs"`` of each layer, or, for layers with a ReLU behind them, ``"activations"``: what the ReLU
+            makes of its outputs, which leaves units that are off free and the norms lower, see
+            :mod:`lipcert.certvit.behind`. The bound on the error is the same.
+        eta: η of the paper, which takes the place of ``error``: the squared error of a layer's output for one row,
+            such as a token or a patch, in the mean over rows.
+        preset: names η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`; what is given
+            beside it counts. The exact engine takes η of it.
+        iterations: of Douglas–Rachford; 500 at most, or 2 in the engine ``"faithful"``, where None.
+        beta: β of the engine ``"faithful"``: the share of the weights that the threshold of the first step takes to
+            zero, 0.1 where None. So the authors' scripts read the β of their tables; as a threshold itself, which the
+            text of the paper says, 0.1 is above most weights of a transformer.
+        relaxation: λ of the engine ``"faithful"``, 1.2 where None.
+        projection_epochs: of the engine ``"faithful"``: passes over the mini-batches for one projection, 100 where
+            None, as the authors' scripts.
+        point: which of its two sequences the engine ``"faithful"`` returns: ``"projected"``, which nearly meets the
+            error, or ``"sparse"``, the thresholded one, which has zeros and breaks it more, as the authors' scripts.
         engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which knows the measure
             ``"l1"`` only, may miss ``error``, and is there to be compared: see
             :func:`lipcert.certvit.constrain_blockwise`. The images are dealt out to 4 mini-batches.
@@ -45,6 +113,29 @@ class ConstrainSettings:
     engine: str = option(
         "faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0], choices=ENGINES
     )
+    keep: str = option(
+        "activations: where a ReLU is behind a layer, only what it makes of the outputs has to stay.",
+        KEPT[0],
+        choices=KEPT,
+    )
+    eta: float | None = option(
+        "In place of --error: mean squared error of an output row, as in the CertViT paper.", None, float | None
+    )
+    preset: str | None = option(
+        "Hyper-parameters of the CertViT paper's tables 9 and 10, by data set or model.",
+        None,
+        str | None,
+        choices=tuple(PRESETS),
+    )
+    iterations: int | None = option("Limit of Douglas-Rachford: 500, or 2 for faithful.", None, int | None)
+    beta: float | None = option("Share of weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL)
+    relaxation: float | None = option("Lambda, in (0, 2); 1.2.", None, float | None, group=_FAITHFUL)
+    projection_epochs: int | None = option(
+        "Passes over the mini-batches for a projection; 100.", None, int | None, group=_FAITHFUL
+    )
+    point: str = option(
+        "sparse: the thresholded weights, which miss the error more.", POINTS[0], choices=POINTS, group=_FAITHFUL
+    )
     layers: Iterable[str] | str | None = option(
         "Only these layers, by their paths with commas between.", None, str | None
     )
@@ -63,6 +154,9 @@ class ConstrainSettings:
             raise InputError(
                 f"the faithful engine lowers l1 and not {self.measure}; choose the measure l1 or the engine exact"
             )
+        one_of("keep", self.keep, KEPT)
+        one_of("point", self.point, POINTS)
+        self._fill_in()
         if not 0 < self.error < 1:
             raise InputError(f"the relative output error must be above 0 and below 1, got {self.error}")
         if self.workers < 0:
@@ -70,3 +164,39 @@ class ConstrainSettings:
         if self.layers is not None:
             names = self.layers.split(",") if isinstance(self.layers, str) else self.layers
             object.__setattr__(self, "layers", tuple(name.strip() for name in names))
+
+    def _fill_in(self) -> None:
+        """Takes what is not given from the preset, and checks the numbers."""
+        faithful = ("beta", "relaxation", "projection_epochs")
+        if self.engine != "faithful":
+            given = [name for name in faithful if getattr(self, name) is not None]
+            if given or self.point != POINTS[0]:
+                raise InputError(f"{', '.join(given) or 'point'}: for the engine faithful only")
+        if self.preset is not None:
+            one_of("preset", self.preset, tuple(PRESETS))
+            for name in ("eta", *((*faithful, "iterations") if self.engine == "faithful" else ())):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, getattr(PRESETS[self.preset], name))
+        for name, low, high in (("eta", 0, math.inf), ("beta", 0, 1), ("relaxation", 0, 2)):
+            value = getattr(self, name)
+            if value is not None and not low < value < high:
+                raise InputError(f"{name} must be above {low} and below {high}, got {value}")
+        for name in ("iterations", "projection_epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
+
+    def solver_options(self) -> dict[str, Any]:
+        """What the solver of the engine takes besides error and measure, as far as it is given."""
+        named: dict[str, Any] = {"iterations": self.iterations}
+        if self.engine == "faithful":
+            named |= {"quantile": self.beta, "relaxation": self.relaxation, "eta": self.eta, "point": self.point}
+            named |= {"projection_epochs": self.projection_epochs}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def described(self) -> dict[str, Any]:
+        """For a recipe: what was asked of the layers, without what is as ever."""
+        always = {"measure": self.measure, "engine": self.engine, "error": self.error}
+        names = ("keep", "eta", "preset", "iterations", "beta", "relaxation", "projection_epochs", "point")
+        ever = {one.name: one.default for one in fields(self)}
+        return always | {name: getattr(self, name) for name in names if getattr(self, name) != ever[name]}

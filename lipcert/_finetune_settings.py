@@ -94,6 +94,15 @@ class FinetuneSettings:
         group=_UPDATES,
     )
     channels_last: bool = option("Keep kernels and images in this memory format.", False, bool, group=_UPDATES)
+    only: str | None = option(
+        "Train these parameters alone, by patterns with commas: '*.attn.*' adapts attention.",
+        None,
+        str | None,
+        group=_UPDATES,
+    )
+    keep_zeros: bool = option(
+        "Weights that are exactly zero stay so, as constrain leaves some.", False, bool, group=_UPDATES
+    )
 
     def __post_init__(self) -> None:
         plain(self)

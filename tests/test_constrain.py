@@ -390,13 +390,13 @@ def test_weights_that_cannot_be_constrained_are_left_and_said():
             lipcert.constrain(model, pictures(10, 8), 0.1, layers=[name])
 
 
-def test_attention_by_distance_keeps_its_values():
+def test_the_parts_of_attention_by_distance_are_constrained():
     model = lipcert.convert(vit(), images=pictures(4))
     before = weights(model)
     lipcert.constrain(model, pictures(), 0.05)
-    assert {layer.path for layer in model.constraint.layers} >= {"blocks.0.attn.q", "blocks.0.attn.proj"}
-    assert "part of a L2Attention" in dict(model.constraint.untouched)["blocks.0.attn.v_weight"]
-    assert torch.equal(model.net.blocks[0].attn.v_weight, before["net.blocks.0.attn.v_weight"])
+    paths = {"blocks.0.attn.q", "blocks.0.attn.v", "blocks.0.attn.proj"}
+    assert {layer.path for layer in model.constraint.layers} >= paths
+    assert not torch.equal(model.net.blocks[0].attn.v_weight, before["net.blocks.0.attn.v_weight"])
     assert any("also forms its values" in note for note in model.constraint.notes)
     assert [step["step"] for step in model.recipe] == ["convert", "constrain"]
 

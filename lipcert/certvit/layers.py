@@ -11,30 +11,48 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
+from lipcert.certvit.behind import Relu
+from lipcert.certvit.moments import Holder
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import conv_norm, dense_norm
+from lipcert.surgery import L2Attention
 
 Untouched = tuple[str, str]
 
 
 @dataclass
 class Layer:
-    """A Linear or Conv2d of the network.
+    """A Linear or Conv2d of the network, or the values of an attention by distance.
 
     Attributes:
-        module: the layer.
+        module: the layer; of values the attention.
+        name: of its weight in the module.
         sizes: (height, width) of the images that a convolution gets; more than one if it is called several times.
         called: whether the network calls it.
+        relu: what the ReLU behind it sees, where that is part of the constraint.
     """
 
-    module: nn.Linear | nn.Conv2d
+    module: Holder
+    name: str = "weight"
     sizes: set[tuple[int, ...]] = field(default_factory=set)
     called: bool = False
+    relu: Relu | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter that is constrained; values have a group of rows for each head."""
+        weight: Tensor = getattr(self.module, self.name)
+        return weight
 
     def norm(self, weight: Tensor) -> float:
-        """Upper bound of the layer's ℓ2 norm with this weight; of the flattened kernel unless padding is by zeros."""
+        """Upper bound of the layer's ℓ2 norm with this weight; of the flattened kernel unless padding is by zeros.
+
+        Of values it is the largest norm of a head's.
+        """
         module = self.module
+        if isinstance(module, L2Attention):
+            return float(dense_norm(weight.unflatten(0, (module.num_heads, -1))))
         if not isinstance(module, nn.Conv2d):
             return float(dense_norm(weight))
         if module.padding_mode != "zeros":
@@ -53,9 +71,12 @@ def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer],
     Raises:
         InputError: a name that is no layer of the network, or a named layer that cannot be constrained; no layers.
     """
-    layers = {
-        path: Layer(module) for path, module in model.net.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
-    }
+    layers: dict[str, Layer] = {}
+    for path, module in model.net.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            layers[path] = Layer(module)
+        elif isinstance(module, L2Attention):
+            layers[f"{path}.v".lstrip(".")] = Layer(module, "v_weight")
     _watch(model, layers)
     owners = _owners(model.net)
     obstacles = {path: _obstacle(path, layer, owners) for path, layer in layers.items()}
@@ -117,10 +138,11 @@ def _owners(net: nn.Module) -> dict[int, list[str]]:
 
 def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
     """Why a layer cannot be constrained; empty if it can."""
-    weight = layer.module._parameters.get("weight")
+    weight = layer.module._parameters.get(layer.name)
     if weight is None:
         return "its weight is computed from other parameters"
-    shared = [owner for owner in owners[id(weight)] if owner != path]
+    own = path if layer.name == "weight" else path.removesuffix("v").removesuffix(".")
+    shared = [owner for owner in owners[id(weight)] if owner != own]
     if shared:
         return f"it shares its weight with {', '.join(shared)}"
     if not layer.called:
@@ -130,8 +152,10 @@ def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
     return ""
 
 
-def _is_plain(module: nn.Linear | nn.Conv2d) -> bool:
+def _is_plain(module: Holder) -> bool:
     kind = type(module)
+    if isinstance(module, L2Attention):
+        return True
     if isinstance(module, nn.Linear):
         return kind.forward in (nn.Linear.forward, timm.layers.Linear.forward)
     return kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
@@ -147,11 +171,11 @@ def _unknown(name: str, net: nn.Module, layers: Mapping[str, Layer]) -> str:
 
 
 def _other_weights(net: nn.Module) -> list[Untouched]:
-    """Weight matrices that are no Linear or Conv2d layer of their own, such as the values of L2Attention."""
+    """Weight matrices that are no layer of their own."""
     return [
         (f"{path}.{name}".lstrip("."), f"it is no Linear or Conv2d layer but part of a {type(module).__name__}")
         for path, module in net.named_modules()
-        if not isinstance(module, (nn.Linear, nn.Conv2d))
+        if not isinstance(module, (nn.Linear, nn.Conv2d, L2Attention))
         for name, parameter in module._parameters.items()
         if parameter is not None and "weight" in name and parameter.dim() >= 2
     ]

@@ -8,7 +8,7 @@ pass with forward hooks is enough, and several processes add theirs up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from lipcert._processes import Processes
 from lipcert.errors import InputError
+from lipcert.surgery import L2Attention
 
 _CHUNK_BYTES = 64 << 20  # float64 copies of activations are made in pieces of at most this size
 
 BatchProgress = Callable[[int, int, int], object]
+Holder = nn.Linear | nn.Conv2d | L2Attention
 
 
 @dataclass
@@ -33,11 +35,15 @@ class Moments:
         second: (G, M, M) float64, symmetric; one matrix for each group of a grouped convolution, otherwise G = 1.
             M is in_features, or in_channels / groups · kernel height · kernel width.
         rows: how many rows x_t were summed, over all processes after :meth:`all_reduce`.
+        sample: every so many-th of the rows, (G, T, M), for constraints that moments do not know; None where none were
+            asked for.
     """
 
     name: str
     second: Tensor
     rows: int = 0
+    sample: Tensor | None = None
+    _every: int = 1
 
     @classmethod
     def from_rows(cls, rows: Tensor, name: str = "layer") -> Moments:
@@ -48,6 +54,7 @@ class Moments:
         """
         stack = rows if rows.dim() == 3 else rows[None]
         moments = cls(name, stack.new_zeros(stack.shape[0], stack.shape[2], stack.shape[2], dtype=torch.float64))
+        moments.sample = stack[:, :0]
         moments.add(stack)
         moments.require_rows()
         return moments
@@ -64,7 +71,18 @@ class Moments:
         for piece in rows.split(max(1, _CHUNK_BYTES // (8 * groups * width)), dim=1):
             exact = piece.to(self.second.device, torch.float64)
             self.second.baddbmm_(exact.mT, exact)
+        if self.sample is not None:
+            self._keep(rows)
         self.rows += count
+
+    def _keep(self, rows: Tensor) -> None:
+        """Adds every so many-th row to the sample; where it gets too large, every second one of it goes."""
+        assert self.sample is not None
+        first = -self.rows % self._every
+        self.sample = torch.cat([self.sample, rows[:, first :: self._every].to(self.sample)], dim=1)
+        while self.sample.shape[1] > sample_size(self.width):
+            self.sample = self.sample[:, ::2]
+            self._every *= 2
 
     def require_rows(self) -> None:
         """Raises InputError when no row was ever summed."""
@@ -79,6 +97,8 @@ class Moments:
         processes = Processes.connected()
         processes.add_up(self.second)
         self.rows = sum(processes.gather(self.rows))
+        if self.sample is not None:
+            self.sample = torch.cat(processes.gather(self.sample.cpu()), dim=1)
 
     @property
     def groups(self) -> int:
@@ -121,7 +141,14 @@ def pooled(parts: Sequence[Moments]) -> Moments:
     if len(parts) == 1:
         return parts[0]
     total = sum((part.second for part in parts[1:]), parts[0].second)
-    return Moments(parts[0].name, total, sum(part.rows for part in parts))
+    samples = [part.sample for part in parts if part.sample is not None]
+    sample = torch.cat(samples, dim=1) if len(samples) == len(parts) else None
+    return Moments(parts[0].name, total, sum(part.rows for part in parts), sample)
+
+
+def sample_size(width: int) -> int:
+    """The most rows of a sample: four times as many as they have entries, and 4096 at least."""
+    return max(4096, 4 * width)
 
 
 @dataclass
@@ -177,6 +204,7 @@ def stream(
     *,
     max_bytes: int = 2 << 30,
     progress: BatchProgress | None = None,
+    sampled: Collection[str] = (),
 ) -> Iterator[dict[str, Moments]]:
     """Yields the moments of one group of layers after the other, each group from one pass over the images.
 
@@ -188,9 +216,11 @@ def stream(
         model: called as ``model(batch)``; its result is not used.
         batches: image batches. With more than one group they are gone through once per group, so this must then be a
             list, a DataLoader or another iterable that can start again, and not a generator.
-        layers: module path → nn.Linear or nn.Conv2d, in any order; None takes all of the model.
+        layers: module path → nn.Linear, nn.Conv2d or, for its values, :class:`lipcert.surgery.L2Attention`, in any
+            order; None takes all Linear and Conv2d layers of the model.
         max_bytes: limit for the moments of one group, 8 · G · M² bytes a layer.
         progress: called as ``progress(pass, passes, images so far)`` after every batch, passes counted from 1.
+        sampled: the layers whose moments keep a sample of rows, of at most :func:`sample_size`, in float32.
 
     Yields:
         Module path → moments on the CPU, for one group of layers.
@@ -201,26 +231,28 @@ def stream(
             that cannot be gone through again.
     """
     chosen = _chosen(model, layers)
-    groups = _grouped(chosen, max_bytes)
+    groups = _grouped(chosen, max_bytes, sampled)
     if len(groups) > 1 and iter(batches) is batches:
         raise InputError(
             f"the moments need {len(groups)} passes over the images but the batches can be read once only; "
             "give a list or a DataLoader, or raise max_bytes"
         )
     for number, group in enumerate(groups, start=1):
-        found = _one_pass(model, batches, group, None if progress is None else partial(progress, number, len(groups)))
+        found = _one_pass(
+            model, batches, group, None if progress is None else partial(progress, number, len(groups)), sampled
+        )
         for name, moments in found.items():
             if layers is not None and not moments.rows:
                 raise InputError(f"the model never calls layer {name} on these images; leave it out")
         yield {name: moments for name, moments in found.items() if moments.rows}
 
 
-def _chosen(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> dict[str, nn.Linear | nn.Conv2d]:
+def _chosen(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> dict[str, Holder]:
     if layers is None:
         layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    chosen: dict[str, nn.Linear | nn.Conv2d] = {}
+    chosen: dict[str, Holder] = {}
     for name, module in layers.items():
-        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+        if not isinstance(module, (nn.Linear, nn.Conv2d, L2Attention)):
             raise InputError(f"layer {name} is a {type(module).__name__}; only Linear and Conv2d can be constrained")
         chosen[name] = module
     if not chosen:
@@ -228,17 +260,20 @@ def _chosen(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> dict[st
     return chosen
 
 
-def _moment_shape(module: nn.Linear | nn.Conv2d) -> tuple[int, int, int]:
+def _moment_shape(module: Holder) -> tuple[int, int, int]:
+    if isinstance(module, L2Attention):
+        return module.num_heads, module.dim, module.dim
     groups = module.groups if isinstance(module, nn.Conv2d) else 1
     width = module.weight[0].numel()
     return groups, width, width
 
 
-def _grouped(layers: dict[str, nn.Linear | nn.Conv2d], max_bytes: int) -> list[dict[str, nn.Linear | nn.Conv2d]]:
-    groups: list[dict[str, nn.Linear | nn.Conv2d]] = []
+def _grouped(layers: dict[str, Holder], max_bytes: int, sampled: Collection[str]) -> list[dict[str, Holder]]:
+    groups: list[dict[str, Holder]] = []
     room = 0
     for name, module in layers.items():
-        size = 8 * math.prod(_moment_shape(module))
+        count, width, _ = _moment_shape(module)
+        size = 8 * count * width * width + (4 * count * width * sample_size(width) if name in sampled else 0)
         if size > max_bytes:
             raise InputError(f"the moments of layer {name} alone need {size:,} bytes; raise max_bytes ({max_bytes:,})")
         if not groups or size > room:
@@ -249,14 +284,61 @@ def _grouped(layers: dict[str, nn.Linear | nn.Conv2d], max_bytes: int) -> list[d
     return groups
 
 
+def _empty(name: str, module: Holder, device: torch.device) -> Moments:
+    place = "cpu" if device.type == "mps" else device  # Apple's GPUs have no float64
+    return Moments(name, torch.zeros(_moment_shape(module), dtype=torch.float64, device=place))
+
+
+class _ValueHook:
+    """Adds what the values of attention by distance are computed from: u = Σ_j P_ij y_j W_hᵀ/√d for head h.
+
+    The output of a head is V_h u + bias, so the values are a layer with a group for each head. With W_h as rows,
+    Σ u uᵀ = W_hᵀ (Σ v vᵀ) W_h/d for v = Σ_j P_ij y_j, which has as many entries as a head.
+    """
+
+    def __init__(self, name: str, module: L2Attention):
+        self.name = name
+        self.module = module
+        shape = (module.num_heads, module.head_dim, module.head_dim)
+        self.mixed = _empty(name, module, module.q.weight.device)
+        self.mixed.second = self.mixed.second.new_zeros(shape)
+        self.plain = module.attend
+        module.attend = self  # type: ignore[method-assign]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        for part, shift in self._parts(x, bias):
+            self.mixed.add(self.module.mixed(part, shift).transpose(0, 1).flatten(1, 2))
+        return self.plain(x, bias)
+
+    def _parts(self, x: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """A few of the sets of tokens at a time, with the bias of each."""
+        size = max(1, _CHUNK_BYTES // (8 * self.module.num_heads * x.shape[1] * (x.shape[1] + self.module.head_dim)))
+        for start in range(0, len(x), size):
+            own = bias is not None and bias.dim() == 4 and len(bias) == len(x)
+            yield x[start : start + size], bias[start : start + size] if own and bias is not None else bias
+
+    def end(self) -> Moments:
+        """What was found; the attention is as it was."""
+        del self.module.attend
+        queries = self.module.q.weight.detach().unflatten(0, (self.module.num_heads, -1)).to(self.mixed.second)
+        self.mixed.second = queries.mT @ self.mixed.second @ queries * self.module.scale**2
+        return self.mixed
+
+
 class _Hook:
     """Adds the inputs of every call of one layer to its moments."""
 
-    def __init__(self, name: str, module: nn.Linear | nn.Conv2d):
-        device = module.weight.device
-        place = "cpu" if device.type == "mps" else device  # Apple's GPUs have no float64
-        self.moments = Moments(name, torch.zeros(_moment_shape(module), dtype=torch.float64, device=place))
+    def __init__(self, name: str, module: nn.Linear | nn.Conv2d, sampled: bool):
+        self.moments = _empty(name, module, module.weight.device)
+        if sampled:
+            groups, width, _ = self.moments.second.shape
+            self.moments.sample = torch.zeros(groups, 0, width)
         self.handle = module.register_forward_hook(self)
+
+    def end(self) -> Moments:
+        """What was found; the layer is as it was."""
+        self.handle.remove()
+        return self.moments
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(module, (nn.Linear, nn.Conv2d))
@@ -313,10 +395,15 @@ def _patches(module: nn.Conv2d, images: Tensor) -> Tensor:
 def _one_pass(
     model: nn.Module,
     batches: Iterable[Tensor],
-    layers: dict[str, nn.Linear | nn.Conv2d],
+    layers: dict[str, Holder],
     progress: Callable[[int], object] | None,
+    sampled: Collection[str],
 ) -> dict[str, Moments]:
-    hooks = {name: _Hook(name, module) for name, module in layers.items()}
+    hooks = {
+        name: _ValueHook(name, module) if isinstance(module, L2Attention) else _Hook(name, module, name in sampled)
+        for name, module in layers.items()
+    }
+    found: dict[str, Moments] = {}
     training = {module: module.training for module in model.modules()}
     model.eval()
     processes = Processes.connected()
@@ -331,13 +418,12 @@ def _one_pass(
                 if progress is not None:
                     progress(images)
     finally:
-        for hook in hooks.values():
-            hook.handle.remove()
+        found = {name: hook.end() for name, hook in hooks.items()}
         for module, flag in training.items():
             module.training = flag
     if not sum(processes.gather(images)):
         raise InputError("no images to collect moments from; give at least one batch")
-    for hook in hooks.values():
-        hook.moments.all_reduce()
-        hook.moments.second = hook.moments.second.cpu()
-    return {name: hook.moments for name, hook in hooks.items()}
+    for moments in found.values():
+        moments.all_reduce()
+        moments.second = moments.second.cpu()
+    return found

@@ -17,6 +17,7 @@ from lipcert._constrain_settings import ConstrainSettings
 from lipcert._processes import Processes
 from lipcert._settings import settings_of, takes
 from lipcert.bounds import lipschitz
+from lipcert.certvit.behind import relus
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
 from lipcert.certvit.layers import Layer, choose, evaluating
@@ -77,10 +78,14 @@ def constrain(
     """
     started = time.perf_counter()
     asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
-    measure, engine = asked.measure, asked.engine
+    measure, engine, error = asked.measure, asked.engine, asked.error
     report = progress or (lambda what, done, total: None)
     calibration, held = part(model, loader, held_out)
     chosen, untouched = choose(model, asked.layers)
+    if asked.keep == "activations":
+        behind = relus(model, {p: x.module for p, x in chosen.items() if not isinstance(x.module, L2Attention)})
+        for path, relu in behind.items():
+            chosen[path].relu = relu
     notes: list[str] = []
     bound_before = _log10_bound(model, partial(report, "bounding the network before"), notes)
 
@@ -89,17 +94,17 @@ def constrain(
     variants: dict[str, Weights] = {}
     count = _BLOCKS if engine == "faithful" else 1
     for blocks, held_moments in _moments(model, chosen, calibration, held, asked.max_bytes, count, report):
-        outcomes = _outcomes(chosen, blocks, measure, engine, error, solve, report)
+        outcomes = _outcomes(chosen, blocks, asked, solve, report)
         for path, parts in blocks.items():
             results = {method: outcomes[_task_name(path, method)] for method in (measure, *BASELINES)}
             held_part = held_moments.get(path)
-            entry, weights = _entry(path, chosen[path], pooled(parts), held_part, results, measure, error)
+            entry, weights = _entry(path, chosen[path], pooled(parts), held_part, results, asked)
             entries.append(entry)
             for method, weight in weights.items():
                 variants.setdefault(method, {})[path] = weight
     _require_success(entries)
 
-    before = {path: layer.module.weight.detach().clone() for path, layer in chosen.items()}
+    before = {path: layer.weight.detach().clone() for path, layer in chosen.items()}
     try:
         accuracy, agreement = _compare(model, held, chosen, {"before": before, **variants}, report)
         _put(chosen, variants[measure])
@@ -116,6 +121,7 @@ def constrain(
         measure=measure,
         engine=engine,
         error=error,
+        keep=asked.keep,
         images=counts[0],
         held_out=counts[1],
         layers=tuple(entries),
@@ -123,10 +129,10 @@ def constrain(
         after=figures(measure, {entry.path: entry.norm_after for entry in entries}, bound_after),
         baselines={name: figures(name, {entry.path: entry.baselines[name] for entry in entries}) for name in BASELINES},
         untouched=tuple(untouched),
-        notes=(*notes, *_notes(model, chosen, entries, counts[1])),
+        notes=(*notes, *_notes(model, chosen, entries, counts[1], asked.keep)),
         seconds=time.perf_counter() - started,
     )
-    step = {"step": "constrain", "measure": measure, "engine": engine, "error": error, "layers": sorted(chosen)}
+    step = {"step": "constrain", **asked.described(), "layers": sorted(chosen)}
     model.recipe.append({**step, "images": counts[0], "held_out": counts[1], **(origin or {})})
     return model
 
@@ -154,12 +160,13 @@ def _moments(
     The calibration images are dealt out to ``count`` parts, each with moments of its own.
     """
     modules = {path: layer.module for path, layer in chosen.items()}
+    sampled = [path for path, layer in chosen.items() if layer.relu is not None]
 
     def collect(images: Iterable[Tensor], what: str) -> Iterator[dict[str, Moments]]:
         def seen(number: int, passes: int, count: int) -> None:
             report(f"{what}, pass {number} of {passes}" if passes > 1 else what, count, None)
 
-        return stream(model, images, modules, max_bytes=max_bytes // count, progress=seen)
+        return stream(model, images, modules, max_bytes=max_bytes // count, progress=seen, sampled=sampled)
 
     held_groups: Iterator[dict[str, Moments]] | None = None
     dealt = [_Dealt(calibration, first, count) for first in range(count)]
@@ -191,20 +198,22 @@ def _task_name(path: str, method: str) -> str:
 def _outcomes(
     chosen: Mapping[str, Layer],
     blocks: Mapping[str, list[Moments]],
-    measure: str,
-    engine: str,
-    error: float,
+    asked: ConstrainSettings,
     solve: Mapping[str, object],
     report: LayerProgress,
 ) -> dict[str, Outcome]:
-    methods = tuple(dict.fromkeys((measure, *BASELINES)))
+    methods = tuple(dict.fromkeys((asked.measure, *BASELINES)))
     finished = itertools.count(1)
 
     def task(path: str, parts: list[Moments], method: str) -> Task:
-        name, weight = _task_name(path, method), chosen[path].module.weight.detach().cpu()
-        if engine == "faithful" and method == measure:
-            return Task(name, weight, parts, {"error": error}, constrain_blockwise)
-        return Task(name, weight, pooled(parts), {"error": error, "measure": method})
+        name, weight, own = _task_name(path, method), chosen[path].weight.detach().cpu(), method == asked.measure
+        relu = chosen[path].relu if own else None
+        kept = parts if relu is not None else [replace(part, sample=None) for part in parts]
+        options: dict[str, Any] = {} if relu is None else {"relu": relu}
+        options |= {"error": _error(asked, pooled(kept), weight), **(asked.solver_options() if own else {})}
+        if asked.engine == "faithful" and own:
+            return Task(name, weight, kept, options, constrain_blockwise)
+        return Task(name, weight, pooled(kept), {**options, "measure": method})
 
     return solve_layers(
         (task(path, parts, method) for path, parts in blocks.items() for method in methods),
@@ -213,43 +222,58 @@ def _outcomes(
     )
 
 
+def _error(asked: ConstrainSettings, moments: Moments, weight: Tensor) -> float:
+    """The relative error asked of a layer: with η that of Σ_t ‖W x_t − y_t‖² = T η over its T rows."""
+    energy = moments.energy(weight)
+    if asked.eta is None or not energy:
+        return asked.error
+    return math.sqrt(asked.eta * moments.rows / energy)
+
+
 def _entry(
     path: str,
     layer: Layer,
     moments: Moments,
     held: Moments | None,
     results: Mapping[str, Outcome],
-    measure: str,
-    error: float,
+    asked: ConstrainSettings,
 ) -> tuple[LayerConstraint, Weights]:
     """A layer's line of the report, and its weight under each method: its own where that method failed."""
-    before = layer.module.weight.detach().clone()
+    before = layer.weight.detach().clone()
     weights = {
         method: result.weight.to(before) if isinstance(result, Solution) else before
         for method, result in results.items()
     }
     norm_before = layer.norm(before)
     norms = {method: norm_before if weight is before else layer.norm(weight) for method, weight in weights.items()}
-    chosen, weight = results[measure], weights[measure]
-    reached = None if isinstance(chosen, Failure) else moments.relative_error(weight.cpu(), before.cpu())
-    on_held = None if held is None or reached is None else held.relative_error(weight.cpu(), before.cpu())
+    chosen, weight = results[asked.measure], weights[asked.measure]
+
+    def away(of: Moments | None) -> float | None:
+        if of is None or isinstance(chosen, Failure):
+            return None
+        new, old = weight.cpu(), before.cpu()
+        if layer.relu is not None and of.sample is not None:
+            return layer.relu.relative_error(new, old, of.sample)
+        return of.relative_error(new, old)
+
     entry = LayerConstraint(
         path=path,
         norm_before=norm_before,
-        norm_after=norms[measure],
+        norm_after=norms[asked.measure],
         baselines={name: norms[name] for name in BASELINES},
-        error_asked=error,
-        error_reached=_number(reached),
-        error_held_out=_number(on_held),
+        error_asked=_error(asked, moments, before.cpu()),
+        error_reached=_number(away(moments)),
+        error_held_out=_number(away(held)),
         sparsity=float((weight == 0).double().mean()),
         iterations=chosen.iterations if isinstance(chosen, Solution) else 0,
         gap=chosen.gap if isinstance(chosen, Solution) else None,
         seconds=chosen.seconds if isinstance(chosen, Solution) else 0.0,
-        rows=moments.rows,
-        width=moments.width,
+        rows=moments.rows if layer.relu is None or moments.sample is None else moments.sample.shape[1],
+        width=layer.module.head_dim if isinstance(layer.module, L2Attention) else moments.width,
         rank=moments.rank,
         status=chosen.status if isinstance(chosen, Solution) else "failed",
         shortfalls=(),
+        behind=None if layer.relu is None else "relu",
     )
     return replace(entry, shortfalls=tuple(_shortfalls(entry, results, before.dtype))), weights
 
@@ -287,7 +311,7 @@ def _require_success(entries: Sequence[LayerConstraint]) -> None:
 def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
     with torch.no_grad():
         for path, weight in weights.items():
-            chosen[path].module.weight.copy_(weight)
+            chosen[path].weight.copy_(weight)
 
 
 def _compare(
@@ -336,7 +360,7 @@ def _sums(numbers: list[int]) -> list[int]:
 
 
 def _notes(
-    model: Model, chosen: Mapping[str, Layer], entries: Sequence[LayerConstraint], held_out: int
+    model: Model, chosen: Mapping[str, Layer], entries: Sequence[LayerConstraint], held_out: int, keep: str
 ) -> Iterator[str]:
     if not held_out:
         yield (
@@ -357,6 +381,14 @@ def _notes(
             f"the inputs of {len(flat)} of {len(entries)} layers do not span all dimensions, those of {least.path} "
             f"{least.rank} of {least.width}; in the others the weights are free to change: look at the held-out errors"
         )
+    if any(layer.relu is not None for layer in chosen.values()):
+        behind = sum(layer.relu is not None for layer in chosen.values())
+        yield (
+            f"{behind} of {len(entries)} layers have a ReLU behind them; their errors are those that the ReLU tells, "
+            "and the baselines' are not"
+        )
+    elif keep == "activations":
+        yield "no layer has a ReLU directly behind it, so keeping activations is keeping outputs"
     queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
     if any(path in chosen for path in queries):
         yield (

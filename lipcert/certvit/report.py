@@ -29,6 +29,7 @@ class LayerConstraint:
         rank: dimensions that these inputs span, the fewest among the groups of a convolution.
         status: "converged", "iteration limit", "zero weight", "rounding", or "failed" for a layer left as it was.
         shortfalls: whatever else there is to say, one line each, with the layer's path.
+        behind: "relu" where the errors are those that the ReLU behind the layer tells; else None.
     """
 
     path: str
@@ -47,6 +48,7 @@ class LayerConstraint:
     rank: int
     status: str
     shortfalls: tuple[str, ...]
+    behind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class ConstraintReport:
         untouched: weights that were left out of the run, and why.
         notes: what there is to say about the whole network.
         seconds: wall-clock time of everything.
+        keep: "outputs", or "activations" where that is what stays of layers with a ReLU behind them.
     """
 
     measure: str
@@ -97,6 +100,7 @@ class ConstraintReport:
     untouched: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     seconds: float
+    keep: str = "outputs"
 
     @property
     def method(self) -> str:

@@ -5,7 +5,8 @@
 The images enter through their moments alone (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares
 solution, which is W_pre itself when the y_t are the layer's own outputs. Douglas–Rachford splitting (Lions and Mercier
 1979) alternates the proximal operator of the norm with the exact projection onto the ellipsoid, and stops on a duality
-gap. What is returned is the projection's point: it always satisfies the constraint.
+gap. What is returned is the projection's point: it always satisfies the constraint. For ℓ1 it is the nearest such point
+with the zeros that the proximal operator made, see :func:`_with_zeros`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from torch import Tensor
 from lipcert._constrain_settings import METHODS
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
+from lipcert.certvit.behind import Relu, inner
 from lipcert.certvit.moments import Moments, Targets
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 
 _RELAXATION = 1.6
 _CHECK_EVERY = 5
+_ROUNDS = 60  # ellipsoids inside the set behind a ReLU, at most
+_FINER = 0.1  # share of the tolerance to which each is solved
+_DEARER = 0.01  # share by which zeros may raise a norm
+_ITERATIONS_OF_ZEROS = 200
+_INSIDE = 1e-4  # of the radius, that rounding sparse weights leaves free
 _STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # of a layer: the first that any group has
 
 
@@ -95,11 +102,27 @@ class _Problem:
 
 
 @dataclass(frozen=True)
+class _BehindProblem(_Problem):
+    """One group with a ReLU behind it: its rows (T, M), and what the ReLU sees of its units."""
+
+    rows: Tensor
+    relu: Relu
+
+    def squared_error(self, weight: Tensor) -> float:
+        """Σ_t d²_∂f(y_t)(W x_t − y_t)."""
+        away = self.relu.differences(self.rows @ weight.mT, self.rows @ self.pre.mT)
+        return float(away.square().sum())
+
+
+@dataclass(frozen=True)
 class _Point:
+    """A feasible weight; ``interior`` is one that is further inside, to round towards; None for the centre."""
+
     weight: Tensor
     iterations: int = 0
     gap: float | None = None
     status: str = "converged"
+    interior: Tensor | None = None
 
 
 def constrain_matrix(
@@ -109,6 +132,7 @@ def constrain_matrix(
     measure: str = "spectral",
     *,
     targets: Targets | None = None,
+    relu: Relu | None = None,
     tolerance: float = 1e-3,
     iterations: int = 500,
 ) -> Solution:
@@ -125,12 +149,18 @@ def constrain_matrix(
     the share ``error`` of itself. ``spectral`` starts from clip's point and keeps the best, so its norm is never above
     clip's.
 
+    With a ReLU behind the layer its outputs may change where ReLU does not tell: the constraint is then
+    Σ_t d²_∂f(y_t)(W x_t − y_t) ≤ error² · Σ_t ‖W_pre x_t‖² on the moments' sample of rows, see
+    :mod:`lipcert.certvit.behind`, and ``error_reached`` is that. The bound on the right is the same as without it. The
+    baselines do not know it.
+
     Args:
         weight: W_pre, (O, M), or (O, …) such as (O, C / G, kh, kw) with M = C / G · kh · kw.
         moments: of the layer's inputs.
         error: above 0 and below 1.
         measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
         targets: outputs to stay near instead of the layer's own.
+        relu: what stands behind the layer; the moments need a sample of rows then.
         tolerance: stop when the relative duality gap and the relative step are both at most this.
         iterations: limit for Douglas–Rachford.
 
@@ -144,7 +174,10 @@ def constrain_matrix(
     started = time.perf_counter()
     name = moments.name
     pre = _checked(weight, moments, error, measure)
-    problems = _problems(name, pre, moments.second.to(pre.device), targets, error)
+    if relu is not None and measure in MEASURES:
+        problems = _behind(name, pre, moments.sample, relu, targets, error)
+    else:
+        problems = _problems(name, pre, moments.second.to(pre.device), targets, error)
     if pre.any() and not any(problem.energy for problem in problems):
         raise InputError(f"the outputs of layer {name} are zero on all images; use images with more than one colour")
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
@@ -197,6 +230,20 @@ def _problems(name: str, pre: Tensor, second: Tensor, targets: Targets | None, e
     return [_Problem(*group, error) for group in zip(pre, second, cross, targets.energy.tolist(), strict=True)]
 
 
+def _behind(
+    name: str, pre: Tensor, rows: Tensor | None, relu: Relu, targets: Targets | None, error: float
+) -> list[_Problem]:
+    if rows is None or targets is not None:
+        raise InputError(f"layer {name}: a relu behind it asks for moments with a sample of rows, and for no targets")
+    found: list[_Problem] = []
+    for group, (weight, sample) in enumerate(zip(pre, rows, strict=True)):
+        x = sample.to(weight)
+        second = x.mT @ x
+        sees = relu.of_group(group, len(pre))
+        found.append(_BehindProblem(weight, second, None, _energy(weight, second), error, x, sees))
+    return found
+
+
 def _energy(matrix: Tensor, second: Tensor) -> float:
     return max(0.0, float(((matrix @ second) * matrix).sum()))
 
@@ -216,9 +263,44 @@ def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterati
         point = _Point(_clip(centre, radius, lambda rows: ((rows @ problem.second) * rows).sum(dim=1)))
     elif measure == "rescale":
         point = _Point(centre * max(0.0, 1 - radius / math.sqrt(_energy(centre, problem.second))))
+    elif isinstance(problem, _BehindProblem):
+        point = _minimise_behind(problem, radius, measure, tolerance, iterations)
     else:
         point = _minimise(centre, problem.second, radius, measure, tolerance, iterations)
     return _rounded(point, centre, problem, dtype)
+
+
+def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
+    """Ellipsoid after ellipsoid inside the set behind the ReLU, see :mod:`lipcert.certvit.behind`."""
+    chosen = MEASURES[measure]
+    before = problem.rows @ problem.pre.mT
+    best, value, lower = _Point(problem.pre), chosen.value(problem.pre), 0.0
+    at, taken, gap, momentum = problem.pre, 0, 1.0, 1
+    for _ in range(_ROUNDS):
+        around = inner(at, before, problem.rows, problem.relu, radius)
+        if around.highest < 0:
+            lower = max(lower, -around.highest / chosen.dual(around.outward))
+        gap = max(0.0, (value - lower) / value)
+        plain = _Problem(problem.pre, problem.second, around.cross, around.energy, problem.error)
+        centre = plain.least_squares()
+        room = radius * radius - plain.squared_error(centre)
+        if gap <= tolerance:
+            break
+        point = best
+        if room > 0:
+            point = _minimise(centre, problem.second, math.sqrt(room), measure, _FINER * tolerance, iterations)
+            taken += point.iterations
+        reached = chosen.value(point.weight)
+        if reached < value:
+            momentum += 1
+            at = point.weight + (momentum - 1) / (momentum + 2) * (point.weight - best.weight)
+            best, value = point, reached
+        elif momentum == 1:
+            break
+        else:  # begin anew from the best
+            at, momentum = best.weight, 1
+    status = "converged" if gap <= tolerance else "iteration limit"
+    return replace(best, iterations=taken, gap=gap, status=status)
 
 
 def _minimise(centre: Tensor, second: Tensor, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
@@ -227,7 +309,7 @@ def _minimise(centre: Tensor, second: Tensor, radius: float, measure: str, toler
     eigenvalues, basis = eigenbasis(second)
     if not chosen.rotates:
         ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
-        return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations)
+        return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations, second)
     rotated = centre @ basis
     if min(centre.shape) == 1:  # these norms are then the Frobenius norm, least at the projection of zero
         nearest = Ellipsoid(rotated, eigenvalues, None, radius).project(torch.zeros_like(rotated))
@@ -254,8 +336,53 @@ def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor
     return clip_spectrum(centre, spectrum, high)
 
 
+def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -> tuple[Tensor, Tensor] | None:
+    """A member of the ellipsoid with the zeros of a matrix near it, and one further inside; None where none was found.
+
+    Conjugate gradients for the least tr((V − centre) S (V − centre)ᵀ) over matrices with these zeros, from ``sparse``,
+    stopped well inside. Between the last two iterates, which have the same zeros, lies a point near the boundary: the
+    first in the direction from ``sparse`` that leaves room for rounding.
+
+    Args:
+        sparse: (O, M).
+        centre: of the ellipsoid, (O, M).
+        second: S, (M, M).
+        radius: of the ellipsoid.
+    """
+    mask = sparse != 0
+
+    def length(point: Tensor) -> float:
+        return _energy(point - centre, second)
+
+    wanted = radius * radius * (1 - _INSIDE)
+    current, before = sparse, sparse
+    residual = (centre - current) @ second * mask
+    direction, size = residual, float(residual.square().sum())
+    for _ in range(_ITERATIONS_OF_ZEROS):
+        if length(current) < (1 - 10 * _INSIDE) * radius * radius or not size:
+            break
+        turned = direction @ second * mask
+        step = size / float((turned * direction).sum())
+        before, current = current, current + step * direction
+        residual = residual - step * turned
+        size, old = float(residual.square().sum()), size
+        direction = residual + size / old * direction
+    if not length(current) < wanted:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if length(before + middle * (current - before)) <= wanted else (middle, high)
+    return before + high * (current - before), current
+
+
 def _douglas_rachford(
-    ellipsoid: Ellipsoid, measure: Measure, start: Tensor, tolerance: float, iterations: int
+    ellipsoid: Ellipsoid,
+    measure: Measure,
+    start: Tensor,
+    tolerance: float,
+    iterations: int,
+    zeros_in: Tensor | None = None,
 ) -> _Point:
     """minimise ‖V‖ over the ellipsoid.
 
@@ -271,6 +398,7 @@ def _douglas_rachford(
         start: a feasible point; the result is never worse.
         tolerance: for the relative gap and ‖W̃ − W‖_F / ‖W̃‖_F.
         iterations: limit.
+        zeros_in: the moments S; then the result has the zeros that the proximal operator made last.
 
     Returns:
         The best feasible point seen, with iterations, gap and status.
@@ -278,8 +406,10 @@ def _douglas_rachford(
     step = measure.step(ellipsoid.centre)
     governing = ellipsoid.centre
     best, upper, lower = start, measure.value(start), 0.0
-    gap = 1.0
-    for iteration in range(1, iterations + 1):
+    gap, done = 1.0, False
+    iteration = 0
+    while iteration < iterations and not done:
+        iteration += 1
         relaxed = measure.prox(governing, step)
         feasible = ellipsoid.project(2 * relaxed - governing)
         governing = governing + _RELAXATION * (feasible - relaxed)
@@ -292,16 +422,21 @@ def _douglas_rachford(
         if highest < 0:
             lower = max(lower, -highest / measure.dual(outward))
         gap = max(0.0, (upper - lower) / upper)
-        if gap <= tolerance and float((feasible - relaxed).norm()) <= tolerance * float(feasible.norm()):
-            return _Point(best, iteration, gap, "converged")
-    return _Point(best, iterations, gap, "iteration limit")
+        done = gap <= tolerance and float((feasible - relaxed).norm()) <= tolerance * float(feasible.norm())
+    point = _Point(best, iteration, gap, "converged" if done else "iteration limit")
+    bare = zeros_in is None or bool((relaxed != 0).all())
+    found = None if zeros_in is None or bare else _with_zeros(relaxed, ellipsoid.centre, zeros_in, ellipsoid.radius)
+    if found is None or (value := measure.value(found[0])) > (1 + _DEARER) * upper:
+        return point
+    return replace(point, weight=found[0], interior=found[1], gap=max(0.0, (value - lower) / value))
 
 
 def _rounded(point: _Point, centre: Tensor, problem: _Problem, dtype: torch.dtype) -> _Point:
     """The point in ``dtype``, drawn towards the centre as little as rounding needs for the constraint to hold."""
     kept = centre.to(dtype)
+    inside = centre if point.interior is None else point.interior
     for slack in (0.0, *(10.0**-k for k in range(12, 0, -1))):
-        weight = (point.weight + slack * (centre - point.weight)).to(dtype)
+        weight = (point.weight + slack * (inside - point.weight)).to(dtype)
         if problem.squared_error(weight.double()) <= problem.allowed and not torch.equal(weight, kept):
             return replace(point, weight=weight)
     return replace(point, weight=kept, status="rounding")

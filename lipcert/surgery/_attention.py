@@ -104,13 +104,23 @@ class L2Attention(nn.Module):
 
     def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The output for tokens x of shape (N, tokens, dim), with b broadcasting to (N, heads, tokens, tokens)."""
+        y, weights = self._weights(x, bias)
+        mixed = self.attn_drop(weights) @ (y @ self.mixing())
+        return self._out(mixed)
+
+    def mixed(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Σ_j P_ij y_j for the arguments of :meth:`attend`, shape (N, heads, tokens, head_dim)."""
+        y, weights = self._weights(x, bias)
+        return weights @ y
+
+    def _weights(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """y, shape (N, heads, tokens, head_dim), and P, shape (N, heads, tokens, tokens)."""
         y = self.q(x).reshape(x.shape[0], x.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
         keys = y.square().sum(-1).unsqueeze(-2)  # ‖y_i‖² is the same for the whole row and cancels in the softmax
         logits = (y @ y.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
         if bias is not None:
             logits = logits + bias
-        mixed = self.attn_drop(logits.softmax(-1)) @ (y @ self.mixing())
-        return self._out(mixed)
+        return y, logits.softmax(-1)
 
     def _out(self, mixed: Tensor) -> Tensor:
         """The heads' results, shape (N, heads, tokens, value_dim), as the module's output."""

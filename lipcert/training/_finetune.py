@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import astuple, dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -148,6 +149,11 @@ def finetune(
             * amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as
               they are. Not with ``"anchored"``, whose second derivatives would be lost in it.
             * channels_last: keep kernels and images in this memory format, which is faster for some convolutions.
+            * only: train these parameters alone, a text of patterns as in :mod:`fnmatch` with commas between, and keep
+              all others frozen. ``"*.attn.*"`` with the loss ``"ce"`` is the L2 adaptation of Gupta and Verma 2023
+              (arXiv 2302.10287, figure 3a) for a model that :func:`lipcert.convert` gave attention by distance.
+            * keep_zeros: entries of weight matrices that are exactly zero at first stay zero, as the retraining after
+              pruning in section 3.5 of that paper; so the sparsity of :func:`lipcert.constrain` stays.
 
     Returns:
         The model, in evaluation mode, with one more step in its recipe.
@@ -172,7 +178,10 @@ def finetune(
     state = processes.gather(state)[0]
     model.eval()
     good = _copy(model.state_dict())
+    frozen = _others(model, asked.only)
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         run = _Run(model, loader, processes, asked)
         if state is not None:
             run.restore(state)
@@ -189,6 +198,9 @@ def finetune(
     except BaseException:
         model.load_state_dict(good)
         raise
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
     run.optimizer.zero_grad()
     if run.average is not None:
         model.load_state_dict(run.average.module.state_dict())
@@ -209,6 +221,27 @@ def check_trainable(model: Model, asked: FinetuneSettings) -> None:
     check_weights(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("all parameters are frozen (requires_grad is False), so there is nothing to train")
+    _others(model, asked.only)
+
+
+def _others(model: Model, only: str | None) -> list[nn.Parameter]:
+    """The parameters that would be trained and that ``only`` leaves out.
+
+    Raises:
+        InputError: a pattern that matches no parameter that can be trained.
+    """
+    if only is None:
+        return []
+    named = {name: parameter for name, parameter in model.net.named_parameters() if parameter.requires_grad}
+    wanted: set[str] = set()
+    for pattern in (part.strip() for part in only.split(",")):
+        matching = {name for name in named if fnmatchcase(name, pattern)}
+        if not matching:
+            there = ", ".join([*named][:8])
+            raise InputError(f"only has {pattern!r}, and no parameter matches it; there are {there} …")
+        wanted |= matching
+    kept = {id(named[name]) for name in wanted}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
 
 
 @dataclass(frozen=True)
@@ -240,6 +273,8 @@ class _Run:
         self.classes = number_of_classes(model)
         if asked.channels_last:
             model.to(memory_format=torch.channels_last)
+        weights = [p for p in model.parameters() if p.dim() > 1] if asked.keep_zeros else []
+        self.zeros = [(p, p == 0) for p in weights if bool((p == 0).any())]
         self.hold = None if asked.max_norm is None else NormHold(model, asked.max_norm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._optimizer()
@@ -353,6 +388,9 @@ class _Run:
         self.optimizer.step()
         if self.hold is not None:
             self.hold()
+        with torch.no_grad():
+            for parameter, zeros in self.zeros:
+                parameter.masked_fill_(zeros, 0.0)
         self.updates += 1
         if self.average is not None:
             self.average.update(self.model, step=self.updates)

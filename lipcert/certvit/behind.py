@@ -1,0 +1,192 @@
+"""The constraint set of CertViT with the ReLU behind the layer, and the least norm in it.
+
+Gupta and Verma 2023 (arXiv 2302.10287), equations 5 to 10: an activation R = prox_f satisfies R(z) = y if and only if
+z − y ∈ ∂f(y), and a changed weight W is measured by the distance of W x − y to ∂f(y). ReLU is the proximity operator
+of the indicator function of [0, ∞), whose subdifferential at y is {0} for y > 0 and (−∞, 0] for y = 0. So with
+z = W x + b and y = ReLU(W_pre x + b), unit by unit,
+
+    d²(z − y) = (z − y)² where y > 0,    (max(z, 0))² where y = 0:
+
+a unit that was off may go anywhere below zero. With y = ReLU(z_pre) this is at most (z − z_pre)²: where y > 0,
+y = z_pre; where y = 0, z_pre ≤ 0 and max(z, 0) ≤ |z − z_pre|. So this set contains the plain one at the same tolerance,
+and the least norm in it is at most that in the plain one.
+
+**Batch normalisation between.** In evaluation ReLU sees a_i = γ_i z_i + β_i, z = W x. The set of z_i with the same
+ReLU is then the half-line {γ_i z_i + β_i ≤ 0} where a_i ≤ 0, the point where a_i > 0, and all of ℝ where γ_i = 0.
+Distances are those of z, so that the plain set and its tolerance stay what they are.
+
+**Exact engine.** The set {W : Σ_t d_t²(W) ≤ r²} is convex, no ellipsoid. For any V let P_t be the points of the sets of
+row t that are nearest to V x_t. Then d_t(W) ≤ ‖W x_t − P_t‖ for every W, so {W : Σ_t ‖W x_t − P_t‖² ≤ r²}, an
+ellipsoid, lies in the set where it is not empty, and :mod:`lipcert.certvit.solve` finds the least norm over it. Where V
+is a member, so is it of its ellipsoid, and the norm found is at most that of V. Starting from W_pre, whose ellipsoid is
+the plain set, ellipsoid follows ellipsoid (Marks and Wright 1978, "A general inner approximation algorithm for
+nonconvex mathematical programs"): value and gradient of both constraints agree at V, so that a V that does not move is
+optimal. V runs ahead of the last step with Nesterov's momentum, and starts anew where the norm rises.
+
+**Lower bound.** With D the matrix of the differences d_t = V x_t − P_t and G = Σ_t d_t x_tᵀ, every member W satisfies
+⟨G, W⟩ = Σ_t ⟨d_t, W x_t⟩ ≤ Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, because d_t is normal to its convex set at P_t, and the W x_t are
+off these sets by vectors of total norm at most r. Hence ‖W‖ ‖G‖_dual ≥ −⟨G, W⟩ ≥ −(Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.errors import LipcertError
+from lipcert.graph import Graph, Node, capture
+from lipcert.model import Model
+
+# What may stand between a layer and its ReLU: operations that keep the place of every entry and act by channels.
+_BETWEEN = ("identity", "dropout", "batch_norm")
+
+
+@dataclass(frozen=True, repr=False)
+class Relu:
+    """The ReLU behind a layer: it sees scale_i z_i + offset_i of the layer's output z = W x without bias.
+
+    Attributes:
+        scale: γ, shape (O,), float64; 1 without batch normalisation.
+        offset: shape (O,), float64: the layer's bias, and what batch normalisation makes of it.
+    """
+
+    scale: Tensor
+    offset: Tensor
+
+    def __repr__(self) -> str:
+        content = torch.stack([self.scale, self.offset]).double().cpu().contiguous().numpy().tobytes()
+        return f"Relu({hashlib.sha256(content).hexdigest()})"
+
+    def of_group(self, group: int, groups: int) -> Relu:
+        """The units of one group of a grouped convolution."""
+        return Relu(self.scale.chunk(groups)[group], self.offset.chunk(groups)[group])
+
+    def differences(self, outputs: Tensor, before: Tensor) -> Tensor:
+        """From the nearest point that ReLU does not tell from ``before`` to ``outputs``.
+
+        Args:
+            outputs: z = W x by rows, (T, O), float64, without bias.
+            before: z_pre, likewise.
+
+        Returns:
+            (T, O); the squares add up to Σ_t d²_∂f(y_t)(W x_t − y_t).
+        """
+        scale, offset = self.scale.to(outputs), self.offset.to(outputs)
+        beyond = (scale * outputs + offset).clamp_min(0) / torch.where(scale == 0, 1.0, scale)
+        change = torch.where(scale * before + offset > 0, outputs - before, beyond)
+        return torch.where(scale == 0, 0.0, change)
+
+    def active(self, before: Tensor) -> float:
+        """The share of the entries of z_pre that ReLU lets through."""
+        return float((self.scale.to(before) * before + self.offset.to(before) > 0).double().mean())
+
+    def relative_error(self, weight: Tensor, reference: Tensor, rows: Tensor) -> float:
+        """(Σ_t d_t² / Σ_t ‖W_pre x_t‖²)^½ over rows (G, T, M); NaN where the outputs are all zero."""
+        squared = energy = 0.0
+        groups = len(rows)
+        blocks = [matrix.double().reshape(groups, -1, rows.shape[2]) for matrix in (weight, reference)]
+        for group, (new, old) in enumerate(zip(*blocks, strict=True)):
+            x = rows[group].double()
+            before = x @ old.mT
+            squared += float(self.of_group(group, groups).differences(x @ new.mT, before).square().sum())
+            energy += float(before.square().sum())
+        return math.sqrt(squared / energy) if energy else math.nan
+
+
+def relus(model: Model, layers: dict[str, nn.Linear | nn.Conv2d]) -> dict[str, Relu]:
+    """The ReLU directly behind each of the layers that has one, by module path.
+
+    Between them there may be batch normalisation in evaluation, dropout, and nothing else; the layer is called once,
+    and nothing but the ReLU reads what it computes. A network that cannot be captured has none.
+    """
+    image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
+    try:
+        graph = capture(model, image).flat()
+    except LipcertError:
+        return {}
+    readers: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for operand in node.operands:
+            readers.setdefault(operand, []).append(node)
+    found: dict[str, Relu] = {}
+    for path, layer in layers.items():
+        calls = [node for node in graph.nodes if node.path == f"net.{path}" and node.op in ("linear", "conv2d")]
+        relu = _behind(calls[0], graph, readers, layer) if len(calls) == 1 else None
+        if relu is not None:
+            found[path] = relu
+    return found
+
+
+def _behind(call: Node, graph: Graph, readers: dict[Node, list[Node]], layer: nn.Linear | nn.Conv2d) -> Relu | None:
+    between: list[Node] = []
+    node = call
+    while node is not graph.output and len(readers.get(node, ())) == 1:
+        (node,) = readers[node]
+        if node.op == "relu":
+            return _measured(call, between, layer)
+        if node.op not in _BETWEEN:
+            return None
+        between.append(node)
+    return None
+
+
+def _measured(call: Node, between: list[Node], layer: nn.Linear | nn.Conv2d) -> Relu:
+    """Scale and offset, read off what the operations between make of a constant 0 and 1."""
+    bias = layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias.detach()
+
+    def sees(value: Tensor) -> Tensor:
+        shape = (1, -1, 1, 1) if call.op == "conv2d" else (*[1] * (len(call.shape) - 1), -1)
+        values: dict[Node, Tensor] = {call: value.double().reshape(shape)}
+
+        def exact(argument: Any) -> Any:
+            if isinstance(argument, Node):
+                return values[argument]
+            return argument.double() if isinstance(argument, Tensor) and argument.is_floating_point() else argument
+
+        for node in between:
+            kwargs = {key: exact(argument) for key, argument in node.kwargs.items()}
+            values[node] = node.function(*map(exact, node.args), **kwargs)
+        return values[between[-1] if between else call].flatten().double().cpu()
+
+    with torch.no_grad():
+        offset = sees(bias)
+        return Relu(sees(bias + 1) - offset if between else torch.ones_like(offset), offset)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The ellipsoid of a matrix V: all W with Σ_t ‖W x_t − P_t‖² ≤ r², by its moments.
+
+    Attributes:
+        cross: Σ_t P_t x_tᵀ, (O, M).
+        energy: Σ_t ‖P_t‖².
+        highest: Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, which no ⟨G, W⟩ of a member W exceeds.
+        outward: G, (O, M).
+    """
+
+    cross: Tensor
+    energy: float
+    highest: float
+    outward: Tensor
+
+
+def inner(weight: Tensor, before: Tensor, rows: Tensor, relu: Relu, radius: float) -> Inner:
+    """What the exact engine needs to know at a matrix (O, M): see the head of this file.
+
+    Args:
+        weight: V, float64.
+        before: z_pre by rows, (T, O).
+        rows: x_t, (T, M), float64.
+        relu: behind the layer.
+        radius: r.
+    """
+    outputs = rows @ weight.mT
+    away = relu.differences(outputs, before)
+    nearest = outputs - away
+    highest = float((away * nearest).sum()) + radius * float(away.norm())
+    return Inner(nearest.mT @ rows, float(nearest.square().sum()), highest, away.mT @ rows)
