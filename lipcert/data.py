@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import random
-import sys
 import tarfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -29,16 +27,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
+from lipcert._named_data import KINDS, TinyImageNet, open_named, reason_of
 from lipcert._preprocessing import RESIZING, preprocessing
-from lipcert._timm import is_network_error
 from lipcert.errors import InputError, first_line
 from lipcert.loading import number_of_classes
 from lipcert.model import Model
 
 BUNDLED = Path(__file__).parent / "assets" / "digits.safetensors"
 
-# Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
-KINDS = {"torch": None, "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets", "wds": "webdataset"}
 _MODES = {1: "L", 3: "RGB"}
 
 # Formats that are decoded, whatever a file's name says. Pillow hands others, such as EPS, to programs of the system.
@@ -191,9 +187,10 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
 
     Args:
         spec: a folder or ``.tar`` of images, where class folders give the labels in sorted order and a single folder
-            gives none; or one image; or a data set by name, ``torch/NAME``, ``hfds/NAME``, ``hfids/NAME``,
-            ``tfds/NAME`` or ``wds/FOLDER``, with ``:SPLIT`` after it where it is not the validation split; or None
-            for the bundled images.
+            gives none; or ``train`` or ``val`` of TinyImageNet as it is unpacked; or one image; or a data set by name,
+            ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``, ``torch/cifar100`` or ``torch/svhn``,
+            ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or ``wds/FOLDER``, with ``:SPLIT`` after it where it is not
+            the validation split; or None for the bundled images.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped.
         limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class; of a stream
             the first.
@@ -211,7 +208,7 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
     spec = os.fspath(spec)
     transform = _Transform(model)
     kind = spec.partition("/")[0].lower() if "/" in spec else ""
-    source = _open_named(kind, spec) if kind in KINDS else _open_path(spec)
+    source = open_named(kind, spec) if kind in KINDS else _open_path(spec)
     classes = number_of_classes(model)
     if isinstance(source, timm.data.IterableImageDataset):
         return _StreamImages(spec, source, transform, classes, limit)
@@ -385,7 +382,7 @@ class _StreamImages(Images):
         try:
             yield from islice(self.source, self.limit)
         except Exception as error:
-            raise InputError(f"cannot read {self.spec}: {_reason(error)}") from error
+            raise InputError(f"cannot read {self.spec}: {reason_of(error)}") from error
 
     def _items(self, only: Collection[int] | None) -> Iterator[tuple[int, Tensor, int | None]]:
         for index, (image, label) in enumerate(self._raw()):
@@ -423,6 +420,8 @@ def _open_path(spec: str) -> Any:
         raise InputError(f"{spec} is neither an image nor a folder or a .tar of images")
     if path.is_dir():
         _check_folder(path, ())
+        if (tiny := TinyImageNet.of(path)) is not None:
+            return tiny
     try:
         if path.is_file():
             _check_tar(path)
@@ -473,30 +472,6 @@ def _check_tar(path: Path) -> None:
     with tarfile.open(path, "r:") as archive:
         for _ in archive:
             pass
-
-
-def _open_named(kind: str, spec: str) -> Any:
-    package = KINDS[kind]
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise InputError(f"{kind}/ data sets need the package {package}: pip install {package.replace('_', '-')}")
-    name, _, split = spec.partition(":")
-    options: dict[str, Any] = {"split": split or "validation"}
-    if kind == "torch":
-        options |= {"root": os.path.join(torch.hub.get_dir(), "datasets"), "download": True}
-        Path(options["root"]).mkdir(parents=True, exist_ok=True)
-    if kind == "wds":
-        name, options["root"] = "wds/", name.partition("/")[2]
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # downloads report on standard output
-            return timm.data.create_dataset(name, **options)
-    except Exception as error:
-        raise InputError(f"cannot open {spec}: {_reason(error)}; a split is named as in {kind}/NAME:SPLIT") from error
-
-
-def _reason(error: Exception) -> str:
-    if is_network_error(error):
-        return "no network, or its server is unreachable; download it where there is one, or give a folder of images"
-    return first_line(error)
 
 
 def _class_names(source: Any) -> set[str] | None:

@@ -183,6 +183,10 @@ def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     channels, height, width = config["input_size"]
     size = arguments.get("img_size") or getattr(getattr(net, "patch_embed", None), "img_size", None) or (height, width)
     height, width = (size, size) if isinstance(size, int) else size
+    first = configuration.get("first_conv")
+    weight = dict(net.named_parameters()).get(f"{first}.weight")
+    if weight is not None and weight.dim() == 4:  # in_chans of a module that the caller had timm make
+        channels = weight.shape[1]
     config["input_size"] = (arguments.get("in_chans") or channels, height, width)
     return config
 

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lipcert import data
+from lipcert import _named_data, data
 from lipcert.data import open_images
 from lipcert.errors import InputError
 from lipcert.loading import load
@@ -292,7 +292,7 @@ def test_data_sets_that_cannot_be_had(monkeypatch, tmp_path):
 
     monkeypatch.setattr(timm.data, "create_dataset", unreachable)
     refused("torch/cifar10", "no network")
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(_named_data.importlib.util, "find_spec", lambda _: None)
     for kind, package in (("hfds", "datasets"), ("wds", "webdataset"), ("tfds", "tensorflow-datasets")):
         refused(f"{kind}/x", f"pip install {package}")
 
@@ -315,7 +315,7 @@ def stream(monkeypatch, items, length=0):
 
     calls = []
     monkeypatch.setitem(sys.modules, "webdataset", types.ModuleType("webdataset"))
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(_named_data.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(timm.data, "create_dataset", lambda name, **options: calls.append((name, options)) or Stream())
     return calls
 
