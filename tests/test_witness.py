@@ -338,6 +338,19 @@ def test_weights_that_a_type_rounds_are_no_other_network(dtype):
     assert Certifier(loaded(Code(HARMLESS["plus"])), 0.1, "global", dtype=dtype).bound.value > 0
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_torch_computes_in_float32_is_no_other_type_of_the_network(dtype):
+    def normalised(z, x):
+        return F.rms_norm(z, (6,), eps=1e-2)
+
+    def cast(z, x):
+        return F.rms_norm(z, (6,), eps=1e-2).float().relu().to(z.dtype)
+
+    assert Certifier(loaded(Code(normalised)), 0.1, "global", dtype=dtype).bound.value > 0
+    with pytest.raises((UnsupportedCode, InputError), match="in float32|format"):
+        Certifier(loaded(Code(cast)), 0.1, "global", dtype=dtype)
+
+
 def test_numbers_of_a_generator_of_its_own_are_constants():
     def noisy(z, x):
         return z + torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z)

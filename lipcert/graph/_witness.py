@@ -30,6 +30,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -72,6 +73,8 @@ _DROPPING = {
     "_fused_sdp_choice": ("dropout_p", 0.0),
     "scaled_dot_product_attention": ("dropout_p", 0.0),
 }
+# Functions that torch computes in float32 for narrower types. Their rounding rules hold for that as well.
+_WIDENING = (F.rms_norm, torch.rms_norm)
 # Kernels that change no value. Which of them run depends on types and on the layout of memory.
 _MOVING = frozenset(
     ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_unsafe_view", "view")
@@ -143,6 +146,7 @@ class _Kernels(TorchDispatchMode):
         self.dependent = dependent
         self.stack = stack
         self.precision = matmul_precision()
+        self.widening = False
 
     def problem(self, what: str) -> None:
         self.look.problems.append((what, (self.stack or [""])[-1]))
@@ -185,7 +189,8 @@ class _Kernels(TorchDispatchMode):
             for tensor in (*made, *written):
                 self.dependent.add(tensor)
             sizes = tuple(tuple(t.shape) if t.layout == torch.strided else () for t in (*tensors, *made))
-            step.types = frozenset(t.dtype for t in (*touched, *made, *written) if t.is_floating_point())
+            if not self.widening:
+                step.types = frozenset(t.dtype for t in (*touched, *made, *written) if t.is_floating_point())
             step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
             self.look.steps.append(step)
         return outcome
@@ -208,7 +213,11 @@ class _Functions(TorchFunctionMode):
         lists = [given for given in args if isinstance(given, (list, tuple))] if name in _READING_LISTS else []
         if any(isinstance(leaf, Tensor) and leaf in dependent for leaf in tree_leaves(lists)):
             self.kernels.problem(f"{name} of a list, which reads values that depend on the image")
-        return function(*args, **(kwargs or {}))
+        self.kernels.widening = function in _WIDENING
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.kernels.widening = False
 
 
 def _draws_nothing(kernel: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
