@@ -1,14 +1,18 @@
 """Randomized smoothing: coverage with known probabilities, samples saved, radii beside locuslab/smoothing, throughput.
 
-    python -m benchmarks.smoothing coverage bundled vit
+    python -m benchmarks.smoothing coverage bundled soft vit layout
     python -m benchmarks.smoothing locuslab --core core.py   # code/core.py of github.com/locuslab/smoothing
     python -m benchmarks.smoothing cifar --model noisy.safetensors --data test.tar
 
 - ``coverage``: 2,000 half-spaces, whose smoothed classifier and its radius are known, at distances of 0.6 to 1.4 ε. How
   many of the radii are larger than the truth, for a fixed number of samples and for the confidence sequence.
-- ``bundled``: the bundled network at ε = 36/255: the samples that verdicts take, and certified accuracy.
+- ``bundled``: the bundled network at ε = 36/255: the samples that verdicts take, and certified accuracy, with the
+  noise on pixels, and at the output of ``patch_embed`` (``--smooth-at``) with several σ.
+- ``soft``: the same network and draws, counted as votes, and as soft outputs with their variance taken as known, which
+  is the most that a Lipschitz constant can say of it (Delattre et al. 2024).
 - ``vit``: vit_tiny_patch16_224 with random weights at 224 pixels: noisy images per second and images certified per
   minute, in float32 and bfloat16, with 64 samples an image at most: what easy verdicts of a trained network take.
+- ``layout``: noisy images per processor second of networks with random weights, with and without ``channels_last``.
 - ``locuslab``: class and radius of ``Smooth.certify`` there, given the same draws of the same network, and its bound
   for counts of 100,000 draws.
 - ``cifar``: a network that ``lipcert finetune --loss noise --sigma 0.25`` trained: certified accuracy at several ε, and
@@ -22,6 +26,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -34,7 +39,7 @@ import lipcert
 from benchmarks._cifar import EPS, labels_of
 from benchmarks._env import environment
 from lipcert.data import Batch, open_images
-from lipcert.smoothing import SELECTION, SmoothedCertificates, Smoothing, clopper_pearson, normal
+from lipcert.smoothing import SELECTION, SmoothedCertificates, Smoothing, clopper_pearson, normal, radius
 
 RESULT = Path(__file__).parent / "results" / "smoothing.json"
 SIGMA, ALPHA, SAMPLES = 0.25, 1e-3, 100_000
@@ -80,7 +85,40 @@ def bundled(args: argparse.Namespace) -> dict[str, Any]:
     """Samples and certified accuracy of the bundled network, by the sequence."""
     model = lipcert.load(None)
     (batch,) = open_images(None, model).batches(1000)
-    return {"sigma 0.12": _verdicts(model, batch, 0.12, 20_000), "sigma 0.25": _verdicts(model, batch, 0.25, SAMPLES)}
+    found = {f"sigma {sigma}": _verdicts(model, batch, sigma, 20_000) for sigma in (0.12, 0.25)}
+    for sigma in (0.3, 0.6, 1.2):
+        found[f"sigma {sigma} at patch_embed"] = _verdicts(model, batch, sigma, 20_000, smooth_at="patch_embed")
+    return found
+
+
+def soft(args: argparse.Namespace) -> dict[str, Any]:
+    """Radii of votes by Clopper and Pearson, and of mean probabilities by Bernstein's inequality; same draws."""
+    model, samples = lipcert.load(None), 1000
+    (batch,) = open_images(None, model).batches(1000)
+    labels, known = labels_of(batch), math.log(1 / ALPHA)
+    radii: dict[str, list[float]] = {}
+    for index, image, label in zip(batch.indices, batch.images, labels.tolist(), strict=True):
+        with torch.no_grad():
+            logits = model(image + SIGMA * normal(0, index, range(samples), image.shape)).double()
+        votes = int((logits.argmax(1) == label).sum())
+        radii.setdefault("votes", []).append(radius(clopper_pearson(votes, samples, ALPHA), SIGMA))
+        for temperature in (1.0, 0.3, 0.1):
+            values = (logits / temperature).softmax(1)[:, label]
+            low = values.mean() - (2 * values.var() * known / samples) ** 0.5 - known / (3 * samples)
+            radii.setdefault(f"soft, temperature {temperature:g}", []).append(radius(max(float(low), 0.0), SIGMA))
+    return {
+        "images": len(batch),
+        "samples": samples,
+        "Lipschitz constant below which it can say more than that probabilities vary by at most 1/4": 0.5 / SIGMA,
+        "Lipschitz bound of the network": lipcert.lipschitz(model).value,
+        **{
+            name: {
+                "certified accuracy at 36/255": sum(one > EPS for one in found) / len(found),
+                "mean radius": statistics.mean(found),
+            }
+            for name, found in radii.items()
+        },
+    }
 
 
 def vit(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,6 +128,28 @@ def vit(args: argparse.Namespace) -> dict[str, Any]:
     images = torch.rand(args.images, *model.input_size, generator=torch.Generator().manual_seed(0))
     settings: dict[str, Any] = {"sigma": SIGMA, "samples": 64}
     return {dtype: _pace(Smoothing(model, EPS, dtype=dtype, **settings), images) for dtype in ("float32", "bfloat16")}
+
+
+def layout(args: argparse.Namespace) -> dict[str, Any]:
+    """Pace with both memory formats, in turns, of two convolutional networks and a ViT; the best of three."""
+    found: dict[str, Any] = {}
+    for name, size in (("resnet18", 224), ("resnet18", 32), ("convnext_atto", 224), ("vit_tiny_patch16_224", 224)):
+        torch.manual_seed(0)
+        model = lipcert.load(name, pretrained=False, input_size=(3, size, size))
+        image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
+        draws = range(8 if size == 224 else 256)
+        for dtype in ("float32", "bfloat16"):
+            settings: dict[str, Any] = {"sigma": SIGMA, "samples": 64, "dtype": dtype}
+            both = [Smoothing(model, EPS, channels_last=last, **settings) for last in (False, True)]
+            paces: list[list[float]] = [[], []]
+            for _ in range(4):
+                for smoothing, known in zip(both, paces, strict=True):
+                    started = time.process_time()
+                    smoothing._classes([(image[0], 0, draws)])
+                    known.append(len(draws) / (time.process_time() - started))
+            plain, last = (max(known[1:]) for known in paces)
+            found[f"{name} at {size}, {dtype}"] = {"plain": plain, "channels_last": last, "gain": last / plain}
+    return found
 
 
 def cifar(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,8 +227,8 @@ def _core(path: Path | None) -> Any:
     return module
 
 
-def _verdicts(model: lipcert.Model, batch: Batch, sigma: float, samples: int) -> dict[str, Any]:
-    smoothing = Smoothing(model, EPS, sigma=sigma, samples=samples, alpha=ALPHA)
+def _verdicts(model: lipcert.Model, batch: Batch, sigma: float, samples: int, **more: Any) -> dict[str, Any]:
+    smoothing = Smoothing(model, EPS, sigma=sigma, samples=samples, alpha=ALPHA, **more)
     started = time.perf_counter()
     found: SmoothedCertificates = smoothing.run_batch(batch)
     seconds = time.perf_counter() - started
@@ -199,7 +259,15 @@ def _pace(smoothing: Smoothing, images: Tensor) -> dict[str, Any]:
     }
 
 
-PARTS = {"coverage": coverage, "bundled": bundled, "vit": vit, "locuslab": locuslab, "cifar": cifar}
+PARTS = {
+    "coverage": coverage,
+    "bundled": bundled,
+    "soft": soft,
+    "vit": vit,
+    "layout": layout,
+    "locuslab": locuslab,
+    "cifar": cifar,
+}
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ class FinetuneSettings:
         LOSSES[0],
         choices=LOSSES,
     )
-    eps: float = option(EPS, 36 / 255, given=...)
-    epochs: int = option("How often the images are gone through.", 10, int)
+    eps: float = option(EPS, 36 / 255, given="36/255")
+    epochs: int = option("Number of passes over the images.", 10, int)
     lr: float = option("The largest learning rate.", 3e-4, float)
     temperature: float | tuple[float, float] = option(
         "Divides the logits in the loss; 0.1 to 0.25 for models of small norms; or FIRST,LAST.",
@@ -64,8 +64,8 @@ class FinetuneSettings:
         str | None,
         group=_LOSS,
     )
-    weight: float = option("Of the divergence in the loss trades.", 1.0, float, group=_LOSS)
-    sparsity: float = option("Of the sparsity loss in local-b and local-g.", 0.0, float, group=_LOSS)
+    weight: float = option("Weight of the divergence in the loss trades.", 1.0, float, group=_LOSS)
+    sparsity: float = option("Weight of the sparsity loss in local-b and local-g.", 0.0, float, group=_LOSS)
     sigma: float | None = option(
         "Standard deviation of the noise in the loss noise: 0.25.", None, float | None, group=_LOSS
     )
@@ -73,7 +73,10 @@ class FinetuneSettings:
         "In the loss noise: weight of the agreement of two draws, such as 10.", 0.0, float, group=_LOSS
     )
     max_norm: MaxNorm | None = option(
-        "Hold each layer's spectral norm at this; or of some: '*.fc1=1.2'.", None, list[str] | None, group=_UPDATES
+        "Hold each layer's spectral norm at this value; '*.fc1=1.2' for the layers of a pattern.",
+        None,
+        list[str] | None,
+        group=_UPDATES,
     )
     optimizer: str = option(
         "nadam comes with Lookahead; muon, with --lr 0.01, is fast where norms are held.",
@@ -81,19 +84,21 @@ class FinetuneSettings:
         choices=OPTIMIZERS,
         group=_UPDATES,
     )
-    schedule: str = option("Of the learning rate.", "cosine", choices=SCHEDULES, group=_UPDATES)
-    accumulate: int = option("Batches an update.", 1, int, group=_UPDATES)
+    schedule: str = option("Schedule of the learning rate.", "cosine", choices=SCHEDULES, group=_UPDATES)
+    accumulate: int = option("Batches per update.", 1, int, group=_UPDATES)
     ema: float | None = option(
         "Average the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
     )
     amp: Amp | None = option(
-        "Run the network's products in this type; not with anchored.",
+        "Compute the network's matrix products in this type; not with anchored.",
         None,
         str | None,
         choices=("bfloat16",),
         group=_UPDATES,
     )
-    channels_last: bool = option("Keep kernels and images in this memory format.", False, bool, group=_UPDATES)
+    channels_last: bool = option(
+        "Keep kernels and images in the channels-last memory format.", False, bool, group=_UPDATES
+    )
     only: str | None = option(
         "Train these parameters alone, by patterns with commas: '*.attn.*' adapts attention.",
         None,

@@ -138,6 +138,7 @@ class CertifyOptions(TypedDict, total=False):
     all_samples: bool
     seed: int
     smooth_at: str | None
+    channels_last: bool
     delta: float
     attack: Literal["pgd", "autoattack"] | Attack | None
 
@@ -173,6 +174,8 @@ class CertifySettings:
         smooth_at: None for noise on the pixels; or the path of a module, such as ``"blocks.0"``, to whose output it is
             added. What comes before has a Lipschitz constant, by which the radius there is divided: ε and radii stay
             those of pixels. The network needs rules for this.
+        channels_last: whether kernels and images are kept in this memory format, which changes how fast the network is
+            and how it rounds.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
             the global constants on images that it breaks within ε, and each certificate is put to the test.
         eps_typed: ε as it was written.
@@ -203,10 +206,10 @@ class CertifySettings:
     sigma: float | str | None = option(
         "Standard deviation of the noise; 0.12,0.25 for a run with each.", None, typed=str | None, group=_NOISE
     )
-    samples: int = option("The most draws of noise per image.", 100_000, typed=int, group=_NOISE)
+    samples: int = option("Maximum number of noise draws per image.", 100_000, typed=int, group=_NOISE)
     alpha: float = option("Failure probability per image.", 1e-3, typed=float, group=_NOISE)
     all_samples: bool = option(
-        "Count all draws, for larger radii, and not only as many as the verdict at eps takes.",
+        "Use all draws, for larger radii, instead of stopping once the verdict at eps is known.",
         False,
         typed=bool,
         group=_NOISE,
@@ -216,6 +219,12 @@ class CertifySettings:
         "Add the noise to a module's output, such as blocks.0; radii stay those of pixels.",
         None,
         typed=str | None,
+        group=_NOISE,
+    )
+    channels_last: bool = option(
+        "Keep kernels and images in the channels-last memory format, in which convolutions are faster.",
+        False,
+        typed=bool,
         group=_NOISE,
     )
     delta: float = 1e-9

@@ -42,7 +42,11 @@ _FIELDS: dict[str, type] = {
 
 
 def save(
-    model: Model, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None, *, force: bool = False
+    model: Model | nn.Module,
+    path: str | os.PathLike[str],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    force: bool = False,
 ) -> None:
     """Writes a model to one ``.safetensors`` file, or leaves what was there.
 
@@ -252,19 +256,21 @@ def weights_hash(model: Model) -> str:
     """SHA-256 over what decides the logits besides the network's code: names, types, shapes and bytes of all tensors.
 
     Args:
-        model: its state dict goes in sorted by name, then its mean and standard deviation.
+        model: its state dict goes in sorted by name, a denoiser's included, then its mean and standard deviation.
 
     Returns:
         64 hexadecimal digits, the same on every machine and for every device the weights are on.
     """
-    state = sorted(model.net.state_dict().items())
+    state = sorted(model.state_dict().items())
+    state = [(name.removeprefix("net."), value) for name, value in state]
     return _tensors_hash([*state, ("mean", model.mean), ("std", model.std)])
 
 
 def buffers_hash(model: Model) -> str:
     """SHA-256 like :func:`weights_hash`, over the buffers that a state dict leaves out: masks, positions, tables."""
-    saved = model.net.state_dict()
-    return _tensors_hash(sorted((name, value) for name, value in model.net.named_buffers() if name not in saved))
+    known = {*model.state_dict(), "mean", "std"}
+    left = ((name.removeprefix("net."), value) for name, value in model.named_buffers() if name not in known)
+    return _tensors_hash(sorted(left))
 
 
 def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
@@ -277,6 +283,11 @@ def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
 def _check_rebuilds(model: Model) -> None:
     """A file that builds another network than the one in memory would carry a bound that is not its own."""
+    if any(step["step"] == "denoise" for step in model.recipe):
+        raise InputError(
+            "the denoiser is code of your own, which a file does not hold; save the model without it, and put it in "
+            "front again when you load it: lipcert.smoothing.Denoised (--denoiser)"
+        )
     if not model.source:
         raise InputError(
             "the network was given as a module that timm did not make, so a file cannot rebuild it; "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import lipcert
+from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.smoothing import Denoised, Smoothing, clopper_pearson, normal, quantile, radius, robbins
@@ -210,6 +211,37 @@ def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
     assert model.dtype == torch.float32
 
 
+def test_the_memory_format_is_part_of_the_run(tmp_path: Path) -> None:
+    """It may change how a network rounds; here it changes no class."""
+
+    class Seen(nn.Module):
+        formats: list[bool] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            both = (x, self.conv.weight)
+            self.formats.append(all(one.is_contiguous(memory_format=torch.channels_last) for one in both))
+            return self.conv(x).amax((2, 3))
+
+    torch.manual_seed(0)
+    model = lipcert.load(Seen(), mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 6, 6))
+    images, settings = torch.rand(2, 3, 6, 6), {"sigma": 0.25, "samples": 100, "all_samples": True}
+    plain = Smoothing(model, EPS, **settings).run(images)
+    Seen.formats.clear()
+    smoothing = Smoothing(model, EPS, **settings, channels_last=True)
+    Seen.formats.clear()
+    assert torch.equal(smoothing.run(images).count, plain.count)
+    assert Seen.formats
+    assert all(Seen.formats)
+    assert certified(tmp_path, *SMALL, "--limit", "2", "--out", "r.jsonl", "--channels-last")[0] == 0
+    assert json.loads((tmp_path / "r.summary.json").read_text())["channels_last"] is True
+    assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
+    assert certified(tmp_path, *SMALL, "--limit", "2", "--out", "r.jsonl")[0] == 2
+
+
 def test_images_none_at_all() -> None:
     assert len(Smoothing(wrapped(HalfSpace()), EPS, sigma=1.0).run(torch.zeros(0, 1, 2, 2))) == 0
 
@@ -397,6 +429,13 @@ def test_commands_that_cannot_be_run(arguments: tuple[str, ...], message: str, t
     assert "Traceback" not in said
 
 
+def test_training_under_noise_asks_for_no_eps(tmp_path: Path) -> None:
+    code, _, said = command("finetune", "bundled", "--data", "no", "--loss", "noise", "--sigma", "0.25", cwd=tmp_path)
+    assert code == 2
+    assert "no" in said.splitlines()[-1]
+    assert "eps" not in said
+
+
 def test_the_loss_under_noise() -> None:
     model = wrapped(HalfSpace())
     images, labels = at_distances(torch.tensor([0.1, 0.3])), torch.tensor([0, 1])
@@ -541,6 +580,27 @@ def test_a_denoiser_in_front(tmp_path: Path) -> None:
         code, _, said = certified(tmp_path, *SMALL, "--denoiser", f"own_denoiser:{name}")
         assert code == 2
         assert message in said
+
+
+def test_another_denoiser_is_another_model(tmp_path: Path) -> None:
+    """Rows of one are not gone on with under the other; a file, which runs no code, cannot hold a denoiser."""
+
+    class Scale(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(factor))
+            self.register_buffer("shift", torch.tensor(1 - factor), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * x + self.shift
+
+    plain = lipcert.load(None)
+    one, other = (Denoised(lipcert.load(None), Scale(factor)) for factor in (0.5, 0.6))
+    assert len({weights_hash(model) for model in (plain, one, other)}) == 3
+    assert len({buffers_hash(model) for model in (plain, one, other)}) == 3
+    with pytest.raises(InputError, match="the denoiser is code of your own"):
+        lipcert.save(one, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_denoised_network_is_what_is_smoothed() -> None:

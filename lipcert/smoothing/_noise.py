@@ -49,7 +49,10 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
     bits = Philox(key=key, counter=np.array([counter % 2**64, counter // 2**64, 0, 0], dtype=np.uint64))
     for part in found.split(max(1, _AT_ONCE // numbers)):
         words = bits.random_raw(len(part) * steps * 4)
-        integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4")).to(device)
+        integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4"))
+        if found.is_cuda:  # from pinned memory, so that the next bits are drawn while these are copied
+            integers = integers.pin_memory()
+        integers = integers.to(device, non_blocking=True)
         part.copy_(_box_muller(integers.view(len(part), 2, -1)).flatten(1)[:, :numbers])
     return found.view(len(draws), *shape)
 

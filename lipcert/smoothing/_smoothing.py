@@ -61,8 +61,8 @@ class Smoothing:
         eps: ε in ℓ2 on pixels in [0, 1], what the verdict is about; or all settings, with method ``"smoothing"``.
         batch: how many draws go through the network at once; None for what suits the device.
         **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
-            ``samples``, ``alpha``, ``all_samples``, ``seed`` and ``dtype``, in which the network that is smoothed runs;
-            ``"real"`` is the type of its weights.
+            ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at``, ``channels_last`` and ``dtype``, in which
+            the network that is smoothed runs; ``"real"`` is the type of its weights.
 
     Raises:
         InputError: settings that cannot be used, weights that are NaN, a network that draws random numbers or whose
@@ -87,6 +87,8 @@ class Smoothing:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.classes = number_of_classes(self.model)
         _check_network(self.model)
+        self.format = torch.channels_last if eps.channels_last else torch.contiguous_format
+        self.model = self.model.to(memory_format=self.format)
         self.prefix = None if eps.smooth_at is None else Prefix(self.model, eps.smooth_at)
         if self.prefix is not None:
             self.plan = replace(self.plan, stretch=self.prefix.constant)
@@ -193,9 +195,9 @@ class Smoothing:
         """Classes of images under noise, in parts where memory does not hold the whole; -1 where a logit is NaN."""
         try:
             if self.prefix is None:
-                logits = self.model((images + noise).to(self.model.dtype))
+                logits = self.model((images + noise).to(self.model.dtype, memory_format=self.format))
             else:
-                logits = self.prefix.under(noise, images.to(self.model.dtype))
+                logits = self.prefix.under(noise, images.to(self.model.dtype, memory_format=self.format))
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
