@@ -60,6 +60,7 @@ if not TYPE_CHECKING:  # an editor sees the names above, and that others do not 
         if name == "__version__":
             found: Any = importlib.import_module("lipcert._version").version()
         elif name in _HOMES:
+            importlib.import_module("lipcert.loading")  # makes models of timm's modules
             found = getattr(importlib.import_module(_HOMES[name]), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"lipcert.{name}"):
             found = importlib.import_module(f"lipcert.{name}")

@@ -17,12 +17,13 @@ from lipcert._timm import create_net, is_timm_name, rebuild_recipe
 from lipcert.artifact import is_artifact, load_artifact
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
-from lipcert.model import Model, outside_inference_mode
+from lipcert.model import Model, loads_modules, outside_inference_mode
 
 BUNDLED = Path(__file__).parent / "assets" / "digits_vit.safetensors"
 _PIXELS = ("mean", "std", "input_size")
 
 
+@loads_modules
 @outside_inference_mode
 def load(
     source: str | os.PathLike[str] | nn.Module | None = "bundled",

@@ -36,10 +36,11 @@ def unusable(net: nn.Module) -> str | None:
 _MOST_PIXELS = 2**26
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LOADERS: list[Callable[[nn.Module], Model]] = []
 
 
 def checked(model: object) -> Model:
-    """The model that was given, out of what ``torch.compile`` made of it.
+    """The model that was given, out of what ``torch.compile`` made of it; a module of timm's becomes one.
 
     Raises:
         InputError: it is none, with the way to make one.
@@ -49,9 +50,17 @@ def checked(model: object) -> Model:
         return model
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; make one: lipcert.load('vit_tiny_patch16_224')")
-    configured = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    more = "" if configured else ", mean=..., std=..., input_size=..."
-    raise InputError(f"model is a plain module; wrap it first: model = lipcert.load(module{more})")
+    if getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
+        return _LOADERS[0](model)
+    raise InputError(
+        "model is a plain module; wrap it first: model = lipcert.load(module, mean=..., std=..., input_size=...)"
+    )
+
+
+def loads_modules(load: F) -> F:
+    """Names the function that makes a model of a module; it stands above this module, which cannot import it."""
+    _LOADERS[:] = [load]
+    return load
 
 
 def outside_inference_mode(function: F) -> F:

@@ -7,16 +7,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipcert._constrain_settings import ConstrainSettings
 from lipcert._processes import Processes
 from lipcert._settings import settings_of, takes
-from lipcert.bounds import lipschitz
+from lipcert.bounds import Progress, lipschitz
 from lipcert.certvit.behind import relus
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
@@ -40,7 +39,7 @@ _GENERALISES = 1.5  # a held-out error above so many times the one asked is rema
 @takes(ConstrainSettings)
 @outside_inference_mode
 def constrain(
-    model: Model,
+    model: Model | nn.Module,
     loader: Loader,
     error: float = 1e-2,
     *,
@@ -60,7 +59,7 @@ def constrain(
     With torch.distributed initialised each process gives its own share of the images and all get the same weights.
 
     Args:
-        model: the model.
+        model: from :func:`lipcert.load`, or a module that timm made.
         loader: images in [0, 1], with labels or without: a tensor (N, C, H, W), a pair of it and labels (N,), or an
             iterable of such batches that can be gone through several times, in the same order if ``held_out`` is None.
         error: relative output error of each layer, above 0 and below 1.
@@ -87,7 +86,7 @@ def constrain(
         for path, relu in behind.items():
             chosen[path].relu = relu
     notes: list[str] = []
-    bound_before = _log10_bound(model, partial(report, "bounding the network before"), notes)
+    bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
 
     solve = {"workers": asked.workers, "devices": asked.devices, "resume_dir": asked.resume_dir}
     entries: list[LayerConstraint] = []
@@ -108,7 +107,7 @@ def constrain(
     try:
         accuracy, agreement = _compare(model, held, chosen, {"before": before, **variants}, report)
         _put(chosen, variants[measure])
-        bound_after = _log10_bound(model, partial(report, "bounding the network after"), [])
+        bound_after = _log10_bound(model, lambda *step: report(f"{step[2]} after", *step[:2]), [])
     except BaseException:
         _put(chosen, before)
         raise
@@ -137,7 +136,7 @@ def constrain(
     return model
 
 
-def _log10_bound(model: Model, progress: Callable[[int, int], None], notes: list[str]) -> float | None:
+def _log10_bound(model: Model, progress: Progress, notes: list[str]) -> float | None:
     try:
         with evaluating(model):
             return lipschitz(model, progress=progress).log10

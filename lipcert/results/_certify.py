@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipcert._certificates import Certificates
 from lipcert._settings import CertifySettings, settings_of, takes
@@ -151,7 +151,7 @@ Pixels = Tensor | np.ndarray | Iterable[Any]
 @takes(CertifySettings)
 @outside_inference_mode
 def certify(
-    model: Model,
+    model: Model | nn.Module,
     images: Pixels,
     labels: Tensor | np.ndarray | Sequence[int] | None = None,
     *,
@@ -163,7 +163,7 @@ def certify(
     Method ``"smoothing"`` takes any network and answers for another function, its smoothed classifier.
 
     Args:
-        model: from :func:`lipcert.load`.
+        model: from :func:`lipcert.load`, or a module that timm made.
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
             DataLoader, each of them images or a pair of images and labels.
         labels: true classes, shape (N,), or None.

@@ -53,7 +53,7 @@ class ConversionReport:
 
 @outside_inference_mode
 def convert(
-    model: Model,
+    model: Model | nn.Module,
     attention: Attention = "l2",
     norm: Norm = "keep",
     images: Tensor | None = None,
@@ -70,7 +70,7 @@ def convert(
     :class:`ConversionReport`. On any error the model is as it was.
 
     Args:
-        model: the model.
+        model: from :func:`lipcert.load`, or a module that timm made.
         attention: ``"l2"`` replaces dot-product attention by attention by distance, where the class has such a form
             (:mod:`lipcert.surgery._table`); what has none stays and is named in the report. ``"keep"`` keeps it all.
         norm: ``"project"`` or ``"smooth"`` replace LayerNorm, RMSNorm and GroupNorm by projections; ``"keep"`` keeps

@@ -80,7 +80,7 @@ class Epoch:
 @takes(FinetuneSettings)
 @outside_inference_mode
 def finetune(
-    model: Model,
+    model: Model | nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
     eps: float = 36 / 255,
     *,
@@ -113,7 +113,8 @@ def finetune(
     checkpoint.
 
     Args:
-        model: its weights are float32 or float64. On any error it holds the weights of the last finished epoch.
+        model: from :func:`lipcert.load`, or a module that timm made; its weights are float32 or float64. On any error
+            it holds the weights of the last finished epoch.
         loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,); such as a DataLoader or
             a list, since every epoch goes through it.
         eps: ε in ℓ2 on pixels.
