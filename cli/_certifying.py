@@ -192,9 +192,7 @@ def _certify_with(
     processes: Processes,
 ) -> _Outcome:
     with progress("reading the network") as update:
-        certifier = certifier_for(
-            loaded, settings, progress=lambda done, total: update(done, total, "bounding the network")
-        )
+        certifier = certifier_for(loaded, settings, progress=update)
     for stage, reason in certifier.skipped.items():
         say(f"note: {stage} is left out: {reason}")
     for stage, reason in certifier.notes.items():

@@ -29,7 +29,7 @@ def inspect(
     pixels: Callable[..., Preprocessing],
     model: ModelName = None,
     everything: Annotated[
-        bool, typer.Option("--all", help=f"Every operation of the path, not only the {TOP} worst.")
+        bool, typer.Option("--all", help=f"Show every operation on the path, not only the {TOP} worst.")
     ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -46,7 +46,7 @@ def inspect(
     loaded = load_model(model, checkpoint, no_pretrained, model_args, features=True, device=device)
     asked.apply(loaded)
     with progress("reading the network") as update:
-        bound = lipschitz(loaded, progress=lambda done, total: update(done, total, "bounding the network"))
+        bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)
     shown = worst if everything else worst[:TOP]
     stretched = _stretched(bound)

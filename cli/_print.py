@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -76,13 +77,14 @@ Update = Callable[..., None]
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Update]:
-    """A bar on standard error while the block runs, if that is a terminal.
+    """A bar on standard error while the block runs, if that is a terminal and not a notebook's.
 
     Yields:
         A function that takes how much is done, how much there is, None where that is not known, and what is being done
         if that is not ``what`` any more.
     """
-    if quiet or not sys.stderr.isatty():
+    # A notebook gives commands a terminal, and keeps every state of a bar.
+    if quiet or not sys.stderr.isatty() or "JPY_PARENT_PID" in os.environ:
         yield lambda done, total=None, what=None: None
         return
     from ._bars import bars  # imports rich

@@ -489,6 +489,11 @@ def test_bars_are_for_terminals_only(monkeypatch, capsys):
         update(1, 3)
         update(2, 3)
     assert "working" in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("JPY_PARENT_PID", "1")  # a notebook's
+    with _print.progress("working") as update:
+        update(1, 3)
+    assert not terminal.getvalue()
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["certify", "--eps", "0.1"], ["convert"]])

@@ -9,6 +9,7 @@ from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
 from lipcert.bounds._global import (
     Analysis,
+    Progress,
     analyze,
     analyze_for_training,
     check_weights,
@@ -44,9 +45,9 @@ from lipcert.bounds.forms import canonical_forms
 
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Core", "Dense", "Estimate",
-    "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Remainder", "Rule", "State", "Value",
-    "Walk", "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box", "by_operand",
-    "canonical_forms", "check_weights", "coverage", "flat", "gamma", "global_value", "global_values", "jacobian",
-    "kept_whole", "key_of", "lengths", "lipschitz", "local_error", "margins", "per_image", "quadratic", "radii",
-    "refusal", "remainder", "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
+    "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Progress", "Remainder", "Rule",
+    "State", "Value", "Walk", "analyze", "analyze_for_training", "answer_of", "arguments", "bottom_logit", "box",
+    "by_operand", "canonical_forms", "check_weights", "coverage", "flat", "gamma", "global_value", "global_values",
+    "jacobian", "kept_whole", "key_of", "lengths", "lipschitz", "local_error", "margins", "per_image", "quadratic",
+    "radii", "refusal", "remainder", "remainder_of", "rounding", "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,14 @@ from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whol
 from lipcert.bounds._value import Value
 from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
-from lipcert.graph import PIECES, Graph, Node, capture, close, examples, map_nodes, needed
+from lipcert.graph import PIECES, Graph, Node, capture, close, examples, map_nodes, needed, passed, passes
 from lipcert.model import Model, unusable
 
+Progress = Callable[[int, int, str], None]
+
+# Of the four examples, each is looked at, replayed, and run alone, and compared twice more if forms are found; the
+# first is looked at twice and captured, and all go through together in two orders.
+_PASSES = 24
 _REFERENCE = "composition of the rules of lipcert.bounds, each with its source"
 
 
@@ -110,15 +116,13 @@ class Analysis:
         return [one for one in self.graph.nodes if one in found]
 
 
-def analyze(
-    model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Callable[[int, int], None] | None = None
-) -> Analysis:
+def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Analysis:
     """Captures the network and answers the global question for each of its operations.
 
     Args:
         model: a :class:`lipcert.Model`, or any module that takes images in [0, 1].
         input_size: (C, H, W); a ``Model`` knows its own.
-        progress: called with (operations done, operations in all).
+        progress: called with (done, in all, what is being done): passes while the network is read, then operations.
 
     Raises:
         UnsupportedOperation: names every operation without a rule and where it is.
@@ -132,12 +136,30 @@ def analyze(
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
-    graph = capture(model, images, whole=kept_whole)
-    if isinstance(model, Model):
-        _check_independence(model, images)
-    _check_unused(graph)
-    graph = canonical_forms(graph, "lipschitz", examples(images))
+    with _reading(progress):
+        graph = capture(model, images, whole=kept_whole)
+        if isinstance(model, Model):
+            _check_independence(model, images)
+        _check_unused(graph)
+        graph = canonical_forms(graph, "lipschitz", examples(images))
     return Analysis(graph, global_values(graph, progress))
+
+
+@contextmanager
+def _reading(progress: Progress | None) -> Iterator[None]:
+    """Reports the passes through a network; there are fewer where it has been read before, or writes no form out."""
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done = min(done + 1, _PASSES)
+        if progress is not None:
+            progress(done, _PASSES, "reading the network")
+
+    if progress is not None:
+        progress(0, _PASSES, "reading the network")
+    with passes(count):
+        yield
 
 
 # Operations without a rule whose results go nowhere: torch.max gives the places of the largest entries beside them.
@@ -195,10 +217,10 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     batch = torch.cat(examples(images))
     tolerance = 1e-9 if batch.dtype == torch.float64 else 1e-3
     with torch.no_grad():
-        alone = torch.cat([model(image[None].clone()) for image in batch])
+        alone = torch.cat([_counted(model, image[None].clone()) for image in batch])
         for given, expected in ((batch, alone), (batch.flip(0), alone.flip(0))):
             try:
-                together = model(given.clone())
+                together = _counted(model, given.clone())
             except Exception as error:
                 if isinstance(error, LipcertError) or is_out_of_memory(error):
                     raise
@@ -211,7 +233,13 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
                 raise InputError(problem)
 
 
-def global_values(graph: Graph, progress: Callable[[int, int], None] | None = None) -> dict[Node, Any]:
+def _counted(model: nn.Module, images: Tensor) -> Tensor:
+    logits: Tensor = model(images)
+    passed()
+    return logits
+
+
+def global_values(graph: Graph, progress: Progress | None = None) -> dict[Node, Any]:
     # The box [0, 1]^(C×H×W): pixels have magnitude at most 1, and the constant from the pixels to themselves is 1.
     values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
     missing: list[tuple[str, str]] = []
@@ -219,7 +247,7 @@ def global_values(graph: Graph, progress: Callable[[int, int], None] | None = No
         if node is graph.input:
             continue
         if progress is not None:
-            progress(done, len(graph.nodes))
+            progress(done, len(graph.nodes), "bounding the network")
         if any(values[operand] is None for operand in node.operands):
             values[node] = None  # what is behind a missing rule; the rule itself has been noted
             continue
@@ -285,15 +313,13 @@ def _holds_value(tree: Any) -> bool:
     return any(_holds_value(item) for item in tree) if isinstance(tree, (tuple, list)) else isinstance(tree, Value)
 
 
-def lipschitz(
-    model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Callable[[int, int], None] | None = None
-) -> Bound:
+def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Bound:
     """An upper bound on the ℓ2 Lipschitz constant of the map from pixels in [0, 1] to logits.
 
     Args:
         model: a :class:`lipcert.Model`, or any module in evaluation mode that takes images in [0, 1].
         input_size: (C, H, W), for a module that is not a ``Model``.
-        progress: called with (operations done, operations in all).
+        progress: called with (done, in all, what is being done): passes while the network is read, then operations.
 
     Returns:
         A deterministic :class:`Bound`; ``.layers`` is the budget in the order of the network. Where the bound is too

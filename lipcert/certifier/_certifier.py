@@ -19,7 +19,7 @@ from lipcert._environment import check as check_environment
 from lipcert._memory import is_out_of_memory, memory_left
 from lipcert._settings import DETERMINISTIC, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Analysis, Bound, MarginBounds, analyze, bottom_logit, margins, radii
+from lipcert.bounds import Analysis, Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._nominal import NominalCheck
@@ -84,7 +84,7 @@ class Certifier:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
         eps: ε in ℓ2 on pixels in [0, 1], or all settings.
         method: one of ``METHODS``.
-        progress: called with (operations done, operations in all) while the bound is computed.
+        progress: as for :func:`lipcert.lipschitz`, while the bound is computed.
         **settings: the other fields of :class:`CertifySettings`.
 
     Raises:
@@ -102,7 +102,7 @@ class Certifier:
         eps: float | str | CertifySettings,
         method: str = "staged",
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         **settings: Any,
     ):
         if not isinstance(eps, CertifySettings):
@@ -347,10 +347,12 @@ class Certifier:
         """What the attack finds within ε."""
         if self.attack is None or not len(images):
             return None
+        self._says("attack", 0.0)
         return self.attack(self.model, images, predicted.to(images.device), self.eps)
 
     def _distance(self, images: Tensor, predicted: Tensor, found: Adversarial, radius: Tensor) -> Tensor:
         """Distances of the nearest perturbed images, shape (N,); looks for them inside the certified radii too."""
+        self._says("attack", float(len(images)))
         search = self.attack if isinstance(self.attack, PGD) else PGD()
         classes = predicted.to(images.device)
         found = smallest(search, self.model, images, classes, found, self.eps)

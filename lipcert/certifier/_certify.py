@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lipcert._settings import SMOOTHING, CertifySettings
+from lipcert.bounds import Progress
 from lipcert.certifier._certifier import Certifier
 from lipcert.model import Model
 
@@ -17,7 +17,7 @@ def certifier_for(
     model: Model,
     settings: CertifySettings,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     batch: int | None = None,
 ) -> Certifier | Smoothing:
     """The certifier of a method: of the network itself, or of its smoothed classifier.
@@ -25,7 +25,7 @@ def certifier_for(
     Args:
         model: the model; it is not changed.
         settings: what is asked.
-        progress: called with (operations done, operations in all) while a network is bounded.
+        progress: as for :func:`lipcert.lipschitz`, while a network is read and bounded.
         batch: how many draws of noise go through the network at once; None for what suits the device.
 
     Raises:

@@ -6,11 +6,12 @@
 
 from lipcert.graph._capture import capture, outline
 from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, map_nodes, run
+from lipcert.graph._passes import passed, passes
 from lipcert.graph._stages import Replay, cuts, explicit_attention, needed
 from lipcert.graph._witness import across_types, close, confirm, examine, examples, first_run, only_in
 
 __all__ = [
     "PIECES", "REARRANGING", "Graph", "Node", "Replay", "across_types", "canonical", "capture", "close",
     "confirm", "cuts", "examine", "examples", "explicit_attention", "first_run", "map_nodes", "needed",
-    "only_in", "outline", "run",
+    "only_in", "outline", "passed", "passes", "run",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from lipcert._memory import is_out_of_memory
 from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
+from lipcert.graph._passes import passed
 from lipcert.graph._witness import Look, as_captured, close, examine, module_calls, watched
 
 # Questions about a tensor's form, answered from the nominal value: they make no value that depends on the image.
@@ -520,6 +521,7 @@ def capture(
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")
         looks = examine(module, images, real)
         outcome, captured = recorder.watch(module, images)
+        passed()
         as_captured(looks[0], captured)
         graph = recorder.graph(outcome)
         for seen in looks:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lipcert._real import RealArithmetic
+from lipcert.graph._passes import passed
 
 # Spellings that mean the same operation. Trailing underscores (in place) and dunders are stripped before the look-up.
 _SYNONYMS = {
@@ -172,7 +173,9 @@ class Graph:
 
         Autograd follows the replay as it follows the network.
         """
-        return run(self.nodes, {self.input: images})[self.output]
+        output = run(self.nodes, {self.input: images})[self.output]
+        passed()
+        return output
 
     def flat(self) -> Graph:
         """The same network with every module that was kept whole replaced by the operations inside it."""

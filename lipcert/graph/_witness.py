@@ -43,6 +43,7 @@ from lipcert._random_states import random_states
 from lipcert._real import RealArithmetic
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
+from lipcert.graph._passes import passed
 
 # Kernels whose result says something about values, beside those that torch itself marks as such.
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
@@ -277,6 +278,7 @@ def look(module: nn.Module, image: Tensor) -> Look:
 
     with watched(module, given, stack) as kernels, module_calls(entered), _no_threads(kernels), _Functions(kernels):
         kernels.look.result = module(given)
+    passed()
     kernels.look.kept = {place for place, tensor in _held(module) if tensor in kernels.dependent}
     return kernels.look
 

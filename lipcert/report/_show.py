@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ class Shown:
         return "\n".join([*lines, text_plot(self.runs), *(f"written: {path}" for path in self.written)])
 
     def _repr_html_(self) -> str:
-        return to_html(report(self.runs))
+        """The page in a frame: its styles are about whole pages, and a notebook is another one."""
+        style = "width: 100%; height: 45em; border: 0"
+        return f'<iframe title="report" style="{style}" srcdoc="{escape(to_html(report(self.runs)))}"></iframe>'
 
 
 def show(*results: Result | SmoothedResult | str | os.PathLike[str], **files: Any) -> Shown:
