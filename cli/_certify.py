@@ -40,7 +40,7 @@ def certify(
     pixels: Callable[..., Preprocessing],
     models: ModelNames = None,
     models_file: Annotated[
-        Path | None, typer.Option("--models", help="A text file with a model a line.", show_default=False)
+        Path | None, typer.Option("--models", help="A text file with one model per line.", show_default=False)
     ] = None,
     data: Data = None,
     attack: Annotated[
@@ -51,11 +51,12 @@ def certify(
     ] = False,
     limit: Limit = None,
     shard: Annotated[
-        str | None, typer.Option(help="Only part 2 of 5, say, of the images: 2/5. Needs --out.", show_default=False)
+        str | None,
+        typer.Option(help="Only one part of the images: 2/5 is the second of five. Needs --out.", show_default=False),
     ] = None,
     device: Device = "auto",
     out: out(  # type: ignore[valid-type]
-        "Write a JSON line an image; a stopped run goes on there. A folder for several models."
+        "Write one JSON line per image; a stopped run continues there. A folder for several models."
     ) = None,
     fail_under: Annotated[
         float | None,

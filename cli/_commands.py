@@ -21,7 +21,7 @@ from . import _print
 SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,
-    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
 }
 # Headings of options in the help of a command, in this order; others come between.
 OPTIONS, MODEL, OUTPUT = "Options", "Model", "Output"
@@ -31,9 +31,9 @@ COMMANDS = {
     "inspect": "Show the Lipschitz budget of a model, worst first.",
     "constrain": "Lower the norms of the layers while their outputs stay.",
     "finetune": "Train a model for larger certified radii.",
-    "certify": "Certify images: nothing below the radius changes the class.",
+    "certify": "Certify images: no perturbation below the radius changes the class.",
     "report": "Show what results say, as tables, a page or a model card.",
-    "verify": "Compute certificates again and say whether they stand.",
+    "verify": "Recompute certificates and say whether they hold.",
     "models": "Show which of timm's architectures are covered, and how.",
     "doctor": "Show what lipcert finds on this machine.",
 }

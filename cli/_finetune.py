@@ -36,7 +36,7 @@ def finetune(
     pixels: Callable[..., Preprocessing],
     data: LabelledData,
     model: ModelName = None,
-    batch_size: Annotated[int, typer.Option(help="Images a step.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 64,
     limit: Limit = None,
     device: Device = "auto",
     augment: Annotated[
@@ -64,7 +64,9 @@ def finetune(
             help="Images of a second data set, such as generated ones.", show_default=False, rich_help_panel=_IMAGES
         ),
     ] = None,
-    mix_ratio: Annotated[float, typer.Option(help="Its share of a batch.", rich_help_panel=_IMAGES)] = 0.7,
+    mix_ratio: Annotated[
+        float, typer.Option(help="Share of the second data set in a batch.", rich_help_panel=_IMAGES)
+    ] = 0.7,
     out: out("Where the model goes: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
@@ -72,7 +74,7 @@ def finetune(
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
-    """Train a model for larger certified radii; a stopped run goes on from a checkpoint beside the output."""
+    """Train a model for larger certified radii; a stopped run continues from a checkpoint beside the output."""
     asked, asked_pixels = settings(), pixels()
     if batch_size < 1:
         raise InputError(f"--batch-size must be at least 1 image, got {batch_size}")

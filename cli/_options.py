@@ -106,7 +106,7 @@ Denoiser = Annotated[
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace the output, whatever file it is.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--force", help="Overwrite the output file, whatever it holds.", rich_help_panel=OUTPUT)
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the figures as JSON and nothing else.", rich_help_panel=OUTPUT)
@@ -120,7 +120,7 @@ Device = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(help="Take so many images, from a fixed shuffle of all.", show_default=False)
+    int | None, typer.Option(help="Use this many images, from a fixed shuffle of all.", show_default=False)
 ]
 _DATA = (
     "One image, or a folder or .tar of images (class folders give labels), or torch/NAME, hfds/NAME, wds/FOLDER "

@@ -16,7 +16,7 @@ def report(
     results: Annotated[
         list[Path], typer.Argument(metavar="RESULTS...", help="Files that certify --out wrote, or folders of them.")
     ],
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.", show_default=False)] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the same as Markdown, with figures beside it.", show_default=False)
     ] = None,

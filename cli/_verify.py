@@ -35,12 +35,12 @@ def verify(
         ),
     ],
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.")],
-    sample: Annotated[int, typer.Option(help="Compute so many rows, chosen at random.")] = SAMPLE,
-    everything: Annotated[bool, typer.Option("--all", help="Compute all rows.")] = False,
+    sample: Annotated[int, typer.Option(help="Number of rows to recompute, chosen at random.")] = SAMPLE,
+    everything: Annotated[bool, typer.Option("--all", help="Recompute all rows.")] = False,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Where the images are now, if not where they were.",
+            help="Where the images are, if they have moved.",
             show_default=False,
             autocompletion=complete_data,
         ),
