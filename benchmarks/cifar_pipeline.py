@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shlex
 import subprocess
 import sys
@@ -121,10 +122,13 @@ class Steps:
     def __call__(self, step: str, *arguments: str | Path) -> None:
         path = self.work / f"{step}.safetensors"
         if not path.exists():
-            started = time.time()
-            command = self.run(*arguments, "--out", path)
-            self.note(step, started, command)
+            self.timed(step, *arguments, "--out", path)
         self.made.append(path)
+
+    def timed(self, step: str, *arguments: str | Path) -> None:
+        """Runs a command and notes what it was and how long it took."""
+        started, cpu = time.time(), cpu_seconds()
+        self.note(step, started, self.run(*arguments), cpu)
 
     def run(self, *arguments: str | Path) -> str:
         typed = ["lipcert", "--import", "benchmarks.train_cifar_vit", *map(str, arguments)]
@@ -132,13 +136,17 @@ class Steps:
         subprocess.run([sys.executable, "-m", *typed], check=True)
         return shlex.join(arg.rpartition("/")[2] if Path(arg).exists() else arg for arg in typed)
 
-    def note(self, step: str, started: float, command: str | None = None) -> None:
+    def note(self, step: str, started: float, command: str | None = None, cpu: float | None = None) -> None:
+        """Adds what has passed since ``started``, and since ``cpu`` on the processor, to the minutes of a step."""
         known = json.loads(self.notes.read_text()) if self.notes.exists() else {}
-        minutes = known.get(step, {}).get("minutes", 0.0) + (time.time() - started) / 60
-        self.notes.write_text(json.dumps({**known, step: {"minutes": minutes, "command": command}}))
+        before = known.get(step, {})
+        note = {"minutes": before.get("minutes", 0.0) + (time.time() - started) / 60, "command": command}
+        if cpu is not None:
+            note["cpu_minutes"] = before.get("cpu_minutes", 0.0) + (cpu_seconds() - cpu) / 60
+        self.notes.write_text(json.dumps({**known, step: note}))
 
-    def minutes(self) -> dict[str, float]:
-        return {step: note["minutes"] for step, note in json.loads(self.notes.read_text()).items()}
+    def minutes(self, kind: str = "minutes") -> dict[str, float]:
+        return {step: note[kind] for step, note in json.loads(self.notes.read_text()).items() if kind in note}
 
     def commands(self) -> list[str]:
         return [note["command"] for note in json.loads(self.notes.read_text()).values() if note["command"]]
@@ -146,14 +154,19 @@ class Steps:
     def agreement(self, test: Path, count: int) -> dict[str, Any]:
         """What ``lipcert certify`` says of the first images, beside the verdicts."""
         rows = self.work / "certified.jsonl"
-        started = time.time()
         wanted = ("--data", test, "--limit", str(count), "--method", "anchored", "--eps", "36/255", "--out", rows)
-        self.note("certify", started, self.run("certify", self.last, *wanted))
+        self.timed("certify", "certify", self.last, *wanted)
         said = [json.loads(line) for line in rows.read_text().splitlines()]
         known = certified_accuracy.known_rows(self.work / "verdicts.jsonl")
         agree = sum(known[row["index"]]["certified"] == (row["certified"] and row["correct"]) for row in said)
         certified = sum(row["certified"] and row["correct"] for row in said)
         return {"images": len(said), "certified": certified / len(said), "agreeing": agree}
+
+
+def cpu_seconds() -> float:
+    """Time on a processor of all commands that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def flops(model: lipcert.Model) -> int:

@@ -137,11 +137,11 @@ class ConstrainSettings:
         "sparse: the thresholded weights, which miss the error more.", POINTS[0], choices=POINTS, group=_FAITHFUL
     )
     layers: Iterable[str] | str | None = option(
-        "Only these layers, by their paths with commas between.", None, str | None
+        "Only these layers: module paths, separated by commas.", None, str | None
     )
-    workers: int = option("Processes that solve layers side by side; 0: none besides this.", 0, int)
+    workers: int = option("Processes that solve layers in parallel; 0: this process alone.", 0, int)
     resume_dir: str | os.PathLike[str] | None = option(
-        "Keep finished layers in this folder; a stopped run goes on there.", None, Path | None
+        "Keep finished layers in this folder; a stopped run continues there.", None, Path | None
     )
     devices: Sequence[str] = ("cpu",)
     max_bytes: int = 2 << 30
