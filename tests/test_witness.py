@@ -347,7 +347,7 @@ def test_what_torch_computes_in_float32_is_no_other_type_of_the_network(dtype):
         return F.rms_norm(z, (6,), eps=1e-2).float().relu().to(z.dtype)
 
     assert Certifier(loaded(Code(normalised)), 0.1, "global", dtype=dtype).bound.value > 0
-    with pytest.raises((UnsupportedCode, InputError), match="in float32|format"):
+    with pytest.raises((UnsupportedCode, InputError), match="float32"):
         Certifier(loaded(Code(cast)), 0.1, "global", dtype=dtype)
 
 
