@@ -216,7 +216,7 @@ MODES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_code_that_depends_on_gradients_being_wanted_is_refused(name):
-    with pytest.raises(UnsupportedCode, match="gradients are wanted"):
+    with pytest.raises(UnsupportedCode, match="gradients are enabled"):
         Certifier(loaded(Code(MODES[name])), 0.1)
 
 

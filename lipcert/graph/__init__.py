@@ -1,7 +1,8 @@
-"""The network as a list of operations on values that depend on the image. No mathematics lives here.
+"""Captures a network as a list of operations on values that depend on the image.
 
-``capture`` runs a module's own forward code once on a value that is not a ``Tensor`` but answers
-``__torch_function__``, so every operation whose operands depend on the image is seen, control flow included.
+``capture`` runs the module's own forward code once, on a value that is not a ``Tensor`` but implements
+``__torch_function__``. It records every operation that reads a value that depends on the image. This package contains
+no bounds.
 """
 
 from lipcert.graph._capture import capture, outline

@@ -1,4 +1,4 @@
-"""Capturing a network by running it on a value that records what is done to it."""
+"""Captures a network by running it on a value that records the operations applied to it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._passes import passed
-from lipcert.graph._witness import Look, as_captured, close, examine, module_calls, watched
+from lipcert.graph._witness import Look, as_captured, close, examine, module_calls, watched, write_count
 
-# Questions about a tensor's form, answered from the nominal value: they make no value that depends on the image.
+# Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(
     [
         "size",
@@ -60,15 +60,16 @@ _IN_PLACE_OPERATORS = frozenset(
     ]
 )
 _PROPERTIES_THAT_ARE_OPERATIONS = frozenset(["T", "mT", "H", "mH", "real", "data"])
-# These take form or type from their second argument; where only that one depends on the image, the result does not.
+# These operations read only the shape or type of their second argument. If only that argument depends on the image, the
+# result does not.
 _TEMPLATES = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 
 
 class Tracked:
-    """A value that depends on the image: its nominal tensor and the node that made it. Deliberately not a ``Tensor``.
+    """A value that depends on the image: its nominal tensor and its node. Deliberately not a ``Tensor``.
 
-    ``overwritten_by`` names the operation that wrote into the memory behind it through another value; the network would
-    see that change here, the recorded operations do not, so such a value must not be read any more.
+    ``overwritten_by`` names an in-place operation that wrote to this value's memory through another value. The network
+    would see that change; the recorded operations do not. Reading such a value is refused.
     """
 
     def __init__(self, tensor: Tensor, node: Node, recorder: _Recorder):
@@ -111,7 +112,7 @@ class Tracked:
         return self.__copy__()
 
     def __format__(self, form: str) -> str:
-        raise UnsupportedCode([("a text made of the image", self.recorder.path)])
+        raise UnsupportedCode([("formatting the image's values as text", self.recorder.path)])
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -189,13 +190,8 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
         yield from _tensors_in(list(tree.values()))
 
 
-def _version(tensor: Tensor) -> int:
-    """How often the tensor has been written to; inference tensors do not count, and may not be written to either."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _share_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether a write into one tensor may show in the other; on the meta device addresses are all 0 and say nothing."""
+    """Whether a write to one tensor may change the other. On the meta device all addresses are 0 and are ignored."""
     one, other = first.untyped_storage(), second.untyped_storage()
     return one._cdata == other._cdata or one.data_ptr() == other.data_ptr() != 0
 
@@ -212,7 +208,7 @@ def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
 
 
 class _Recorder:
-    """The nodes so far, and where in the model the forward code is."""
+    """Records the nodes and the module that is currently running."""
 
     def __init__(self, module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool], real: bool):
         self.whole = whole
@@ -221,7 +217,7 @@ class _Recorder:
         self.start = Node("input", lambda: None, (), {}, "", tuple(images.shape), dtype=images.dtype)
         self.nodes: list[Node] = []
         self.stack: list[str] = []
-        self.failed: str | None = None  # the module in which an error arose
+        self.failed: str | None = None  # the path of the module that raised an error
         self.live: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
         self.constants: list[tuple[Tensor, int, str, str]] = []
 
@@ -251,13 +247,13 @@ class _Recorder:
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
             raise UnsupportedCode([(f"{name}(out=...)", self.path)])
-        self.constants += [(tensor, _version(tensor), name, self.path) for tensor in _tensors_in((args, kwargs))]
+        self.constants += [(tensor, write_count(tensor), name, self.path) for tensor in _tensors_in((args, kwargs))]
         nominal_args, nominal_kwargs = _map_tracked(lambda value: value.tensor, (args, kwargs))
         read = [value for value in _tracked_in((args, kwargs)) if value is not target]
-        versions = [_version(value.tensor) for value in read]
+        versions = [write_count(value.tensor) for value in read]
         with torch.no_grad():
             outcome = function(*nominal_args, **nominal_kwargs)
-        if versions != [_version(value.tensor) for value in read]:
+        if versions != [write_count(value.tensor) for value in read]:
             raise UnsupportedCode([(f"{name} writing into its operand", self.path)])
         if form:
             return outcome
@@ -270,15 +266,15 @@ class _Recorder:
             function = _out_of_place(function)
             node_kwargs.pop("inplace", None)
             outcome = target.tensor
-        if op == "identity" and name in ("contiguous", "clone"):  # vmap knows no layouts but the plain one
+        if op == "identity" and name in ("contiguous", "clone"):  # vmap supports only the default memory layout
             node_args, node_kwargs = node_args[:1], {}
-        if name in ("detach", "detach_"):  # a replay is differentiated, and what is cut off there moves all the same
+        if name in ("detach", "detach_"):  # replays are differentiated, and a detached value still depends on the image
             function = torch.clone
         apart = _APART.get(op, ())
         if apart and isinstance(outcome, tuple):
             made = [Node(*part, node_args, node_kwargs, self.path) for part in apart]
             return type(outcome)([self.wrap(part, node) for part, node in zip(outcome, made, strict=True)])
-        if apart and len(node_args) + len(node_kwargs) == 1:  # the largest or smallest entry of all
+        if apart and len(node_args) + len(node_kwargs) == 1:  # the largest or smallest of all entries
             op, function = apart[0]
         wrapped = self.wrap(outcome, Node(op, function, node_args, node_kwargs, self.path))
         if target is not None:
@@ -287,16 +283,17 @@ class _Recorder:
         return wrapped
 
     def watch(self, module: nn.Module, images: Tensor) -> tuple[Any, Look]:
-        """What :meth:`run` returns, and the kernels that ran."""
+        """Returns the result of :meth:`run` and the kernels that ran."""
         given = images.clone()
         with watched(module, given, self.stack) as kernels:
             return self.run(module, given), kernels.look
 
     def run(self, module: nn.Module, images: Tensor) -> Any:
-        """Runs the module on a value that is recorded, which may be written to.
+        """Runs the module on a tracked value. The module may write to ``images``.
 
         Raises:
-            UnsupportedCode: its code does not take that value, or does something with it that has no rule.
+            UnsupportedCode: the forward code does not accept a tracked value, or applies an unsupported operation to
+                it.
         """
         try:
             with module_calls(self.call_module):
@@ -306,21 +303,21 @@ class _Recorder:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            problem = f"code that takes nothing but tensors ({type(error).__name__}: {first_line(error)[:200]})"
+            problem = f"code that accepts only tensors ({type(error).__name__}: {first_line(error)[:200]})"
             raise UnsupportedCode([(problem, self.failed or "")]) from error
 
     def check_current(self, tree: Any) -> None:
-        """Refuses values whose memory was written to through another value."""
+        """Refuses values whose memory was changed through another value."""
         for value in _tracked_in(tree):
             if value.overwritten_by:
                 problem = f"reading a value that {value.overwritten_by} changed in place through a view"
                 raise UnsupportedCode([(problem, self.path)])
 
     def wrap(self, outcome: Any, node: Node) -> Any:
-        """The recorded counterpart of an operation's outcome.
+        """Wraps the result of an operation in tracked values.
 
         Raises:
-            UnsupportedCode: the outcome is a number, or another object in which the image goes on unseen.
+            UnsupportedCode: the result is a number or another object that carries the image's values untracked.
         """
         if isinstance(outcome, Tensor):
             node.shape, node.dtype = tuple(outcome.shape), outcome.dtype
@@ -339,13 +336,13 @@ class _Recorder:
             return type(outcome)(parts)
         if isinstance(outcome, (str, torch.dtype, torch.device)):
             return outcome
-        problem = f"{node.name} that makes a {type(outcome).__name__} of the image's values"
+        problem = f"{node.name} that converts the image's values to {type(outcome).__name__}"
         raise UnsupportedCode([(problem, self.path)])
 
     def call_module(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a module's own forward code, keeping the module whole where the caller asked for that."""
+        """Runs a module's forward code; records the module as one node if ``whole`` asks for it."""
         self.stack.append(self.paths.get(module, self.path))
         outer = self.nodes
         keep = self.whole(module) and any(True for _ in _tracked_in((args, kwargs)))
@@ -385,12 +382,12 @@ class _Recorder:
             self.stack.pop()
 
     def graph(self, outcome: Any) -> Graph:
-        """All that was recorded between the image and the module's outcome."""
+        """The recorded graph from the image to the module's output."""
         if not isinstance(outcome, Tracked):
             raise InputError("the model's output does not depend on the image")
         self.check_current(outcome)
         for constant, version, name, path in self.constants:
-            if _version(constant) != version:
+            if write_count(constant) != version:
                 raise UnsupportedCode([(f"{name} with a tensor that is written to later", path)])
         return Graph(self.start, outcome.node, (self.start, *self.nodes))
 
@@ -405,7 +402,7 @@ def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, .
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same operation, leaving its first argument as it is, so that a replay can run twice."""
+    """The same operation on a copy of its first argument, so that a replay can run repeatedly."""
 
     def replayed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copy = first.clone()
@@ -416,7 +413,7 @@ def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
-    """``hardsigmoid``, whose derivative torch computes with a float32 ⅙ and cannot differentiate."""
+    """``hardsigmoid`` without torch's derivative, which uses ⅙ in float32 and is not differentiable itself."""
     return torch.nn.functional.hardtanh(x + 3, 0.0, 6.0) / 6
 
 
@@ -432,7 +429,7 @@ def _lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> Tensor:
-    """One result of ``lstm``, step by step, which unlike torch's own can be run on many images by ``vmap``."""
+    """One output of ``lstm``, computed step by step. Unlike torch's own, it runs under ``vmap``."""
     ways, each = 2 if bidirectional else 1, 4 if biased else 2
     if len(weights) != ways * each * layers:
         raise UnsupportedCode([("lstm with projections (proj_size)", "")])
@@ -459,9 +456,9 @@ def _lstm(
     return torch.stack((steps, last_h, last_c)[result], 1 if batch_first and result == 0 else 0)
 
 
-# What a replay runs in place of operations that torch cannot differentiate twice or run on many images.
+# Replacements, in a replay, for operations that torch cannot differentiate twice or run under vmap.
 _REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid}
-# Operations with several results that are recorded as one operation for each of them.
+# Operations with several outputs. Each output is recorded as an operation of its own.
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
     "min": (("amin", torch.amin), ("argmin", torch.argmin)),
@@ -479,28 +476,29 @@ def capture(
     casts: bool = False,
     gradients: bool = False,
 ) -> Graph:
-    """Captures what ``module`` does with ``images``.
+    """Captures the operations that ``module`` applies to ``images``.
 
-    In float64 that is the network in real arithmetic, in which casts among floating types are the identity:
+    In float64 the graph is the network in real arithmetic, where casts between floating-point types are the identity:
     see :func:`lipcert._real.in_real_arithmetic`.
 
     Args:
         module: the network, in evaluation mode.
-        images: example input, shape (1, C, H, W). Its values matter only in that the captured result must equal
-            the network's own on them; random ones make a difference visible.
-        whole: modules for which this returns True become one node each, with their operations in ``node.inner``.
-        casts: record casts in float64 too, as nodes whose ``dtype`` says what they do.
-        gradients: for training: what the forward code computes from parameters alone, such as parametrised weights,
-            keeps its gradient; and the result is not compared with the network's own, which must have been done.
+        images: example input, shape (1, C, H, W). The graph's result must equal the network's own on it. Random values
+            reveal differences best.
+        whole: each module for which this returns True becomes one node, with its operations in ``node.inner``.
+        casts: record casts in float64 too, as nodes whose ``dtype`` is the target type.
+        gradients: for training. Values that the forward code computes from parameters alone, such as parametrised
+            weights, keep their gradient. The result is not compared with the network's own; the caller must have done
+            that.
 
     Returns:
         The graph from the images to the module's output.
 
     Raises:
-        InputError: the module is in training mode, or returns something other than one tensor; ``casts`` of a model
-            that leaves them out itself.
-        UnsupportedCode: forward code that branches on the image's values, or writes through views in a way
-            that would make the captured network differ from the module.
+        InputError: the module is in training mode or does not return one tensor; or ``casts`` is set and the model
+            itself runs in real arithmetic.
+        UnsupportedCode: the forward code branches on the image's values, or writes through views so that the graph
+            would differ from the module.
     """
     for path, child in module.named_modules():
         if child.training:
@@ -508,7 +506,7 @@ def capture(
     leaves_out = getattr(module, "real", False) is True
     if casts and leaves_out:
         raise InputError(
-            "this model is the network in real arithmetic and shows no casts; give the one it is a copy of"
+            "this model is a copy of a network in real arithmetic, without casts; pass the original network"
         )
     real = not casts and (leaves_out or images.dtype == torch.float64)
     recorder = _Recorder(module, images, whole, real)
@@ -526,15 +524,15 @@ def capture(
         graph = recorder.graph(outcome)
         for seen in looks:
             if not close(graph.replay(seen.image), seen.result, _tolerance(truth, casts)):
-                raise UnsupportedCode([("forward code that takes another way when it is captured", "")])
+                raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
     return graph
 
 
 def _run(module: nn.Module, images: Tensor) -> Any:
-    """What the module returns for images.
+    """Runs the module on images.
 
     Raises:
-        InputError: it does not run in their type.
+        InputError: the module does not run in their type.
     """
     try:
         return module(images.clone())
@@ -548,21 +546,21 @@ def _run(module: nn.Module, images: Tensor) -> Any:
 
 
 def _tolerance(result: Tensor, casts: bool) -> float:
-    """How far a replay may be from the network: kernels that depend on the layout of memory round in other orders."""
+    """The tolerance between a replay and the network; the memory layout may change the order of sums."""
     return 1e-10 if result.dtype == torch.float64 and not casts else 1e-4
 
 
 def outline(
     module: nn.Module, size: tuple[int, ...], whole: Callable[[nn.Module], bool] = lambda module: False
 ) -> Graph:
-    """The operations of a network on the meta device, which has shapes and no numbers.
+    """Lists the operations of a network on the meta device, which has shapes but no values.
 
-    Nothing is computed, so nothing is compared with the network's own result either: this tells which rules a network
-    needs, and is not a basis for bounds.
+    Nothing is computed, so the graph is not compared with the network. Use it to find the rules that a network needs,
+    never for bounds.
 
     Args:
         module: the network, with parameters on the meta device.
-        size: of an image, (C, H, W).
+        size: shape of one image, (C, H, W).
         whole: as for :func:`capture`.
 
     Returns:

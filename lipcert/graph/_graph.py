@@ -1,4 +1,4 @@
-"""Nodes, graphs, and one name for every spelling of an operation."""
+"""Nodes, graphs, and canonical names of operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from lipcert._real import RealArithmetic
 from lipcert.graph._passes import passed
 
-# Spellings that mean the same operation. Trailing underscores (in place) and dunders are stripped before the look-up.
+# Names of the same operation. Leading and trailing underscores (in place, dunder) are stripped before the look-up.
 _SYNONYMS = {
     "iadd": "add",
     "ipow": "pow",
@@ -73,22 +73,23 @@ _SYNONYMS = {
 }
 
 
-# Modules whose functions work on lists of tensors, or in which anybody may register some.
+# Modules whose functions work on lists of tensors, or in which users can register functions.
 _ELSEWHERE = ("torch._ops", "torch.foreach")
-# Functions whose arguments are others than those of their namesakes in torch.nn.functional, or in another order.
+# Functions whose arguments, or their order, differ from the function of the same name in torch.nn.functional.
 _OF_ANOTHER_FORM = frozenset((torch.batch_norm, torch._C._nn.elu, torch._C._nn.elu_))
 
-# Operations whose result has the entries of their operand, in another arrangement.
+# Operations that only rearrange the entries of their operand.
 REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "movedim", "transpose", "flip", "roll"))
-# Operations that take a value apart: their results are tuples.
+# Operations that split a value into a tuple.
 PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
 
 
 def canonical(function: Callable[..., Any]) -> Any:
-    """The name under which rules know an operation of torch: ``torch.add``, ``Tensor.__iadd__`` and ``+`` are "add".
+    """The canonical name of a torch operation, by which rules are found.
 
-    A function from elsewhere, made overridable with ``torch.overrides`` or registered with ``torch.library``, is its
-    own key, so that it cannot be mistaken for an operation of torch with the same name.
+    ``torch.add``, ``Tensor.__iadd__`` and ``+`` are all "add". A function that is not torch's own, made overridable
+    with ``torch.overrides`` or registered with ``torch.library``, is its own key. So it cannot be mistaken for a torch
+    operation of the same name.
     """
     module = getattr(function, "__module__", None)
     name = getattr(function, "__name__", None)
@@ -99,7 +100,7 @@ def canonical(function: Callable[..., Any]) -> Any:
     if name is None or not ours or function in _OF_ANOTHER_FORM:
         return function
     bare = name.strip("_")
-    if bare == "unfold" and module is None:  # windows of a tensor along one axis, unlike torch.nn.functional.unfold
+    if bare == "unfold" and module is None:  # sliding windows along one axis, unlike torch.nn.functional.unfold
         return "unfold_axis"
     return _SYNONYMS.get(bare, bare)
 
@@ -110,12 +111,12 @@ class Node:
 
     Attributes:
         op: canonical name, function, or the class of a module that is kept whole.
-        function: what to call to replay it.
+        function: the callable that a replay runs.
         args: positional arguments; values that depend on the image are Nodes.
         kwargs: keyword arguments, likewise.
         path: dotted path of the module in which it runs.
         shape: shape of its result for a batch of one image; () where the result is a tuple.
-        inner: the operations inside a module that is kept whole, else empty.
+        inner: the operations inside a module that is kept whole; otherwise empty.
         result: the node inside ``inner`` that is the module's output.
         dtype: the result's type in the capture; None where the result is a tuple.
     """
@@ -132,22 +133,22 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The operation's name for people."""
+        """The operation's name for messages."""
         return self.op if isinstance(self.op, str) else getattr(self.op, "__name__", str(self.op))
 
     @property
     def single(self) -> bool:
-        """Whether the result is one tensor, with dimensions or without, and not a tuple."""
+        """Whether the result is one tensor, possibly a scalar, and not a tuple."""
         return bool(self.shape) or self.dtype is not None
 
     @property
     def entries(self) -> int:
-        """How many numbers the result has, if it is one tensor."""
+        """The number of entries of the result, if it is one tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:
-        """The nodes this one reads, in the order of the arguments."""
+        """The nodes that this node reads, in argument order."""
         found: list[Node] = []
         map_nodes(found.append, (self.args, dict(self.kwargs)))
         return tuple(found)
@@ -158,9 +159,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured network: nodes in the order in which they ran, from ``input`` to ``output``.
+    """A captured network: its nodes in execution order, from ``input`` to ``output``.
 
-    ``forms`` names the operations that stand for several which the network writes out.
+    ``forms`` names the fused operations that replace several recorded ones.
     """
 
     input: Node
@@ -169,16 +170,13 @@ class Graph:
     forms: tuple[str, ...] = ()
 
     def replay(self, images: torch.Tensor) -> torch.Tensor:
-        """Runs the captured operations on images, shape (N, C, H, W) with the N it was captured with.
-
-        Autograd follows the replay as it follows the network.
-        """
+        """Runs the captured operations on images of shape (N, C, H, W), with the N of the capture. Differentiable."""
         output = run(self.nodes, {self.input: images})[self.output]
         passed()
         return output
 
     def flat(self) -> Graph:
-        """The same network with every module that was kept whole replaced by the operations inside it."""
+        """The same graph, with every module that was kept whole replaced by its inner operations."""
         stands_for: dict[Node, Node] = {}
         nodes: list[Node] = []
 
@@ -212,8 +210,8 @@ class Graph:
 def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
     """Evaluates ``nodes`` in order, given the values of the nodes they read; returns all values.
 
-    Modules that are kept whole run in real arithmetic if they were captured in float64; of the operations, ``capture``
-    has recorded what they are there.
+    Modules that are kept whole run in real arithmetic if they were captured in float64. Single operations were already
+    recorded in real arithmetic.
     """
     for node in nodes:
         if node not in values:
@@ -225,7 +223,7 @@ def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
 
 
 def map_nodes(function: Callable[[Node], Any], tree: Any) -> Any:
-    """Applies ``function`` to every Node in nested tuples, lists and dicts; leaves everything else as it is."""
+    """Applies ``function`` to every Node in nested tuples, lists and dicts; leaves other leaves unchanged."""
     if isinstance(tree, Node):
         return function(tree)
     if isinstance(tree, (tuple, list)):

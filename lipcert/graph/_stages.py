@@ -1,4 +1,4 @@
-"""Finding stages in a captured network, and replaying parts of it for many images at once."""
+"""Finds the stages of a captured network and replays parts of it on batches of images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lipcert.graph._graph import Graph, Node, map_nodes, run
 
 
 def needed(graph: Graph) -> Graph:
-    """The graph without operations that the output does not depend on."""
+    """The graph restricted to operations that the output depends on."""
     alive = {graph.output}
     for node in reversed(graph.nodes):
         if node in alive:
@@ -23,9 +23,9 @@ def needed(graph: Graph) -> Graph:
 
 
 def explicit_attention(graph: Graph, device: torch.device | None = None) -> Graph:
-    """The same network with fused attention written out as products and a softmax.
+    """The same network with fused attention replaced by matrix products and a softmax.
 
-    ``device`` is where the network is, for the masks of causal attention; the CPU by default.
+    ``device`` is the device of the network, for causal masks; the CPU by default.
     """
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}
@@ -81,7 +81,7 @@ def _written_out(
 
 
 def _repeated(x: Any, times: int, emit: Callable[..., Node]) -> Any:
-    """Every head several times, as grouped queries read them."""
+    """Repeats every key or value head for its group of queries."""
     if times == 1:
         return x
     if isinstance(x, Tensor):
@@ -91,9 +91,9 @@ def _repeated(x: Any, times: int, emit: Callable[..., Node]) -> Any:
 
 
 def cuts(graph: Graph) -> list[Node]:
-    """The nodes through which everything later depends on the image, in order: the input, ..., the output.
+    """The cut nodes, in order: every path from an earlier node to a later one passes through them.
 
-    Operands that are no nodes of the graph, and whose values are given with the image, do not count.
+    The output is the last. Operands outside the graph, whose values are given with the image, do not count.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     reaches = dict(position)  # the last node that reads each node
@@ -110,17 +110,17 @@ def cuts(graph: Graph) -> list[Node]:
 
 
 class Replay:
-    """A captured graph evaluated on N images at once, each on its own.
+    """Evaluates a captured graph on N images at once, each independently.
 
-    The graph was captured with one image; ``torch.vmap`` runs it on many, so every value has the image as its first
-    axis and the shape of a batch of one behind it, whatever the network does with its batch axis.
+    The graph was captured with one image and runs under ``torch.vmap``. Every value has shape (N, *shape of a batch of
+    one), whatever the network does with its batch axis.
     """
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.position = {node: index for index, node in enumerate(graph.nodes)}
-        self._reads: dict[Node, int] = {}  # a bit for each node that a node depends on, itself included
-        self._feeds = {node: 0 for node in graph.nodes}  # a bit for each other node that depends on it
+        self._reads: dict[Node, int] = {}  # bit set of the nodes that a node depends on, itself included
+        self._feeds = {node: 0 for node in graph.nodes}  # bit set of the other nodes that depend on it
         for index, node in enumerate(graph.nodes):
             self._reads[node] = 1 << index
             for operand in node.operands:
@@ -131,11 +131,11 @@ class Replay:
                 self._feeds[operand] |= self._feeds[node] | 1 << index
 
     def depends(self, node: Node, source: Node) -> bool:
-        """Whether ``node`` is computed from ``source``, or is that."""
+        """Whether ``node`` is ``source`` or is computed from it."""
         return bool(self._reads.get(node, 0) >> self.position[source] & 1)
 
     def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
-        """The operations on the ways from ``source`` to ``targets``, in order, without ``source``."""
+        """The operations on the paths from ``source`` to ``targets``, in order, without ``source``."""
         wanted = 0
         for target in targets:
             wanted |= self._reads.get(target, 0)
@@ -150,14 +150,15 @@ class Replay:
         values: dict[Node, Tensor],
         path: Sequence[Node] | None = None,
     ) -> list[Tensor]:
-        """The targets as functions of ``source``, everything that does not depend on it at its nominal value.
+        """Evaluates the targets for a value of ``source``; nodes independent of it keep their nominal values.
 
         Args:
             source: the node to vary.
             value: its value for each image, shape (N, *source.shape).
             targets: nodes to evaluate.
-            values: nominal values, each of shape (N, *node.shape); must hold what the ways between read.
-            path: the operations to evaluate, in order; all on the ways between by default.
+            values: nominal values, each of shape (N, *node.shape); must hold the operands of ``path`` that do not
+                depend on ``source``.
+            path: the operations to evaluate, in order; by default all those on paths from ``source`` to ``targets``.
         """
         path = self.between(source, targets) if path is None else path
         inside = {source, *path}

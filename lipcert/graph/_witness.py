@@ -1,22 +1,22 @@
-"""A second look at a network: what it does with real tensors, below anything that its code can tell apart.
+"""Checks that a captured graph is what the module does with ordinary tensors.
 
-``capture`` runs a network's code on a value that is not a tensor, and code may treat that value in another way than a
-tensor. Here the module itself runs on real tensors, on several images, while every kernel that torch calls is written
-down (``TorchDispatchMode``), together with which memory depends on the image. A network is refused if its code
+``capture`` runs a network's code on a value that is not a tensor, and code can treat that value differently from a
+tensor. Here the module runs on ordinary tensors, for several images. A ``TorchDispatchMode`` records every kernel that
+torch calls and the memory that depends on the image. A network is refused if its code
 
-- reads a value that depends on the image out of a tensor: a number, a list, an array, a size that depends on values,
-  or an error that is raised or not; or goes on in another thread;
-- does something else where gradients are wanted, or in inference mode;
+- reads values that depend on the image out of a tensor (as a number, a list, an array, a size or an error), or
+  continues in another thread;
+- behaves differently with gradients enabled or in inference mode;
 - draws random numbers, gives two results for one image, or changes its own parameters, buffers or attributes;
-- takes other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
+- runs other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
   other tensors that do not depend on the image.
 
-What is left is straight-line code: the same kernels on the same constants for every image, as far as the images that
-were tried can tell. :func:`lipcert.graph.capture` then holds the captured graph against the module on the same images.
+The remaining networks are straight-line code: they run the same kernels on the same constants for every image that was
+tried. :func:`lipcert.graph.capture` then compares the captured graph with the module on the same images.
 
-Assumed of a network's code: it does not inspect torch's dispatcher or switch it off, does not read the memory of the
-process (addresses, DLPack capsules), the time, files or the call stack; and it does not act on what it has counted in
-other runs (a step that is taken at the thousandth call only).
+Assumptions on the network's code: it does not inspect or disable torch's dispatcher; it does not read process memory
+(addresses, DLPack capsules), the time, files or the call stack; it does not depend on a count of earlier runs (such as
+a branch taken only at the thousandth call).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
 from lipcert.graph._passes import passed
 
-# Kernels whose result says something about values, beside those that torch itself marks as such.
+# Kernels whose result depends on values, in addition to those that torch tags as data dependent.
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
-# Kernels with a marked overload; torch does not mark those that write to ``out``.
+# Kernels with a tagged overload; torch does not tag the overloads that write to ``out``.
 _MARKED_ELSEWHERE = frozenset(("nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount"))
-# Functions of tensors that read values without calling a kernel, or out of the modes' sight: ``torch.tensor([x])`` is
-# ``x.__float__()`` with the kernel hidden.
+# Functions of tensors that read values without calling a kernel, or hide the kernel from the modes:
+# ``torch.tensor([x])`` calls ``x.__float__()`` with its kernel hidden.
 _READING_MEMORY = frozenset(
     ("item", "__bool__", "__int__", "__long__", "__index__", "__float__", "__complex__",
      "numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage",
      "__repr__", "__str__", "__format__", "__reduce_ex__", "_is_view", "_base")
 )  # fmt: skip
-# Functions that read tensors out of a list that they are given, out of sight too.
+# Functions that read tensors out of a list argument, also hidden from the modes.
 _READING_LISTS = frozenset(("tensor", "as_tensor", "asarray", "new_tensor", "new"))
-# Kernels that torch marks as random and that draw nothing where they do not drop anything: the place of the argument
-# that says so, and its harmless value.
+# Kernels that torch tags as random but that draw nothing if dropout is off: the name of the argument that switches
+# dropout, and its value for off.
 _DROPPING = {
     "native_dropout": ("train", False),
     "dropout": ("train", False),
@@ -76,7 +76,7 @@ _DROPPING = {
 }
 # Functions that torch computes in float32 for narrower types. Their rounding rules hold for that as well.
 _WIDENING = (F.rms_norm, torch.rms_norm)
-# Kernels that change no value. Which of them run depends on types and on the layout of memory.
+# Kernels that change no value. Which of them run depends on types and memory layout.
 _MOVING = frozenset(
     ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_unsafe_view", "view")
 )  # fmt: skip
@@ -84,14 +84,14 @@ _MOVING = frozenset(
 
 @dataclass
 class Step:
-    """A kernel that was called with something that depends on the image.
+    """A kernel call with an argument that depends on the image.
 
     Attributes:
-        name: of the kernel, without its overload and without the mark of writing in place.
-        form: sizes of its tensors, and the numbers among its arguments, types left out.
-        constants: tensors that do not depend on the image; copies of those that the module does not hold.
+        name: the kernel's name, without overload and without the trailing underscore of in-place kernels.
+        form: sizes of its tensors, and its numeric arguments; without types.
+        constants: operands that do not depend on the image; copied unless the module holds them.
         path: dotted path of the module.
-        types: floating-point types of what it reads and makes that depends on the image.
+        types: floating-point types of its operands and results that depend on the image.
     """
 
     name: str
@@ -106,11 +106,11 @@ class Look:
     """One run of a network on one image.
 
     Attributes:
-        image: what it ran on, shape (1, C, H, W).
-        steps: the kernels that touched something that depends on the image, in order.
-        result: what the network returned.
-        problems: (what is wrong, module path).
-        kept: where the module keeps something that depends on the image.
+        image: the input, shape (1, C, H, W).
+        steps: the kernel calls with an argument that depends on the image, in order.
+        result: the network's output.
+        problems: (description, module path) pairs.
+        kept: the module attributes that hold tensors that depend on the image.
     """
 
     image: Tensor
@@ -156,8 +156,8 @@ class _Kernels(TorchDispatchMode):
         self, kernel: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(kernel, torch._ops.OpOverload):  # such as torch.cond, which takes functions
-            self.problem(f"{kernel}, which is no operation on tensors")
+        if not isinstance(kernel, torch._ops.OpOverload):  # such as torch.cond, whose arguments are functions
+            self.problem(f"{kernel}, which is not an operation on tensors")
             return kernel(*args, **kwargs)
         name = kernel.__name__.split(".")[0]
         given = tree_leaves((args, kwargs))
@@ -198,7 +198,7 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what reads memory without a kernel."""
+    """Detects functions that read memory without a kernel."""
 
     def __init__(self, kernels: _Kernels):
         super().__init__()
@@ -233,10 +233,10 @@ def _draws_nothing(kernel: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _reads(kernel: Any, name: str, args: tuple[Any, ...], touched: list[Tensor]) -> bool:
-    if name == "index":  # marked for masks, whose number of entries is a size; positions are no sizes
+    if name == "index":  # tagged because a mask's number of True entries is a size; integer indices have fixed sizes
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] if _in(i, touched))
-    marked = torch.Tag.data_dependent_output in kernel.tags or torch.Tag.dynamic_output_shape in kernel.tags
-    return marked or name in _READING or name in _MARKED_ELSEWHERE
+    tagged = torch.Tag.data_dependent_output in kernel.tags or torch.Tag.dynamic_output_shape in kernel.tags
+    return tagged or name in _READING or name in _MARKED_ELSEWHERE
 
 
 def _in(tensor: Any, tensors: list[Tensor]) -> bool:
@@ -252,7 +252,8 @@ def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     ]
 
 
-def _version(tensor: Tensor) -> int:
+def write_count(tensor: Tensor) -> int:
+    """The number of in-place writes to the tensor; 0 for inference tensors, which cannot be written to."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -265,7 +266,7 @@ def _number(leaf: Any) -> Any:
 
 
 def look(module: nn.Module, image: Tensor) -> Look:
-    """Runs the module on a copy of one image, shape (1, C, H, W), and writes down what it does."""
+    """Runs the module on a copy of one image, shape (1, C, H, W), and records the kernels."""
     given, stack = image.clone(), [""]
     paths = {child: path for path, child in module.named_modules()}
 
@@ -285,12 +286,12 @@ def look(module: nn.Module, image: Tensor) -> Look:
 
 @contextmanager
 def watched(module: nn.Module, given: Tensor, stack: list[str]) -> Iterator[_Kernels]:
-    """Writes down the kernels that touch what depends on a tensor while the block lasts.
+    """Records, inside the ``with`` block, the kernel calls with an argument that depends on ``given``.
 
     Args:
         module: the network.
-        given: the tensor itself that the block uses, shape (1, C, H, W).
-        stack: whose last entry is the path of the module that runs.
+        given: the input, shape (1, C, H, W); the block must use this tensor object.
+        stack: module paths; the last entry is the module that is running.
     """
     dependent = _Dependent()
     dependent.add(given)
@@ -301,7 +302,7 @@ def watched(module: nn.Module, given: Tensor, stack: list[str]) -> Iterator[_Ker
 
 @contextmanager
 def _one_kernel_for_all_types() -> Iterator[None]:
-    """Without oneDNN, which has kernels of its own for some types."""
+    """Disables oneDNN, which has separate kernels for some types."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -312,12 +313,12 @@ def _one_kernel_for_all_types() -> Iterator[None]:
 
 @contextmanager
 def _no_threads(kernels: _Kernels) -> Iterator[None]:
-    """Code that goes on in another thread is a problem: what it does there is not seen."""
+    """Reports code that starts another thread, where kernels are not recorded."""
     start, submit = Thread.start, ThreadPoolExecutor.submit
 
     def noticed(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            kernels.problem("another thread, in which nothing is seen,")
+            kernels.problem("code that runs in another thread")
             return original(*args, **kwargs)
 
         return call
@@ -331,7 +332,7 @@ def _no_threads(kernels: _Kernels) -> Iterator[None]:
 
 @contextmanager
 def module_calls(call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Every call of a module is ``call(original, module, args, kwargs)`` while the block lasts."""
+    """Replaces every module call inside the ``with`` block by ``call(original, module, args, kwargs)``."""
     original = nn.Module.__call__
 
     def patched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -345,7 +346,7 @@ def module_calls(call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any])
 
 
 def examples(image: Tensor) -> list[Tensor]:
-    """The image itself, one that is all 0, one that is all 1, and a smooth one."""
+    """The image itself, an image of zeros, an image of ones, and a smooth gradient."""
     height, width = image.shape[-2:] if image.dim() > 1 else (1, 1)
     rows, columns = (torch.linspace(0, 1, n, dtype=image.dtype, device=image.device) for n in (height, width))
     smooth = ((rows[:, None] + columns) / 2).expand(image.shape).clone() if image.dim() > 1 else image / 2
@@ -353,10 +354,10 @@ def examples(image: Tensor) -> list[Tensor]:
 
 
 def first_run(module: nn.Module, image: Tensor) -> Any:
-    """What a module returns for an image, shape (1, C, H, W), which may be the first that it sees.
+    """Runs a module, possibly for the first time, on an image of shape (1, C, H, W); returns its result.
 
     Raises:
-        UnsupportedCode: it keeps values of this image, and does not replace them by those of the next one.
+        UnsupportedCode: the module keeps values of this image and does not replace them for the next image.
     """
     found = look(module, image)
     stale = found.kept - look(module, image).kept if found.kept else ()
@@ -369,18 +370,18 @@ _EXAMINED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Look]]] = weakre
 
 
 def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
-    """Looks at a module several times, in the type of ``image``; once only, as long as the module stays as it is.
+    """Runs and checks a module on several images, in the type of ``image``; cached while the module is unchanged.
 
     Args:
-        module: the network, in evaluation mode. It has run before, so that what it prepares once is there.
+        module: the network, in evaluation mode. It must have run before, so that one-time preparation is done.
         image: an example, shape (1, C, H, W).
-        real: run it in real arithmetic, without casts (:mod:`lipcert._real`).
+        real: run in real arithmetic, without casts (:mod:`lipcert._real`).
 
     Returns:
-        A look at each of :func:`examples`.
+        One :class:`Look` for each of :func:`examples`.
 
     Raises:
-        UnsupportedCode: what the head of this file lists, with the path of the module where it happens.
+        UnsupportedCode: the code does something that the module docstring lists; names the module path.
     """
     made_of = _state(module), image.shape, image.dtype, image.device, real
     known, looks = _EXAMINED.get(module, (None, []))
@@ -410,7 +411,7 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     for found in (*others, again):
         problems += _differences(first, found, "for another image")
     if not isinstance(plain, Tensor) or not close(first.result, plain, _between(plain)):
-        problems.append(("forward code that takes another way when it is watched", ""))
+        problems.append(("forward code that behaves differently while it is recorded", ""))
     if not same(first.result, again.result) or not same(plain, repeated):
         problems.append(("forward code that gives two results for one image", ""))
     for place in first.kept - again.kept:
@@ -422,14 +423,14 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     if problems:
         raise UnsupportedCode(problems[:8])
     if not _same_with_gradients(module, image, plain):
-        raise UnsupportedCode([("forward code that depends on whether gradients are wanted", "")])
+        raise UnsupportedCode([("forward code that depends on whether gradients are enabled", "")])
     for found in others:
-        found.steps = []  # the same
+        found.steps = []  # equal to those of the first
     return [first, *others]
 
 
 def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> bool:
-    """Whether the module gives the same where gradients are wanted, and in inference mode, as far as it runs there."""
+    """Whether the result is the same with gradients enabled and in inference mode, if the module runs there."""
     for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
         try:
             with mode:
@@ -444,43 +445,43 @@ def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> boo
 
 
 def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) -> None:
-    """Looks at a module that was examined at one more image, and holds its graph against it there.
+    """Checks an examined module and its graph on one more image.
 
     Args:
         module: the network.
-        graph: what was captured of it.
+        graph: its captured graph.
         image: shape (1, C, H, W).
         real: as for :func:`examine`.
 
     Raises:
-        UnsupportedCode: it does something else with this image than with those it was examined with.
+        UnsupportedCode: the module behaves differently on this image than on those of :func:`examine`.
     """
     first, *_ = examine(module, image, real)
     with RealArithmetic() if real else nullcontext():
         found = look(module, image)
         problems = found.problems + _differences(first, found, "for another image")
         if not close(graph.replay(image), found.result, _between(found.result)):
-            problems.append(("forward code that takes another way when it is captured", ""))
+            problems.append(("forward code that behaves differently when it is captured", ""))
     if problems:
         raise UnsupportedCode(problems)
 
 
 def as_captured(first: Look, captured: Look) -> None:
-    """Holds the look at a network against the kernels that ran while it was captured, on the same image.
+    """Compares the kernels of an ordinary run with those of the capture, on the same image.
 
     Raises:
-        UnsupportedCode: its code does something else with a tensor than with the value that records it.
+        UnsupportedCode: the code treats a tensor differently from the value that records operations.
     """
-    problems = _differences(captured, first, "for a tensor and not when it is captured", types=True)
+    problems = _differences(captured, first, "for a tensor but not when it is captured", types=True)
     if problems:
         raise UnsupportedCode(problems)
 
 
 def only_in(dtype: torch.dtype, found: Look) -> None:
-    """Refuses a network that computes in other floating-point types than its own, by casts or under autocast.
+    """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast.
 
     Raises:
-        UnsupportedCode: naming the first operation in another type.
+        UnsupportedCode: an operation uses another type; names the first.
     """
     for step in found.steps:
         for other in step.types - {dtype}:
@@ -488,13 +489,13 @@ def only_in(dtype: torch.dtype, found: Look) -> None:
 
 
 def across_types(first: Look, other: Look) -> None:
-    """Holds the looks at one network in two floating-point types against each other.
+    """Compares the runs of one network in two floating-point types.
 
-    Casts, copies and views may differ. Everything else must be the same, numbers and tensors up to the rounding of the
+    Casts, copies and views may differ. Everything else must be equal, numbers and tensors up to the rounding of the
     types.
 
     Raises:
-        UnsupportedCode: the code does something else in the other type.
+        UnsupportedCode: the code does something different in the other type.
     """
     problems = _differences(first, other, "in another floating-point type", types=True)
     if problems:
@@ -522,7 +523,7 @@ def _differences(first: Look, other: Look, when: str, types: bool = False) -> li
 
 
 def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether forms differ by no more than the rounding of numbers to float32, the least that kernels compute with."""
+    """Whether two forms differ at most by rounding to float32, the lowest precision in which kernels compute."""
     unit = torch.finfo(torch.float32).eps
     both = [(*form[0], *form[1]) for form in (one, other)]
     return len(both[0]) == len(both[1]) and all(
@@ -532,7 +533,7 @@ def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _first_difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """What is first in one form and not in the other, in words."""
+    """A description of the first difference between two forms."""
     for mine, its in zip((*one[0], *one[1]), (*other[0], *other[1]), strict=False):
         if mine != its:
             return f"{'size ' if isinstance(mine, tuple) else ''}{mine} in place of {its}"
@@ -540,7 +541,7 @@ def _first_difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether two results are the same to the last bit; on a GPU, where sums may be taken in any order, nearly so."""
+    """Whether two results are equal bit for bit; on a GPU, where the order of sums varies, up to rounding."""
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
         return type(one) is type(two)
     if one.shape != two.shape or one.dtype != two.dtype:
@@ -552,7 +553,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
-    """Equality up to ``tolerance`` of the largest entry; by default what a few hundred roundings of the types make."""
+    """Equality up to ``tolerance`` times the largest entry; the default is 256 roundings of the coarser type."""
     if one.shape != two.shape or one.is_floating_point() != two.is_floating_point():
         return False
     if not one.is_floating_point():
@@ -567,12 +568,12 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
 
 
 def _between(result: Tensor) -> float:
-    """How far results of different kernels for one operation may be apart, of the largest entry."""
+    """The tolerance between kernels for the same operation, relative to the largest entry."""
     return 1e-4 if not result.is_floating_point() or torch.finfo(result.dtype).bits < 64 else 1e-10
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All tensors that the module's parts hold, with where."""
+    """All (attribute path, tensor) pairs that the module's parts hold."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name != "_modules":
@@ -582,7 +583,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """What the module's parts hold beside tensors that depend on the image: numbers, texts, versions of tensors."""
+    """The module's state: its numbers and texts, the versions of its parameters and buffers, its numbers of hooks."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -591,7 +592,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
                 found[f"{path}.{name}"] = leaves[:1000]
         found[path] = type(part), *(len(hooks) for hooks in _hooks(part))
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            found[f"{path}.{name}"] = (id(tensor), _version(tensor))
+            found[f"{path}.{name}"] = (id(tensor), write_count(tensor))
     return found
 
 
