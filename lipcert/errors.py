@@ -63,7 +63,7 @@ class UnsupportedOperation(LipcertError):
 
 
 class LedgerError(LipcertError):
-    """A random vector was asked for twice, or more failure probability than an image has: a defect of lipcert."""
+    """A random vector was requested twice, or more failure probability than an image has: a defect of lipcert."""
 
 
 class UnsupportedCode(UnsupportedOperation):

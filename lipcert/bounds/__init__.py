@@ -1,6 +1,6 @@
-"""Bounds on how far a network's output can move, and the rules they are made of.
+"""Bounds on the change of a network's output, and the rules of single operations from which they are computed.
 
-``lipschitz`` answers the global question for a whole model; ``rule`` adds an operation to the table.
+``lipschitz`` bounds the Lipschitz constant of a whole model; ``rule`` adds an operation to the registry.
 """
 
 from lipcert._bound import Bound, Estimate, LayerBound

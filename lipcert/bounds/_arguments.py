@@ -1,4 +1,4 @@
-"""The arguments of torch's operations by name: every rule that asks for one reads it here."""
+"""Reads the arguments of torch operations by name, for all rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lipcert.graph import Node, map_nodes
 
 Known = TypeVar("Known")
 
-# Positional arguments in their order, then behind * those that have to be named. Operations that share a line have the
-# same. tests/test_arguments.py holds this against torch's own signatures.
+# Positional arguments in order; after * the keyword-only ones. Operations on one line share the signature.
+# tests/test_arguments.py compares this table with torch's own signatures.
 _SIGNATURES = """
 abs neg relu relu6 silu mish sigmoid tanh hardsigmoid hardswish softsign log_sigmoid square sqrt rsqrt: input inplace
 add sub rsub: input other * alpha
@@ -56,7 +56,7 @@ lstm lstm_last_hidden lstm_last_cell: input hx params has_biases num_layers drop
 setitem: input index value
 """
 
-# Other names that torch takes for the same arguments.
+# Other names that torch accepts for the same arguments.
 SYNONYMS = {
     "axis": "dim",
     "keepdims": "keepdim",
@@ -79,7 +79,7 @@ def _signatures() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
     return found
 
 
-# By operation: the names of its positional arguments in their order, and all names.
+# For each operation: the names of its positional arguments in order, and all names.
 SIGNATURES = _signatures()
 
 
@@ -87,7 +87,7 @@ def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an operation by name.
 
     Raises:
-        NoAnswer: arguments that are not in its signature, or given twice.
+        NoAnswer: an argument is not in the signature, or is given twice.
     """
     positional, known = SIGNATURES[str(node.op)]
     given = dict(zip(positional, node.args, strict=False))
@@ -101,7 +101,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def named(given: Any) -> dict[str, Any]:
-    """Named arguments under the names that rules use.
+    """Keyword arguments under their canonical names.
 
     Raises:
         NoAnswer: two names for the same argument.
@@ -113,20 +113,21 @@ def named(given: Any) -> dict[str, Any]:
 
 
 def by_operand(node: Node, known: Sequence[Known]) -> Callable[[Node], Known]:
-    """What is known of the operands in the order of ``node.operands``, by operand: arguments may come in any order.
+    """A function from operand to its entry of ``known``, which is in the order of ``node.operands``.
 
-    The result is asked for each argument once; one that is given twice gets what is known of it each time.
+    Call it once for each argument, in any order. For an operand that is passed twice, each call returns one of its
+    entries.
     """
     left = list(zip(node.operands, known, strict=True))
     return lambda operand: left.pop([u for u, _ in left].index(operand))[1]
 
 
 def replayed(node: Node, *tensors: Tensor) -> Tensor:
-    """The operation on other values of its operands, image by image.
+    """Evaluates the operation at other values of its operands, image by image.
 
     Args:
         node: the operation.
-        tensors: for each operand, however often it is given, in the order of ``node.operands``; shape (N, *shape).
+        tensors: one for each distinct operand, in the order of ``node.operands``; shape (N, *shape).
     """
     operands = list(dict.fromkeys(node.operands))
 
@@ -139,5 +140,5 @@ def replayed(node: Node, *tensors: Tensor) -> Tensor:
 
 
 def per_axis(value: Any, dims: int) -> tuple[int, ...]:
-    """An argument of a window as one number for each axis."""
+    """A window argument as one number per axis."""
     return (value,) * dims if isinstance(value, int) else tuple(value if len(value) == dims else value * dims)

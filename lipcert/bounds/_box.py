@@ -1,31 +1,31 @@
-"""Boxes and local Lipschitz constants over the balls around N images, one walk over the captured network.
+"""Boxes and local Lipschitz constants on balls around N images, computed in one walk over the captured network.
 
 For perturbations ‖δ‖ ≤ ε of an image x, every value v of the network gets
 
 * ``up``, ``down`` ≥ 0: entry i of v(x + δ) lies in [v_i − down_i, v_i + up_i], v the computed nominal value;
 * ``constant``: a K with ‖v(x + δ) − v(x + δ')‖ ≤ K‖δ − δ'‖ on the ball.
 
-Boxes are the intersection of two (BCP): the interval that the operand's box allows, and the ball, |δv_i| ≤ ‖row i‖·K·ε
-with K the constant in front of a matrix. Constants are products of norms of diag(outer)·A·diag(inner): a unit that its
-box shows to be constant has weight 0, as a column of the matrix behind it and as a row of the matrix in front of its
-activation. After Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust Neural Networks with Efficient
-Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 3 and 4; Lee, Lee and Park, "Lipschitz-Certifiable
-Training with a Tight Outer Bound", NeurIPS 2020, for BCP.
+A box is the intersection of two sets (box constraint propagation, BCP): the interval from the operand's box, and the
+ball, |δv_i| ≤ ‖row i‖·K·ε with K the constant of the matrix's operand. Constants are products of norms of
+diag(outer)·A·diag(inner). A unit that its box shows to be constant has weight 0, both as a column of the matrix after
+it and as a row of the matrix before its activation. Sources: Huang, Zhang, Shi, Kolter and Anandkumar, "Training
+Certifiably Robust Neural Networks with Efficient Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 3
+and 4; for BCP, Lee, Lee and Park, "Lipschitz-Certifiable Training with a Tight Outer Bound", NeurIPS 2020.
 
-Why weights may be put together. If δz = A δh exactly, |δa_i| ≤ s_i|δz_i| for the activation a behind it, and δh_i = 0
-where h is constant, then ‖δa‖ ≤ ‖diag(s) A diag(m)‖‖δh‖ with m the 0/1 mask of the units that move; and an activation
-δh = T δu with |T_ii| ≤ s_i, T diagonal, in front of A gives ‖A T‖ ≤ ‖A diag(s)‖. This holds for finite differences, not
-only for Jacobians.
+Why weights can be combined. Let δz = A δh exactly, let |δa_i| ≤ s_i|δz_i| for the activation a after A, and let
+δh_i = 0 for constant units. Then ‖δa‖ ≤ ‖diag(s) A diag(m)‖‖δh‖, where m is the 0/1 mask of the units that move. An
+activation δh = T δu before A, with T diagonal and |T_ii| ≤ s_i, gives ‖A T‖ ≤ ‖A diag(s)‖. Both hold for finite
+differences, not only for Jacobians.
 
-What the global analysis found is kept: if the values that a result is computed from have constants K_i ≤ q·L_i, with
-L_i their global ones, the result has q·L. Rules are homogeneous in the constants of their operands, as measuring pixels
-in another unit multiplies all constants alike. The analysis folds a scale into the matrix behind it, which makes L
-smaller than a product of norms; so where an operand was folded, q must hold for what it was folded from as well. Ranges
-that a global rule uses (of gates, of attention) hold for images in [0, 1].
+Global constants are reused. If the operands of a result have local constants K_i ≤ q·L_i, with L_i their global
+constants, the result has local constant q·L. The reason: rules are homogeneous in the constants of their operands,
+because another unit for pixels multiplies all constants by the same factor. The analysis folds a scale into the matrix
+after it, which makes L smaller than a product of norms. So if an operand was folded, q must also hold for the values it
+was folded from. Ranges that a global rule uses (for gates, attention) hold for images in [0, 1].
 
 Rounding. Interval parts are sums of non-negative numbers, inflated by 1e-9. The distance between computed and exact
-nominal values is itself propagated as a box, from rounding bounds at matrices and sums; for other operations, each is
-taken to be evaluated to 1e-10 of its largest result.
+nominal values is itself propagated as a box, from rounding bounds at matrices and sums. Every other operation is
+assumed to be evaluated with an error of at most 1e-10 times its largest result.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ EVALUATION = 1e-10
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """(N, ...) as (N, entries)."""
+    """Reshapes (N, ...) to (N, entries)."""
     return tensor.reshape(len(tensor), -1)
 
 
 def top(tensor: Tensor) -> Tensor:
-    """The largest entry for each image of (N, ...), of entries ≥ 0; 0 where there are none."""
+    """The largest entry per image of a tensor (N, ...) with entries ≥ 0; 0 if it has none."""
     return F.pad(flat(tensor), (0, 1)).amax(1)
 
 
 def over(numbers: Tensor, template: Tensor) -> Tensor:
-    """Numbers of shape (N,), to broadcast with (N, ...)."""
+    """Reshapes numbers of shape (N,) to broadcast with (N, ...)."""
     return numbers.reshape(-1, *[1] * (template.dim() - 1))
 
 
@@ -72,7 +72,7 @@ def _next_up(tensor: Tensor) -> Tensor:
 
 
 def gap(high: Tensor, low: Tensor) -> Tensor:
-    """high − low ≥ 0, rounded up; 0 where they are equal."""
+    """max(high − low, 0), rounded up; exactly 0 where high ≤ low."""
     return torch.where(high <= low, 0.0, _next_up(high - low))
 
 
@@ -82,9 +82,9 @@ def _varies(weights: Tensor) -> Tensor:
 
 @dataclass
 class Way:
-    """‖δv‖ ≤ ‖diag(outer)·A·diag(inner)·δbase‖ from an earlier value; A is the identity where ``core`` is None.
+    """‖δv‖ ≤ ‖diag(outer)·A·diag(inner)·δbase‖ for an earlier value ``base``; A is the identity if ``core`` is None.
 
-    ``local`` says whether the weights differ from those that hold everywhere.
+    ``local`` says whether the weights differ from the global ones.
     """
 
     base: State
@@ -94,9 +94,9 @@ class Way:
     local: bool = False
 
     def norm(self, node: Node) -> Tensor:
-        """The norm per image without the constant units of the base; inf where no unit is constant.
+        """The norm per image without the constant units of the base; inf if no unit is constant.
 
-        ``node`` is the operation whose norm it is.
+        ``node`` is the operation that ends the way.
         """
         inner = self.inner * self.base.moving
         if self.core is None:
@@ -113,16 +113,16 @@ class Way:
 
 
 class State:
-    """What a walk knows of one value, for all images; see the module's docstring.
+    """Box and local constant of one value for all images; see the module docstring.
 
     Args:
-        walk: the walk it belongs to.
+        walk: the walk that computes it.
         node: the operation.
         up, down: the box, as distances from the nominal value.
         sources: the values that it is computed from.
-        way: how its deviation follows from that of an earlier value.
+        way: a bound on its deviation by that of an earlier value.
         open: whether its entries are those of the way, so that further weights can be added to it.
-        constant: another bound on K, asked at most once, and only where it matters.
+        constant: computes another bound on K; called at most once, and only if needed.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class State:
 
     @cached_property
     def share(self) -> Tensor:
-        """A q ≤ 1 with K ≤ q·L, here and for all that the global analysis folded into this value."""
+        """A q ≤ 1 with K ≤ q·L, for this value and for all values that the global analysis folded into it."""
         if self.lip == 0:
             return torch.zeros_like(self.walk.eps)
         own = (self.constant / float(self.lip) * INFLATE).nan_to_num(nan=1.0).clamp_max(1.0)
@@ -190,7 +190,7 @@ class State:
 
 
 def ratio(after: Upper, before: Upper) -> float:
-    """after/before, rounded up; the gain of what lies between two values with these global constants."""
+    """after/before, rounded up: the gain between two values with these global constants."""
     if before == 0:
         return 0.0
     high, low = float(after), float(before)
@@ -198,7 +198,7 @@ def ratio(after: Upper, before: Upper) -> float:
 
 
 class Boxes:
-    """The captured network, ready for walks.
+    """The captured network, prepared for walks.
 
     Args:
         analysis: the global analysis of the model in float64.
@@ -223,7 +223,7 @@ class Boxes:
                 self.cores[node] = core
 
     def sources(self, node: Node) -> list[Node]:
-        """The operands, those of an operation with several results in place of it."""
+        """The operands; an operand with several results is replaced by its own operands."""
         found: list[Node] = []
         for operand in node.operands:
             found += [operand] if operand.single or operand in self.lips else self.sources(operand)
@@ -248,24 +248,24 @@ class Boxes:
 
 @dataclass
 class Nominal:
-    """Computed values of all operations at N images, and bounds on what rounding did to each entry."""
+    """Computed values of all operations at N images, and bounds on the rounding error of each entry."""
 
     values: dict[Node, Tensor]
     errors: dict[Node, Tensor]
 
     def select(self, index: Tensor) -> Nominal:
-        """The same for some of the images."""
+        """The same for the indexed images."""
         return Nominal({n: v[index] for n, v in self.values.items()}, {n: e[index] for n, e in self.errors.items()})
 
 
 class Walk:
     """One walk over the network, for balls of radius ``eps``, shape (N,).
 
-    With ``eps`` = 0 and errors 0 the boxes are those of rounding alone.
+    With ``eps`` = 0 and errors 0 the boxes contain the rounding errors alone.
 
     Args:
-        ledger: of these images, for the start vectors of norms that are not verified; None forbids those.
-        share: what is charged for one of them.
+        ledger: issues start vectors for probabilistic norms of these images; None forbids such norms.
+        share: the charge for one start vector.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Walk:
         return self.states[self.boxes.graph.output]
 
     def draw(self, node: Node, images: Tensor) -> Draw | None:
-        """The start vector of an operation's norm, for the images that a mask of shape (N,) chooses."""
+        """The start vector of an operation's norm, for the images selected by a mask of shape (N,)."""
         if self.ledger is None:
             return None
         chosen = self.ledger.only(images.nonzero()[:, 0])
@@ -318,9 +318,9 @@ class Walk:
         constant: Callable[[], Tensor] | None = None,
         rounding: Tensor | float = 0.0,
     ) -> State:
-        """The state of a node; ``rounding`` is what its evaluation can be off by.
+        """The state of a node; ``rounding`` bounds the error of its evaluation.
 
-        Nothing is claimed of a box that is NaN, nor of one computed in less than float64.
+        A box that is NaN or computed in a type other than float64 becomes infinite.
         """
         if isinstance(rounding, Tensor):
             up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
@@ -330,23 +330,23 @@ class Walk:
         return State(self, node, up, down, sources, way, open, constant)
 
     def within(self, node: Node, up: Tensor, down: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
-        """The box cut to |δv_i| ≤ reach_i from the exact nominal value, which rounding moved by at most its error."""
+        """Intersects the box with |δv_i| ≤ reach_i around the exact nominal value, plus its rounding error."""
         if self.still:
             return up, down
         reach = (reach + self.nominal.errors[node]) * INFLATE
         return torch.minimum(up, reach), torch.minimum(down, reach)
 
     def replay(self, node: Node, *tensors: Tensor) -> Tensor:
-        """The operation on other values of its operands, each of shape (N, *shape)."""
-        return replayed(node, *(tensor.contiguous() for tensor in tensors))  # "view" takes no others
+        """Evaluates the operation at other values of its operands, each of shape (N, *shape)."""
+        return replayed(node, *(tensor.contiguous() for tensor in tensors))  # "view" requires contiguous tensors
 
     def rounded(self, node: Node, factor: float = 2.0**-48) -> Tensor:
-        """The rounding of a few operations on each entry."""
+        """A bound on the rounding error of a few operations on each entry."""
         return self.value(node).abs() * factor
 
 
 def unknown(walk: Walk, node: Node, *operands: State) -> State:
-    """An operation known by its global constant alone: every entry moves by at most K·ε."""
+    """For an operation with only a global constant: every entry moves by at most K·ε."""
     value, lip = walk.value(node), walk.boxes.lips[node]
     if walk.still:
         moved = torch.zeros_like(walk.eps)
@@ -363,14 +363,14 @@ def unknown(walk: Walk, node: Node, *operands: State) -> State:
 
 
 def extended(x: State, weight: Tensor, local: bool = False) -> Way:
-    """The way to a value each of whose entries moves by at most ``weight`` times what the same entry of x does."""
+    """The way to a value whose entries move at most ``weight`` times as far as the same entries of x."""
     if x.way is not None:
         return Way(x.way.base, x.way.core, x.way.inner, x.way.outer * weight, x.way.local or local)
     return Way(x, None, torch.ones_like(x.value), weight, local)
 
 
 def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
-    """A matrix or convolution: interval ∩ ball, with the row norms of the operator between the weights."""
+    """For a matrix or convolution: interval ∩ ball, with the row norms of A·diag(inner)."""
     core = walk.boxes.cores.get(node)
     if core is None:
         return unknown(walk, node, x, *others)
@@ -387,7 +387,7 @@ def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
 
 
 def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
-    """Entrywise multiplication by constants that broadcast over the value, and a constant shift."""
+    """For entrywise multiplication by constants that broadcast over the value, and a constant shift."""
     positive, negative = scale.clamp_min(0) * INFLATE, (-scale).clamp_min(0) * INFLATE
     up, down = positive * x.up + negative * x.down, positive * x.down + negative * x.up
     rounding = walk.rounded(node) + (x.value * scale).abs() * 2.0**-48
@@ -401,9 +401,9 @@ def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
     "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 )  # fmt: skip
 def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
-    """Affine with weights ≥ 0: f(up) − f(0).
+    """For affine operations with weights ≥ 0: f(up) − f(0).
 
-    f(0) consists of constants that are copied, so it cancels exactly.
+    f(0) consists of copied constants, so it cancels exactly.
     """
     order = list(dict.fromkeys(node.operands))
     if not all(operand in walk.states for operand in order):
@@ -424,12 +424,12 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
 
 
 def monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For a function that rises in every entry and is computed exactly: the box, and its values at both ends."""
+    """For an exactly computed, increasing function: the box, and the function's values at both ends."""
     low, middle, high = walk.replay(node, x.low), walk.value(node), walk.replay(node, x.high)
     return gap(high, middle), gap(middle, low), low, high
 
 
 def clip(walk: Walk, node: Node, x: State) -> State:
-    """Slope 1 between two limits, 0 outside: constant where both ends of the box give the same."""
+    """For clipping: slope 1 between two limits, 0 outside; constant where both ends of the box give the same value."""
     up, down, low, high = monotone(walk, node, x)
     return walk.result(node, up, down, way=extended(x, (high > low).double(), local=True))

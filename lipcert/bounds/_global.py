@@ -1,4 +1,4 @@
-"""The global question: how far can the output move over the whole image box, for one unit of pixel movement?"""
+"""The global analysis: Lipschitz constants of every value of the network over the whole image box."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REFERENCE = "composition of the rules of lipcert.bounds, each with its source"
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the global walk found: a Value for every operation of the captured network."""
+    """The result of the global analysis: a Value for every operation of the captured network."""
 
     graph: Graph
     values: dict[Node, Any]
@@ -60,14 +60,14 @@ class Analysis:
         return found
 
     def _budget(self) -> list[LayerBound]:
-        """The path that decides the bound, from pixels to logits, with what each of its operations stretches.
+        """The path with the largest constants, from pixels to logits, with the gain of each of its operations.
 
-        From the logits back, an operation's largest operand comes before it, so that the gains multiply to the bound.
-        Linear operations that are bounded as one operator are one line, with their names. What a normalisation does
-        before its scale is a line of its own. Operations that stretch nothing have none.
+        The path is built backwards: each operation is preceded by its operand with the largest constant, so the gains
+        multiply to the bound. Linear operations that are bounded as one operator share one line, which lists their
+        names. A normalisation without its scale is a separate line. Operations with gain 1 have no line.
         """
         lines: list[LayerBound] = []
-        makers: dict[int, Node] = {}  # of each value the first operation that has it
+        makers: dict[int, Node] = {}  # the first operation that computes each value
         for node in self.graph.nodes:
             makers.setdefault(id(self.values[node]), node)
 
@@ -97,7 +97,7 @@ class Analysis:
         return lines[::-1]
 
     def _inputs(self, node: Node) -> list[Value]:
-        """The values that an operation gets; those of the operation before it where that has several results."""
+        """The operands' values; for an operand with several results, the values of its own operands."""
         found: list[Value] = []
         for operand in node.operands:
             value = self.values[operand]
@@ -105,7 +105,7 @@ class Analysis:
         return found
 
     def _folded(self, node: Node, base: Value) -> list[Node]:
-        """The operations from a value to a linear map of it, in the order of the network."""
+        """The operations between a value and a linear map of it, in the order of the network."""
         found, left = {node}, [node]
         while left:
             for operand in left.pop().operands:
@@ -117,16 +117,16 @@ class Analysis:
 
 
 def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Analysis:
-    """Captures the network and answers the global question for each of its operations.
+    """Captures the network and computes a :class:`Value` for each of its operations.
 
     Args:
         model: a :class:`lipcert.Model`, or any module that takes images in [0, 1].
         input_size: (C, H, W); a ``Model`` knows its own.
-        progress: called with (done, in all, what is being done): passes while the network is read, then operations.
+        progress: called with (done, total, text): forward passes while the network is read, then operations.
 
     Raises:
-        UnsupportedOperation: names every operation without a rule and where it is.
-        InputError: the weights hold NaN or infinity, or the model's form is not that of a classifier.
+        UnsupportedOperation: an operation has no rule; lists all of them with their module paths.
+        InputError: the weights hold NaN or infinity, or the model is not a classifier.
     """
     if isinstance(model, Model):
         input_size = model.input_size
@@ -147,7 +147,7 @@ def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progres
 
 @contextmanager
 def _reading(progress: Progress | None) -> Iterator[None]:
-    """Reports the passes through a network; there are fewer where it has been read before, or writes no form out."""
+    """Reports forward passes. Fewer are needed if the network was read before, or contains no forms to replace."""
     done = 0
 
     def count() -> None:
@@ -162,18 +162,19 @@ def _reading(progress: Progress | None) -> Iterator[None]:
         yield
 
 
-# Operations without a rule whose results go nowhere: torch.max gives the places of the largest entries beside them.
+# Operations without a rule whose unused results are harmless: torch.max also returns the indices of the largest
+# entries.
 _HARMLESS = frozenset(("argmax", "argmin", "part"))
 
 
 def _check_unused(graph: Graph) -> None:
-    """Refuses operations without a rule that the output does not depend on.
+    """Refuses operations without a rule even if the output does not read their result.
 
-    Nothing says that it does not: the size of a result may depend on values, and code may look at it. Neither may whole
-    numbers be used: positions that a tensor does not have are an error, and code may catch that.
+    The output can still depend on them: the size of a result may depend on values, and code may read that size. Integer
+    operands are refused too: an index out of range raises an error, which code may catch.
 
     Raises:
-        UnsupportedOperation: names them.
+        UnsupportedOperation: names the operations.
     """
     used = set(needed(graph).nodes)
     unknown = [
@@ -186,10 +187,10 @@ def _check_unused(graph: Graph) -> None:
 
 
 def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
-    """The same questions with gradients and without checks, inside :func:`lipcert._estimate.estimating`.
+    """Like :func:`analyze`, with gradients and without checks, inside :func:`lipcert._estimate.estimating`.
 
     Args:
-        model: what :func:`analyze` has been through.
+        model: a model that :func:`analyze` has accepted.
         image: shape (1, C, H, W).
     """
     graph = canonical_forms(capture(model, image, whole=kept_whole, gradients=True), "lipschitz", [])
@@ -205,15 +206,15 @@ def _counts(operands: Sequence[Node]) -> bool:
 
 
 def _check_independence(model: nn.Module, images: Tensor) -> None:
-    """Refuses a network that mixes the images of a batch: what holds for one image alone says nothing of a batch.
+    """Refuses a network that mixes the images of a batch: bounds for a single image say nothing about a batch.
 
-    Among the images are one that is all 0 and one that is all 1, so that a minimum, a maximum or a sum over the batch
-    shows, and each is given in the first and in the last place.
+    The batch includes an image of zeros and an image of ones, which reveal a minimum, a maximum or a sum over the
+    batch. It is also run in reverse order.
 
     Raises:
-        InputError: the logits of an image depend on the others, or several images cannot be given together.
+        InputError: the logits of an image depend on other images, or the model does not run on several images.
     """
-    problem = "the model mixes the images of a batch; wrap it in a module that treats each by itself"
+    problem = "the model mixes the images of a batch; wrap it in a module that processes each image separately"
     batch = torch.cat(examples(images))
     tolerance = 1e-9 if batch.dtype == torch.float64 else 1e-3
     with torch.no_grad():
@@ -225,7 +226,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
                 if isinstance(error, LipcertError) or is_out_of_memory(error):
                     raise
                 raise InputError(f"{problem} (several images: {first_line(error)})") from None
-            # What overflows for an image alone may not overflow in a batch, where sums are taken in another order.
+            # Logits that overflow for a single image may be finite in a batch, which sums in another order.
             known = expected.isfinite()
             if together.shape != expected.shape or not close(
                 together.where(known, 0), expected.where(known, 0), tolerance
@@ -240,7 +241,7 @@ def _counted(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def global_values(graph: Graph, progress: Progress | None = None) -> dict[Node, Any]:
-    # The box [0, 1]^(C×H×W): pixels have magnitude at most 1, and the constant from the pixels to themselves is 1.
+    # On the box [0, 1]^(C×H×W) pixels have magnitude at most 1. The identity has Lipschitz constant 1.
     values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
     missing: list[tuple[str, str]] = []
     for done, node in enumerate(graph.nodes):
@@ -249,7 +250,7 @@ def global_values(graph: Graph, progress: Progress | None = None) -> dict[Node, 
         if progress is not None:
             progress(done, len(graph.nodes), "bounding the network")
         if any(values[operand] is None for operand in node.operands):
-            values[node] = None  # what is behind a missing rule; the rule itself has been noted
+            values[node] = None  # depends on an operation that is already listed
             continue
         args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
         if isinstance(node.op, type):
@@ -259,7 +260,7 @@ def global_values(graph: Graph, progress: Progress | None = None) -> dict[Node, 
         except NoAnswer as reason:
             missing.append(refusal(node, reason))
             values[node] = None
-        except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:  # torch's, for odd arguments
+        except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:  # torch, for odd arguments
             if isinstance(error, LipcertError) or is_out_of_memory(error):
                 raise
             missing.append(refusal(node, NoAnswer(f"{type(error).__name__}: {first_line(error)[:200]}")))
@@ -270,12 +271,13 @@ def global_values(graph: Graph, progress: Progress | None = None) -> dict[Node, 
 
 
 def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Asks the operation's rule, if its arguments are such as the rule's signature allows.
+    """Applies the operation's rule, if the rule's signature admits the arguments.
 
-    A parameter annotated ``Value`` must depend on the image, one annotated with anything else but ``Any`` must not.
+    A parameter annotated ``Value`` must depend on the image. A parameter with another annotation, except ``Any``, must
+    not.
 
     Raises:
-        NoAnswer: no rule, or arguments that it does not cover.
+        NoAnswer: there is no rule, or it does not cover the arguments.
     """
     rule = answer_of(node.op, "lipschitz")
     if node.dtype is not None and not node.dtype.is_floating_point:
@@ -296,7 +298,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         annotation = signature.parameters[name].annotation
         if annotation in ("Value", Value):
             if not isinstance(argument, Value):
-                raise NoAnswer(f"{name} does not depend on the image, another operand does")
+                raise NoAnswer(f"{name} does not depend on the image, but another operand does")
         elif annotation is not inspect.Parameter.empty and "Any" not in str(annotation) and _holds_value(argument):
             raise NoAnswer(f"{name} depends on the image")
     try:
@@ -304,7 +306,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, LipcertError):
             raise
-        raise NoAnswer(f"arguments that its rule does not take: {type(error).__name__}: {first_line(error)}") from error
+        raise NoAnswer(f"its rule refuses the arguments: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _holds_value(tree: Any) -> bool:
@@ -319,24 +321,24 @@ def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progr
     Args:
         model: a :class:`lipcert.Model`, or any module in evaluation mode that takes images in [0, 1].
         input_size: (C, H, W), for a module that is not a ``Model``.
-        progress: called with (done, in all, what is being done): passes while the network is read, then operations.
+        progress: called with (done, total, text): forward passes while the network is read, then operations.
 
     Returns:
-        A deterministic :class:`Bound`; ``.layers`` is the budget in the order of the network. Where the bound is too
-        large for float64, ``.value`` is ``inf`` and ``.log10`` still says how large.
+        A deterministic :class:`Bound`; ``.layers`` lists the gain of each operation in the order of the network. If the
+        bound overflows float64, ``.value`` is ``inf`` and ``.log10`` is still its logarithm.
 
     Raises:
-        UnsupportedOperation: names every operation without a rule and where it is.
+        UnsupportedOperation: an operation has no rule; lists all of them with their module paths.
         InputError: the weights hold NaN or infinity.
     """
     return analyze(model, input_size, progress).bound()
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuses weights of which no bound could be true.
+    """Refuses weights that are not finite.
 
     Raises:
-        InputError: naming the first tensor that holds NaN, or the first weight that is infinite.
+        InputError: a tensor holds NaN, or a weight is infinite; names the first.
     """
     problem = unusable(model)
     if problem is not None:

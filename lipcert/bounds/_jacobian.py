@@ -1,11 +1,11 @@
-"""The question of Jacobians: how large is that of an operation at computed values, and how exact a product with it?
+"""Bounds on the Jacobian of an operation at computed values and on the rounding error of products with it.
 
-An answer is a pair of bounds for an operation as a function of the operand at one place, at nominal values of N images,
-each of shape (N,) or one number for all: A ≥ ‖|J|‖, the norm of the absolute values of the Jacobian's entries, and κ
-with ‖Ĵv − Jv‖ ≤ κ‖v‖ for products computed in float64, forwards and backwards. Where the entries of a product are
-sums of n terms with a few roundings each, κ = γ_n A. A ≥ ‖J‖ bounds norms of Jacobians, and with them certificates.
+The operation is a function of one operand, at the nominal values of N images. The answer is a pair (A, κ), each of
+shape (N,) or one number for all images: A ≥ ‖|J|‖, where |J| holds the absolute values of the Jacobian's entries, and κ
+with ‖Ĵv − Jv‖ ≤ κ‖v‖ for products Ĵv computed in float64, forwards and backwards. If the entries of a product are sums
+of n terms with a few roundings each, κ = γ_n A. A ≥ ‖J‖ bounds the norm of the Jacobian, which certificates use.
 
-Operations that are affine in what depends on the image need no answer: see
+Operations that are affine in their image-dependent operands need no answer: see
 :mod:`lipcert.certifier.anchored.rounding`.
 """
 
@@ -24,18 +24,18 @@ from lipcert.graph import Node, run
 
 Bounds = tuple[Tensor | float, Tensor | float]
 
-# Roundings in a kernel beside its sums: products, scales, library functions. And the entries of a window.
+# The number of roundings in a kernel besides its sums (products, scales, library functions), and of window entries.
 _ROUNDINGS = 16
 WINDOW = 512
 
 
 def gamma(terms: float) -> float:
-    """More than γ_n for n = ``terms`` and the roundings beside them."""
+    """An upper bound on γ_n for n = ``terms`` plus ``_ROUNDINGS``."""
     return 4 * (terms + _ROUNDINGS) * UNIT
 
 
 def lengths(value: Tensor) -> Tensor:
-    """ℓ2 norms of an image's entries, from above, shape (N,); infinite entries are left out, as masks are exact."""
+    """Upper bounds on the ℓ2 norm per image, shape (N,); infinite entries, as in masks, are exact and left out."""
     flat = per_image(value.to(torch.float64))
     flat = torch.where(flat.isinf(), 0.0, flat).abs()
     largest = flat.amax(1, keepdim=True).clamp_min(SMALLEST_NORMAL) if flat.shape[1] else flat.new_ones(len(flat), 1)
@@ -58,45 +58,45 @@ def column_sums(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor
 
 
 def of_entries(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """f(x_i), entry by entry: J is diagonal, and its entries are the sums of its columns."""
+    """For elementwise f(x_i): J is diagonal, and its entries are its column sums."""
     gain = column_sums(node, place, values).abs().amax(1)
     return gain, gamma(0) * gain
 
 
 def saturating(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """Entry by entry with slopes near 1 at most, which are computed as sums and products of such numbers."""
+    """For elementwise operations with slopes of about 1 at most, computed from sums and products of such numbers."""
     gain = column_sums(node, place, values).abs().amax(1)
     return gain, gamma(0) * (gain + 1)
 
 
 def selecting(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """A row of J picks an entry, or shares 1 among equal ones: rows sum to 1 at most, and ‖J‖² ≤ the largest column."""
+    """For operations that select entries: rows of J sum to at most 1, so ‖J‖² is at most the largest column sum."""
     columns = column_sums(node, place, values)
     gain = columns.abs().amax(1).sqrt()
     return gain, gamma(WINDOW + columns.shape[1] / max(1, per_image(values[node]).shape[1])) * gain
 
 
 def bilinear(gain: Tensor, terms: float) -> Bounds:
-    """A product of two values whose entries are sums of so many terms."""
+    """For a product of two values whose entries are sums of ``terms`` terms."""
     return gain, gamma(terms) * gain
 
 
 def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weight: Tensor | None) -> Bounds:
-    """Normalisations and projections of tokens, scale · weight ∘ c/s, c the token, centred or not, s² = ‖c‖² + least².
+    """For normalisations of tokens, scale · weight ∘ c/s, with c the token, centred or not, and s² = ‖c‖² + least².
 
-    |J| is at most the sum of the absolute values of its terms, 3 max|weight| scale/s. What rounding does to c and s
-    relative to s grows with the length of the token against s, and enters J twice as a factor, up to 8 in all.
+    |J| is at most the sum of the absolute values of its terms, 3 max|weight| scale/s. The rounding errors of c and s
+    relative to s grow with the token's norm divided by s. They enter J twice as a factor, up to 8 in total.
 
     Args:
         tokens: shape (N, ..., entries).
-        centred: whether the mean is taken off first.
-        least: see above.
-        scale: see above.
-        weight: None for 1.
+        centred: whether the mean is subtracted first.
+        least: the smallest value of s.
+        scale: the factor of the normalised token.
+        weight: entrywise factors; None for 1.
     """
     length = tokens.norm(dim=-1)
     rest = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length
-    # Rounding may have made the centred token as long as this.
+    # The norm of the exact centred token is at least this.
     rest = (rest - gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
     short = 1 / torch.sqrt(rest.square() + least**2) if least else 1 / rest
     largest = 1.0 if weight is None else weight.detach().abs().max().item()
@@ -106,5 +106,5 @@ def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weigh
 
 
 def copies(node: Node, operand: Node) -> float:
-    """√m for an operand whose entries a broadcast repeats m times."""
+    """√m for an operand whose entries are repeated m times by broadcasting."""
     return math.sqrt(max(1.0, math.prod(node.shape) / max(1, math.prod(operand.shape))))

@@ -1,4 +1,4 @@
-"""The global and the GloRo certificate: margins against Lipschitz constants that hold everywhere."""
+"""The global and the GloRo certificate: margins divided by global Lipschitz constants."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._value import COMPOSED, Dense
 
-# Margins and quotients are float64 numbers computed with a few roundings each; this shrinks a radius by more than they
-# can.
+# Margins and quotients are computed in float64 with a few roundings each. This factor lowers a radius by more than they
+# can raise it.
 ROUND_DOWN = 1 - 2.0**-48
 
 
 class MarginBounds:
-    """Lipschitz constants K_yj of the margins f_y − f_j, from pixels.
+    """Lipschitz constants K_yj of the margins f_y − f_j as functions of the pixels.
 
-    If the last operation is a matrix on features h with constant K₋₁, then f_y − f_j = ⟨w_y − w_j, h⟩ + const has
-    constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3).
+    If the last operation is a matrix applied to features h with constant K₋₁, then f_y − f_j = ⟨w_y − w_j, h⟩ + const
+    has constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3).
     Otherwise, and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K.
 
     Args:
         analysis: the global analysis of the model.
-        rows: use the rows of the head; False gives √2 K for every pair.
+        rows: use the rows of the last matrix; False gives √2 K for every pair.
     """
 
     def __init__(self, analysis: Analysis, rows: bool = True):
@@ -62,17 +62,17 @@ class MarginBounds:
         if self.weight is None:
             row = torch.full((self.classes,), self.features, dtype=torch.float64)
         else:
-            apart = row_distances(self.weight, y, self.composed)
-            row = torch.where(apart > 0, apart * self.features, 0.0) * (1 + 2.0**-51)
+            distances = row_distances(self.weight, y, self.composed)
+            row = torch.where(distances > 0, distances * self.features, 0.0) * (1 + 2.0**-51)
         row[y] = 0.0
         return row.cpu()
 
 
 def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
-    """‖w_y − w_j‖ for all rows j of a float64 matrix, from above, shape (rows,).
+    """Upper bounds on ‖w_y − w_j‖ for all rows j of a float64 matrix, shape (rows,).
 
-    Rows that were folded with a scale hold roundings, so a difference may be off by ``COMPOSED`` − 1 of what it is made
-    of; dividing by the largest entry keeps the squares from underflowing.
+    Rows that were folded with a scale contain rounding errors, so a difference may err by ``COMPOSED`` − 1 relative to
+    its terms. Dividing by the largest entry prevents underflow of the squares.
     """
     rounding = 1 + (weight.shape[1] + 8) * 2.0**-52
     difference = (weight - weight[y]).abs()
@@ -86,34 +86,34 @@ def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
 
 
 def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The predicted classes, shape (N,), and f_y − f_j, float64, shape (N, classes), with +inf where j = y.
+    """The predicted classes, shape (N,), and the margins f_y − f_j, float64, shape (N, classes), with +inf for j = y.
 
-    NaN logits give NaN margins, which no comparison certifies.
+    NaN logits give NaN margins, which are never certified.
     """
     logits = logits.double()
     predicted = logits.argmax(dim=1)
-    gaps = logits.gather(1, predicted[:, None]) - logits
-    gaps.scatter_(1, predicted[:, None], math.inf)
-    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, gaps)
+    found = logits.gather(1, predicted[:, None]) - logits
+    found.scatter_(1, predicted[:, None], math.inf)
+    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, found)
 
 
-def radii(gaps: Tensor, constants: Tensor) -> Tensor:
-    """min_j (f_y − f_j)/K_yj, rounded down; 0 for ties and NaN, inf where nothing can move.
+def radii(margin: Tensor, constants: Tensor) -> Tensor:
+    """min_j (f_y − f_j)/K_yj, rounded down; 0 for ties and NaN, inf if all constants are 0.
 
     Args:
-        gaps: f_y − f_j, +inf where j = y; float64, shape (N, classes).
+        margin: f_y − f_j, +inf for j = y; float64, shape (N, classes).
         constants: K_yj, shape (N, classes).
     """
-    ratios = torch.where(torch.isinf(constants), 0.0, gaps / constants)
+    ratios = torch.where(torch.isinf(constants), 0.0, margin / constants)
     ratios = torch.where(constants == 0, torch.inf, ratios)
-    ratios = torch.where(gaps > 0, ratios, 0.0)  # also where the gap is NaN
+    ratios = torch.where(margin > 0, ratios, 0.0)  # also 0 for NaN margins
     return ratios.amin(dim=1) * ROUND_DOWN
 
 
 def bottom_logit(logits: Tensor, bounds: MarginBounds, eps: float) -> Tensor:
     """The logits with the ⊥ logit max_{j ≠ y} f_j + ε K_yj appended (Leino et al. 2021, equation 2).
 
-    The prediction stands for every perturbation of norm up to ε only if its logit is strictly the largest of all.
+    The prediction is certified for every perturbation of norm up to ε if its logit is strictly the largest of all.
 
     Args:
         logits: shape (N, classes).

@@ -1,7 +1,7 @@
-"""Norms of matrices and convolutions between diagonal weights that differ from image to image.
+"""Norms of diag(outer)·A·diag(inner) for matrices and convolutions A, with diagonals that depend on the image.
 
-Near one image many units are constant. Only diag(outer)·A·diag(inner) of an operator A matters then, with zeros for the
-constant units of its input and of the activation after it.
+Near one image many units are constant. Then the operator A can be replaced by diag(outer)·A·diag(inner), with zeros for
+the constant units of its input and of the activation after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Core:
         weight: the weights, float64.
         bias: the bias, or None.
         operation: applies a weight to an input of shape (N, *shape of the operand).
-        fan_in: how many products an entry of the result sums.
+        fan_in: number of products in the sum of one result entry.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Core:
         self.bias = 0.0 if bias is None else bias.abs().reshape(-1, *(() if self.matrixlike else channels))
 
     def interval(self, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """How far the result moves up and down when the operand does: W⁺up + W⁻down, and the reverse; rounded up."""
+        """The largest increase and decrease of the result: W⁺up + W⁻down and W⁺down + W⁻up, rounded up."""
         rise = self.operation(up, self.positive) + self.operation(down, self.negative)
         fall = self.operation(down, self.positive) + self.operation(up, self.negative)
         return rise * INFLATE, fall * INFLATE
@@ -84,19 +84,19 @@ class Core:
 
     @property
     def exact(self) -> bool:
-        """Whether its norms are verified, and not Lanczos bounds."""
+        """Whether norms are verified deterministically; otherwise they are probabilistic Lanczos bounds."""
         return self.matrix is not None and min(self.matrix.shape) <= DENSE_SIDE
 
     def norms(self, outer: Tensor, inner: Tensor, draw: Draw | None) -> Tensor:
         """Upper bounds on ‖diag(outer)·A·diag(inner)‖ for each image, for non-negative weights.
 
-        Verified where the matrix is small. Else a probabilistic Lanczos bound, or without a ``draw`` Schur's test on
-        absolute values: ‖B‖ ≤ √(max row sum · max column sum).
+        A small matrix is bounded deterministically. Otherwise the bound is a probabilistic Lanczos bound, or without
+        ``draw`` Schur's test on absolute values: ‖B‖ ≤ √(max row sum · max column sum).
 
         Args:
             outer: shape (N, *shape of the result).
             inner: shape (N, *shape of the operand).
-            draw: the start vector, the same for all images, so that none depends on the others.
+            draw: the start vector, the same for all images, so that results do not depend on the batch.
 
         Returns:
             float64, shape (N,).
@@ -175,7 +175,7 @@ def core_of(node: Node) -> Core | None:
     geometry = {key: given[key] for key in ("stride", "padding", "dilation", "groups") if key in given}
 
     def convolve(x: Tensor, kernel: Tensor) -> Tensor:
-        with torch.backends.cudnn.flags(enabled=False):  # its transforms are not accurate entry by entry
+        with torch.backends.cudnn.flags(enabled=False):  # cuDNN's transforms are not accurate for each entry
             return function(x.flatten(0, 1), kernel, None, **geometry).unflatten(0, x.shape[:2])
 
     return Core(node, weight, bias, convolve, math.prod(weight.shape[1:]))

@@ -1,4 +1,4 @@
-"""The registry: one rule for each operation, with its answers to all questions, and how users add their own."""
+"""The registry of rules: one for each operation, with its bounds for every certificate; users can add their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Call:
-    """The operation a rule is asked about, beside its operands.
+    """The operation for which a rule is called, without its operands.
 
     Attributes:
         shape: shape of the result for a batch of one image.
@@ -30,34 +30,33 @@ class Call:
 
 
 class NoAnswer(Exception):
-    """Raised by a rule for arguments that it does not cover; collected with the operations that have no rule."""
+    """Raised by a rule for arguments that it does not cover; reported together with operations that have no rule."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """All that is known of one operation: its answers to the questions that certificates ask.
+    """The bounds on one operation, one attribute for each question that certificates ask.
 
-    Each answer is registered by the decorator of its question, next to the others in one file of
-    ``lipcert.bounds.rules``; None where there is no answer. A later answer replaces the earlier one.
+    The decorator of a question registers the answer. The answers for one operation stand together in one file of
+    ``lipcert.bounds.rules``. A missing answer is None. A later answer replaces an earlier one.
 
     Attributes:
         key: canonical name, function or module class; see :func:`key_of`.
-        lipschitz: how far the result can move over all images. ``lipschitz(call, *args, **kwargs) -> Value`` is called
-            with a :class:`Call` and the operation's own arguments, those that depend on the image as
-            :class:`~lipcert.bounds.Value`. Registered by :func:`rule`.
-        box: how far each entry can move in a ball around an image. ``box(walk, node, *operands) -> State``, the
-            operands as :class:`~lipcert.bounds.State`. Registered by :func:`box`; without one, every entry is taken to
-            move as far as the Lipschitz constant allows.
-        linear: whether a call of the operation is affine in what depends on the image, so that it has no remainder.
+        lipschitz: the Lipschitz constant of the result over all images. ``lipschitz(call, *args, **kwargs) -> Value``
+            is called with a :class:`Call` and the operation's own arguments; those that depend on the image are
+            :class:`~lipcert.bounds.Value` objects. Registered by :func:`rule`.
+        box: the range of each entry in a ball around an image. ``box(walk, node, *operands) -> State``, with operands
+            as :class:`~lipcert.bounds.State`. Registered by :func:`box`. Without one, every entry is assumed to move as
+            far as the Lipschitz constant allows.
+        linear: whether a call of the operation is affine in its image-dependent operands, so that it has no remainder.
             ``linear(node) -> bool`` raises :class:`NoAnswer` for forms that are refused. Registered by :func:`rule`.
-        remainder: how far the operation is from its linearisation: a class as :class:`~lipcert.bounds.Remainder`.
-            Registered by :func:`remainder`.
-        secant: other slopes at kinks, with which it may be linearised. Registered by :func:`secant`.
-        jacobian: how large the Jacobian is at computed values in float64. Registered by :func:`jacobian`; without one,
-            the norm of the operation is found by itself, where the operation has a remainder.
-        rounding: the rounding errors of the deployed operation, shape (N, *node.shape).
-            ``rounding(node, operands, fmt) -> Tensor``, operands as :class:`~lipcert.bounds.Operand`. Registered by
-            :func:`rounding`.
+        remainder: the distance of the operation from its linearisation: a subclass of
+            :class:`~lipcert.bounds.Remainder`. Registered by :func:`remainder`.
+        secant: a linearisation with secant slopes at kinks. Registered by :func:`secant`.
+        jacobian: bounds on the Jacobian at values computed in float64. Registered by :func:`jacobian`. Without one, the
+            norm of an operation with a remainder is computed separately.
+        rounding: the rounding errors of the deployed operation, shape (N, *node.shape). ``rounding(node, operands, fmt)
+            -> Tensor``, with operands as :class:`~lipcert.bounds.Operand`. Registered by :func:`rounding`.
     """
 
     key: Any
@@ -68,18 +67,18 @@ class Rule:
     secant: Secant | None = None
     jacobian: Jacobian | None = None
     rounding: Callable[..., Any] | None = None
-    # The methods that a module class had when each answer was registered.
+    # The methods of a module class at the time each answer was registered.
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
 class Secant:
-    """How an operation is linearised with secants.
+    """A linearisation of an operation with secants.
 
     Attributes:
-        function: the operation with the slope of the secant for its derivative: takes its operand, the width, and the
-            rest of the arguments. It has a remainder of its own, whose second operand is the width, shape (N, 1).
-        rest: the arguments behind the operand and the width.
+        function: the operation, with the slope of the secant as its derivative. It takes the operand, the width, and
+            the remaining arguments. It has its own remainder, whose second operand is the width, shape (N, 1).
+        rest: returns the arguments after the operand and the width.
     """
 
     function: Callable[..., Any]
@@ -88,12 +87,12 @@ class Secant:
 
 @dataclass(frozen=True)
 class Jacobian:
-    """How large the Jacobian of an operation is at computed values: see :mod:`lipcert.bounds._jacobian`.
+    """Bounds on the Jacobian of an operation at computed values; see :mod:`lipcert.bounds._jacobian`.
 
     Attributes:
-        bounds: ``bounds(node, place, values)``, the pair (A, κ) for the operand at one place.
-        absolute: of operations that round their result by γ₀(‖result‖ + absolute · ‖operand‖) at most; None where that
-            follows from κ.
+        bounds: ``bounds(node, place, values)``, the pair (A, κ) for the operand with index ``place``.
+        absolute: the rounding error of the result is at most γ₀(‖result‖ + absolute · ‖operand‖); None if κ implies a
+            bound.
     """
 
     bounds: Callable[..., Any]
@@ -104,14 +103,15 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*targets: Any, linear: bool | Callable[[Node], bool] | None = None) -> Callable[[Answer], Answer]:
-    """Registers the Lipschitz constants of one or several operations: the short form of a rule.
+    """Registers the Lipschitz constants of one or several operations.
 
     Args:
-        targets: functions of torch (``torch.nn.functional.gelu``; every spelling of an operation shares one rule),
-            canonical names (``"gelu"``), functions of your own that answer ``torch.overrides``, or subclasses of
-            ``nn.Module``, which are then kept whole: the rule is called with the module before its inputs.
-        linear: whether the operation is affine in what depends on the image; a function of the captured operation
-            where that depends on its arguments. It then needs no remainder. None leaves what an earlier rule said.
+        targets: functions of torch (such as ``torch.nn.functional.gelu``; all names of an operation share one rule),
+            canonical names (``"gelu"``), your own functions that support ``torch.overrides``, or subclasses of
+            ``nn.Module``. Such modules are kept whole: the rule is called with the module before its inputs.
+        linear: whether the operation is affine in its image-dependent operands, so that it needs no remainder. Pass a
+            function of the captured operation if that depends on the arguments. None keeps the value of an earlier
+            rule.
 
     Returns:
         A decorator for ``answer(call, *args, **kwargs) -> Value``. The docstring of ``answer`` names its source or
@@ -134,17 +134,17 @@ def rule(*targets: Any, linear: bool | Callable[[Node], bool] | None = None) -> 
 
 
 def box(*targets: Any) -> Callable[[Answer], Answer]:
-    """Registers how far each entry of an operation's result can move in a ball; targets as for :func:`rule`."""
+    """Registers the range of each entry of an operation's result in a ball; targets as for :func:`rule`."""
     return partial(_registered, "box", targets)
 
 
 def remainder(*targets: Any) -> Callable[[Answer], Answer]:
-    """Registers how far operations are from their linearisations; targets as for :func:`rule`."""
+    """Registers bounds on the remainder of an operation's linearisation; targets as for :func:`rule`."""
     return partial(_registered, "remainder", targets)
 
 
 def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()) -> Callable[[Answer], Answer]:
-    """Registers an operation with the slope of a secant, whose remainder is a class under ``@remainder`` of its own."""
+    """Registers a variant of an operation with secant slopes. Register its remainder separately with ``@remainder``."""
 
     def register(function: Answer) -> Answer:
         _register("secant", targets, Secant(function, rest))
@@ -173,7 +173,7 @@ def _always(node: Node) -> bool:
 
 
 def in_one_operand(node: Node) -> bool:
-    """For products: affine as long as one operand alone depends on the image."""
+    """For products: affine if only one operand depends on the image."""
     return len(node.operands) == 1
 
 
@@ -196,10 +196,10 @@ def answers(question: str) -> dict[Any, Any]:
 
 
 def coverage() -> str:
-    """What is answered of each operation, as a Markdown table: one row an operation, sorted by family and name."""
+    """A Markdown table of the answers for each operation, one row per operation, sorted by family and name."""
     rows = []
     for key, rule in RULES.items():
-        if rule.lipschitz is None:  # the operations that stand for others where those are linearised with secants
+        if rule.lipschitz is None:  # the secant variants of other operations
             continue
         package, _, family = rule.lipschitz.__module__.rpartition(".")
         family = family if package == "lipcert.bounds.rules" else "(your own)"
@@ -225,7 +225,7 @@ def answer_of(op: Any, question: str) -> Any:
     """The answer of an operation's rule to a question.
 
     Raises:
-        NoAnswer: there is none.
+        NoAnswer: there is no answer.
     """
     found = getattr(RULES.get(op), question, None)
     if found is None:
@@ -234,7 +234,7 @@ def answer_of(op: Any, question: str) -> Any:
 
 
 def refusal(node: Node, reason: NoAnswer) -> tuple[str, str]:
-    """An operation that a rule does not cover, with the reason and its place: for ``UnsupportedOperation``."""
+    """An operation that no rule covers, with the reason, and its module path: for ``UnsupportedOperation``."""
     return f"{node.name} ({reason})" if str(reason) else node.name, node.path
 
 
@@ -244,25 +244,25 @@ def rule_for(op: Any) -> Rule | None:
 
 
 def key_of(target: Any) -> Any:
-    """The key under which the rule of an operation or a module class is kept."""
+    """The key of an operation or a module class in the registry."""
     if isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module)):
         return target
     return canonical(target)
 
 
 def kept_whole(module: nn.Module, question: str = "lipschitz") -> bool:
-    """Whether the answer to a question for the module's own class speaks for what it does.
+    """Whether the answer registered for the module's class is valid for this instance.
 
-    A subclass may compute something else. So may an instance with hooks, with an attribute in place of a method, or
-    with a part of another class than the one that the class's ``PARTS`` name: that one is captured operation by
-    operation. A part with a name of its own is none of the class's.
+    A subclass may compute something else. So may an instance with hooks, with an attribute that replaces a method, or
+    with a submodule whose name or class is not listed in the class's ``PARTS``. Such a module is captured operation by
+    operation.
     """
     cls = type(module)
     registered = RULES[cls].methods.get(question) if cls in RULES else None
     if registered is None or any(_altered(part) for part in module.modules()) or registered != _methods(cls):
         return False
     parts = getattr(cls, "PARTS", None)
-    if parts is None:  # a class of the user's own, whose rule says what it does with its parts
+    if parts is None:  # a user's class, whose rule must account for its submodules
         return True
     return all(
         type(part) in parts.get(name, ()) or parts.get(name) == (nn.Module,) for name, part in module.named_children()
@@ -270,19 +270,19 @@ def kept_whole(module: nn.Module, question: str = "lipschitz") -> bool:
 
 
 def _altered(module: nn.Module) -> bool:
-    """Whether an instance does something else than its class says."""
+    """Whether an instance may compute something other than its class."""
     hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name)
     hidden = any(inspect.isroutine(getattr(type(module), name, None)) for name in vars(module))
     return hooks or hidden or getattr(module, "_compiled_call_impl", None) is not None or _hooked_globally()
 
 
 def _hooked_globally() -> bool:
-    """Whether hooks are set that run for every module of the process."""
+    """Whether global hooks are set, which run for every module."""
     found = vars(torch.nn.modules.module)
     return any(value for name, value in found.items() if name.startswith("_global_") and name.endswith("_hooks"))
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """What the class and its bases define, down to ``nn.Module``."""
+    """The methods that the class and its bases below ``nn.Module`` define."""
     own = cls.__mro__[: cls.__mro__.index(nn.Module)]
     return {name: value for base in reversed(own) for name, value in vars(base).items() if callable(value)}

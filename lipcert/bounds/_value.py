@@ -1,18 +1,18 @@
-"""What is known of a value over the whole image domain: the abstract value of the global question.
+"""Bounds on a value of the network over the whole image domain: the abstract value of the global analysis.
 
-A :class:`Value` stands for a tensor h(x) computed from an image x in the box [0, 1]^d. It carries upper bounds that
-hold for every image of the box:
+A :class:`Value` represents a tensor h(x) computed from an image x in the box [0, 1]^d. It carries bounds that hold for
+every image of the box:
 
 * ``lip``: the Lipschitz constant of x ↦ h(x), Frobenius norm over the whole tensor of one image;
 * ``magnitude``: the largest absolute entry;
 * ``row_norm(axis)``: the largest ℓ2 norm of a vector along an axis, such as one token;
-* ``floor``: the smallest entry.
+* ``floor``: a lower bound on the entries.
 
-Magnitudes and row norms are what make gates and dot-product attention, which are not Lipschitz on all of space, finite,
-and floors what makes quotients and roots finite.
+Gates and dot-product attention are not Lipschitz on the whole space; magnitudes and row norms give them finite
+constants. Floors give quotients and roots finite constants.
 
-Linear maps are not turned into a number at once. A value may be ``offset + map(base)``, with the map kept as a
-matrix, so that scale, convolution and batch norm, or x + Wx, are folded into one operator before its norm is taken:
+The norm of a linear map is computed as late as possible. A value may be ``offset + map(base)``, with the map kept as a
+matrix. So scale, convolution and batch norm, or x + Wx, are folded into one operator before its norm is computed:
 ‖AB‖ ≤ ‖A‖‖B‖ and ‖I + W‖ ≤ 1 + ‖W‖, usually strictly.
 """
 
@@ -32,21 +32,22 @@ from lipcert._upper import INFINITE, Number, Upper
 from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm
 
-# Factors that a network multiplies are multiplied here in float64, and each product rounds. 1000 roundings in a row, of
-# which a sum with 1 makes a relative error 2¹⁰ times as large at most, change an entry by less than this factor.
+# Factors that a network multiplies are multiplied here in float64, and each product rounds. A sum with 1 enlarges a
+# relative error at most 2¹⁰ times. With that included, 1000 successive roundings change an entry by less than this
+# factor.
 COMPOSED = 1 + 2**-33
 _LARGE = 2**18
 
 
 class LinearMap(Protocol):
-    """A linear map kept as its weights."""
+    """A linear map represented by its weights."""
 
     @property
     def norm(self) -> Upper:
         """Upper bound on its operator norm."""
 
     def scaled(self, scale: Tensor) -> LinearMap | None:
-        """diag(scale) ∘ self, for a scale that broadcasts with the output; None if that is no map of the same kind."""
+        """diag(scale) ∘ self, for a scale that broadcasts with the output; None if this class cannot represent it."""
 
     def plus_identity(self) -> LinearMap | None:
         """I + self, or None."""
@@ -67,18 +68,18 @@ class Scale:
 
     def plus_identity(self) -> Scale | None:
         total = self.scale + 1
-        # Where they nearly cancel, the roundings within ``scale`` are no longer small relative to the sum.
+        # If an entry nearly cancels the 1, the rounding errors in ``scale`` are no longer small relative to the sum.
         return Scale(total) if bool((total.abs() >= 2.0**-10 * self.scale.abs()).all()) else None
 
     def along(self, axis: int) -> Tensor | None:
-        """The scale as a vector along ``axis``, or None if it varies along another one."""
+        """The scale as a vector along ``axis``, or None if it varies along another axis."""
         return self.scale.reshape(-1) if self.scale.numel() == self.scale.shape[axis] else None
 
 
 class Dense:
     """The matrix diag(rows)·weight·diag(columns) + identity·I, of shape (out, in), applied along the last axis.
 
-    The factors are multiplied out only while a norm is computed, so that a network's maps take no memory of their own.
+    The factors are multiplied out only while a norm is computed, so a network's maps take no extra memory.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class Dense:
 
     @property
     def composed(self) -> bool:
-        """Whether the factors have to be multiplied out, which rounds."""
+        """Whether the norm needs products of the factors, which round."""
         return self.rows is not None or self.columns is not None
 
     def folded(self) -> Tensor:
-        """The matrix without the identity; float64 where it is composed."""
+        """The matrix without the identity; float64 if it is composed."""
         return _folded(self.weight, self.rows, self.columns)
 
     @cached_property
@@ -124,8 +125,8 @@ class Dense:
 class Conv:
     """A convolution with zero padding, channels along axis 1; ``rows``, ``columns``, ``identity`` as in :class:`Dense`.
 
-    ``rows`` multiply the weights of an output channel, ``columns``, of the shape of the weight's first two axes, those
-    of an input channel.
+    ``rows`` multiplies the weights of each output channel. ``columns``, with the shape of the weight's first two axes,
+    multiplies those of each input channel.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Conv:
 
 
 def _folded(weight: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """rows · weight · columns in float64; the weight itself where there is nothing to multiply."""
+    """rows · weight · columns in float64; the weight itself if both factors are None."""
     if rows is None and columns is None:
         return weight
     product = weight.to(torch.float64, copy=True)
@@ -200,8 +201,8 @@ def _folded(weight: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tens
 
 
 def _tidy(weight: Tensor) -> None:
-    """Behind the norm of a large weight: what was multiplied out is not to pile up."""
-    if weight.numel() >= _LARGE and not weight.requires_grad:  # which it does in training only
+    """Returns the memory of temporary products to the system after the norm of a large weight."""
+    if weight.numel() >= _LARGE and not weight.requires_grad:  # weights require gradients in training only
         give_back()
 
 
@@ -211,17 +212,17 @@ def _product(factor: Tensor | None, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a value follows from an earlier one, for normalisations that a network writes out in several operations.
+    """The relation of a value to an earlier one, for normalisations that a network writes as several operations.
 
     Attributes:
         kind: ``square`` (source²), ``sigmoid`` (of the source), ``total`` (a sigmoid's sum over dims), ``mean`` (mean
-            over dims, plus eps), ``centred`` (source minus that mean),
-            ``energy`` q (‖source‖²/count over dims, of the centred source if ``centred``, plus eps), ``root`` (√q) or
-            ``inverse`` (1/√q). Reduced dimensions are kept with size 1, or expanded again.
+            over dims, plus eps), ``centred`` (source minus that mean), ``energy`` q (‖source‖²/count over dims, of the
+            centred source if ``centred``, plus eps), ``root`` (√q) or ``inverse`` (1/√q). Reduced dimensions are kept
+            with size 1, or expanded again.
         source: the earlier value.
-        dims: the dimensions reduced.
+        dims: the reduced dimensions.
         count: the divisor of an energy, or the number of entries in a mean.
-        eps: what was added.
+        eps: the added constant.
         centred: whether the energy is a variance.
     """
 
@@ -234,20 +235,20 @@ class Origin:
 
 
 class Value:
-    """Bounds on a tensor that depends on the image; see the module's docstring.
+    """Bounds on a tensor that depends on the image; see the module docstring.
 
     Args:
         shape: the tensor's shape for a batch of one image.
-        lip: Lipschitz constant from the pixels; left out where ``base`` and ``map`` say it.
+        lip: Lipschitz constant from the pixels; omitted if ``base`` and ``map`` determine it.
         magnitude: bound on the absolute entries.
         rows: (axis, bound): bound on the ℓ2 norm of every vector along that axis.
         base, map: the value is ``offset + map(base)``, and its ``lip`` is ``base.lip * map.norm``.
-        offset: that constant as a float64 vector along the last axis; None where it is unknown.
-        offset_error: bound on the norm of what rounding left out of ``offset``.
+        offset: that constant as a float64 vector along the last axis; None if unknown.
+        offset_error: bound on the norm of the rounding error of ``offset``.
         stochastic: the value is a softmax along its last axis whose ``lip`` is half that of its argument.
-        floor: lower bound on the entries, one number or one for each place on the last axis, always on the CPU; -inf
-            says nothing.
-        unbounded: where ``lip`` is infinite, why.
+        floor: lower bound on the entries, one number or one per position on the last axis, always on the CPU; -inf for
+            no bound.
+        unbounded: the reason for an infinite ``lip``.
 
     Attributes:
         mass: lower bound on the sums along the last axis.
@@ -334,22 +335,22 @@ class Value:
         return min(best, Upper(n).sqrt()) if self.stochastic else best
 
     def like(self, shape: tuple[int, ...], lip: Number, rows_axis: int | None = None) -> Value:
-        """A value of another shape made of the same entries, or of convex combinations of them.
+        """A value of another shape whose entries are those of this value or convex combinations of them.
 
-        ``rows_axis`` is where the axis of ``rows`` went; None forgets it.
+        ``rows_axis`` is the new position of the axis of ``rows``; None drops that bound.
         """
         rows = (rows_axis, self.rows[1]) if rows_axis is not None and self.rows is not None else None
         return Value(shape, lip, magnitude=self.magnitude, rows=rows, floor=self.lowest)
 
     def scaled(self, factor: Number, magnitude: Number = INFINITE) -> Value:
-        """The value after an operation whose constant is ``factor``, on values as large as these.
+        """The value after an operation with Lipschitz constant ``factor`` on the range of this value.
 
         Args:
             factor: Lipschitz constant of the operation itself, a finite number ≥ 0, rounded up.
             magnitude: bound on the absolute entries of the result.
 
         Raises:
-            TypeError: ``factor`` is no number.
+            TypeError: ``factor`` is not a number.
             ValueError: it is negative or NaN.
         """
         if not isinstance(factor, (Upper, int, float)):
@@ -359,32 +360,32 @@ class Value:
         return Value(self.shape, self.lip * factor, magnitude=magnitude)
 
     def bounded(self, lip: Number, magnitude: Number = INFINITE) -> Value:
-        """The value after φ entry by entry with |φ(x)| ≤ |x|: entries and rows do not grow.
+        """The value after an elementwise φ with |φ(x)| ≤ |x|: the bounds on entries and rows stay valid.
 
         Args:
-            lip: Lipschitz constant of the *result* from the pixels, such as ``x.lip`` where |φ'| ≤ 1, or
-                ``x.lip * 1.2`` where |φ'| ≤ 1.2. It is no factor: see :meth:`scaled`.
-            magnitude: another bound on the absolute entries of the result.
+            lip: Lipschitz constant of the *result* from the pixels, such as ``x.lip`` if |φ'| ≤ 1, or ``x.lip * 1.2``
+                if |φ'| ≤ 1.2. It is not a factor; for a factor use :meth:`scaled`.
+            magnitude: a further bound on the absolute entries of the result.
 
         Raises:
-            TypeError: ``lip`` is a plain number, which would not depend on what comes before the operation.
+            TypeError: ``lip`` is a plain number, so it cannot include the constant of the operand.
         """
         if not isinstance(lip, Upper):
-            raise TypeError(f"bounded(lip) takes the result's constant, such as x.lip * {lip}, and no factor")
+            raise TypeError(f"bounded(lip) takes the result's constant, such as x.lip * {lip}, not a factor")
         return Value(self.shape, lip, magnitude=min(self.magnitude, Upper(magnitude)), rows=self.rows)
 
 
 def rounded_down(number: Tensor | float) -> Tensor:
-    """A lower bound on a number that a few float64 operations have computed, none of them a cancellation."""
+    """A lower bound on the exact value of a number computed by a few float64 operations without cancellation."""
     tensor = torch.as_tensor(number, dtype=torch.float64)
     return torch.where(tensor.isfinite(), tensor - tensor.abs() * 2.0**-45, tensor)
 
 
 def _with_roundings(norm: Upper, weight: Tensor, composed: bool) -> Upper:
-    """A norm, computed from a composed weight W, that holds for the exact one, also where an identity was added to it.
+    """Raises the norm of a composed weight W to an upper bound on the norm of the exact one, with or without identity.
 
-    Roundings change W by E with |E| ≤ c|W|, c = ``COMPOSED`` − 1, and ‖E‖ is at most Σ_taps ‖E_tap‖_F ≤ √(taps) c‖W‖_F
-    ≤ taps · c‖W‖_F.
+    Rounding changes W by E with |E| ≤ c|W|, c = ``COMPOSED`` − 1, and ‖E‖ is at most Σ_taps ‖E_tap‖_F ≤ √(taps)
+    c‖W‖_F ≤ taps · c‖W‖_F.
     """
     return norm + vector_norm(weight) * (math.prod(weight.shape[2:]) * (COMPOSED - 1)) if composed else norm
 
@@ -420,7 +421,7 @@ def largest_row_sum(weight: Tensor) -> Upper:
 
 
 def largest_row_norm(weight: Tensor) -> Upper:
-    """max_o ‖w_o‖₂, rounded up: float64 sums of n squares are off by at most a factor (1 + (n + 2) 2⁻⁵³)."""
+    """max_o ‖w_o‖₂, rounded up: float64 sums of n squares err by at most a factor (1 + (n + 2) 2⁻⁵³)."""
     if not weight.numel():
         return Upper(0)
     if (number := estimated(weight, lambda w: w.flatten(1).norm(dim=1).amax())) is not None:

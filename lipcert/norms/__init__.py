@@ -1,4 +1,4 @@
-"""Operator norms: rigorous upper bounds for matrices and convolutions, and a differentiable one for training."""
+"""Rigorous upper bounds on operator norms of matrices and convolutions, and a differentiable norm for training."""
 
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm

@@ -1,14 +1,15 @@
-"""Spectral norms of convolutions with zero padding, from above.
+"""Upper bounds on the spectral norms of convolutions with zero padding.
 
-**Polyphase form.** In one dimension a convolution with stride σ, dilation δ and left padding a computes
-y[p] = Σ_s W_s x[σp + δs − a], p = 0 … m − 1. Write a padded input position as σv + r with 0 ≤ r < σ, and likewise
-δs = σe_s + r_s. The positions with phase r form channels of their own, X_r[v] = x[σv + r − a], and
+**Polyphase form.** In one dimension a convolution with stride σ, dilation δ and left padding a computes y[p] = Σ_s W_s
+x[σp + δs − a], p = 0 … m − 1. Write a padded input position as σv + r with 0 ≤ r < σ, and likewise δs = σe_s + r_s. The
+positions with phase r form separate channels, X_r[v] = x[σv + r − a], and
 
     y[p] = Σ_e V_e X[p + e],    V_e = [W_s at phase r_s for the s with e_s = e, 0 elsewhere],
 
 is a convolution with stride 1. X lives on v₀ ≤ v < v₀ + n′ with v₀ = ⌊a/σ⌋ and n′ = ⌊(n − 1 + a)/σ⌋ − v₀ + 1; positions
-there that are not in the image hold zeros, and allowing others cannot lower the norm. Taps e outside
-[d_min, d_max] = [v₀ − m + 1, v₀ + n′ − 1] meet no input and are dropped. Several dimensions: the same in each.
+there outside the image hold zeros, and allowing other values cannot lower the norm. Taps e outside
+[d_min, d_max] = [v₀ − m + 1, v₀ + n′ − 1] meet no input and are dropped. With several dimensions, the same holds in
+each.
 
 **Torus.** y is part of the cyclic convolution on ℤ_N in each dimension, applied to X extended by zeros, if the m
 outputs and the n′ inputs have distinct residues, N ≥ max(m, n′), and if no tap e ≠ d is congruent to a difference
@@ -17,24 +18,24 @@ diagonal in the Fourier basis, so the norm is at most
 
     max over j ∈ ∏ ℤ_N of ‖V̂(2πj/N)‖,    V̂(ω) = Σ_e V_e e^{iω·e}.
 
-If all e − e_min of a dimension are multiples of g, V̂ depends, up to a phase, on g·ω alone, and ⌈N/g⌉ points for
-the taps (e − e_min)/g give the values on the torus of side g·⌈N/g⌉ ≥ N. A single tap needs a single point: then the
-bound is the norm of the flattened weight, exact where one output sees all its taps inside the image, as in a patch
+If all e − e_min of a dimension are multiples of g, V̂ depends, up to a phase, on g·ω alone, and ⌈N/g⌉ points for the
+taps (e − e_min)/g give the values on the torus of side g·⌈N/g⌉ ≥ N. A single tap needs a single point. Then the bound
+is the norm of the flattened weight; it is exact if some output has all its taps inside the image, as in a patch
 embedding.
 
 **Coarse grids.** In one dimension let d = (e_max − e_min)/g, and M the supremum of ‖V̂‖² over ω, other dimensions
-fixed, taken at ω* with right singular vector x. f(ω) = ‖V̂(ω)x‖² is a real trigonometric polynomial of degree ≤ d
-with 0 ≤ f ≤ M = f(ω*), so T = 2f/M − 1 has |T| ≤ 1 = T(ω*). By the inequality of Bernstein and Szegő, T′² + d²T² ≤ d²,
-arccos T changes at rate ≤ d, hence T(ω* + θ) ≥ cos(dθ) and f(ω* + θ) ≥ M·cos²(dθ/2) for |θ| ≤ π/d. Some point of
-a grid of N points is within π/N. Replacing one dimension after the other by its grid gives, for N > d,
+fixed, taken at ω* with right singular vector x. f(ω) = ‖V̂(ω)x‖² is a real trigonometric polynomial of degree ≤ d with
+0 ≤ f ≤ M = f(ω*), so T = 2f/M − 1 has |T| ≤ 1 = T(ω*). By the inequality of Bernstein and Szegő, T′² + d²T² ≤ d²,
+arccos T changes at rate ≤ d, hence T(ω* + θ) ≥ cos(dθ) and f(ω* + θ) ≥ M·cos²(dθ/2) for |θ| ≤ π/d. Some point of a grid
+of N points is within π/N of ω*. Replacing one dimension after the other by its grid gives, for N > d,
 
     sup over all ω of ‖V̂‖ ≤ (max over the grid of ‖V̂‖) · ∏ 1/cos(πd/(2N)),
 
-and the supremum bounds the convolution on images of every size. With N = 16·d a dimension costs half a percent.
-(The scalar case: Ehlich and Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964; other
-constants for several variables: Pfister and Bresler, arXiv 1802.09588.)
+and the supremum bounds the convolution on images of every size. N = 16·d loosens the bound by half a percent per
+dimension. (The scalar case: Ehlich and Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964;
+other constants for several variables: Pfister and Bresler, arXiv 1802.09588.)
 
-**Rounding.** Single rows take V̂·V̂ᴴ from V̂ itself, other matrices from
+**Rounding.** For a single row, V̂·V̂ᴴ is computed from V̂ itself; for other matrices, from
 
     V̂·V̂ᴴ = C_0 + Σ_{τ>0} (C_τ + C_τᵀ) cos ω·τ + i (C_τ − C_τᵀ) sin ω·τ,    C_τ = Σ_{e−e′=τ} V_e·V_{e′}ᵀ,
 
@@ -50,7 +51,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -83,15 +84,12 @@ def _estimate(
     groups: int = 1,
     identity: float = 0.0,
 ) -> Upper:
-    kernel = _kernel(weight, input_size)
-    strides = _per_dimension(stride, len(kernel), "stride", 1)
-    dilations = _per_dimension(dilation, len(kernel), "dilation", 1)
-    pads = _pads(padding, kernel, strides, dilations)
-    margins = [side for pair in reversed(pads) for side in pair]
+    kernel, strides, dilations, pads = _geometry(weight, input_size, stride, padding, dilation)
+    border = [side for pair in reversed(pads) for side in pair]
     function = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 1]
 
     def apply(v: Tensor, w: Tensor) -> Tensor:
-        images = F.pad(v.flatten(0, 1), margins)
+        images = F.pad(v.flatten(0, 1), border)
         result = function(images, w, None, strides, 0, dilations, groups).unflatten(0, v.shape[:2])
         return result + identity * v if identity else result
 
@@ -111,11 +109,13 @@ def conv_norm(
 ) -> Upper:
     """An upper bound on the ℓ2 → ℓ2 norm of a convolution with zero padding, rounding included.
 
-    The maximum over the frequencies of a torus just large enough for the image, strides through the polyphase form,
-    groups by the maximum; where that is expensive, a coarser grid with a rigorous correction (at most half a percent a
-    dimension). Proofs in :mod:`lipcert.norms._conv` and :mod:`lipcert.norms._verify`. Usually 1 to 15 % above the exact
-    norm, which it approaches as the image grows, and more only on images hardly larger than the kernel; within 1e-5
-    where every output sees a patch of its own, and for kernels of size 1.
+    The bound is the maximum over the frequencies of the smallest torus that contains the image. Strides are handled by
+    the polyphase form, groups by their maximum. If the torus is expensive, a coarser grid with a rigorous correction of
+    at most half a percent per dimension replaces it. Proofs: :mod:`lipcert.norms._conv` and
+    :mod:`lipcert.norms._verify`.
+
+    The bound is usually 1 to 15 % above the exact norm and approaches it as the image grows. It is looser only on
+    images hardly larger than the kernel. It is within 1e-5 for non-overlapping patches and for kernels of size 1.
 
     Args:
         weight: shape (out, in/groups, *kernel), 1 to 3 spatial dimensions, real, any floating-point dtype.
@@ -124,8 +124,8 @@ def conv_norm(
         padding: one number, one per dimension, one (left, right) pair per dimension, ``"same"`` or ``"valid"``.
         dilation: one number, or one per dimension.
         groups: as in ``torch.nn.functional.conv2d``.
-        identity: factor c of the added identity, for a folded linear residual c·x + W∗x; stride 1 and equal shapes of
-            input and output only.
+        identity: factor c of an added identity, for the linear residual c·x + W∗x. It needs stride 1 and an output of
+            the shape of the input.
 
     Returns:
         The bound; 0 for a zero or empty weight.
@@ -133,10 +133,7 @@ def conv_norm(
     Raises:
         InputError: if the arguments do not fit together, or the weight is not real or holds NaN or an infinity.
     """
-    kernel = _kernel(weight, input_size)
-    strides = _per_dimension(stride, len(kernel), "stride", 1)
-    dilations = _per_dimension(dilation, len(kernel), "dilation", 1)
-    pads = _pads(padding, kernel, strides, dilations)
+    kernel, strides, dilations, pads = _geometry(weight, input_size, stride, padding, dilation)
     if groups < 1 or weight.shape[0] % groups:
         raise InputError(f"{weight.shape[0]} output channels cannot be split into {groups} groups")
     matrices = as_float64(weight).unflatten(0, (groups, -1))
@@ -157,10 +154,10 @@ def conv_norm(
         return Upper(0)
     if not identity:
         return _torus_norm(scaled, axes) * scale
-    together = (_torus_norm(scaled, axes) + 4 * UNIT) * scale
-    # On images hardly larger than the kernel the torus that keeps the identity in place may be the worse one.
-    apart = conv_norm(weight, input_size, padding=padding, dilation=dilation, groups=groups) + abs(identity)
-    return min(together, apart)
+    joint = (_torus_norm(scaled, axes) + 4 * UNIT) * scale
+    # On images hardly larger than the kernel the joint torus may give the larger bound.
+    separate = conv_norm(weight, input_size, padding=padding, dilation=dilation, groups=groups) + abs(identity)
+    return min(joint, separate)
 
 
 def conv_transpose_norm(
@@ -175,8 +172,9 @@ def conv_transpose_norm(
 ) -> Upper:
     """An upper bound on the ℓ2 → ℓ2 norm of a transposed convolution, rounding included.
 
-    It is the adjoint of the convolution with the same numbers on images of its own output's size, restricted, where
-    ``output_padding`` reaches the stride, to some of that convolution's outputs: :func:`conv_norm` of it is a bound.
+    A transposed convolution is the adjoint of the convolution with the same parameters on images of the transposed
+    convolution's output size. If ``output_padding`` reaches the stride, it is the adjoint of a restriction to some of
+    that convolution's outputs. So :func:`conv_norm` of that convolution is a bound.
 
     Args:
         weight: shape (in, out/groups, *kernel), as in ``torch.nn.functional.conv_transpose2d``.
@@ -246,7 +244,7 @@ class _Axis:
 
     @property
     def torus(self) -> int:
-        """The number of frequencies that suffices, ⌈N/g⌉; 1 for a single tap."""
+        """The sufficient number of frequencies, ⌈N/g⌉; 1 for a single tap."""
         if len(self.exponents) == 1:
             return 1
         first, last = self.exponents[0], self.exponents[-1]
@@ -298,10 +296,10 @@ def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
 
 
 def _torus_norm(taps: Tensor, axes: list[_Axis]) -> Upper:
-    """The norm of Σ_e V_e e^{iω·e}, maximised over ω, from above.
+    """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖.
 
     Args:
-        taps: V, shape (exponents, groups, rows, columns), exponents over all dimensions, the largest entry near 1.
+        taps: V, shape (exponents, groups, rows, columns), exponents over all dimensions, largest entry near 1.
         axes: the dimensions.
     """
     if len(taps) == 1:
@@ -318,7 +316,7 @@ def _torus_norm(taps: Tensor, axes: list[_Axis]) -> Upper:
 
 
 def _squared_rows(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int]) -> Iterator[Tensor]:
-    """V̂·V̂ᴴ for matrices of a single row, as in a depthwise convolution: shape (frequencies · groups, 1, 1) a chunk."""
+    """Yields V̂·V̂ᴴ for single rows, as in a depthwise convolution: chunks of shape (frequencies · groups, 1, 1)."""
     for chunk in points:
         cosines, sines = _waves(chunk, steps, grid)
         flat = taps.flatten(1)
@@ -327,7 +325,7 @@ def _squared_rows(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: l
 
 
 def _grams(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int]) -> Iterator[Tensor]:
-    """V̂·V̂ᴴ = Σ_τ C_τ e^{iω·τ}, where C_{−τ} = C_τᵀ: shape (frequencies · groups, rows, rows) a chunk."""
+    """Yields V̂·V̂ᴴ = Σ_τ C_τ e^{iω·τ} with C_{−τ} = C_τᵀ: chunks of shape (frequencies · groups, rows, rows)."""
     rows = taps.shape[2]
     differences = (steps[:, None] - steps[None, :]).flatten(0, 1)
     shifts, kinds = differences.unique(dim=0, return_inverse=True)
@@ -362,7 +360,7 @@ def _waves(points: Tensor, steps: Tensor, grid: list[int]) -> tuple[Tensor, Tens
 
 
 def _grid(axes: list[_Axis], work: int) -> tuple[list[int], Upper]:
-    """The number of frequencies in each dimension, and the factor that makes up for a coarse grid.
+    """The number of frequencies in each dimension, and the correction factor of a coarse grid.
 
     Args:
         axes: the dimensions.
@@ -380,11 +378,27 @@ def _grid(axes: list[_Axis], work: int) -> tuple[list[int], Upper]:
 
 
 def _half(grid: list[int], device: torch.device) -> Tensor:
-    """One of each pair j, −j of grid points, shape (points, dimensions): V is real, so both have the same norm."""
+    """One of each pair j, −j of grid points, shape (points, dimensions): both have the same norm because V is real."""
     sides = torch.tensor(grid, device=device)
     points = torch.cartesian_prod(*(torch.arange(side, device=device) for side in grid)).view(-1, len(grid))
     weights = torch.tensor([math.prod(grid[i + 1 :]) for i in range(len(grid))], device=device)
     return points[(points * weights).sum(1) <= ((-points) % sides * weights).sum(1)]
+
+
+class _Geometry(NamedTuple):
+    """Kernel size, strides, dilations and (left, right) paddings, one per dimension."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: list[tuple[int, int]]
+
+
+def _geometry(weight: Tensor, input_size: tuple[int, ...], stride: Size, padding: Padding, dilation: Size) -> _Geometry:
+    kernel = _kernel(weight, input_size)
+    strides = _per_dimension(stride, len(kernel), "stride", 1)
+    dilations = _per_dimension(dilation, len(kernel), "dilation", 1)
+    return _Geometry(kernel, strides, dilations, _pads(padding, kernel, strides, dilations))
 
 
 def _kernel(weight: Tensor, input_size: tuple[int, ...]) -> tuple[int, ...]:
@@ -399,17 +413,17 @@ def _kernel(weight: Tensor, input_size: tuple[int, ...]) -> tuple[int, ...]:
     return kernel
 
 
-def _per_dimension(value: Size, dimensions: int, name: str, least: int) -> tuple[int, ...]:
+def _per_dimension(value: Size, dimensions: int, name: str, smallest: int) -> tuple[int, ...]:
     values = (value,) * dimensions if isinstance(value, int) else tuple(value)
-    if len(values) != dimensions or not all(isinstance(v, int) and v >= least for v in values):
-        raise InputError(f"{name} must be one number ≥ {least}, or {dimensions} of them, got {value}")
+    if len(values) != dimensions or not all(isinstance(v, int) and v >= smallest for v in values):
+        raise InputError(f"{name} must be one number ≥ {smallest}, or {dimensions} of them, got {value}")
     return values
 
 
 def _pads(
     padding: Padding, kernel: tuple[int, ...], strides: tuple[int, ...], dilations: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """(left, right) in each dimension; ``"same"`` puts the odd one on the right, as torch does."""
+    """(left, right) in each dimension; ``"same"`` puts an odd remainder on the right, as torch does."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
     if padding == "same":

@@ -1,4 +1,4 @@
-"""Spectral norms of matrices, from above."""
+"""Upper bounds on the spectral norms of matrices."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def _estimate(estimator: Estimator, weight: Tensor, *, identity: float = 0.0) ->
 
 @or_estimated(_estimate)
 def dense_norm(weight: Tensor, *, identity: float = 0.0) -> Upper:
-    """An upper bound on ‖weight + identity·I‖₂, rounding included; 0.5e-5 to 1e-5 above the exact value as a rule.
+    """An upper bound on ‖weight + identity·I‖₂, rounding included; usually 0.5e-5 to 1e-5 above the exact value.
 
-    The Gram matrix of the smaller side is formed in float64, its largest eigenvalue estimated by Lanczos, and a number
-    just above the estimate verified through a Cholesky factor and its residual: proof in :mod:`lipcert.norms._verify`.
-    Forming the Gram matrix of an n × m matrix moves it by at most dot_error(m)·‖W‖_F². Adding identity·I rounds each
-    diagonal entry once, which moves the norm by at most u times the largest of them.
+    The Gram matrix of the smaller side is formed in float64. Lanczos estimates its largest eigenvalue, and a Cholesky
+    factor and its residual verify a number just above the estimate; proof in :mod:`lipcert.norms._verify`. Forming the
+    Gram matrix of an n × m matrix moves it by at most dot_error(m)·‖W‖_F². Adding identity·I rounds each diagonal entry
+    once, which moves the norm by at most u times the largest of them.
 
     Args:
-        weight: shape (..., out, in), real or complex, any floating-point dtype; the maximum over a leading batch.
-        identity: factor c of the added identity, for a folded linear residual c·x + W·x; square matrices only.
+        weight: shape (..., out, in), real or complex, any floating-point dtype; the bound is the maximum over a batch.
+        identity: factor c of an added identity, for the linear residual c·x + W·x; square matrices only.
 
     Returns:
         The bound; 0 for a zero or empty weight.
 
     Raises:
         InputError: if the weight has fewer than two dimensions, is not floating-point, or holds NaN or an infinity; if
-            an identity is asked for and the matrices are not square.
+            ``identity`` is not 0 and the matrices are not square.
     """
     if weight.dim() < 2:
         raise InputError(f"a matrix norm needs shape (..., out, in), got {tuple(weight.shape)}")
@@ -67,7 +67,7 @@ def matrices_norm(matrices: Tensor) -> Upper:
     """An upper bound on the largest spectral norm.
 
     Args:
-        matrices: shape (B, n, m), float64 or complex128, taken as exact, the largest entry near 1.
+        matrices: shape (B, n, m), float64 or complex128, taken as exact, largest entry near 1.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         matrices = matrices.mH
@@ -82,7 +82,7 @@ def matrices_norm(matrices: Tensor) -> Upper:
 
 
 def _gram(matrices: Tensor) -> Tensor:
-    """M·Mᴴ for matrices (B, n, m), one half copied from the other."""
+    """M·Mᴴ for matrices of shape (B, n, m). The upper triangle is computed and the lower one copied from it."""
     size = matrices.shape[-2]
     gram = matrices.new_empty(len(matrices), size, size)
     for start in range(0, size, _PANEL):

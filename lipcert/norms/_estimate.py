@@ -1,4 +1,4 @@
-"""Estimates of the largest eigenvalue of Hermitian matrices: too small, perhaps, until :mod:`._verify` checks."""
+"""Estimates of the largest eigenvalue of Hermitian matrices. They can be too small; :mod:`._verify` checks them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BREAKDOWN = 1e-9
 
 
 def estimate_largest(gram: Tensor) -> float:
-    """The largest eigenvalue among positive semidefinite matrices, from below and up to rounding.
+    """A lower estimate, up to rounding, of the largest eigenvalue of a batch of positive semidefinite matrices.
 
-    Two power steps rank the matrices; the few that come first are then treated to about six digits.
+    Power steps rank the matrices. Lanczos then computes the eigenvalues of the first few to about six digits.
 
     Args:
         gram: shape (B, n, n), B ≥ 1, float64 or complex128.
@@ -36,7 +36,7 @@ def estimate_largest(gram: Tensor) -> float:
 
 
 def _lanczos(gram: Tensor) -> float:
-    """Lanczos, reorthogonalised, from a random start with a fixed seed, until the largest Ritz value stands still."""
+    """Lanczos with reorthogonalisation from a fixed random vector, until the largest Ritz value converges."""
     count, size = gram.shape[:2]
     steps = min(size, _MAX_STEPS)
     basis = gram.new_zeros(count, size, steps)

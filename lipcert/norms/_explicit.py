@@ -1,4 +1,4 @@
-"""Norms of linear maps that are known only by their products with vectors, written out as matrices."""
+"""Norms of linear maps that are given by their products with vectors, computed from explicit matrices."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from lipcert.norms._dense import dense_norm
 from lipcert.norms._lanczos import SMALLEST, Product
 from lipcert.norms._ledger import Draw
 
-# Unit vectors that are sent through at once.
+# The number of unit vectors in one product.
 _TOGETHER = 64
 
 
 def explicit_norm(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
-    """Upper bounds on ‖J_n‖₂ for a batch of linear maps, deterministic.
+    """Deterministic upper bounds on ‖J_n‖₂ for a batch of linear maps.
 
-    The maps are applied to the unit vectors, and the norms of the matrices that result are verified
-    (:mod:`lipcert.norms._dense`). It costs ``size`` products and memory for all matrices.
+    The maps are applied to the unit vectors, and the norms of the resulting matrices are bounded by
+    :mod:`lipcert.norms._dense`. The cost is ``size`` products and memory for all matrices.
 
-    Rounding: products count as exact, and what they are off by is the caller's
-    (lipcert.certifier.anchored.rounding); the result is raised by 1e-9. A map too small for its square in float64
-    counts as 1e-140, and one that is not finite as ∞.
+    Rounding: products count as exact; the caller accounts for their error (lipcert.certifier.anchored.rounding). The
+    result is raised by 1e-9. A map whose square underflows float64 counts as 1e-140, and a map that is not finite as ∞.
 
     Args:
-        product: v ↦ J v for several v at once, from (several, images, size) to (several, images, anything), float64.
+        product: v ↦ J v for several v at once, from (several, images, size) to (several, images, *), float64.
         images: number of maps N.
         size: dimension of the space that ``product`` takes.
-        device: where the products take their vectors; the CPU by default.
+        device: the device of the vectors; the CPU by default.
 
     Returns:
         float64, shape (N,), on that device.
@@ -50,16 +49,16 @@ def _norm(matrix: Tensor) -> float:
 def explicit_row_norm(
     product: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """Upper bounds on the largest norm of a row of each J_n, deterministic; arguments and rounding as above.
+    """Deterministic upper bounds on the largest row norm of each J_n; arguments and rounding as above.
 
-    With a ``block`` on the largest spectral norm of so many rows: of rows 0 to block − 1, block to 2 block − 1, ….
+    With ``block`` > 1, bounds on the largest spectral norm of a block of rows: 0 to block − 1, block to 2 block − 1, ….
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)
     return _block_squares(product, unit, images, block).amax(1).sqrt() * (1 + 1e-9)
 
 
 def explicit_row_norms(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
-    """Upper bounds on the norms of the rows of each J_n, deterministic, shape (N, rows)."""
+    """Deterministic upper bounds on the norms of the rows of each J_n, shape (N, rows)."""
     unit = torch.eye(size, dtype=torch.float64, device=device)
     return _row_squares(product, unit, images).sqrt() * (1 + 1e-9)
 
@@ -67,14 +66,14 @@ def explicit_row_norms(product: Product, images: int, size: int, *, device: torc
 def longest_row(
     adjoint: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """The same as :func:`explicit_row_norm` from Jᵀ: row i of J_n is J_nᵀ e_i, so that few rows take few products.
+    """Like :func:`explicit_row_norm`, from Jᵀ: row i of J_n is J_nᵀ e_i, so the cost is one product per row.
 
     Args:
         adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
         images: number of maps N.
         size: number of rows.
         block: number of rows of a block.
-        device: where the products take their vectors; the CPU by default.
+        device: the device of the vectors; the CPU by default.
     """
     longest = torch.zeros(images, dtype=torch.float64, device=device)
     for part in torch.eye(size, dtype=torch.float64, device=device).split(max(1, _TOGETHER // block) * block):
@@ -91,16 +90,16 @@ def longest_row(
 def explicit_rows(
     adjoint: Product, images: int, size: int, *, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Upper bounds on the norm of each J_n and on the largest norm of one of its rows, both from the same few products.
+    """Deterministic upper bounds on the norm of each J_n and on its largest row norm, from the same ``size`` products.
 
     Args:
         adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
         images: number of maps N.
         size: number of rows.
-        device: where the products take their vectors; the CPU by default.
+        device: the device of the vectors; the CPU by default.
 
     Returns:
-        Both float64, deterministic, of shape (N,), on that device; rounding as for :func:`explicit_norm`.
+        Both float64, shape (N,), on that device; rounding as for :func:`explicit_norm`.
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
     rows = torch.cat([adjoint(part).flatten(2) for part in unit.split(_TOGETHER)])
@@ -120,9 +119,9 @@ def row_norm(
     block: int = 1,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Upper bounds on the largest norm of a row of each J_n, each with failure probability at most ``draw.delta``.
+    """Upper bounds on the largest row norm of each J_n, each with failure probability at most ``draw.delta``.
 
-    The largest of :func:`row_norms`, with its arguments; float64, shape (N,).
+    The maximum of :func:`row_norms`, with the same arguments; float64, shape (N,).
     """
     return row_norms(product, images, size, draw=draw, probes=probes, block=block, device=device).amax(1)
 
@@ -137,16 +136,16 @@ def row_norms(
     block: int = 1,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Upper bounds on the norms of the rows of each J_n, which fail together with probability at most ``draw.delta``.
+    """Upper bounds on the row norms of each J_n; all hold together except with probability at most ``draw.delta``.
 
-    For Gaussian vectors g_1 … g_k the entry i of J g_t has variance ‖row i‖², so Σ_t (J g_t)_i² is ‖row i‖² times a
-    χ² variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
-    (Chernoff's bound). Over m rows: all ‖row i‖² ≤ Σ_t (J g_t)_i² / (c k), except with probability
-    m (c e^(1 − c))^(k/2). The c is found where that is δ, and rounded down.
+    For Gaussian vectors g_1 … g_k the entry i of J g_t has variance ‖row i‖², so Σ_t (J g_t)_i² is ‖row i‖² times a χ²
+    variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
+    (Chernoff's bound). Over m rows: all ‖row i‖² ≤ Σ_t (J g_t)_i² / (c k), except with probability m (c
+    e^(1 − c))^(k/2). Bisection finds the c for which that is δ; c is rounded down.
 
-    With a ``block`` they bound the spectral norms of so many rows B of J: with u the unit vector for which ‖Bᵀu‖ = ‖B‖,
-    Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, as u depends on B alone, and at most the largest eigenvalue of
-    Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue stands in the place of Σ_t (J g_t)_i².
+    With ``block`` > 1 the results bound the spectral norms of blocks B of ``block`` rows of J. Let u be the unit vector
+    with ‖Bᵀu‖ = ‖B‖. Then Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, because u depends on B alone, and it is
+    at most the largest eigenvalue of Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue replaces Σ_t (J g_t)_i².
 
     Args:
         product: v ↦ J v for several v at once, as for :func:`explicit_norm`.
@@ -154,9 +153,9 @@ def row_norms(
         size: dimension of the space that ``product`` takes.
         draw: the vectors, the same for all maps, and their failure probability for each image, from a
             :class:`~lipcert.norms.Ledger`. They are drawn on the CPU.
-        probes: k; more are tighter: 256 come within a factor of some 1.5.
+        probes: k. More probes give tighter bounds; 256 come within a factor of about 1.5.
         block: number of rows of a block: rows 0 to block − 1, block to 2 block − 1, ….
-        device: where the products take their vectors; the CPU by default.
+        device: the device of the vectors; the CPU by default.
 
     Returns:
         float64, shape (N, rows / block), on that device; ∞ where products are not finite.
@@ -164,7 +163,7 @@ def row_norms(
     vectors = draw.normal(probes, size).to(device)
     squares = _block_squares(product, vectors, images, block)
     wanted = 2 / probes * math.log(draw.delta / squares.shape[1])
-    low, high = math.exp(wanted - 1), 1.0  # at low even without the factor e^(−c)
+    low, high = math.exp(wanted - 1), 1.0  # log c + 1 − c ≤ wanted at c = low
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if math.log(middle) + 1 - middle < wanted else (low, middle)
@@ -172,7 +171,7 @@ def row_norms(
 
 
 def _row_squares(product: Product, vectors: Tensor, images: int) -> Tensor:
-    """Σ_t (J_n v_t)_i² of all rows i, shape (N, rows), ∞ where that is not a number; too small ones count as 1e-280."""
+    """Σ_t (J_n v_t)_i² of all rows i, shape (N, rows): at least 1e-280, and ∞ in place of NaN."""
     total: Tensor | float = 0.0
     for part in vectors.split(_TOGETHER):
         total = total + product(part[:, None].expand(-1, images, -1)).flatten(2).square().sum(0)
@@ -181,7 +180,7 @@ def _row_squares(product: Product, vectors: Tensor, images: int) -> Tensor:
 
 
 def _block_squares(product: Product, vectors: Tensor, images: int, block: int) -> Tensor:
-    """The largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ from above, for blocks B of rows, shape (N, blocks)."""
+    """Upper bounds on the largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ for blocks B of rows, shape (N, blocks)."""
     if block == 1:
         return _row_squares(product, vectors, images)
     total: Tensor | float = 0.0
@@ -193,9 +192,9 @@ def _block_squares(product: Product, vectors: Tensor, images: int, block: int) -
 
 
 def _top(gram: Tensor) -> Tensor:
-    """The largest eigenvalues of Gram matrices from above, ∞ where those are not finite.
+    """Upper bounds on the largest eigenvalues of Gram matrices; ∞ for matrices that are not finite.
 
-    Eigenvalues, and the sums that the matrices are made by, are off by some 1e-13 of the trace.
+    The errors of the eigenvalue solver and of the sums in the matrices are about 1e-13 of the trace; 1e-10 covers them.
     """
     finite = gram.isfinite().flatten(-2).all(-1)
     safe = torch.where(finite[..., None, None], gram, 0.0)

@@ -9,10 +9,10 @@ from torch import Tensor
 def gram_norm(weight_matrix: Tensor, steps: int = 6) -> Tensor:
     """Differentiable Gram iteration: ‖G_s‖_F^(2^−s) with G₀ = W and G_{k+1} = G_k·G_kᴴ.
 
-    In exact arithmetic an upper bound, since σ_max(W)^(2^s) = σ_max(G_s) ≤ ‖G_s‖_F, and at most r^(2^−(s+1)) times the
-    norm for rank r (5 % at r = 768 and 6 steps). It is computed in the weight's dtype: for training, never for a
-    certificate. Each G_k is divided by its Frobenius norm against overflow; the result does not depend on these
-    divisors, so they are held constant for the gradient, which stays exact.
+    In exact arithmetic this is an upper bound, since σ_max(W)^(2^s) = σ_max(G_s) ≤ ‖G_s‖_F. For rank r it is at most
+    r^(2^−(s+1)) times the norm (5 % above at r = 768 and 6 steps). It is computed in the weight's dtype, so it is for
+    training, never for a certificate. Each G_k is divided by its Frobenius norm against overflow. The result does not
+    depend on these divisors, so they are treated as constants and the gradient stays exact.
 
     Source: Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram iteration",
     arXiv 2305.16173, and "Spectral norm of convolutional layers with circular and zero paddings", arXiv 2402.00240.

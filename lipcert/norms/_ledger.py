@@ -1,35 +1,34 @@
-"""The failure probability of a certificate: who may spend it, on which random vectors, and what has been spent.
+"""Accounts for the failure probability of a certificate and hands out the random vectors that it pays for.
 
-A probabilistic norm is computed from a random start vector, and is too small with probability at most what was charged
-for that vector. A certificate of an image is made of many such norms. Why it is wrong with probability at most the sum
-of its charges, and what the ledger has to see to for that:
+A probabilistic norm is computed from a random start vector. It is too small with probability at most the charge for
+that vector. The certificate of an image consists of many such norms. This module ensures that the certificate is wrong
+with probability at most the sum of the charges, for the following reasons.
 
-**Union bound.** Let k = 1, 2, … be the norms that the certificate of one image asks for, X_k the random vector of the
+**Union bound.** Let k = 1, 2, … be the norms that the certificate of one image requests, X_k the random vector of the
 k-th, A_k its operator. If A_k is independent of X_k, P(norm k is too small) ≤ charge_k. The certificate is wrong only
-if one of its norms is too small, so with probability at most Σ_k charge_k. Nothing is assumed about how these events
-depend on each other: bounds on several operators may even start from one vector, if none of the operators depends on it
-and each is charged.
+if one of its norms is too small, so with probability at most Σ_k charge_k. These events may depend on each other:
+several operators may even share one vector, if none of them depends on it and each is charged.
 
-**Adaptivity.** Some operators depend on earlier norms, by weights, by the widths of secants, by the radius that is
-tried next; and so does whether a norm is asked for at all. Let F be everything that was drawn for other keys. X_k is
-independent of F, and A_k and the choice to ask are functions of F. So P(norm k is asked for and too small) =
-E[1{asked} P(too small | F)] ≤ charge_k. This needs a vector that no other operator of the image has met. Hence every
-norm has a key of its own, (purpose, operations, round, …), and a key is given once for an image: to ask again raises
-:class:`~lipcert.errors.LedgerError`.
+**Adaptivity.** Some operators depend on earlier norms, through weights, widths of secants or the next radius to try.
+Whether a norm is requested at all can depend on them too. Let F be everything that was drawn for other keys. X_k is
+independent of F, and A_k and the decision to request norm k are functions of F. So P(norm k is requested and too
+small) = E[1{requested} P(too small | F)] ≤ charge_k. This needs a vector that no other operator of the image depends
+on. Hence every norm has its own key, (purpose, operations, round, …), and a key is issued once per image: a second
+request raises :class:`~lipcert.errors.LedgerError`.
 
-**What was spent.** Which keys S are asked for can depend on the outcome. For every set S, P(wrong, and S was asked for)
-≤ Σ_{k ∈ S} charge_k, and that sum is what a row states. It stays below the δ of the image, as the ledger refuses a
-charge that would pass it.
+**Spent probability.** The set S of requested keys can depend on the outcome. For every set S, P(wrong, and S was
+requested) ≤ Σ_{k ∈ S} charge_k, and a row states that sum. It stays at most the δ of the image, because the ledger
+refuses a charge that would exceed it.
 
 **Images share vectors.** δ is a probability for each image, not for all. So a key has the same vector for every image,
 which makes results independent of the batch. A norm that is the same for all images is computed once and charged to
-each of them. The expected number of wrong certificates is at most the sum of what the rows state; how images fail
-together is left open.
+each of them. The expected number of wrong certificates is at most the sum of the rows' failure probabilities. Nothing
+is claimed about the joint distribution of failures.
 
-**The vectors.** The key is hashed to 128 bits, and these are the key of a Philox generator (Salmon, Moraes, Dror and
-Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its streams differ from key to key; they do not depend on
-the device, on threads, or on what was drawn before. (torch's CPU generator keeps 32 bits of a seed.) Assumed is that
-the streams behave like independent random numbers, and that nobody made the network or the image to meet them.
+**The vectors.** The key is hashed to 128 bits, which are the key of a Philox generator (Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its streams differ from key to key; they do not depend on the
+device, on threads, or on earlier draws. (torch's CPU generator keeps 32 bits of a seed.) We assume that the streams
+behave like independent random numbers, and that the network and the image were not constructed from them.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from lipcert.errors import LedgerError
 
 @dataclass(frozen=True)
 class Draw:
-    """Random vectors for one purpose, and what is charged for them.
+    """Random vectors for one purpose, and their charge.
 
     Attributes:
-        delta: the probability, for each image, that what is made of the vectors may fail with.
-        key: 128 bits that tell the vectors from all others.
+        delta: the charge: the largest probability, for each image, that the bound from these vectors fails.
+        key: 128 bits that identify the vectors.
     """
 
     delta: float
@@ -64,12 +63,12 @@ class Draw:
 
 
 class Ledger:
-    """The failure probability of N images, and the keys that have been given for each.
+    """The failure probability of N images, and the keys issued for each.
 
     Args:
-        delta: δ, what may be spent for each image; 0 where nothing may be random.
+        delta: δ, the failure probability available for each image; 0 allows no random vectors.
         images: N.
-        seed: another one gives other vectors.
+        seed: changes the vectors.
     """
 
     def __init__(self, delta: float, images: int = 1, seed: int = 0):
@@ -82,15 +81,15 @@ class Ledger:
 
     @property
     def spent(self) -> Tensor:
-        """What has been charged so far for each image, float64, shape (N,)."""
+        """The sum of the charges so far for each image, float64, shape (N,)."""
         return self._spent[self._rows]
 
     def only(self, index: Tensor) -> Ledger:
-        """The same book for some of the images, given by their numbers."""
+        """A view of the same ledger for the images with the given indices."""
         return self._view(self._rows[index.cpu()], self._purpose)
 
     def part(self, *purpose: str | int) -> Ledger:
-        """The same book for one purpose: its keys are told from those of other purposes."""
+        """A view of the same ledger for one purpose, whose keys differ from those of other purposes."""
         return self._view(self._rows, (*self._purpose, *purpose))
 
     def _view(self, rows: Tensor, purpose: tuple[str | int, ...]) -> Ledger:
@@ -99,30 +98,31 @@ class Ledger:
         return other
 
     def draw(self, *key: str | int, delta: float) -> Draw:
-        """Vectors that none of these images has met, charged with a failure probability.
+        """Issues new vectors to all these images and charges each with a failure probability.
 
         Raises:
-            LedgerError: the key was given before for one of the images, or the charge is more than is left.
+            LedgerError: the key was issued before to one of the images, or the charge exceeds the remaining
+                probability.
         """
         words = (*self._purpose, *key)
         bits = hashlib.blake2b(repr((self._seed, words)).encode(), digest_size=16).digest()
         given = self._given.setdefault(bits, torch.zeros(len(self._spent), dtype=torch.bool))
         if bool(given[self._rows].any()) or len(self._rows.unique()) < len(self._rows):
-            raise LedgerError(f"the start vectors {words} were asked for twice")
+            raise LedgerError(f"the start vectors {words} were requested twice")
         if bool((self.spent + delta > self.delta).any()):
-            raise LedgerError(f"the start vectors {words} would take the failure probability above {self.delta:g}")
+            raise LedgerError(f"the start vectors {words} would raise the failure probability above {self.delta:g}")
         given[self._rows] = True
         self._spent[self._rows] += delta
         return Draw(delta, bits)
 
 
 def part_of(delta: float, count: int) -> float:
-    """An equal part of δ for each of so many draws, rounded down so that their sum stays below δ."""
+    """δ divided equally among ``count`` draws, rounded down so that the sum stays below δ."""
     return delta / max(1, count) * (1 - 1e-9)
 
 
 def rigor_of(spent: float, delta: float) -> str:
-    """``deterministic``, or ``probabilistic(…)`` with what was spent of δ, rounded up to three digits."""
+    """``deterministic``, or ``probabilistic(…)`` with the spent part of δ, rounded up to three digits."""
     if not spent:
         return "deterministic"
     up = Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(spent))

@@ -25,8 +25,8 @@ def as_float64(weight: Tensor) -> Tensor:
 def normalise(weight: Tensor) -> tuple[Tensor, float]:
     """Splits a float64 or complex128 weight into (weight / scale, scale).
 
-    The scale is the power of two that brings the largest real or imaginary part into [1, 2). The division is exact but
-    for parts that underflow, which change by at most 2⁻¹⁰⁷³. A zero or empty weight gives scale 0.
+    The scale is the power of two that brings the largest real or imaginary part into [1, 2). The division is exact
+    except for parts that underflow, which change by at most 2⁻¹⁰⁷³. A zero or empty weight gives scale 0.
 
     Raises:
         InputError: if the weight holds NaN or an infinity.

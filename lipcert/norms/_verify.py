@@ -1,4 +1,4 @@
-"""The largest eigenvalue among Gram matrices, from above, every rounding error included.
+"""Upper bounds on the largest eigenvalue of Gram matrices, with every rounding error included.
 
 Theorem. Let M be a matrix, G a Hermitian matrix, L any matrix, t ≥ 0 and R = t·I − G − L·Lᴴ. Then
 
@@ -8,10 +8,10 @@ Proof. t·I − G = L·Lᴴ + R has no eigenvalue below −‖R‖_F because L·
 λ_max(G) ≤ t + ‖R‖_F; and ‖M‖² = λ_max(M·Mᴴ) ≤ λ_max(G) + ‖M·Mᴴ − G‖ (Weyl). ∎
 
 Here G is the computed Gram matrix and L a computed Cholesky factor of t·I − G, which exists as soon as t is a little
-above λ_max(G). Nothing is assumed about how t and L were found: the estimate behind t may be wrong and the
-factorisation unstable. Then ‖R‖_F is large or not a number, and a larger t is tried. (Rump, "Verification of positive
+above λ_max(G). The theorem assumes nothing about the origin of t and L: the estimate of λ_max(G) may be wrong and the
+factorisation unstable. Then ‖R‖_F is large or NaN, and a larger t is tried. (Rump, "Verification of positive
 definiteness", BIT 46, 2006, bounds ‖R‖ beforehand by γ_{n+2}/(1 − γ_{n+2})·tr(t·I − G) for the textbook algorithm. Here
-R is computed, so the algorithm is free; the blocked one below leaves R as a by-product.)
+R is computed, so any algorithm may be used; the blocked one below gives R as a by-product.)
 
 Rounding, u = 2⁻⁵³. An inner product of length k, summed in any order, blocked, with or without FMA, errs by at most
 γ_k·|a|ᵀ|b| (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 3.1), in complex arithmetic by at
@@ -22,17 +22,19 @@ most 6√2·γ_{k+4}·|a|ᵀ|b|, which covers the form with three multiplication
 
 and ‖ |A|·|B| ‖_F ≤ ‖A‖_F·‖B‖_F.
 
-- G is the Hermitian matrix with the lower triangle that was computed and the real part of its diagonal.
-- The panel of columns J starts as P = fl(t·I − G − L·Lᴴ), the product over the columns before J; the columns of L are
-  found from it, and D = fl(P − L·L_Jᴴ) remains. Exact R and computed D differ by the errors of the two products, below
-  dot_error(n)·|L||L|ᵀ together; by the diagonal of t·I − G, u·t an entry; and by the differences, u·|P| + u·|D|, where
-  |P| ≤ (1 + 2u)·(|D| + 1.01·|L||L|ᵀ). The constant 16 leaves room for all of it:
-  ‖R‖_F ≤ 1.001·(√2·‖D‖_F + dot_error(n)·(‖L‖_F² + t)), where √2 stands for the upper triangle, which is not computed.
+- G is the Hermitian matrix with the computed lower triangle and the real part of the computed diagonal.
+- The panel of columns J starts as P = fl(t·I − G − L·Lᴴ), the product over the columns before J. The columns J of L are
+  computed from it, and D = fl(P − L·L_Jᴴ) remains. Exact R and computed D differ by the errors of the two products,
+  below dot_error(n)·|L||L|ᵀ together; by the diagonal of t·I − G, u·t an entry; and by the differences, u·|P| + u·|D|,
+  where
+  |P| ≤ (1 + 2u)·(|D| + 1.01·|L||L|ᵀ). The constant 16 covers all of it:
+  ‖R‖_F ≤ 1.001·(√2·‖D‖_F + dot_error(n)·(‖L‖_F² + t)), where √2 accounts for the upper triangle, which is not computed.
 - ‖·‖_F² is the square of a computed 2-norm over N real numbers: the exact value is below (1 + 2·(N + 32)·u) times the
   computed one, whatever the order of the sum. In the small terms the factor 1.001 covers it.
 
-Callers scale so that the largest entry of the weight is in [1, 2). The largest norm is then at least 1, and underflow,
-at most 2⁻¹⁰²² an operation, is far below the terms above for every matrix whose norm is not negligible beside it.
+Callers scale so that the largest entry of the weight is in [1, 2). The largest norm is then at least 1. Underflow, at
+most 2⁻¹⁰²² per operation, is far below the terms above for every matrix whose norm is not negligible compared with the
+largest.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def largest_norm(grams: Iterable[Tensor], error: float) -> Upper:
         error: at least ‖M·Mᴴ − G‖_F for every G, and for the Hermitian matrix with G's lower triangle.
 
     Returns:
-        The bound: as a rule 0.5e-5 to 1e-5 relative above the largest norm.
+        The bound: usually 0.5e-5 to 1e-5 relative above the largest norm.
     """
     threshold = largest = 0.0
     for gram in grams:
@@ -69,12 +71,12 @@ def largest_norm(grams: Iterable[Tensor], error: float) -> Upper:
 
 
 def chunk_length(bytes_each: int) -> int:
-    """How many matrices to work on at once, within ``CHUNK_BYTES``."""
+    """The number of matrices that fit in ``CHUNK_BYTES``, at least 1."""
     return max(1, CHUNK_BYTES // bytes_each)
 
 
 def dot_error(length: int) -> float:
-    """Relative to |a|ᵀ|b|, the error of an inner product, real or complex."""
+    """The error of a real or complex inner product, relative to |a|ᵀ|b|."""
     return 16 * (length + 8) * UNIT
 
 
@@ -85,17 +87,17 @@ def sum_squares(matrices: Tensor) -> Tensor:
 
 
 def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
-    """Upper bounds on the largest eigenvalues, sharp only where they exceed every one before.
+    """Upper bounds on the largest eigenvalues, tight only for the largest one so far.
 
-    A matrix known to lie below the threshold needs no further work, since only the maximum is wanted. The threshold
-    grows with the estimates of those that do not, and is handed on to the next chunk.
+    Only the maximum is needed, so a matrix known to lie below the threshold needs no further work. The threshold rises
+    to the estimates of the other matrices and is passed on to the next chunk.
 
     Args:
         gram: shape (B, n, n).
-        threshold: a number that the eigenvalues of earlier chunks came close to; 0 at the start.
+        threshold: the largest eigenvalue of earlier chunks, approximately; 0 at the start.
 
     Returns:
-        Bounds of shape (B,), the Frobenius norm at most, and the new threshold.
+        Bounds of shape (B,), at most the Frobenius norm, and the new threshold.
     """
     size = gram.shape[-1]
     bounds = sum_squares(gram).sqrt() * (1 + 2 * (2 * size**2 + 32) * UNIT)
@@ -121,7 +123,7 @@ def _verify(gram: Tensor, threshold: float) -> Tensor:
     """Upper bounds on λ_max by the theorem above.
 
     Args:
-        gram: shape (B, n, n); the lower triangles count.
+        gram: shape (B, n, n); only the lower triangles matter.
         threshold: the t of the theorem.
 
     Returns:
@@ -151,16 +153,16 @@ def _verify(gram: Tensor, threshold: float) -> Tensor:
 def verified_norms(matrices: Tensor) -> Tensor:
     """Upper bounds on the spectral norm of each matrix, rounding included.
 
-    With G the computed Gram matrix and t just above its computed largest eigenvalue, ‖M‖² ≤ t·b + ‖MMᵀ − G‖_F where b
-    bounds the largest eigenvalue of G/t by a Cholesky factor and its residual (see the head of this file), so
-    nothing rests on the eigenvalue solver. Dividing by t moves G/t by at most u‖G/t‖_F. Where the factorisation fails,
-    ‖M‖_F.
+    Let G be the computed Gram matrix and t just above its computed largest eigenvalue. Then ‖M‖² ≤ t·b + ‖MMᵀ − G‖_F,
+    where b bounds the largest eigenvalue of G/t by a Cholesky factor and its residual (see the module docstring). So
+    the bound does not rely on the eigenvalue solver. Dividing by t moves G/t by at most u‖G/t‖_F. If the factorisation
+    fails, the bound is ‖M‖_F.
 
     Args:
         matrices: shape (B, n, m), float64.
 
     Returns:
-        float64, shape (B,); as a rule within 1e-9 of the norm.
+        float64, shape (B,); usually within 1e-9 of the norm.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         matrices = matrices.mT

@@ -1,32 +1,34 @@
-"""Canonical forms: what a network writes out in several operations, as the one operation that it amounts to.
+"""Canonical forms: replaces groups of operations by the single operation that they implement.
 
-Rules know LayerNorm, RMSNorm, softmax, GELU as one operation each, and bound them far better than they bound the sums,
-squares and roots that these are made of. Here a captured network is searched for such operations written out. What is
-found is an identity over the real numbers, put together from identities of single operations. With S = Σ x² over some
-axes, of x itself or of x minus its mean there (*centred*), a value may be known to be
+Rules bound LayerNorm, RMSNorm, softmax and GELU far better as single operations than as the sums, squares and roots
+that implement them. This package searches a captured network for such implementations. Every replacement is an identity
+over the real numbers, composed of identities of single operations. Let S = Σ x² over some axes, of x itself or of x
+minus its mean over them (*centred*). The facts that the search derives about a value are that it equals
 
 * Σ_k c_k xᵏ, entry by entry (:class:`Polynomial`),
 * the mean of x, or x minus it (:class:`Mean`, :class:`Centred`),
-* k·max(αS + β, low)^e (:class:`Energy`): variances, norms, roots, whatever is added or clamped before the root,
+* k·max(αS + β, low)^e (:class:`Energy`): variances, norms and their roots, with constants added or clamped before the
+  root,
 * a + b·g(Σ_k c_k xᵏ) for g = exp, erf, tanh, sigmoid (:class:`Function`).
 
-Each operation maps what is known of its operands to what is known of its result. Products and quotients of these are
+Each operation maps facts about its operands to facts about its result. Products and quotients of these are
 
 * K x (αS + β)^(−½) = c·x/√(S/n + eps) with eps = β/(αn), c² = K²/(αn), n entries: RMSNorm with the weight c, LayerNorm
   if centred, and with c ≠ 1 the smooth projections of lipcert.surgery;
 * K x max(αS, low)^(−½) = f·x/max(‖x‖, R), f² = K²/α, R² = low/α: a normalisation, or the projection onto a ball if
   f = R;
-* x(1 + erf(x/√2))/2 and its tanh form, x·sigmoid(x), exp(z)/Σ exp(z) and log Σ exp(z), where what z is shifted by along
-  the axis of the sum falls out, b + relu(a − b) = max(a, b) and a − relu(a − b) = min(a, b), MaxMin, and attention.
+* x(1 + erf(x/√2))/2 and its tanh form, x·sigmoid(x), exp(z)/Σ exp(z) and log Σ exp(z), where shifts of z that are
+  constant along the axis of the sum cancel, b + relu(a − b) = max(a, b) and a − relu(a − b) = min(a, b), MaxMin, and
+  attention.
 
-Constants are exact fractions; those of an operation (eps, R) are rounded down and its factors up, which makes every
-Lipschitz constant and range larger. √½ and √(2/π) may be off by 2⁻⁵⁰, as much as their rounding. Nothing is taken for
-what it is not: eps outside the root, an uncentred x over its standard deviation, or a sum along another axis stay as
-they are. A factor that is detached from the gradient counts in full, as it moves with the image all the same.
+Constants are exact fractions. The constants of an operation (eps, R) are rounded down and its factors up, which can
+only enlarge Lipschitz constants and ranges. √½ and √(2/π) may be off by 2⁻⁵⁰, about their rounding error. Similar
+operations that are not equal are left as they are: eps outside the root, an uncentred x over its standard deviation, a
+sum along another axis. A factor that is detached from the gradient counts in full, because it depends on the image.
 
-A form is put in place only if nothing else reads what it replaces, if all of it has one floating-point type, and if the
-network then gives the same on several images. The identities hold for real numbers: bounds on rounding in a deployed
-type are taken from the network as it is written (:mod:`lipcert.roundoff`).
+A form is replaced only if no other operation reads the intermediate values, if all of them have one floating-point
+type, and if the network then gives the same result on several images. The identities hold for real numbers: bounds on
+rounding in a deployed type use the original operations (:mod:`lipcert.roundoff`).
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ from lipcert.bounds.forms._finder import Finder
 from lipcert.bounds.forms._patterns import Form
 from lipcert.graph import Graph, Node, close, map_nodes, needed
 
-_ROUNDS = 4  # forms made of forms
+_ROUNDS = 4  # forms can contain forms
 
 
 def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Graph:
-    """The same network with operations that are written out as one each; the network itself where there are none.
+    """The network with every recognised group of operations replaced by one; the same network if there is none.
 
     Args:
-        graph: what was captured, without casts.
-        question: "lipschitz" or "remainder": what rules must answer for the named operation.
-        images: what the two networks are compared on, each of shape (1, C, H, W).
+        graph: the captured network, without casts.
+        question: "lipschitz" or "remainder": the question that the replacement's rule must answer.
+        images: the two networks are compared on these, each of shape (1, C, H, W).
     """
     graph = found = needed(graph)
     names: list[str] = []
@@ -69,7 +71,7 @@ def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Gr
 
 
 def _rewritten(graph: Graph, question: str, device: torch.device) -> tuple[Graph, list[str]]:
-    """Puts the forms in place that are complete, and says where."""
+    """Replaces the forms whose intermediate values are not read elsewhere; returns the graph and their names."""
     choices: dict[Node, list[Form]] = {}
     for form in Finder(graph, device).forms():
         if getattr(rule_for(form.name), question, None) is not None:
@@ -91,7 +93,7 @@ def _name(key: Any) -> str:
 
 
 def _replaced(graph: Graph, forms: dict[Node, Form]) -> tuple[Graph, Callable[[Node], Node]]:
-    """The network with forms in the place of their last operations, and what stands for every node there."""
+    """The network with each form in place of its last operation, and the map from old nodes to new ones."""
     stands_for: dict[Node, Node] = {}
     nodes: list[Node] = []
 

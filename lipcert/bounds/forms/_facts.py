@@ -1,4 +1,4 @@
-"""What may be known of a value of a network, and what an operation makes of it."""
+"""Facts about values of a network, and how operations transform them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from lipcert.graph import Node
 
 HALF = Fraction(1, 2)
-# Relative: what √½ and √(2/π) may be off by as they are rounded, and a bit more.
+# Relative tolerance for √½ and √(2/π): slightly more than their rounding error.
 ROUNDED = Fraction(1, 2**50)
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """Σ c_k xᵏ, entry by entry; ``through`` are the operations between x and the value, as in all that follow."""
+    """Elementwise Σ c_k xᵏ. In all facts, ``through`` holds the operations between x and the value."""
 
     x: Node
     c: tuple[Fraction, ...]
@@ -40,14 +40,14 @@ class Polynomial:
         return result
 
     def only(self, degree: int) -> Fraction | None:
-        """The coefficient of x to this degree, if it is positive and the others are 0."""
+        """The coefficient of this degree, if it is positive and all others are 0; otherwise None."""
         rest = [c for k, c in enumerate(self.c) if k != degree]
         return self.c[degree] if len(self.c) > degree and self.c[degree] > 0 and not any(rest) else None
 
 
 @dataclass(frozen=True)
 class Mean:
-    """factor · the mean of x over axes, kept with size 1, or not."""
+    """factor · (mean of x over axes); ``kept`` says whether the axes remain with size 1."""
 
     x: Node
     axes: tuple[int, ...]
@@ -74,7 +74,7 @@ class Centred:
 
 @dataclass(frozen=True)
 class Energy:
-    """k · max(αS + β, low)^e with k, α > 0 and β ≥ 0, S as at the head of this file, over axes that are kept or not."""
+    """k · max(αS + β, low)^e with k, α > 0 and β ≥ 0; S as in the package docstring. ``kept`` as for :class:`Mean`."""
 
     x: Node
     axes: tuple[int, ...]
@@ -100,7 +100,7 @@ class Energy:
         return replace(self, beta=self.beta + by) if fits else None
 
     def power(self, exponent: Fraction) -> Energy | None:
-        """y^a^b = y^(ab) for y ≥ 0; the result is a root, a whole, or the inverse of one."""
+        """(y^a)^b = y^(ab) for y ≥ 0, if the resulting exponent is ±½ or ±1."""
         e = self.e * exponent
         if abs(e) not in (HALF, 1) or (self.k != 1 and exponent.denominator != 1):
             return None
@@ -116,7 +116,7 @@ class Energy:
 
 @dataclass(frozen=True)
 class Function:
-    """a + b·g(Σ c_k xᵏ), entry by entry."""
+    """Elementwise a + b·g(Σ c_k xᵏ)."""
 
     g: str
     x: Node
@@ -140,7 +140,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Activation:
-    """factor · the named activation of x."""
+    """factor · activation(x), for the activation called ``name``."""
 
     name: str
     x: Node
@@ -153,7 +153,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Total:
-    """(Σ exp(z) over an axis)^e for the node exp(z)."""
+    """(Σ exp(z) over an axis)^e, with x the node exp(z)."""
 
     x: Node
     axes: tuple[int, ...]
@@ -177,7 +177,7 @@ def times(one: tuple[Fraction, ...], two: tuple[Fraction, ...]) -> tuple[Fractio
 
 
 def number_of(given: Any) -> Fraction | None:
-    """A constant that is one finite number."""
+    """The value of a constant with a single finite entry; None for everything else."""
     if isinstance(given, Tensor):
         if given.numel() != 1 or given.is_meta or not given.is_floating_point():
             return None
@@ -188,7 +188,7 @@ def number_of(given: Any) -> Fraction | None:
 
 
 def rounded_down(number: Fraction) -> float:
-    """A float64 number at most this one."""
+    """A float64 number close to this one and at most equal to it."""
     near = float(number)
     return near if Fraction(near) <= number else math.nextafter(near, -math.inf)
 
@@ -202,6 +202,6 @@ def root_up(number: Fraction) -> float:
 
 
 def filled(number: float, entries: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of a number, rounded up to the type."""
+    """A constant vector, rounded up to the type."""
     vector = torch.full((entries,), number, dtype=dtype, device=device)
     return vector if vector[0].item() >= number else torch.nextafter(vector, torch.full_like(vector, math.inf))

@@ -1,4 +1,4 @@
-"""Going through a network: what is known of each value, and the forms that follow."""
+"""Derives facts about each value of a network, and the forms that follow from them."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from lipcert.bounds.forms._patterns import (
 from lipcert.graph import Graph, Node
 from lipcert.surgery import RmsLayerProject
 
-_FACTS = 6  # of a value: more are not looked at
+_FACTS = 6  # the largest number of facts kept for a value
 _EXPONENTS = {"square": Fraction(2), "sqrt": HALF, "rsqrt": -HALF, "reciprocal": Fraction(-1)}
 
 
 class Finder:
-    """What is known of the values of one network, and the forms that follow."""
+    """The facts about the values of one network, and its forms."""
 
     def __init__(self, graph: Graph, device: torch.device):
         self.graph, self.device = graph, device
         self.facts: dict[Node, list[Fact]] = {}
 
     def forms(self) -> Iterator[Form]:
-        """All forms, those first that should be tried first."""
+        """All forms, in the order in which they should be tried."""
         for node in self.graph.nodes:
             known: list[Fact] = [Polynomial(node, (Fraction(0), Fraction(1)))]
             for fact in self._learned(node) if plain(node) else ():
@@ -67,7 +67,7 @@ class Finder:
                 yield from self._found(node)
 
     def _learned(self, node: Node) -> Iterator[Fact]:
-        """What follows from one operation, with ``through`` as it was before."""
+        """The facts about the result of one operation; ``through`` does not contain the operation yet."""
         try:
             given = given_by_name(node)
         except NoAnswer:
@@ -137,7 +137,7 @@ class Finder:
                         yield replace(joined, through=through)
 
     def _centred(self, first: Fact, second: Fact, sign: Fraction) -> Fact | None:
-        """x minus its mean; the mean of squares minus the square of the mean, a variance."""
+        """Recognises x − mean(x), and the variance mean(x²) − mean(x)²."""
         if isinstance(first, Polynomial) and isinstance(second, Mean) and second.kept and first.x is second.x:
             factor = first.only(1)
             if factor is not None and sign * second.factor == -factor:
@@ -153,7 +153,7 @@ class Finder:
         return None
 
     def _rearranged(self, node: Node, x: Node) -> Iterator[Fact]:
-        """Copies; and reductions whose axes come back with size 1, or are expanded again."""
+        """Copies, and reductions whose axes are restored with size 1 or expanded."""
         if node.op == "identity":
             yield from (fact for fact in self.facts[x] if node.shape == x.shape and fact.x is not x)
             if node.shape == x.shape:
@@ -206,7 +206,7 @@ class Finder:
                 yield from (replace(one, e=HALF) for one in self._energies(whole))
 
     def _energies(self, energy: Energy) -> Iterator[Energy]:
-        """With x known to be another value minus its mean, the energy is one of that value too."""
+        """If x is another value minus its mean, the energy is also a centred energy of that value."""
         for fact in self.facts[energy.x]:
             if isinstance(fact, Centred) and fact.axes == energy.axes:
                 through = energy.through | fact.through | {energy.x}
@@ -215,7 +215,7 @@ class Finder:
         yield energy
 
     def _found(self, node: Node) -> Iterator[Form]:
-        """The forms that end with an operation."""
+        """The forms that end with this operation."""
         if node.op in ("mul", "div"):
             yield from self._normalised(node)
             yield from self._softmax(node)
@@ -271,8 +271,8 @@ class Finder:
         entries = math.prod(energy.x.shape[axis] for axis in energy.axes)
         eps = rounded_down(energy.beta / (energy.alpha * entries))
         gain = root_up(scale**2 / (energy.alpha * entries))
-        ways = _to_the_end(energy.x.shape, energy.axes)
-        if ways is None or not eps > 0:
+        moves = _to_the_end(energy.x.shape, energy.axes)
+        if moves is None or not eps > 0:
             return None
         name, function = ("layer_norm", F.layer_norm) if energy.centred else ("rms_norm", F.rms_norm)
         dtype, device = node.dtype or torch.float64, self.device
@@ -281,9 +281,9 @@ class Finder:
             named: dict[str, Any] = {"eps": eps}
             if gain != 1:
                 named["weight"] = filled(gain, entries, dtype, device)
-            moved = _move(emit, reads[0], *ways[0]) if ways[0] else reads[0]
+            moved = _move(emit, reads[0], *moves[0]) if moves[0] else reads[0]
             made = emit(name, function, (moved, (entries,)), named, moved.shape)
-            return _move(emit, made, *ways[1]) if ways[1] else made
+            return _move(emit, made, *moves[1]) if moves[1] else made
 
         return Form(name, node, (energy.x,), frozenset(), build)
 
@@ -307,13 +307,13 @@ class Finder:
                 frozenset(),
                 lambda emit, reads: emit(RmsLayerProject, module, (reads[0],), {}, shape),
             )
-        least, gain = root_down(square), root_up(factor)
+        floor, gain = root_down(square), root_up(factor)
 
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
-            made = emit("normalize", F.normalize, (reads[0], 2.0, axis, least), {}, shape)
+            made = emit("normalize", F.normalize, (reads[0], 2.0, axis, floor), {}, shape)
             return made if gain == 1 else emit("mul", torch.mul, (made, gain), {}, shape)
 
-        return Form("normalize", node, (energy.x,), frozenset(), build) if least > 0 else None
+        return Form("normalize", node, (energy.x,), frozenset(), build) if floor > 0 else None
 
     def _softmax(self, node: Node) -> Iterator[Form]:
         given = arguments(node)
@@ -352,7 +352,7 @@ class Finder:
 
 
 def _euclidean(node: Node, given: dict[str, Any]) -> bool:
-    """Whether a norm is that of ℓ2."""
+    """Whether a norm is the ℓ2 norm."""
     return given.get("p" if node.op == "norm" else "ord", 2) in ("fro", 2, None)
 
 
@@ -371,7 +371,7 @@ def _scaled(fact: Any, factor: Fraction) -> Any:
 
 
 def _adds_axes(node: Node) -> bool:
-    """Whether an index takes all entries and adds axes of size 1."""
+    """Whether an index selects all entries and only adds axes of size 1."""
     if len(node.args) != 2 or node.kwargs:
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -380,7 +380,7 @@ def _adds_axes(node: Node) -> bool:
 
 
 def _joined(op: str, first: Fact, second: Fact, sign: Fraction, same_shape: bool) -> Fact | None:
-    """Sums and products of what is known relative to one value."""
+    """The fact about the sum, product or quotient of two facts about the same value x; None if there is none."""
     if first.x is not second.x or not same_shape:
         return None
     if isinstance(first, Polynomial) and isinstance(second, Polynomial):
@@ -404,7 +404,7 @@ def _near(number: Fraction, wanted: float) -> bool:
 
 
 def _activated(x: Node, linear: Fraction, function: Function) -> Activation | None:
-    """linear·x·(a + b·g(p))."""
+    """The activation that linear·x·(a + b·g(p)) equals, if any."""
     c = (*function.c, *[Fraction(0)] * (4 - len(function.c)))
     even = function.a == function.b != 0 and c[0] == c[2] == 0
     if function.g == "sigmoid" and function.a == 0 and c[1] == 1 and not any((c[0], *c[2:])):
@@ -428,7 +428,11 @@ def _activation(node: Node, fact: Activation) -> Form:
 
 
 def _to_the_end(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, Any] | None:
-    """How to make one last axis of some axes, and back: (operation, arguments, shape), or None for nothing to do."""
+    """The operations that merge the axes into one last axis, and the inverse.
+
+    Each is (operation, function, arguments, shape), or None if nothing has to be done. Returns None if no single
+    operation does it.
+    """
     dims = len(shape)
     if axes == (dims - 1,):
         return None, None

@@ -1,4 +1,4 @@
-"""Forms that are told by the operations that they end with, and how forms are put down."""
+"""Forms that are recognised from their last operations, and the description of a form."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Emit = Callable[..., Node]
 
 @dataclass(frozen=True)
 class Form:
-    """An operation that is written out.
+    """A group of operations that implements a single operation.
 
     Attributes:
-        name: the operation's key.
-        node: the last of the operations that it replaces.
-        reads: what it is a function of.
-        inside: the others.
-        build: adds it, with what ``reads`` have become.
+        name: the key of the single operation.
+        node: the last operation of the group.
+        reads: the operands of the single operation.
+        inside: the other operations of the group.
+        build: emits the single operation for the new nodes of ``reads``.
     """
 
     name: Any
@@ -40,18 +40,18 @@ class Form:
 
 
 def given_by_name(node: Node) -> dict[str, Any]:
-    """The arguments by name; of operations that no rule knows, the operand alone."""
+    """The arguments by name; only the operand for operations without a signature."""
     if node.op in SIGNATURES:
         return arguments(node)
     if node.op in ("reshape", "getitem", "expand", "identity"):
         return {"input": node.args[0] if node.args else None}
     if len(node.args) != 1 or node.kwargs:
-        raise NoAnswer("more arguments")
+        raise NoAnswer("further arguments")
     return {"input": node.args[0]}
 
 
 def plain(node: Node) -> bool:
-    """Whether an operation has one real result, in the type of all that it reads, and all of these have axes."""
+    """Whether an operation has one real result of the same type as its operands, and no value involved is a scalar."""
     real = node.single and node.dtype is not None and node.dtype.is_floating_point and isinstance(node.op, str)
     both = (node, *node.operands)
     return real and len(both) > 1 and all(x.dtype == node.dtype and x.single and x.shape for x in both)
@@ -93,7 +93,7 @@ def _relu_of(node: Node) -> Node | None:
 
 
 def max_min(node: Node) -> Iterator[Form]:
-    """The larger and the smaller of the two halves of a value, side by side."""
+    """cat(max(a, b), min(a, b)) for the two halves a, b of a value."""
     given = arguments(node)
     parts, dim = given.get("tensors"), given.get("dim", 0)
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
@@ -117,7 +117,7 @@ def max_min(node: Node) -> Iterator[Form]:
 
 
 def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
-    """The value that this one is the first (0) or second (1) half of along an axis."""
+    """(x, 0) if this is the first half of x along an axis, (x, 1) if it is the second; otherwise None."""
     if node.op == "part":
         cut, place = node.args
         if cut.op not in ("chunk", "split") or len(cut.args) < 2 or place not in (0, 1):
@@ -143,7 +143,7 @@ def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
 
 
 def unshifted(node: Node) -> Iterator[Form]:
-    """softmax(x − c) = softmax(x) for c that is constant along the axis."""
+    """softmax(x − c) = softmax(x) if c is constant along the axis."""
     given = arguments(node)
     z, dim = given.get("input"), given.get("dim")
     if not isinstance(z, Node) or z.op not in ("sub", "add") or not isinstance(dim, int) or z.dtype != node.dtype:
@@ -151,9 +151,9 @@ def unshifted(node: Node) -> Iterator[Form]:
     between = arguments(z)
     x, c = between.get("input"), between.get("other")
     shape = tuple(getattr(c, "shape", ()))
-    behind = len(node.shape) - dim % len(node.shape)  # places from the last axis on
-    still = len(shape) < behind or shape[-behind] == 1
-    if isinstance(x, Node) and isinstance(c, Node) and x.shape == z.shape and x.dtype == z.dtype and still:
+    from_end = len(node.shape) - dim % len(node.shape)  # index of the axis, counted from the end
+    constant = len(shape) < from_end or shape[-from_end] == 1
+    if isinstance(x, Node) and isinstance(c, Node) and x.shape == z.shape and x.dtype == z.dtype and constant:
 
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
             return emit("softmax", torch.softmax, (reads[0], dim), {}, node.shape)
@@ -162,7 +162,7 @@ def unshifted(node: Node) -> Iterator[Form]:
 
 
 def shifted_back(node: Node) -> Iterator[Form]:
-    """c + logsumexp(x − c) = logsumexp(x) for c that is constant along the axis, which is kept."""
+    """c + logsumexp(x − c) = logsumexp(x) if c is constant along the axis, with keepdim."""
     given = arguments(node)
     pair = given.get("input"), given.get("other")
     for whole, c in (pair, pair[::-1]):
@@ -241,13 +241,13 @@ def attention(node: Node) -> Iterator[Form]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Attention that ``vmap`` runs on many images at once, which torch's fused kernel is not."""
+    """Attention that runs under ``vmap``, unlike torch's fused kernel."""
     scores = query @ key.mT * scale
     return torch.softmax(scores if attn_mask is None else scores + attn_mask, -1) @ value
 
 
 def _turned(node: Node) -> Node | None:
-    """k, where this is its transpose in the last two axes."""
+    """k, if this is kᵀ (the last two axes transposed); otherwise None."""
     dims = len(node.shape)
     x = node.args[0] if node.args else None
     if node.op not in ("transpose", "permute") or not isinstance(x, Node) or node.kwargs:
