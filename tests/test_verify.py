@@ -102,7 +102,7 @@ CHANGES = [
     ("correct", lambda row: not row["correct"], "contradict"),
     ("certified", lambda row: not row["certified"], "contradict each other"),
     ("rigor", lambda row: "estimate", "which is no certificate"),
-    ("rigor", lambda row: "probabilistic(1e-9)", "which is no certificate of method gloro"),
+    ("rigor", lambda row: "probabilistic(1e-9)", "which method gloro does not give"),
     ("method", lambda row: "exact", "which a run of method 'gloro' does not use"),
     ("method", lambda row: "anchored", "which a run of method 'gloro' does not use"),
     ("attacked", lambda row: True, "an attack broke it"),
@@ -224,7 +224,7 @@ def architecture(rows, summary):
 FORGERIES = {
     smaller_eps: "the summary says that ε was 1e-6, and that it is 1e-09",
     larger_eps: "the summary says that ε was 36/255, and that it is 1e-06",
-    unreadable_eps: "which is no radius",
+    unreadable_eps: "which is not a radius",
     accuracy: "the summary counts 0.99 for certified accuracy",
     median: "for median radius, the rows",
     one_more_certified: "for certified, the rows",
@@ -361,7 +361,7 @@ def test_rows_about_other_models_are_refused(results):
 
 DAMAGES = {
     "rows": "row 1 of r.jsonl is no result",
-    "summary": "r.summary.json is no summary of results",
+    "summary": "r.summary.json is not a summary of results",
     "no summary": "r.jsonl has no summary r.summary.json beside it",
     "empty": "r.jsonl holds no rows",
     "twice": "r.jsonl mixes rows",

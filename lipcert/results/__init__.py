@@ -1,9 +1,8 @@
-"""Result files: one JSON row per image, written as soon as it is known, and a summary beside them.
+"""Result files: one JSON row per image, written as soon as it is computed, and a summary of the run.
 
-``r.jsonl`` holds the rows and ``r.summary.json`` states the run that they belong to. Everything about these files is
-here: rows and what a row must be, statistics over rows, reading and writing files (this module), going through a data
-set (:mod:`lipcert.results.progress`), the description of a run (:mod:`lipcert.results.description`) and computing rows
-again (:mod:`lipcert.results.verify`).
+``r.jsonl`` holds the rows, ``r.summary.json`` the summary. This package makes, checks, reads and writes rows and
+computes statistics over them. It also certifies whole data sets (:mod:`lipcert.results.progress`), describes runs
+(:mod:`lipcert.results.description`) and recomputes rows (:mod:`lipcert.results.verify`).
 """
 
 from lipcert.results._certify import Result, SmoothedResult, certify

@@ -1,4 +1,4 @@
-"""``lipcert.certify``: images in whatever form Python has them, and an answer that can be looked at and kept."""
+"""``lipcert.certify``: certifies images given in Python and returns a result that can be shown and saved."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True, repr=False)
 class _Looked(Certificates):
-    """What can be done with certificates: go through them, show them, keep them.
+    """Certificates with methods to iterate over, show and save them.
 
     Attributes:
-        about: what the run was, as the summary of a result file states it.
-        hashes: what tells each image from others, N texts.
-        seconds: what the run took.
+        about: the description of the run, as in the summary of a result file.
+        hashes: the hashes of the N images.
+        seconds: duration of the run.
     """
 
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _Looked(Certificates):
         return iter(self._rows())
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """The row of image i, with ``radius``, ``certified``, ``predicted`` and what else is known."""
+        """The row of image i, with ``radius``, ``certified``, ``predicted`` and the other entries of a result row."""
         return self._rows()[i]
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class _Looked(Certificates):
         return f"<{type(self).__name__}: {what}>"
 
     def _repr_html_(self) -> str:
-        """A table for notebooks, of the first images."""
+        """A table of the first images, for notebooks."""
         columns = [name for name in ("index", "label", "predicted", "radius", "certified", "method") if name in self[0]]
         lines = [f"<p>{html.escape(repr(self)[1:-1])}</p>", "<table><tr>"]
         lines += [*(f"<th>{name}</th>" for name in columns), "</tr>"]
@@ -87,10 +87,10 @@ class _Looked(Certificates):
         return pandas.DataFrame(self._rows())
 
     def save(self, path: str | Path) -> Path:
-        """Writes a result file, and its summary beside it, as ``lipcert certify --out`` does.
+        """Writes a result file and its summary, as ``lipcert certify --out`` does.
 
         Args:
-            path: such as ``r.jsonl``; folders that are missing are made. Images that have a row there are left out.
+            path: such as ``r.jsonl``. Missing folders are created. Images that already have a row there are skipped.
 
         Returns:
             The path.
@@ -108,10 +108,10 @@ class _Looked(Certificates):
 
 
 class Result(_Looked):
-    """What :func:`lipcert.certify` says of N images: :class:`lipcert.certifier.Certificates` and ways to look at them.
+    """The result of :func:`lipcert.certify` for N images: :class:`lipcert.certifier.Certificates` with a few methods.
 
-    It has a length, ``result[i]`` is the row of an image, a loop goes through the rows, a notebook shows a table, and
-    ``save``, ``to_pandas`` and :func:`lipcert.report` keep it.
+    ``len(result)`` is N and ``result[i]`` the row of image i. Iteration yields the rows. Notebooks show a table.
+    ``save``, ``to_pandas`` and :func:`lipcert.report` export the result.
     """
 
 
@@ -122,7 +122,7 @@ class SmoothedResult(_Looked, SmoothedCertificates):
 
 @dataclass(frozen=True)
 class _Known(Batch):
-    """A batch of which only the hashes are left."""
+    """A batch without pixels, with known hashes."""
 
     known: tuple[str, ...] = ()
 
@@ -132,7 +132,7 @@ class _Known(Batch):
 
 
 class _Given(Images):
-    """What a summary says of images that came as tensors."""
+    """The description, for a summary, of images given as tensors."""
 
     stored = True
 
@@ -158,28 +158,27 @@ def certify(
     batch_size: int | None = None,
     **settings: Unpack[CertifyOptions],
 ) -> Result | SmoothedResult:
-    """Certifies images: which predictions does no ℓ2 perturbation of the pixels up to ε change?
+    """Certifies which predictions no ℓ2 perturbation of the pixels up to ε changes.
 
-    Method ``"smoothing"`` takes any network and answers for another function, its smoothed classifier.
+    Method ``"smoothing"`` accepts any network. It certifies another function, the network's smoothed classifier.
 
     Args:
         model: from :func:`lipcert.load`, or a module that timm made.
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
-            DataLoader, each of them images or a pair of images and labels.
+            DataLoader, where each batch is a tensor of images or a pair of images and labels.
         labels: true classes, shape (N,), or None.
-        batch_size: how many images run at once, or draws of noise; None for what time and memory suggest.
+        batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``eps``, which is required, ``method``,
             ``dtype``, ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
-            ``all_samples``, ``seed`` for smoothing. An attack bounds the radii from above.
+            ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
 
     Returns:
         A :class:`Result` with ``predicted``, ``radius``, ``certified``, ``margin``, ``method``, ``rigor``, each of
-        length N, and with an attack also ``attacked`` and ``attack_distance``; with smoothing a
-        :class:`SmoothedResult`.
+        length N; with an attack also ``attacked`` and ``attack_distance``. With smoothing, a :class:`SmoothedResult`.
 
     Raises:
-        InputError: images, labels or settings that cannot be used.
-        BrokenCertificate: the attack changed a prediction inside its certified radius: a defect of lipcert.
+        InputError: images, labels or settings are not valid.
+        BrokenCertificate: the attack changed a prediction inside its certified radius, which is a defect of lipcert.
         UnsupportedOperation: the model has operations without a rule.
     """
     started = time.perf_counter()
@@ -209,10 +208,10 @@ def certify(
 
 
 def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Images as tensors, and their classes where they are known.
+    """Yields images as tensors, with their classes or None.
 
     Raises:
-        InputError: what is neither images nor batches of them.
+        InputError: ``images`` is neither a tensor nor an iterable of batches.
     """
     if isinstance(images, (Tensor, np.ndarray)):
         yield _tensor(images), None if labels is None else _classes(labels)
@@ -234,7 +233,7 @@ def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | Non
 
 
 def _down(radius: float) -> str:
-    """Four digits of a radius, none of them rounded up."""
+    """A radius with four digits, rounded down."""
     return f"{Context(prec=4, rounding=ROUND_FLOOR).create_decimal(Decimal(radius)):g}"
 
 
@@ -244,10 +243,10 @@ def _tensor(images: Tensor | np.ndarray) -> Tensor:
 
 
 def _classes(labels: Any) -> Tensor:
-    """Labels as a tensor of whole numbers.
+    """Labels as an int64 tensor.
 
     Raises:
-        InputError: they are none.
+        InputError: the labels are not integers.
     """
     try:
         classes = torch.as_tensor(labels)

@@ -1,7 +1,7 @@
-"""Writing result files: rows as they are found, the summary beside them, and files of shards.
+"""Writes result files: rows as they are computed, the summary, and the files of shards.
 
-A run that was stopped goes on after the last whole row; a file of another run is left alone. Where several processes or
-machines share the work, each has a file of its own, ``r.shard-1-of-2.jsonl``, until the rows are put together.
+A stopped run continues after its last complete row. A file of another run is not changed. If several processes or
+machines share the work, each writes its own file, such as ``r.shard-1-of-2.jsonl``, until the rows are merged.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lipcert.results._statistics import Tally
 
 
 def summary(description: Mapping[str, Any], tally: Tally, *, complete: bool) -> dict[str, Any]:
-    """What stands beside the rows: what the run is about, its counts, and whether it came to its end."""
+    """The summary of a run: its description, its counts, and whether it is complete."""
     return {**description, "counts": tally.counts(), "complete": complete}
 
 
 def shard_path(path: Path, part: int, parts: int) -> Path:
-    """Where one of several processes or machines writes its rows: ``r.shard-1-of-2.jsonl`` for ``r.jsonl``.
+    """The file of one of several processes or machines: ``r.shard-1-of-2.jsonl`` for ``r.jsonl``.
 
     Args:
-        path: where all rows go in the end.
-        part: from 0 to ``parts`` − 1.
-        parts: how many there are; for 1 it is ``path`` itself.
+        path: the final file for all rows.
+        part: index of the process, from 0 to ``parts`` − 1.
+        parts: number of processes; for 1 the result is ``path`` itself.
     """
     return path if parts == 1 else path.with_name(f"{path.stem}.shard-{part + 1}-of-{parts}{path.suffix}")
 
 
 def shards_of(path: Path) -> list[Path]:
-    """The files that shards of a run have left beside its result file."""
+    """The shard files in the folder of a result file."""
     form = re.compile(re.escape(path.stem) + r"\.shard-\d+-of-\d+" + re.escape(path.suffix))
     return sorted(other for other in path.parent.glob("*") if form.fullmatch(other.name))
 
@@ -44,17 +44,17 @@ class ResultFile:
     """A result file that is being written; use it as a context manager.
 
     Attributes:
-        path: the rows.
-        summary_path: the summary beside them.
-        tally: counts over all rows, also those that an earlier run wrote.
+        path: the file of the rows.
+        summary_path: the file of the summary.
+        tally: counts over all rows, including those of an earlier run.
         done: indices of the images that have a row.
     """
 
     def __init__(self, path: str | os.PathLike[str], description: Mapping[str, Any]):
-        """Opens a new file, or one to go on with, whose half-written last row is cut off.
+        """Opens a new file, or an earlier one of the same run, without its incomplete last row.
 
         Args:
-            path: where the rows go; folders that are missing are made.
+            path: the file of the rows. Missing folders are created.
             description: from :func:`lipcert.results.description.describe`.
 
         Raises:
@@ -70,7 +70,7 @@ class ResultFile:
             earlier = read_earlier(self.path, self.description)
             if earlier is not None and earlier.size < self.path.stat().st_size:
                 os.truncate(self.path, earlier.size)
-            if earlier is not None and "limit" in self.description:  # rows of an earlier start with more images stay
+            if earlier is not None and "limit" in self.description:  # keep rows of an earlier, larger run
                 limits: list[Any] = [summary.get("limit") for summary in (earlier.summary, self.description)]
                 self.description["limit"] = None if None in limits else max(limits)
             self.tally = Tally(earlier.rows if earlier else ())
@@ -88,10 +88,10 @@ class ResultFile:
         self._write_summary(complete=kind is None)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row and hands it to the system at once.
+        """Writes one row and flushes it.
 
         Raises:
-            InputError: if the disk does not take it.
+            InputError: if writing fails.
         """
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -103,11 +103,11 @@ class ResultFile:
         self.done.add(row["index"])
 
     def absorb(self, rows: Sequence[Mapping[str, Any]], order: Sequence[int] | None) -> None:
-        """Appends rows that shards of the run have written, in the order of the data set.
+        """Appends rows of shards, in the order of the run.
 
         Args:
-            rows: the rows; those of images that have one are left out.
-            order: positions in the whole data set, in the order of the run; None for those of a stream.
+            rows: the rows; rows of images that already have one are skipped.
+            order: positions in the whole data set, in the order of the run; None for a stream.
         """
         new = {row["index"]: row for row in rows if row["index"] not in self.done}
         for index in sorted(new) if order is None else [index for index in order if index in new]:

@@ -1,4 +1,4 @@
-"""Result files as :class:`Run`: rows and summary, checked before anything is drawn, claimed or added to them."""
+"""Reads result files as :class:`Run`, and checks rows and summary before they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lipcert.errors import InputError
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
 from lipcert.results._statistics import Tally
 
-# The parts of a summary that must agree before rows of two runs may stand in one file.
+# The entries of a summary that must agree before rows of two runs may share a file.
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
 _IDENTITY = ("model", "preprocessing", *_SETTINGS, "data", "lipcert")
 _VERSIONS = ("torch", "timm")
@@ -30,11 +30,11 @@ class Run(Tally):
 
     Attributes:
         path: the file with the rows.
-        name: what tables and figures call the run: the file's name, with its folder where two files share it.
-        summary: what ``certify`` wrote beside the rows.
+        name: the run's name in tables and figures: the file's name, with its folder if two files share the name.
+        summary: the content of the summary file.
         rows: one mapping per image.
-        size: bytes of the whole rows in the file.
-        notes: remarks on what is missing, one line each.
+        size: bytes of the complete rows in the file.
+        notes: remarks on missing rows, one line each.
     """
 
     def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int):
@@ -51,7 +51,7 @@ class Run(Tally):
 
     @property
     def eps(self) -> float:
-        """The ε that was asked for, in ℓ2 on pixels in [0, 1]."""
+        """The ε of the run, in ℓ2 on pixels in [0, 1]."""
         return float(self.summary["eps"])
 
     @property
@@ -71,15 +71,15 @@ class Run(Tally):
 
     @property
     def broken_at(self) -> NDArray[np.float64]:
-        """Distance at which an attack changed the prediction, shape (N,); ∞ where none did or none was tried."""
+        """Distance at which an attack changed the prediction, shape (N,); ∞ if it did not, or without an attack."""
         return np.array([broken_at(row, self.eps) for row in self.rows])
 
     def certified_at(self, eps: float) -> int:
-        """How many images are predicted right with a radius larger than ``eps``; a lower bound on the robust ones."""
+        """The number of correct images with a radius larger than ``eps``: a lower bound on the robust ones."""
         return int((self.right & (self.radii > eps)).sum())
 
     def surviving_at(self, eps: float) -> int:
-        """How many images are predicted right and not broken within ``eps``; an upper bound on the robust ones."""
+        """The number of correct images that no attack broke within ``eps``: an upper bound on the robust ones."""
         return int((self.right & (self.broken_at > eps)).sum())
 
     @property
@@ -89,17 +89,17 @@ class Run(Tally):
 
     @property
     def noise(self) -> dict[str, Any]:
-        """Settings of the noise where the certificates are about a smoothed classifier; else none."""
+        """The noise settings if the certificates are about a smoothed classifier; otherwise empty."""
         return {one.name: self.summary.get(one.name) for one in noise_fields()} if self.smoothed else {}
 
     @property
     def smoothed(self) -> bool:
-        """Whether the certificates are about a smoothed classifier, and not about the network itself."""
+        """Whether the certificates are about a smoothed classifier instead of the network itself."""
         return self.holds_for != "network"
 
     @property
     def holds_for(self) -> str:
-        """What the certificates are about: ``network``, or ``smoothed(σ)``."""
+        """The certified function: ``network``, or ``smoothed(σ)``."""
         return str(self.rows[0].get("holds_for", "network")) if self.rows else "network"
 
     @property
@@ -114,7 +114,7 @@ class Run(Tally):
 
     @property
     def architecture(self) -> str:
-        """timm's name of the network and the surgery done to it."""
+        """timm's name of the network and its surgery steps."""
         model = self.summary["model"]
         parts = [(self.network, model.get("source", {}).get("arguments", {}))]
         parts += [(str(step.get("step")), {k: v for k, v in step.items() if k != "step"}) for step in model["recipe"]]
@@ -122,12 +122,12 @@ class Run(Tally):
 
     @property
     def preprocessing(self) -> str:
-        """What was done to the images before they were certified, in one line."""
+        """The preprocessing of the images, in one line."""
         return in_words(self.summary.get("preprocessing") or {})
 
     @property
     def staged(self) -> bool:
-        """Whether the search for radii ended as soon as one was beyond ε."""
+        """Whether the search for a radius ended as soon as one was larger than ε."""
         return bool(self.summary.get("method") == "staged")
 
     @property
@@ -138,7 +138,7 @@ class Run(Tally):
 
     @property
     def attack(self) -> str:
-        """The attack by name, version and settings, as far as the summary says."""
+        """The attack's name, version and settings, as far as the summary has them."""
         known = self.summary.get("attack")
         if not isinstance(known, Mapping):
             return self.attack_name
@@ -146,21 +146,21 @@ class Run(Tally):
         return ", ".join([f"{self.attack_name} {known.get('version', '')}".rstrip(), *_pairs(settings)])
 
     def settings(self, attack: Any = None) -> CertifySettings:
-        """What was asked of the run, with an attack in place of the one that the summary names.
+        """The settings of the run, with ``attack`` in place of the summary's attack.
 
         Raises:
-            InputError: the summary names settings that cannot be used.
+            InputError: the settings in the summary are not valid.
         """
         known = {name: self.summary[name] for name in _SETTINGS if name in self.summary}
         return settings_of(CertifySettings, **{**known, "attack": attack})
 
     def contradictions(self) -> Iterator[str]:
-        """What the summary says otherwise than it says elsewhere, or than the rows; nothing where it agrees."""
+        """Yields the contradictions within the summary and between summary and rows."""
         try:
             if "eps_typed" in self.summary and not math.isclose(parse_eps(self.eps_typed), self.eps, rel_tol=1e-12):
                 yield f"the summary says that ε was {self.eps_typed}, and that it is {self.eps:.9g}"
         except InputError:
-            yield f"the summary says that ε was {self.eps_typed!r}, which is no radius"
+            yield f"the summary says that ε was {self.eps_typed!r}, which is not a radius"
         method, asked = self.summary.get("method"), self.summary.get("rigor", "probabilistic")
         if method not in (*METHODS, SMOOTHING):
             yield f"the summary names the method {method!r}, which lipcert does not have"
@@ -173,7 +173,7 @@ class Run(Tally):
             yield from self.miscounted()
 
     def miscounted(self) -> Iterator[str]:
-        """What the summary counts otherwise than the rows."""
+        """Yields the counts in the summary that differ from the rows."""
         own, claimed = self.counts(), self.summary.get("counts")
         claimed = claimed if isinstance(claimed, dict) else {}
         for name in dict.fromkeys((*own, *claimed)):
@@ -181,10 +181,10 @@ class Run(Tally):
                 yield f"the summary counts {claimed.get(name)} for {name.replace('_', ' ')}, the rows {own.get(name)}"
 
     def refuse_false_rows(self) -> None:
-        """Refuses rows that cannot be true, whatever the model.
+        """Refuses rows that cannot be true for any model.
 
         Raises:
-            InputError: naming the first of them.
+            InputError: a row contradicts itself; names the first.
         """
         for number, row in enumerate(self.rows, start=1):
             if reason := contradiction(row, self.eps, self.summary.get("method")):
@@ -195,15 +195,15 @@ _NO_RESULT = "row {} of {} is no result ({}); certify the images again, into ano
 
 
 def summary_path(path: Path) -> Path:
-    """Where the summary of a result file is."""
+    """The path of the summary of a result file."""
     return path.with_suffix(".summary.json")
 
 
 def read_run(path: Path) -> Run:
-    """Reads a result file, and the summary beside it; rows may still contradict themselves.
+    """Reads a result file and its summary, without checking rows for contradictions.
 
     Raises:
-        InputError: one of them is missing or damaged, or there are no rows.
+        InputError: a file is missing or damaged, or there are no rows.
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}; lipcert certify --out {path} writes it")
@@ -217,13 +217,14 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     """Reads result files.
 
     Args:
-        paths: ``.jsonl`` files that ``certify --out`` wrote, each with its summary beside it, or folders of such files.
+        paths: ``.jsonl`` files that ``certify --out`` wrote, each with its summary in the same folder, or folders of
+            such files.
 
     Returns:
-        The runs in the order given, a folder's sorted by name.
+        The runs in the given order; those of a folder are sorted by name.
 
     Raises:
-        InputError: a file that is missing, empty, damaged, or that contradicts itself.
+        InputError: a file is missing, empty or damaged, or contradicts itself.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(Path(path))))
     runs = [read_run(file) for file in files]
@@ -238,21 +239,22 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
 
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
-    """What an earlier start of a run has left in a file; None where there is no file or nothing in it.
+    """The rows that an earlier start of the same run left in a file; None if there is no file or it is empty.
 
     Args:
-        path: where the rows are.
-        description: of the run that they must belong to.
+        path: the file of the rows.
+        description: the description of the run.
 
     Raises:
-        InputError: if they belong to another run, are damaged or contradict themselves, or are no results.
+        InputError: if the rows belong to another run, are damaged or contradict themselves, or the file holds no
+            results.
     """
     if not os.path.exists(path) or not path.stat().st_size:
         return None
     if not os.path.exists(summary_path(path)):
         raise InputError(f"{path} exists and holds no results of lipcert certify; give another --out")
     earlier = _summary(path)
-    # Through JSON and back, as the earlier description went: tuples are lists there.
+    # Convert to JSON and back like the earlier description, which turns tuples into lists.
     own = json.loads(json.dumps(dict(description)))
     different = [key for key in _IDENTITY if earlier.get(key) != own.get(key)]
     known, here = (summary.get("environment") or {} for summary in (earlier, own))
@@ -272,7 +274,7 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
 
 
 def read_rows(path: Path, description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The whole rows of a file; none where there is no file. Arguments and errors are those of ``read_earlier``."""
+    """The complete rows of a file; empty if there is no file. Arguments and errors as for ``read_earlier``."""
     earlier = read_earlier(path, description)
     return [] if earlier is None else earlier.rows
 
@@ -287,7 +289,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(path: Path, summary: Mapping[str, Any]) -> Run:
-    """The whole rows of a file, each of the right kind; one half-written at the end is left out."""
+    """Reads and checks the complete rows of a file; an incomplete last row is left out."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -316,7 +318,7 @@ def _summary(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise InputError(f"{path} has no summary {beside.name} beside it; copy both, or give another file") from error
     except DAMAGED as error:
-        raise InputError(f"{beside} is no summary of results; copy it again, or give another file") from error
+        raise InputError(f"{beside} is not a summary of results; copy it again, or give another file") from error
     return dict(summary)
 
 

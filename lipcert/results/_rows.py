@@ -1,4 +1,4 @@
-"""The rows of a result file: how they are made, and what a row must be for everything that reads one."""
+"""Makes and checks the rows of a result file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RIGOR = re.compile(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)")
 
-# What reading and checking rows and summaries of a damaged file can raise.
+# The errors that reading and checking a damaged file can raise.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -25,17 +25,17 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
 
     Args:
         batch: the images that were certified.
-        certificates: what was found about them.
-        seconds: time that the batch took; every row gets an equal part.
+        certificates: their certificates.
+        seconds: duration of the batch; every row gets an equal part.
 
     Returns:
         One dict per image: ``index, file, image, label, predicted, correct, margin, radius, certified, method, rigor,
-        attacked, attack_distance, seconds``, without ``label`` and ``correct`` where labels are not known. ``file`` is
-        the file's name or None, ``image`` :func:`lipcert.data.image_hash` of what was certified. ``attacked`` says
-        whether an attack changed the prediction within ε, ``attack_distance`` how near it did at all; both are None
-        without an attack, the second also where none was found. An infinite radius becomes the largest float64. Rows of
-        a smoothed classifier add ``holds_for``, such as ``smoothed(0.25)``, and ``abstained, count, samples, selected,
-        seed``.
+        attacked, attack_distance, seconds``, without ``label`` and ``correct`` if labels are unknown. ``file`` is the
+        file's name or None, ``image`` is :func:`lipcert.data.image_hash` of the certified image. ``attacked`` says
+        whether an attack changed the prediction within ε. ``attack_distance`` is the smallest distance at which the
+        attack changed it, also beyond ε, or None. Without an attack both are None. An infinite radius becomes the
+        largest float64. Rows of a smoothed classifier add ``holds_for``, such as ``smoothed(0.25)``, and ``abstained,
+        count, samples, selected, seed``.
     """
     count, hashes = len(batch.indices), batch.hashes
     found = []
@@ -62,43 +62,43 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
 
 
 def check(row: Mapping[str, Any]) -> None:
-    """Refuses a row whose entries are not of their kinds, whatever they say.
+    """Refuses a row whose entries have a wrong type or range.
 
     Raises:
-        ValueError: with the reason; others of ``DAMAGED`` where something is missing or of another kind.
+        ValueError: with the reason. Other errors of ``DAMAGED`` mean that an entry is missing or has another type.
     """
     whole = [row["index"], row["predicted"], *([row["label"]] if "label" in row else [])]
     if not all(type(number) is int and 0 <= number < 2**63 for number in whole):
-        raise ValueError("index, prediction or label is no whole number")
+        raise ValueError("index, prediction or label is not a whole number")
     if not (isinstance(row["method"], str) and row["method"].isprintable()):
-        raise ValueError("its method is no name")
+        raise ValueError("its method is not a name")
     if not (isinstance(row["rigor"], str) and row["rigor"].isprintable()):
-        raise ValueError("its rigor is no text")
+        raise ValueError("its rigor is not text")
     radius, distance = row["radius"], row.get("attack_distance")
     if not (math.isfinite(radius) and radius >= 0):
         raise ValueError(f"the radius is {radius}")
     if not (distance is None or distance >= 0):
         raise ValueError(f"the distance of an attack is {distance}")
     if not math.isfinite(row.get("seconds", 0)) or not math.isfinite(row.get("margin") or 0):
-        raise ValueError("its time or margin is no number")
+        raise ValueError("its time or margin is not a number")
     drawn = [row.get(name, 0) for name in ("count", "samples", "selected", "seed")]
     if not all(type(number) is int and 0 <= number < 2**64 for number in drawn):
-        raise ValueError("its draws are no whole numbers")
+        raise ValueError("its draws are not whole numbers")
     flags = [row["certified"], row.get("correct", True), row.get("attacked") or False, row.get("abstained", False)]
     if not all(isinstance(flag, bool) for flag in flags):
         raise ValueError("certified, correct, attacked or abstained is neither true nor false")
 
 
 def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | None:
-    """Why a row cannot be true, whatever the model: above all nothing but a bound may be called certified.
+    """Why a row cannot be true for any model. In particular, only a bound may be called certified.
 
     Args:
-        row: one that passes :func:`check`.
-        eps: the ε that was asked for.
-        method: the method that was asked for.
+        row: a row that passes :func:`check`.
+        eps: the ε of the run.
+        method: the method of the run.
 
     Returns:
-        The reason; None where there is no contradiction.
+        The reason; None if there is no contradiction.
     """
     radius, own, distance = row["radius"], row["method"], row.get("attack_distance")
     if row["certified"] is not (radius > eps):
@@ -110,9 +110,9 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
     if own not in SINGLE or method not in ("staged", own):
         return f"its method is {own!r}, which a run of method {method!r} does not use"
     if "holds_for" in row:
-        return f"it holds for {row['holds_for']!r}, and method {own} certifies the network itself"
+        return f"it holds for {row['holds_for']!r}, but method {own} certifies the network itself"
     if delta(row["rigor"]) is None or (own in DETERMINISTIC and row["rigor"] != "deterministic"):
-        return f"its rigor is {row['rigor']!r}, which is no certificate of method {own}"
+        return f"its rigor is {row['rigor']!r}, which method {own} does not give"
     if distance is not None and row.get("attacked") is not (distance <= eps) and not math.isclose(distance, eps):
         return f"attacked = {row.get('attacked')} and a distance of {distance:g} contradict each other at {eps:g}"
     if broken_at(row, eps) < radius:
@@ -124,11 +124,11 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
 
 
 def _contradiction_of_draws(row: Mapping[str, Any]) -> str | None:
-    """The same for a row about a smoothed classifier."""
+    """Like :func:`contradiction`, for a row of a smoothed classifier."""
     if not re.fullmatch(r"smoothed\([\d.e+-]+( at [\w.]+)?\)", str(row.get("holds_for"))):
-        return f"it holds for {row.get('holds_for')!r}, and method {SMOOTHING} certifies a smoothed classifier"
+        return f"it holds for {row.get('holds_for')!r}, but method {SMOOTHING} certifies a smoothed classifier"
     if not delta(row["rigor"]):
-        return f"its rigor is {row['rigor']!r}, and draws of noise make a certificate probabilistic"
+        return f"its rigor is {row['rigor']!r}, but draws of noise make a certificate probabilistic"
     if row.get("abstained") is not (row["radius"] == 0):
         return f"abstained = {row.get('abstained')} and the radius {row['radius']:g} contradict each other"
     if not 0 <= row.get("count", -1) <= row.get("samples", -1):
@@ -137,7 +137,8 @@ def _contradiction_of_draws(row: Mapping[str, Any]) -> str | None:
 
 
 def broken_at(row: Mapping[str, Any], eps: float) -> float:
-    """Distance of the nearest image with another prediction that an attack found; ε where only that is known."""
+    """Distance of the nearest image with another prediction that an attack found; ε if the distance was not
+    recorded."""
     distance = row.get("attack_distance")
     if distance is not None:
         return float(distance)
@@ -145,18 +146,18 @@ def broken_at(row: Mapping[str, Any], eps: float) -> float:
 
 
 def delta(rigor: str) -> float | None:
-    """The failure probability that a rigor states, 0 for a deterministic one; None for what is no rigor."""
+    """The failure probability in a rigor text, 0 for ``deterministic``; None if the text is not a rigor."""
     form = _RIGOR.fullmatch(rigor)
     return None if form is None else float(form["delta"] or 0)
 
 
 def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether rows cannot be of one run: two about one image, or labels for some of them only."""
+    """Whether rows cannot belong to one run: two rows for one image, or labels in only some rows."""
     return len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1
 
 
 def same(claimed: Any, found: Any, relative: float = 1e-9, absolute: float = 0.0) -> bool:
-    """Whether two values of JSON are equal, numbers up to a tolerance."""
+    """Whether two JSON values are equal, numbers up to a tolerance."""
     if isinstance(claimed, dict) and isinstance(found, dict):
         return claimed.keys() == found.keys() and all(same(claimed[k], found[k], relative, absolute) for k in found)
     if isinstance(claimed, list) and isinstance(found, list):

@@ -34,17 +34,17 @@ class Tally:
 
     @property
     def correct(self) -> int:
-        """How many images are predicted right; 0 without labels."""
+        """The number of correctly predicted images; 0 without labels."""
         return sum(row.get("correct", False) for row in self.rows)
 
     @property
     def certified(self) -> int:
-        """How many images are certified at the ε of the run, predicted right or wrong."""
+        """The number of images certified at the ε of the run, whether or not the prediction is correct."""
         return sum(row["certified"] for row in self.rows)
 
     @property
     def certified_correct(self) -> int:
-        """How many images are predicted right and certified at the ε of the run; 0 without labels."""
+        """The number of images that are correct and certified at the ε of the run; 0 without labels."""
         return sum(row["certified"] and row.get("correct", False) for row in self.rows)
 
     @property
@@ -54,72 +54,72 @@ class Tally:
 
     @property
     def broken(self) -> int:
-        """How many predictions an attack changed within the ε of the run."""
+        """The number of predictions that an attack changed within the ε of the run."""
         return sum(row.get("attacked") is True for row in self.rows)
 
     @property
     def withstood(self) -> int:
-        """How many images are predicted right and no attack broke them within the ε of the run; 0 without labels."""
+        """The number of correct images that no attack broke within the ε of the run; 0 without labels."""
         return sum(row.get("attacked") is False and row.get("correct", False) for row in self.rows)
 
     @property
     def accuracy(self) -> float | None:
-        """Share of images that are predicted right; None without labels."""
+        """Share of correctly predicted images; None without labels."""
         return self.correct / len(self) if self.labelled else None
 
     @property
     def certified_accuracy(self) -> float | None:
-        """Share of images that are predicted right and certified at ε; None without labels."""
+        """Share of images that are correct and certified at ε; None without labels."""
         return self.certified_correct / len(self) if self.labelled else None
 
     @property
     def accuracy_under_attack(self) -> float | None:
-        """Share of images that are predicted right and that no attack broke within ε.
+        """Share of correct images that no attack broke within ε.
 
-        The share that nothing can break lies between the certified accuracy and this. None without labels, and unless
-        all images were attacked.
+        The robust accuracy lies between the certified accuracy and this share. None without labels, or if not all
+        images were attacked.
         """
         every = all(row.get("attacked") is not None for row in self.rows)
         return self.withstood / len(self) if self.labelled and every else None
 
     @property
     def median_radius(self) -> float | None:
-        """Median radius of the images predicted right, or of all without labels, rounded down; None without images."""
+        """Lower median of the radii of correct images, or of all images without labels; None without images."""
         radii = [row["radius"] for row in self.rows if row.get("correct", True)]
         return statistics.median_low(radii) if radii else None
 
     @property
     def seconds(self) -> float:
-        """Time that all images took."""
+        """Computing time of all images."""
         return float(sum(row.get("seconds", 0.0) for row in self.rows))
 
     @property
     def methods(self) -> Counter[str]:
-        """How many images each method decided."""
+        """The number of images whose radius each method gave."""
         return Counter(row["method"] for row in self.rows)
 
     @property
     def rigors(self) -> Counter[str]:
-        """How many radii have each rigor."""
+        """The number of radii of each rigor."""
         return Counter(row["rigor"] for row in self.rows)
 
     @property
     def delta(self) -> float:
-        """The largest failure probability of one radius; 0 where all are deterministic."""
+        """The largest failure probability of one radius; 0 if all are deterministic."""
         return max((delta(rigor) or 0.0 for rigor in self.rigors), default=0.0)
 
     @property
     def samples(self) -> int:
-        """How many draws of noise were counted, and others that selected a class, over all images; 0 without any."""
+        """The number of noise draws over all images, both for estimation and for selecting a class; 0 without noise."""
         return sum(row.get("samples", 0) + row.get("selected", 0) for row in self.rows)
 
     @property
     def abstained(self) -> int:
-        """For how many images the draws left open which class is the smoothed classifier's."""
+        """The number of images for which the smoothed classifier abstained."""
         return sum(row.get("abstained", False) for row in self.rows)
 
     def counts(self) -> dict[str, Any]:
-        """The counts as the summary holds them, those about labels only where there are labels."""
+        """The counts for the summary; those about labels only if there are labels."""
         counts: dict[str, Any] = {"images": len(self), "certified": self.certified}
         if self.labelled:
             counts |= {

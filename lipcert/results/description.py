@@ -1,4 +1,4 @@
-"""What a run is about: the part of its summary that is known before the first image."""
+"""The description of a run: the part of its summary that is known before the first image."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 def describe(
     model: Model, images: Images, certifier: Certifier | Smoothing, command: str | None = None
 ) -> dict[str, Any]:
-    """What a run is about: the part of its summary that is known before the first image.
+    """The description of a run: the part of its summary that is known before the first image.
 
     Args:
-        model: the model that is certified.
-        images: the images it is certified on.
-        certifier: made for the model.
-        command: what was typed to start the run.
+        model: the model to certify.
+        images: the images.
+        certifier: the certifier of the model.
+        command: the command that started the run.
 
     Returns:
-        Values that JSON can hold.
+        Values that JSON can represent.
     """
     spec, bound = images.spec, certifier.bound
     return {
@@ -70,7 +70,7 @@ def describe(
 
 
 def _described(bound: Bound) -> dict[str, Any]:
-    """A global bound with its budget; None for what is infinite."""
+    """A global bound with the gains of its layers; None for infinite numbers."""
     return {
         "value": bound.value if math.isfinite(bound.value) else None,
         "log10": bound.log10 if math.isfinite(bound.log10) else None,

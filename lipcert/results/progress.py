@@ -1,9 +1,9 @@
-"""Going through a data set with a certifier: in blocks, shared among processes, from where an earlier run stopped.
+"""Certifies a data set in blocks, which processes can share, and continues an interrupted run.
 
-The blocks of a data set are the same in every run: consecutive images of its order, so that an image is always computed
-together with the same others. Rounding differs with the images of a batch; this way neither an interruption nor the
-number of processes changes a radius. The first blocks are small, so that rows come soon, and no block holds more than a
-quarter of the images, so that parts of a run get about as many.
+The blocks of a data set are the same in every run: consecutive images in the run's order. So an image is always
+computed in the same batch. Rounding depends on the batch; with fixed blocks neither an interruption nor the number of
+processes changes a radius. The first blocks are small, so that the first rows appear early. No block holds more than a
+quarter of the images, so that processes get similar numbers of images.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, "int | None"], None]
 
-# A block holds no more than this part of the images.
+# A block holds at most 1/_BLOCKS of the images.
 _BLOCKS = 4
 
 
 def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
-    """The blocks of images that a run computes together.
+    """The batches of images in which a run computes.
 
     Args:
         order: positions in the data set, in the order of the run.
-        together: the largest number of images that are computed at once.
+        together: the largest batch size.
     """
     blocks: list[Sequence[int]] = []
     start = 0
@@ -49,7 +49,7 @@ def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
 
 
 def _sizes(count: int | None, together: int) -> Iterator[int]:
-    """Images of each block: 1, 2, 4, up to the largest size."""
+    """The number of images in each block: 1, 2, 4, up to the largest size."""
     largest = together if count is None else min(together, -(-count // _BLOCKS) or 1)
     size = 1
     while True:
@@ -58,17 +58,17 @@ def _sizes(count: int | None, together: int) -> Iterator[int]:
 
 
 class Remaining:
-    """What is left of a data set for one of several processes.
+    """The remaining images of a data set for one of several processes.
 
     Args:
         certifier: certifies the blocks; its ``together`` is their largest size.
         images: the data set.
-        done: indices of images that have a row already.
-        part: which process this is, from 0.
-        parts: how many there are; each takes every ``parts``-th block.
+        done: indices of images that already have a row.
+        part: index of this process, from 0.
+        parts: number of processes; each takes every ``parts``-th block.
 
     Attributes:
-        length: how many rows there are left to find; None for a stream that does not say.
+        length: number of rows still to compute; None for a stream of unknown length.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Remaining:
             self.length = max(0, images.length - len(self.done)) // parts
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Certifies block after block; gives the rows of the images that had none.
+        """Certifies block after block and yields the rows of images that had none.
 
         Raises:
-            BrokenCertificate: naming the image by its index in the data set.
-            InputError: naming an image that cannot be read.
+            BrokenCertificate: an attack contradicts a certificate; names the image by its index in the data set.
+            InputError: an image cannot be read.
         """
         for batch in self._blocks():
             started = time.perf_counter()
@@ -113,7 +113,7 @@ class Remaining:
 
     def _blocks(self) -> Iterator[Batch]:
         if self.blocks is not None:
-            # What is left are whole blocks, so that these batches are those blocks.
+            # Only whole blocks remain, so these batches are exactly those blocks.
             wanted = frozenset(index for block in self.blocks for index in block)
             yield from self.images.batches([len(block) for block in self.blocks], only=wanted)
             return
@@ -123,10 +123,10 @@ class Remaining:
 
 
 def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None) -> Tally:
-    """Goes through all images and keeps the counts.
+    """Certifies all images and returns only the counts and rows in memory.
 
     Raises:
-        Interrupted: the user stopped it.
+        Interrupted: the user stopped the run.
     """
     tally = Tally()
     try:
@@ -148,28 +148,28 @@ def certify_to_file(
     started: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> Tally:
-    """Goes through those images that have no row yet, here or in a shard's file, and writes theirs.
+    """Certifies the images that have no row yet, in this file or in a shard's file, and writes their rows.
 
-    A part of a run writes to a file of its own. A run in one part first takes over what shards have left beside its
-    file; processes of torchrun put their rows together at the end, in the order of the data set.
+    Each part of a run writes its own file. A run in one part first absorbs the rows of shard files in the same folder.
+    Processes of torchrun merge their rows at the end, in the order of the data set.
 
     Args:
         certifier: certifies the images.
         images: the data set.
         description: from :func:`lipcert.results.description.describe`.
-        out: where all rows go in the end.
-        part: which part of the run this is, from 0.
-        parts: how many there are.
-        processes: those of torchrun, where they are the parts.
-        started: called with the number of rows that an earlier run left, when nothing speaks against going on.
-        progress: called with (rows found, rows to find).
+        out: the final file for all rows.
+        part: index of this part of the run, from 0.
+        parts: number of parts.
+        processes: the processes of torchrun, if they are the parts.
+        started: called once with the number of existing rows, after all checks have passed.
+        progress: called with (rows computed, rows to compute).
 
     Returns:
         The counts over all rows of the file that was written last.
 
     Raises:
         InputError: a file holds rows of another run or of images that have changed since, or cannot be written.
-        Interrupted: the user stopped it; the rows found so far are kept.
+        Interrupted: the user stopped the run; the computed rows are kept.
         BrokenCertificate: an attack contradicts a certificate.
     """
     if not out.name:
@@ -177,7 +177,7 @@ def certify_to_file(
     processes = processes or Processes()
     own = shard_path(out, part, parts)
     elsewhere = [row for path in (out, *shards_of(out)) if path != own for row in read_rows(path, description)]
-    # Rows of other shards are held against the images by whoever puts them together.
+    # The process that merges the rows compares those of other shards with the images.
     _check_images([*read_rows(own, description), *(elsewhere if parts == 1 or processes.first else ())], images, out)
     with ResultFile(own, description) as file:
         if parts == 1:
@@ -210,7 +210,7 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
 
 
 def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) -> None:
-    """Refuses to go on where an image has changed since its row was written."""
+    """Refuses to continue if an image has changed since its row was written."""
     known = {row["index"]: row.get("image") for row in rows}
     if not known:
         return
@@ -225,7 +225,7 @@ def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) 
 def _put_together(
     out: Path, own: Path, description: Mapping[str, Any], images: Images, processes: Processes
 ) -> Tally | None:
-    """Hands the rows of all processes to the first one, which writes them; then each removes its own file."""
+    """The first process writes the rows of all processes; then each process removes its own file."""
     local = [row for path in shards_of(out) for row in read_rows(path, description)]
     everything = processes.gather(local)
     tally = None
@@ -233,7 +233,7 @@ def _put_together(
         with ResultFile(out, description) as file:
             file.absorb([row for found in everything for row in found], images.order)
         tally = file.tally
-    processes.gather(None)  # nobody removes a file before the rows are written
+    processes.gather(None)  # a barrier: no process removes its file before the rows are written
     own.unlink()
     summary_path(own).unlink()
     return tally

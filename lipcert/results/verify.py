@@ -1,4 +1,4 @@
-"""Whether a result file stands: what it says is computed again from the model and the images."""
+"""Verifies a result file by recomputing it from the model and the images."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
 from lipcert.smoothing import Smoothing
 
-# Rounding differs between machines and with the images of a batch; it changes a figure by far less than this.
+# Rounding depends on the machine and the batch. It changes a number by far less than this.
 TOLERANCE = 1e-6
-# A gradient ascent follows rounding further: distances that an attack finds may differ by this share.
+# Gradient ascent amplifies rounding. The distances that an attack finds may differ by this fraction.
 _ATTACK_TOLERANCE = 1e-3
-# So large a share of the draws of noise may round to another class on another machine.
+# The fraction of noise draws whose class may change by rounding on another machine.
 _ROUNDED_DRAWS = 1e-3
-# What is computed again of a summary. Times, the command, versions and the machine are taken as they are stated.
+# The recomputed entries of a summary. Times, the command, versions and the machine are not checked.
 _DESCRIBED = ("model", "preprocessing", "data", "bound")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one row, or of the file as a whole.
+    """The verdict on one row, or on the file as a whole.
 
     Attributes:
-        index: of the image in the data set; None for what concerns the whole file.
-        objection: why it does not stand; None if it does.
+        index: index of the image in the data set; None for the whole file.
+        objection: why it is refuted; None if it is confirmed.
     """
 
     index: int | None
@@ -47,10 +47,10 @@ class Verdict:
 
 
 def check_model(run: Run, model: Model) -> None:
-    """Refuses a model that the rows are not about.
+    """Refuses a model other than the certified one.
 
     Raises:
-        InputError: the weights, the other buffers or the surgery differ.
+        InputError: the weights, the buffers or the surgery differ.
     """
     claimed = run.summary["model"]
     known = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
@@ -61,14 +61,14 @@ def check_model(run: Run, model: Model) -> None:
 
 
 def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
-    """So many rows, chosen at random but the same in every call; all of them for None."""
+    """``count`` rows, chosen at random but the same in every call; all rows for None."""
     if count is None or count >= len(run):
         return list(run.rows)
     return [run.rows[i] for i in sorted(random.Random(0).sample(range(len(run)), count))]
 
 
 def attack_of(run: Run) -> Attack | None:
-    """The attack of a run, where what it finds for an image can be computed again; else None."""
+    """The attack of a run if its result can be recomputed; otherwise None."""
     known = run.summary.get("attack")
     if not isinstance(known, Mapping) or (known.get("name"), known.get("version")) != (PGD.name, PGD.version):
         return None
@@ -85,23 +85,24 @@ def verify(
     count: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Iterator[Verdict]:
-    """Computes a result file again. It stands if what it says follows from the model and the images.
+    """Recomputes a result file and compares it with its content.
 
-    A row stands if its image is the one that was certified, its radius is no larger than what is found again, and its
-    other entries are those that are found again. PGD is run again; what another attack found is taken as stated.
+    A row is confirmed if its image is the certified one, its radius is at most the recomputed one, and its other
+    entries equal the recomputed ones. PGD is repeated; the results of other attacks are not checked.
 
     Args:
         run: from :func:`lipcert.results.read_run`.
-        model: the model that was certified.
-        images: the whole data set that was certified.
-        count: how many rows, chosen at random; None for all. The summary and all rows' consistency are always checked.
-        progress: called with (rows computed, rows in all).
+        model: the certified model.
+        images: the whole certified data set.
+        count: number of rows to recompute, chosen at random; None for all. The summary and the consistency of all rows
+            are always checked.
+        progress: called with (recomputed rows, total rows).
 
     Yields:
-        First what speaks against the file as a whole, then a verdict per row.
+        First the objections to the file as a whole, then a verdict per row.
 
     Raises:
-        InputError: another model, ε or method than can be used, or an image that is not there.
+        InputError: the model is another one, ε or the method is not valid, or an image is missing.
     """
     check_model(run, model)
     summary = run.summary
@@ -128,7 +129,7 @@ def verify(
             claimed = wanted[found["index"]]
             method = claimed["method"]
             if isinstance(certifier, Certifier) and method != found["method"] and method in SINGLE:
-                # an attack had made the stronger ones needless
+                # the run skipped the stronger methods because of its attack
                 if method not in others:
                     counted = settings.passes if method in LINEARISED else None
                     share = certifier.share or settings.delta
@@ -150,7 +151,7 @@ def verify(
 
 
 def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, wanted: Collection[int]) -> Iterator[Batch]:
-    """The wanted images, with the others of the blocks that the run computed together: searches depend on these."""
+    """The blocks of the run that contain wanted images: searches depend on the whole batch."""
     if images.total is None or not isinstance(certifier, Certifier):
         yield from images.batches(certifier.together, only=wanted)
         return
@@ -162,12 +163,12 @@ def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, wanted:
 
 
 def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Iterator[str]:
-    """What of the summary does not hold: against itself, the rows, the model and the images."""
+    """Yields the contradictions of the summary with itself, the rows, the model and the images."""
     yield from run.contradictions()
     if "counts" not in run.summary or not run.summary.get("complete"):
         yield from run.miscounted()
     claimed = dict(run.summary)
-    claimed["data"] = {**claimed.get("data", {}), "spec": found["data"]["spec"]}  # it may have been moved
+    claimed["data"] = {**claimed.get("data", {}), "spec": found["data"]["spec"]}  # the data may have been moved
     for key in _DESCRIBED:
         if not same(claimed.get(key), found[key], TOLERANCE, TOLERANCE):
             yield f"the summary's {key} is not what is found again{_first_difference(claimed.get(key), found[key])}"
@@ -194,7 +195,7 @@ def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Ite
 
 
 def _first_difference(claimed: Any, found: Any) -> str:
-    """Where and how two values of JSON differ, in a few words."""
+    """A short description of the first difference between two JSON values."""
     if isinstance(claimed, dict) and isinstance(found, dict):
         for key in dict.fromkeys((*found, *claimed)):
             if not same(claimed.get(key), found.get(key), TOLERANCE, TOLERANCE):
@@ -224,7 +225,7 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
 
 
 def _objection_to_draws(claimed: Mapping[str, Any], found: Mapping[str, Any], smoothing: Smoothing) -> str | None:
-    """What speaks against a row about a smoothed classifier: its draws, counted again, and the radius they give."""
+    """The objection to a row of a smoothed classifier: recounted draws, or the radius that they give."""
     for name in ("holds_for", "seed", "samples"):
         if claimed.get(name) != found[name]:
             return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"
