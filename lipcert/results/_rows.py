@@ -137,8 +137,7 @@ def _contradiction_of_draws(row: Mapping[str, Any]) -> str | None:
 
 
 def broken_at(row: Mapping[str, Any], eps: float) -> float:
-    """Distance of the nearest image with another prediction that an attack found; ε if the distance was not
-    recorded."""
+    """Distance of the nearest image with another prediction that an attack found; ε if no distance was recorded."""
     distance = row.get("attack_distance")
     if distance is not None:
         return float(distance)
