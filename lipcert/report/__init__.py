@@ -42,7 +42,7 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """This package, which can be called: ``lipcert.report(result)``."""
+    """The type of this module, which makes it callable: ``lipcert.report(result)``."""
 
     def __call__(self, *results: Any, **files: Any) -> Shown:
         return show(*results, **files)

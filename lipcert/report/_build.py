@@ -1,4 +1,4 @@
-"""What a report says: from runs to a document."""
+"""Builds the document of a report from runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MODULES = 12
 
 
 def radii_of_interest(runs: Sequence[Run], named: Eps = ()) -> list[tuple[float, str]]:
-    """The ε at which tables give figures: those named, else those that the runs were certified for.
+    """The ε at which tables show results: ``named``, or by default those of the runs.
 
     Args:
         runs: at least one.
-        named: values with the text the user wrote.
+        named: values with the text that the user wrote.
 
     Returns:
         Values and texts, ascending, each value once.
@@ -46,7 +46,7 @@ def title(runs: Sequence[Run]) -> str:
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """What a reader must know before comparing or quoting figures, one line each."""
+    """Remarks that a reader needs before comparing or quoting results, one line each."""
     found = [note for run in runs for note in run.notes]
     if len({run.eps for run in runs}) > 1:
         asked = ", ".join(f"{run.name} {run.eps_typed}" for run in runs)
@@ -80,9 +80,9 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 
 
 def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row for each ε and run, at each ε the largest certified share first.
+    """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first.
 
-    δ is 0 where all radii are deterministic. The last rows are about the best σ of a family.
+    δ is 0 if all radii are deterministic. After the runs there is a row for the best σ of each family.
     """
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed = any(run.smoothed for run in runs)
@@ -121,7 +121,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
 
 
 def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
-    """The shares of one run by name: how many images, and whether that is an estimate."""
+    """The shares of one run: name, number of images, and whether the share is an estimate."""
     found = [(right(run), run.correct, False)] if run.labelled else []
     for value, typed in eps:
         found.append((f"{known(run)} at {typed}", run.certified_at(value), False))
@@ -132,7 +132,7 @@ def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
 
 
 def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
-    """The figures of one run by name."""
+    """The results of one run: (name, value) pairs."""
     found = [("images", str(len(run)))]
     for what, part, estimate in shares(run, eps):
         found.append((what, share(part, len(run)) + (", an estimate" if estimate else "")))
@@ -140,7 +140,7 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
 
 
 def record(run: Run, eps: Eps) -> dict[str, Any]:
-    """The figures of one run as JSON holds them: counts, shares, and Wilson's 95 % intervals of these."""
+    """The results of one run for JSON: counts, shares, and the shares' Wilson 95 % intervals."""
 
     def counted(part: int) -> dict[str, Any]:
         return {"images": part, "share": part / len(run), "interval": list(wilson(part, len(run)))}
@@ -169,7 +169,7 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
 
 
 def _others(run: Run) -> list[tuple[str, str]]:
-    """What is no share of the images."""
+    """The results that are not shares of the images."""
     found = []
     if not run.staged:
         found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
@@ -181,13 +181,13 @@ def _others(run: Run) -> list[tuple[str, str]]:
 
 
 def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images: bool = False) -> Document:
-    """The whole report, from the most to the least important.
+    """The whole report, most important parts first.
 
     Args:
         runs: at least one; several are compared.
-        named: ε at which tables give figures; by default those of the runs.
+        named: ε at which tables show results; by default those of the runs.
         figures: whether to draw with matplotlib; otherwise the curve is drawn in characters.
-        images: whether to show images beside their radii, where they are at hand.
+        images: whether to show available images next to their radii.
     """
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
@@ -219,7 +219,7 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
 
 
 def _tiles(run: Run, eps: Eps) -> str:
-    """The shares with their intervals, large on the page."""
+    """The shares with their intervals, in large type."""
     cells = []
     for what, part, estimate in shares(run, eps):
         counted = f"{part} of {len(run)}, 95 %: {_interval(part, run)}{', an estimate' if estimate else ''}"
@@ -228,7 +228,7 @@ def _tiles(run: Run, eps: Eps) -> str:
 
 
 def sentence(run: Run, eps: Eps) -> str:
-    """The result of one run in words that stand alone."""
+    """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     part = f"{100 * run.certified_at(value) / len(run):.1f} % of {len(run)} images"
     if run.smoothed:
@@ -257,7 +257,7 @@ def _of_smoothed(run: Run, typed: str) -> str:
 
 
 def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The modules that stretch most, as paths and log10 of their gains, largest first; none if the summary has none."""
+    """The modules with the largest gains, as paths and log10 gains, largest first; empty if the summary has none."""
     sums: dict[str, float] = {}
     for layer in (summary.get("bound") or {}).get("layers", ()):
         gain = layer.get("log10_gain", layer.get("gain"))
@@ -270,12 +270,12 @@ def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
 def _details(
     run: Run, eps: Eps, level: int, number: str, pictures: dict[str, str | bytes], figures: bool, images: bool
 ) -> list[str]:
-    """The parts about one run, whose pictures' names end with its number."""
+    """The parts about one run; the names of its pictures end with ``number``."""
     parts = [heading(level, "Largest and smallest radii"), _extremes(run, number, pictures, images)]
     parts += [heading(level, "Which method decided"), _methods(run, eps)]
     budget = modules(run.summary)
     if budget:
-        caption = "log10 of how much each module can stretch a perturbation, the largest first."
+        caption = "log10 of each module's gain, the factor by which it can enlarge a perturbation; largest first."
         parts += [heading(level, "Lipschitz budget by module"), caption]
         if figures:
             pictures[f"budget{number}.svg"] = _figures.budget(budget)
@@ -299,7 +299,7 @@ def _methods(run: Run, eps: Eps) -> str:
 
 
 def _extremes(run: Run, number: str, pictures: dict[str, str | bytes], images: bool) -> str:
-    """The images with the largest and the smallest radii among those predicted right."""
+    """The correctly predicted images with the largest and the smallest radii."""
     rows = sorted((row for row in run.rows if row.get("correct", True)), key=lambda row: -row["radius"])
     shown = rows if len(rows) <= 2 * _EXTREMES else [*rows[:_EXTREMES], *rows[-_EXTREMES:]]
     at_hand = examples(run, {row["index"] for row in shown}) if images else {}
@@ -368,7 +368,7 @@ def _interval(part: int, run: Run) -> str:
 
 
 def _described(runs: Sequence[Run], eps: Eps) -> str:
-    """The curve for those who cannot see it."""
+    """A description of the curve for screen readers."""
     found = [f"{run.name} {_percent(run.certified_at(value), run)} at {typed}" for run in runs for value, typed in eps]
     return f"Certified share over ε: {', '.join(found)}"
 

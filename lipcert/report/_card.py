@@ -1,4 +1,4 @@
-"""A model card: Markdown with the metadata that model hubs read."""
+"""Model cards: Markdown with the metadata that model hubs read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
 from lipcert.results import Run
 
-# As lipcert.loading knows it, which imports torch.
+# The same path as in lipcert.loading, which imports torch.
 _BUNDLED = Path(__file__).parent.parent / "assets" / "digits_vit.safetensors"
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
@@ -28,20 +28,20 @@ def model_card(
     """The card of one model.
 
     Args:
-        runs: results of the same weights, on one or several sets of images or by several methods.
-        named: ε at which the card gives figures; by default those of the runs.
-        license: of the model: an identifier that hubs know, such as ``apache-2.0``.
-        base_model: the hub's id of the model that it was made from; by default the one that it was loaded from, if any.
+        runs: results of the same weights, on one or several data sets or with several methods.
+        named: ε at which the card shows results; by default those of the runs.
+        license: the model's licence: an identifier that hubs know, such as ``apache-2.0``.
+        base_model: hub id of the original model; by default the hub model that was loaded, if any.
 
     Returns:
         The card; ``str(card)`` is the file.
 
     Raises:
-        InputError: the results are of more than one model.
+        InputError: the results belong to more than one model.
     """
     if len({run.weights_hash for run in runs}) > 1:
         names = ", ".join(run.name for run in runs)
-        raise InputError(f"a card describes one model, and these results are of different weights: {names}")
+        raise InputError(f"a card describes one model, but these results are of different weights: {names}")
     eps = radii_of_interest(runs, named)
     network, artifact = runs[0].network, artifact_of(runs[0])
     hub, _, known = network.partition(":")
@@ -59,9 +59,10 @@ def model_card(
 
 
 def model_info(run: Run) -> dict[str, Any]:
-    """The figures of a run as RobustBench lists models, in percent; what only authors know is left empty.
+    """The results of a run in RobustBench's model format, in percent; entries for the authors are left empty.
 
-    ``certified_acc`` is lipcert's own entry: a lower bound, where ``autoattack_acc`` is an upper one.
+    ``certified_acc`` is an additional entry of lipcert. It is a lower bound on robust accuracy, ``autoattack_acc`` an
+    upper bound.
     """
 
     def percent(part: int) -> str:
@@ -86,7 +87,7 @@ def model_info(run: Run) -> dict[str, Any]:
 
 
 def artifact_of(run: Run) -> Path | None:
-    """The file with the run's weights: an artifact here that its command names, or the bundled one; else None."""
+    """The file with the run's weights: a local artifact named in its command, or the bundled one; otherwise None."""
     from lipcert.artifact import is_artifact, read_metadata  # they import torch
 
     command = run.summary.get("command") or ""
@@ -98,7 +99,7 @@ def artifact_of(run: Run) -> Path | None:
 
 
 def _hub_data(run: Run) -> list[str]:
-    """Data sets that the hub knows by their names: those of surgery and training, and those of the figures."""
+    """Hub names of the data sets used for surgery, training and certification."""
     steps = [step.get("data") for step in run.summary["model"]["recipe"]]
     known = [str(spec).partition(":")[0] for spec in (*steps, run.summary.get("data", {}).get("spec"))]
     return list(dict.fromkeys(spec.partition("/")[2] for spec in known if spec.startswith(("hfds/", "hfids/"))))
@@ -166,7 +167,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
 
 
 def _dataset(run: Run) -> dict[str, str]:
-    """The data set as hubs name it; of a path on this machine only the last part."""
+    """The data set's hub name; for a local path only its last part."""
     spec = str(run.summary.get("data", {}).get("spec", "unknown"))
     if spec == "bundled":
         return {"dataset_type": "digits", "dataset_name": "Digits 8×8, the images bundled with lipcert"}

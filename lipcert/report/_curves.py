@@ -1,4 +1,4 @@
-"""Numbers behind the figures: shares of images over ε, exact at every ε, and the range of ε worth showing."""
+"""The numbers of the figures: exact shares of images as functions of ε, and the range of ε to show."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lipcert.results import Run
 
 Array = NDArray[np.float64]
 
-# No image is as wide as this: a radius beyond it stands for "all of the box".
+# Larger than the diameter of every image box: a radius beyond it means that the whole box is certified.
 UNBOUNDED = 1e5
-# From this ratio of large to small radii on, ε is shown on a logarithmic scale.
+# If the ratio of large to small radii is at least this, ε is shown on a logarithmic scale.
 WIDE = 100.0
 
 
 def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
-    """Share of all images that are counted and whose value is larger than ε, strictly.
+    """Share of images that are counted and have a value strictly larger than ε, among all images.
 
     Args:
-        values: one number an image, shape (N,).
-        counted: which images count, shape (N,); the others stay in the denominator.
-        eps: where to evaluate, shape (K,).
+        values: one number per image, shape (N,).
+        counted: which images count in the numerator, shape (N,).
+        eps: the values of ε, shape (K,).
 
     Returns:
         Shares in [0, 1], shape (K,).
@@ -34,23 +34,23 @@ def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
 
 
 def certified_curve(run: Run, eps: Array) -> Array:
-    """Share of images predicted right with a radius larger than ε, shape (K,): at most the truth."""
+    """Share of correct images with a radius larger than ε, shape (K,): a lower bound on robust accuracy."""
     return share_above(run.radii, run.right, eps)
 
 
 def attack_curve(run: Run, eps: Array) -> Array:
-    """Share of images predicted right and not broken within ε, shape (K,): at least the truth."""
+    """Share of correct images that no attack broke within ε, shape (K,): an upper bound on robust accuracy."""
     return share_above(run.broken_at, run.right, eps)
 
 
 def steps(values: Array, start: float, end: float) -> Array:
-    """Where a curve over ε changes between two ends, the ends included, ascending."""
+    """The ε in (start, end) at which a curve changes, ascending, with both ends added."""
     inside = np.unique(values[(values > start) & (values < end)])
     return np.concatenate([[start], inside, [end]])
 
 
 def families(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs about one network smoothed by noise of different σ, on the same images, in groups of two or more."""
+    """Groups of two or more runs of one network, smoothed with different σ, on the same images."""
     found: dict[object, list[Run]] = {}
     for run in runs:
         if run.smoothed:
@@ -60,10 +60,10 @@ def families(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
-    """The range of ε to show, and whether on a logarithmic scale.
+    """The range of ε to show, and the kind of scale.
 
     Returns:
-        The smallest ε, 0 on a linear scale; the largest; whether the scale is logarithmic.
+        The smallest ε, which is 0 on a linear scale; the largest ε; whether the scale is logarithmic.
     """
     radii = np.concatenate([run.radii[run.right] for run in runs])
     radii = radii[(radii > 0) & (radii < UNBOUNDED)]

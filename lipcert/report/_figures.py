@@ -1,4 +1,4 @@
-"""Figures as SVG, by matplotlib: Okabe-Ito colours, line styles and symbols; legible without colour, and on black."""
+"""SVG figures drawn with matplotlib, legible without colour and on dark pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lipcert.report._curves import attack_curve, certified_curve, families, span
 from lipcert.report._words import above, known, right
 from lipcert.results import Run
 
-# Okabe and Ito 2008, distinct for every kind of colour vision; black, which is for text, and the light yellow left out.
+# The palette of Okabe and Ito (2008), distinct for all kinds of colour vision, without black and light yellow.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = "osD^vPX*"
 _STYLE: dict[Any, Any] = {
@@ -66,15 +66,15 @@ def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
 
 
 def curve(runs: Sequence[Run]) -> tuple[str, dict[str, Any]]:
-    """Shares of images over ε: certified (solid), left standing by an attack (dashed), predicted right (dotted).
+    """Shares of images over ε: certified (solid), not broken by an attack (dashed), correct (dotted).
 
     Args:
-        runs: at least one; for a single one what lies between is shaded.
+        runs: at least one; for a single run the area between the curves is shaded.
 
     Returns:
-        The picture, and the numbers behind it: ``start``, ``end`` and ``logarithmic`` of the axis, ``axes`` as left,
-        right, top and bottom in the picture, and for each of ``runs`` its radii of right predictions, which are
-        certified, and the distances at which the attack broke them.
+        The picture and its numbers: ``start``, ``end`` and ``logarithmic`` of the axis; ``axes``, the left, right, top
+        and bottom of the plot in the picture; for each of ``runs`` the certified radii of correct predictions and the
+        distances at which the attack broke them.
     """
     start, end, logarithmic = span(runs)
     drawn: list[Any] = []
@@ -123,7 +123,7 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
             axes.step(
                 eps, upper, where="post", linestyle="--", linewidth=1.7, label=above(run) if one else None, **marks
             )
-        # Symbols tell curves apart without colour, and none stands where nothing is certified.
+        # Symbols distinguish the curves without colour. They are drawn only where the certified share is positive.
         above_zero = np.flatnonzero(lower > 0)
         some = above_zero[np.linspace(0, len(above_zero) - 1, 7)[:-1].astype(int)] if len(above_zero) else above_zero
         symbols = {} if one else {"marker": _MARKERS[i % len(_MARKERS)], "markevery": some.tolist(), "markersize": 6}
@@ -146,7 +146,7 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
 
 @_svg
 def histogram(runs: Sequence[Run]) -> Any:
-    """Certified radii of the images predicted right, one panel a run, on one axis; dots at the ε asked for.
+    """Histograms of the certified radii of correct images, one panel per run, with dots at the ε of the run.
 
     Args:
         runs: at least one.
@@ -171,10 +171,10 @@ def histogram(runs: Sequence[Run]) -> Any:
 
 @_svg
 def budget(modules: Sequence[tuple[str, float]]) -> Any:
-    """Bars: by how many powers of ten each module can stretch a perturbation.
+    """Bars of the modules' log10 gains, the powers of ten by which each can enlarge a perturbation.
 
     Args:
-        modules: paths and log10 of gains, largest first.
+        modules: paths and log10 gains, largest first.
 
     Returns:
         The figure.

@@ -1,4 +1,4 @@
-"""Small pictures of images that were certified, and of what an attack made of them."""
+"""Small pictures of certified images and of their attacked versions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Example:
 
     Attributes:
         image: a PNG file.
-        attacked: what the attack made of it, a PNG file; None where it did not change the prediction, or where the
-            model is not at hand.
-        distance: between the two, in ℓ2.
-        predicted: the class of the second.
+        attacked: the attacked image, a PNG file; None if the attack did not change the prediction or the model is not
+            available.
+        distance: ℓ2 distance between the two.
+        predicted: the predicted class of the attacked image.
     """
 
     image: bytes
@@ -39,14 +39,14 @@ class Example:
 
 
 def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
-    """Pictures of images, where these are at hand: the bundled ones, or a folder or file of this machine.
+    """Pictures of the images that are available: the bundled ones, or those in a local folder or file.
 
-    An image whose hash is not the one in its row is left out. Attacked images are computed again where PGD was the
-    attack, and where the model is the bundled one or an artifact that the run's command names.
+    An image whose hash differs from the one in its row is left out. Attacked images are recomputed if the attack was
+    PGD and the model is the bundled one or an artifact named in the run's command.
 
     Args:
         run: its summary names the images.
-        indices: of the images that are wanted.
+        indices: indices of the wanted images.
     """
     from lipcert.data import open_images
 
@@ -60,7 +60,7 @@ def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
         for batch in images.batches(len(rows), only=rows.keys()):
             same = [i for i, index in enumerate(batch.indices) if batch.hashes[i] == rows[index]["image"]]
             found |= {batch.indices[i]: (batch.images[i], Example(_png(batch.images[i]))) for i in same}
-    except (LipcertError, LookupError, TypeError, ValueError):  # images or a summary that have changed since
+    except (LipcertError, LookupError, TypeError, ValueError):  # the images or the summary have changed since
         return {}
     broken = [index for index in found if rows[index].get("attacked")]
     return {index: one for index, (_, one) in found.items()} | dict(
@@ -69,7 +69,7 @@ def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
 
 
 def _attacked(run: Run, images: dict[int, Tensor], predicted: dict[int, int]) -> Iterator[tuple[int, Example]]:
-    """What the run's attack makes of images."""
+    """Recomputes the attacked images of a run."""
     import torch
 
     from lipcert.attacks import PGD, smallest
@@ -89,7 +89,7 @@ def _attacked(run: Run, images: dict[int, Tensor], predicted: dict[int, int]) ->
 
 
 def _model(run: Run) -> Model | None:
-    """The model of a run, where its artifact is at hand."""
+    """The model of a run, if its artifact is available; otherwise None."""
     from lipcert.loading import load
     from lipcert.report._card import artifact_of
     from lipcert.results.verify import check_model
@@ -107,7 +107,7 @@ def _model(run: Run) -> Model | None:
 
 
 def _stand_in(run: Run) -> Model:
-    """A model that takes images as the run's model does, and has at least as many classes."""
+    """A placeholder model with the preprocessing of the run's model and at least as many classes."""
     import torch
 
     from lipcert.model import Model
@@ -123,7 +123,7 @@ def _stand_in(run: Run) -> Model:
 
 
 def _png(image: Tensor) -> bytes:
-    """A file of at most ``_SIDE`` pixels a side; small images are enlarged by whole pixels."""
+    """A PNG file of at most ``_SIDE`` × ``_SIDE`` pixels; small images are enlarged by an integer factor."""
     from PIL import Image, PngImagePlugin
 
     pixels = (image.detach().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()

@@ -1,4 +1,4 @@
-"""GitHub-flavoured Markdown: the form in which a report is built, and from which its page is made."""
+"""GitHub-flavoured Markdown: the format in which a report is built before it becomes a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Stands in every file that a report wrote, so that no other file is ever written over.
+# Every file of a report contains this mark. Files without it are never overwritten.
 MARK = "<!-- written by lipcert report -->"
 
 
@@ -16,10 +16,10 @@ class Document:
     """Text with pictures.
 
     Attributes:
-        title: of the window.
+        title: window title.
         text: Markdown, in which a picture is a link to ``<name>``.
-        pictures: names with their content: text of an SVG file, or bytes of a PNG file.
-        curves: numbers behind the picture ``curve.svg``, as JSON takes them; None where there is no such picture.
+        pictures: content by name: text of an SVG file, or bytes of a PNG file.
+        curves: the numbers of the picture ``curve.svg``, for JSON; None without that picture.
     """
 
     title: str
@@ -29,11 +29,11 @@ class Document:
 
 
 class Markdown(str):
-    """Text that is Markdown already: tables do not escape it."""
+    """Text that is already Markdown and must not be escaped."""
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown takes as it is: file and class names may hold any character."""
+    """Escapes text for Markdown: file and class names may contain any character."""
     if isinstance(text, Markdown):
         return text
     return "".join(f"\\{c}" if c in r"\`*_[]<>|#" else c for c in " ".join(text.split()))
@@ -45,17 +45,17 @@ def heading(level: int, text: str) -> str:
 
 
 def bold(text: str) -> Markdown:
-    """A figure that stands out."""
+    """Bold text."""
     return Markdown(f"**{escaped(text)}**")
 
 
 def link(text: str) -> Markdown:
-    """A link to the heading of that text."""
+    """A link to the heading with this text."""
     return Markdown(f"[{escaped(text)}](#{slug(text)})")
 
 
 def picture(name: str, description: str) -> Markdown:
-    """A picture of a document, with what it shows in words."""
+    """A picture of a document, with a description."""
     return Markdown(f"![{escaped(description)}](<{name}>)")
 
 
@@ -65,17 +65,17 @@ def items(texts: Sequence[str]) -> str:
 
 
 def code(text: str) -> str:
-    """Lines as they are: a command, or a plot in characters."""
+    """A code block: a command, or a plot in characters."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Rows under column names; columns after the first are set to the right where ``numbers`` says so."""
+    """A table; with ``numbers``, all columns after the first are right-aligned."""
     rule = [":--", *(["--:" if numbers else ":--"] * (len(columns) - 1))]
     lines = [[escaped(cell) for cell in row] for row in (columns, *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
 def slug(text: str) -> str:
-    """The name that a heading gets as the target of links, as on GitHub."""
+    """The link target of a heading, as on GitHub."""
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")

@@ -1,4 +1,4 @@
-"""A document as one HTML page that needs nothing but itself; its scripts only add to what stands there without them."""
+"""Converts a document to one self-contained HTML page, which is also complete without scripts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ pre { overflow-x: auto; background: var(--field); padding: .7rem; border-radius:
 @media print { body { max-width: none; } figure, tr { break-inside: avoid; } figure input { display: none; } }
 """
 
-# Tables are sorted by the column that is clicked: numbers by their value, texts by the alphabet, and what is no number
-# last.
+# A click on a column sorts the table: numbers by value, texts alphabetically, with non-numbers last.
 _SORT = """
 for (const head of document.querySelectorAll("thead")) for (const [i, th] of [...head.rows[0].cells].entries()) {
   if (!th.textContent) continue;
@@ -69,7 +68,7 @@ for (const head of document.querySelectorAll("thead")) for (const [i, th] of [..
 }
 """
 
-# A slider, and the pointer over the picture, give every curve's share at one ε.
+# A slider, or the pointer over the picture, shows every curve's share at one ε.
 _CURVE = """
 const data = JSON.parse(document.getElementById("curves").textContent);
 const svg = document.querySelector("#curve svg"), [left, right, top, bottom] = data.axes;
@@ -102,10 +101,10 @@ slider.value = home; slider.oninput = show; show();
 
 
 def to_html(document: Document) -> str:
-    """One page: styles, pictures and scripts are in it, and it asks for nothing from anywhere else.
+    """One page that contains its styles, pictures and scripts and loads nothing else.
 
     Args:
-        document: its Markdown, by markdown-it, becomes the body.
+        document: markdown-it converts its Markdown to the body.
     """
     reader = MarkdownIt("commonmark").enable("table")
     tokens = reader.parse(document.text.replace(MARK, ""))
@@ -113,7 +112,7 @@ def to_html(document: Document) -> str:
     tables = 0
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
-            # What is escaped in the Markdown stands without its backslashes in the children.
+            # The children contain the text without the backslashes of Markdown.
             name = slug("".join(child.content for child in tokens[i + 1].children or ()))
             token.attrSet("id", f"{name}-{seen[name]}" if seen[name] else name)
             seen[name] += 1
@@ -151,7 +150,7 @@ def _picture(
         return f'<img alt="{description}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
     label = f'<svg role="img" aria-label="{description}"'
     stem = name.removesuffix(".svg")
-    # Names inside one picture must not meet those of another on the page; black and white follow the page's colours.
+    # Ids of different pictures on one page must not collide. Black and white become the page's colours.
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{stem}-", content.replace("<svg", label, 1))
     svg = svg.replace("#000000", "currentColor").replace("#ffffff", "var(--page)")
     return f'<figure id="{stem}">\n{svg}\n</figure>'

@@ -1,4 +1,4 @@
-"""``lipcert.report(...)``: what results say, in Python and in notebooks, and as the files that are asked for."""
+"""``lipcert.report(...)``: shows results in Python and notebooks, and writes report files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lipcert.results import Result, Run, SmoothedResult, read_runs
 
 
 class Shown:
-    """A report: printed as text, shown by a notebook as a page.
+    """A report that prints as text and that notebooks show as a page.
 
     Attributes:
-        runs: what it is about.
-        written: the files that were asked for.
+        runs: the reported runs.
+        written: the files that were written.
     """
 
     def __init__(self, runs: Sequence[Run], written: Sequence[Path]):
@@ -48,13 +48,13 @@ def show(*results: Result | SmoothedResult | str | os.PathLike[str], **files: An
 
     Args:
         *results: one or several.
-        **files: what to write, as :func:`lipcert.report.write` takes it: ``html``, ``markdown``, ``card``, ...
+        **files: files to write, as for :func:`lipcert.report.write`: ``html``, ``markdown``, ``card``, ...
 
     Returns:
-        A report that prints and shows itself.
+        The report; Python prints it as text, and notebooks show it as a page.
 
     Raises:
-        InputError: a result file that cannot be read, or a file that cannot be written.
+        InputError: a result file cannot be read, or a file cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = []

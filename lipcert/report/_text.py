@@ -1,4 +1,4 @@
-"""The curve in characters, for terminals and for reports without matplotlib."""
+"""Plots the curve in characters, for terminals and for reports without matplotlib."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CERTIFIED, OPEN = "#", "."
 
 
 def text_plot(runs: Sequence[Run], width: int = 78, height: int = 15) -> str:
-    """The certified share over ε, a column a character.
+    """The certified share over ε, with one character per column.
 
-    One run is drawn as an area, with dots from the certified share up to what is known from above (clean accuracy, or
-    the images that an attack left standing); several as lines of letters.
+    A single run is drawn as an area, with dots from the certified share up to its upper bound: clean accuracy, or the
+    share that an attack did not break. Several runs are drawn as lines of letters.
 
     Args:
         runs: at least one.
-        width: characters a line.
+        width: characters per line.
         height: lines between 0 and 100 %.
 
     Returns:
@@ -53,7 +53,7 @@ def text_plot(runs: Sequence[Run], width: int = 78, height: int = 15) -> str:
 
 
 def _axis(runs: Sequence[Run], eps: Array) -> list[str]:
-    """Numbers under the axis, and a line with a caret under each ε that was asked for."""
+    """Numbers under the axis, and a line with a caret under the ε of each run."""
     ticks = [" "] * len(eps)
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = round(part * (len(eps) - 1))

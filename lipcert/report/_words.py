@@ -1,4 +1,4 @@
-"""How reports say things: radii rounded down, and what each number is."""
+"""Texts of reports: radii rounded down, and explanations of the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COMMON = (
 
 
 def promises(runs: Sequence[Run]) -> list[str]:
-    """What the figures of some runs promise and what they do not, one paragraph each."""
+    """What the results of the runs guarantee and what they do not, one paragraph each."""
     kinds = {run.smoothed for run in runs}
     found = [_RADIUS, *(_NETWORK if False in kinds else ()), *(_SMOOTHED if True in kinds else ())]
     if len(kinds) > 1:
@@ -47,12 +47,12 @@ def promises(runs: Sequence[Run]) -> list[str]:
 
 
 def right(run: Run) -> str:
-    """What is counted as a right prediction."""
+    """The name of the accuracy of a run."""
     return "most drawn class is right" if run.smoothed else "clean accuracy"
 
 
 def about(run: Run) -> str:
-    """What the certificates are about."""
+    """The function that the certificates are about."""
     dtype = str(run.summary.get("dtype", "unknown"))
     if run.smoothed:
         network = "the network" if dtype == "real" else f"the network in {dtype}"
@@ -61,7 +61,7 @@ def about(run: Run) -> str:
 
 
 def radius(value: float) -> str:
-    """A radius in three digits, rounded down."""
+    """A radius with three digits, rounded down."""
     if value >= UNBOUNDED:
         return "unbounded"
     if value == 0:
@@ -71,16 +71,16 @@ def radius(value: float) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A count with its percentage, and what the share of all images may be: ``7 of 40 (17.5 %, 95 %: 8.7–32.0 %)``."""
+    """A count with its percentage and 95 % confidence interval: ``7 of 40 (17.5 %, 95 %: 8.7–32.0 %)``."""
     low, high = wilson(part, whole)
     return f"{part} of {whole} ({100 * part / whole:.1f} %, 95 %: {100 * low:.1f}–{100 * high:.1f} %)"
 
 
 def wilson(part: int, whole: int) -> tuple[float, float]:
-    """Wilson's score interval at 95 % (Wilson 1927) for the share of which ``part`` of ``whole`` is a sample.
+    """Wilson's 95 % score interval (Wilson 1927) for a proportion estimated by ``part`` of ``whole``.
 
     Its centre is (p + z²/2n) / (1 + z²/n) and its half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n), for p = part/whole,
-    n = whole and z = 1.96: the shares that a test of the normal approximation does not reject.
+    n = whole and z = 1.96. It contains the proportions that a test with the normal approximation does not reject.
     """
     p, z = part / whole, 1.959963984540054
     centre, scale = p + z * z / (2 * whole), 1 + z * z / whole
@@ -89,13 +89,13 @@ def wilson(part: int, whole: int) -> tuple[float, float]:
 
 
 def known(run: Run) -> str:
-    """What the lower curve of a run shows."""
+    """The name of the lower curve of a run."""
     what = "certified accuracy" if run.labelled else "certified share (no labels)"
     return f"{what}, {run.holds_for}" if run.smoothed else what
 
 
 def above(run: Run) -> str:
-    """What the upper curve of a run shows."""
+    """The name of the upper curve of a run."""
     return "not broken by the attack" if run.attacked else right(run) if run.labelled else "all images"
 
 

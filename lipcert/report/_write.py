@@ -1,4 +1,4 @@
-"""Reports as files, none of which replaces a file that is not a report."""
+"""Writes reports to files; never overwrites a file that is not a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lipcert.report._markdown import MARK
 from lipcert.report._page import to_html
 from lipcert.results import Run
 
-# Stands in every file that a report wrote.
+# Every file of a report contains this.
 SIGN = b"written by lipcert report"
 _KINDS = {"html": (".html", ".htm"), "markdown": (".md", ".markdown"), "card": (".md", ".markdown")}
 
@@ -33,24 +33,25 @@ def write(
     license: str | None = None,
     base_model: str | None = None,
 ) -> list[Path]:
-    """Writes what is asked for.
+    """Writes the requested report files.
 
     Args:
         runs: from :func:`lipcert.report.read_runs`.
-        html: where one self-contained page goes.
-        markdown: where the same as Markdown goes; its figures go beside it, as SVG.
-        card: where the model card goes; of several models each gets a file of its own, ``<card>-<name>.md``. Beside it
-            goes ``<card>.model_info.json``, or ``model_info.json`` beside a README: figures as RobustBench lists them.
-        eps: values with the text the user wrote, at which tables give figures; by default those of the runs.
-        images: whether to show images beside their radii, where they are at hand.
-        license: of the model, for its card: an identifier that hubs know, such as ``apache-2.0``.
-        base_model: the hub's id of the model that it was made from, for its card.
+        html: path of a self-contained page.
+        markdown: path of the same report as Markdown; its figures are written to the same folder, as SVG.
+        card: path of the model card. Several models get separate files, ``<card>-<name>.md``. The same folder gets
+            ``<card>.model_info.json``, or ``model_info.json`` if the card is a README: the results in RobustBench's
+            format.
+        eps: values, with the text that the user wrote, at which tables show results; by default those of the runs.
+        images: whether to show available images next to their radii.
+        license: the model's licence for its card: an identifier that hubs know, such as ``apache-2.0``.
+        base_model: hub id of the original model, for the card.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
-        InputError: a file that is no report, or cannot be written.
+        InputError: a path holds a file that is not a report, or cannot be written.
     """
     asked = {"html": html, "markdown": markdown, "card": card}
     paths = {kind: Path(path) for kind, path in asked.items() if path is not None}
@@ -90,7 +91,7 @@ def write(
 
 
 def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
-    """A file for each model, and its results."""
+    """The card file of each model, with the model's runs."""
     models: dict[str, list[Run]] = {}
     for run in runs:
         models.setdefault(run.weights_hash, []).append(run)
@@ -104,14 +105,14 @@ def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
 
 
 def info_path(card: Path) -> Path:
-    """Where the figures go that belong to a card."""
+    """The path of the ``model_info.json`` file of a card."""
     return card.with_name("model_info.json" if card.stem == "README" else f"{card.stem}.model_info.json")
 
 
 def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
     """The commands that publish each model with its card.
 
-    They are those of huggingface_hub, which timm brings: it asks for the account and keeps the token.
+    The commands belong to huggingface_hub, a dependency of timm, which handles login and token.
     """
     lines = ["hf auth login"]
     for path, own in cards(card, runs).items():
