@@ -1,4 +1,4 @@
-"""Attacks: perturbations that change a prediction; they bound robust accuracy from above.
+"""Attacks search for perturbations that change a prediction, and so give upper bounds on robust accuracy.
 
 >>> found = lipcert.attacks.pgd(model, images, labels, eps=36 / 255)
 >>> found.broken, found.distance, found.images

@@ -26,17 +26,17 @@ _SMALLEST_SIDE = 8
 class AutoAttack:
     """APGD on cross-entropy and on the difference of logits, then Square (Croce and Hein 2020, arXiv 2003.01690).
 
-    Square is for images of at least 8 × 8 pixels, and the second APGD for three classes and more.
-    It runs in float32 on a copy of the model. What it proposes is projected again and evaluated in the model's own
-    dtype, and counts only if it holds there.
+    Square needs images of at least 8 × 8 pixels, the second APGD at least three classes. The attack runs in float32 on
+    a copy of the model. Its images are projected again and evaluated in the model's own dtype; only those that change
+    the prediction there count.
 
     Args:
         steps: steps of each APGD.
-        queries: evaluations that Square may use.
-        seed: of its random choices.
+        queries: maximum number of evaluations by Square.
+        seed: seed of its random choices.
 
     Raises:
-        InputError: the extra is not installed.
+        InputError: the extra ``attack`` is not installed.
     """
 
     name: ClassVar[str] = "autoattack-l2"
@@ -50,16 +50,16 @@ class AutoAttack:
 
     @property
     def version(self) -> str:
-        """Of the toolbox."""
+        """Version of the toolbox."""
         return f"{_PACKAGE} {_version()}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What identifies a run of the attack besides its name and version."""
+        """The settings that, with name and version, identify a run of the attack."""
         return {"steps": self.steps, "queries": self.queries, "seed": self.seed}
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Adversarial:
-        """Attacks images of shape (N, C, H, W) in [0, 1] within ε; ``labels`` are the classes to move away from."""
+        """Attacks images of shape (N, C, H, W) in [0, 1] within ε; ``labels`` are the classes to change."""
         from art.attacks.evasion import AutoAttack as Ensemble
         from art.attacks.evasion import AutoProjectedGradientDescent as APGD
         from art.attacks.evasion import SquareAttack
@@ -77,10 +77,10 @@ class AutoAttack:
                 device_type="gpu" if images.is_cuda else "cpu",
             )
             common: dict[str, Any] = {"norm": 2, "eps": eps}
-            ways = {**common, "eps_step": 2 * eps, "max_iter": self.steps, "nb_random_init": 1, "verbose": False}
-            ways["batch_size"] = len(images)
+            ascent = {**common, "eps_step": 2 * eps, "max_iter": self.steps, "nb_random_init": 1, "verbose": False}
+            ascent["batch_size"] = len(images)
             losses = ("cross_entropy", *(("difference_logits_ratio",) if classes > 2 else ()))
-            parts = [APGD(estimator=network, loss_type=loss, **ways) for loss in losses]
+            parts = [APGD(estimator=network, loss_type=loss, **ascent) for loss in losses]
             if min(images.shape[2:]) >= _SMALLEST_SIDE:
                 square = {"max_iter": self.queries, "nb_restarts": 1, "verbose": False}
                 parts.append(SquareAttack(estimator=network, **square, **common))
@@ -97,13 +97,13 @@ def _version() -> str:
         return importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         raise InputError(
-            "AutoAttack needs the Adversarial Robustness Toolbox: pip install 'lipcert[attack]'; or take --attack pgd"
+            "AutoAttack needs the Adversarial Robustness Toolbox: pip install 'lipcert[attack]'; or use --attack pgd"
         ) from None
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The toolbox draws from the global generators: sets them, and puts them back."""
+    """Seeds the global random generators, which the toolbox uses, and restores them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         random.seed(seed)

@@ -1,4 +1,4 @@
-"""The perturbations that an attack may use: an l2 ball, cut by the box of images."""
+"""The perturbations of an attack: the intersection of an l2 ball with the box of images."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def project(delta: Tensor, images: Tensor, eps: Tensor) -> Tensor:
-    """The nearest perturbations of norm at most ε that keep every image in [0, 1].
+    """Projects perturbations onto those of norm at most ε that keep every image in [0, 1].
 
     With l = −x ≤ 0 ≤ u = 1 − x, the minimiser of ‖d − δ‖ over ‖d‖ ≤ ε, l ≤ d ≤ u is d = clip(tδ, l, u) for a t in
-    [0, 1]: stationarity of the Lagrangian in every entry, t = 1/(1 + λ) with λ ≥ 0 the multiplier of the ball. Its norm
-    does not decrease in t, and between two values of t at which entries reach the box its square is a + t²b: so t
-    follows from the sorted values without iteration.
+    [0, 1]. This is stationarity of the Lagrangian in every entry, with t = 1/(1 + λ) and λ ≥ 0 the multiplier of the
+    ball. The norm of d does not decrease in t. Between two values of t at which entries reach the box, its square is
+    a + t²b. So t follows from the sorted values without iteration.
 
     Args:
         delta: δ, shape (N, C, H, W).
@@ -20,21 +20,21 @@ def project(delta: Tensor, images: Tensor, eps: Tensor) -> Tensor:
         eps: ε, shape (N,).
 
     Returns:
-        d, shape (N, C, H, W). In float64 its norm exceeds ε by rounding alone, a relative 1e-15 or so.
+        d, shape (N, C, H, W). In float64 its norm exceeds ε at most by rounding, about 1e-15 relative.
     """
     z, x = delta.flatten(1), images.flatten(1)
     low, high = -x, 1 - x
     clipped = torch.clamp(z, low, high)
-    # The t at which an entry reaches the box; 1 where it does not on the way.
+    # The t at which an entry reaches the box; 1 if it stays inside.
     limit = torch.where(clipped == z, 1.0, clipped / torch.where(z == 0, 1.0, z))
     limit, order = limit.sort(dim=1)
     at_box, free = clipped.square().gather(1, order), z.square().gather(1, order)
     before = at_box.cumsum(1) - at_box
-    behind = free.flip(1).cumsum(1).flip(1)
-    reached = before + limit.square() * behind >= eps.square()[:, None]
+    after = free.flip(1).cumsum(1).flip(1)
+    reached = before + limit.square() * after >= eps.square()[:, None]
     first = reached.int().argmax(1, keepdim=True)
     left = (eps.square()[:, None] - before.gather(1, first)).clamp_min(0)
-    t = (left / behind.gather(1, first).clamp_min(torch.finfo(z.dtype).tiny)).sqrt().clamp_max(1)
+    t = (left / after.gather(1, first).clamp_min(torch.finfo(z.dtype).tiny)).sqrt().clamp_max(1)
     inside = torch.where(reached.any(1, keepdim=True), torch.clamp(t * z, low, high), clipped)
     norm = inside.norm(dim=1)
     shrink = torch.where(norm > eps, eps / norm.clamp_min(torch.finfo(z.dtype).tiny), 1.0)

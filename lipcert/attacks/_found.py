@@ -1,4 +1,4 @@
-"""What an attack found, checked by evaluating the model and nothing else."""
+"""The results of attacks, checked by evaluating the model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Distances are float64 norms of exact differences; this raises them above what rounding can take off.
+# Distances are float64 norms of exact differences. This factor makes them upper bounds despite rounding.
 _ROUND_UP = 1 + 1e-12
 
 
 @dataclass(frozen=True)
 class Adversarial:
-    """One perturbed image for each of N images, where there is one.
+    """The nearest adversarial example found for each of N images.
 
     Attributes:
-        images: the perturbed images, shape (N, C, H, W); the image itself where none was found.
-        distance: ℓ2 distance to the image, rounded up, float64, shape (N,); inf where none was found.
+        images: the perturbed images, shape (N, C, H, W); the original image if none was found.
+        distance: ℓ2 distance to the original, rounded up, float64, shape (N,); inf if none was found.
     """
 
     images: Tensor
@@ -31,16 +31,16 @@ class Adversarial:
 
     @staticmethod
     def none(images: Tensor) -> Adversarial:
-        """Nothing found yet."""
+        """No adversarial examples."""
         return Adversarial(images, images.new_full((len(images),), math.inf, dtype=torch.float64))
 
     def with_closer(self, where: Tensor, images: Tensor, distance: Tensor) -> Adversarial:
-        """These, with those in their place that are closer.
+        """Replaces each example by the candidate if that is closer.
 
         Args:
-            where: positions of the images that were looked at, shape (n,).
-            images: perturbed images, shape (n, C, H, W).
-            distance: their distances, inf where they change nothing, shape (n,).
+            where: positions of the candidates' images, shape (n,).
+            images: candidates, shape (n, C, H, W).
+            distance: their distances, inf if the prediction does not change, shape (n,).
         """
         closer = distance < self.distance[where]
         place = where[closer]
@@ -50,26 +50,26 @@ class Adversarial:
 
 
 def lead(logits: Tensor, labels: Tensor) -> Tensor:
-    """max_{j ≠ y} f_j − f_y, shape (N,): above 0 where the class is not y any more; a tie changes nothing."""
+    """max_{j ≠ y} f_j − f_y, shape (N,): positive if the predicted class is not y; a tie does not count."""
     own = logits.gather(1, labels[:, None])[:, 0]
     return logits.scatter(1, labels[:, None], -math.inf).amax(1) - own
 
 
 def distances(images: Tensor, perturbed: Tensor, leads: Tensor) -> Tensor:
-    """ℓ2 distances, rounded up, float64, shape (N,); inf where the lead of another class is not above 0."""
-    apart = (perturbed.double() - images.double()).flatten(1).norm(dim=1) * _ROUND_UP
-    return torch.where(leads > 0, apart, math.inf)
+    """ℓ2 distances, rounded up, float64, shape (N,); inf if no other class has a positive lead."""
+    distance = (perturbed.double() - images.double()).flatten(1).norm(dim=1) * _ROUND_UP
+    return torch.where(leads > 0, distance, math.inf)
 
 
 @torch.no_grad()
 def check(model: nn.Module, images: Tensor, labels: Tensor, perturbed: Tensor, eps: Tensor) -> Adversarial:
-    """What of proposed images holds: inside the ball and the box, and predicted as another class.
+    """Keeps the candidates that lie inside the ball and the box and are predicted as another class.
 
     Args:
-        model: images in [0, 1] to logits.
+        model: maps images in [0, 1] to logits.
         images: shape (N, C, H, W).
-        labels: classes to move away from, shape (N,).
-        perturbed: proposed images, shape (N, C, H, W), in the model's dtype.
+        labels: classes to change, shape (N,).
+        perturbed: candidates, shape (N, C, H, W), in the model's dtype.
         eps: largest distance that counts, shape (N,).
     """
     distance = distances(images, perturbed, lead(model(perturbed), labels))

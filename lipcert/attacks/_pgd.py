@@ -1,4 +1,4 @@
-"""Projected gradient ascent in l2, in pixel space, with the box built in."""
+"""Projected gradient ascent in pixel space, within an l2 ball and the box [0, 1]."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from lipcert.errors import InputError
 class PGD:
     """Projected gradient ascent on the lead of another class (Madry et al. 2018, arXiv 1706.06083), with restarts.
 
-    The first run starts at the image and goes for the strongest other class; run r starts at a random perturbation
-    and goes for the r-th strongest at the image (Gowal et al. 2019, arXiv 1910.09338). Steps go along the normalised
-    gradient, from 2ε falling to 0. What is found for an image does not depend on the others in its batch.
+    The first run starts at the image and maximises the lead of the strongest other class. Run r starts at a random
+    perturbation and targets the r-th strongest class at the image (Gowal et al. 2019, arXiv 1910.09338). Steps follow
+    the normalised gradient; their length falls from 2ε to 0. The result for an image does not depend on the others in
+    its batch.
 
     Args:
-        steps: gradient steps a run.
-        restarts: runs.
-        seed: of the random starts.
+        steps: gradient steps per run.
+        restarts: number of runs.
+        seed: seed of the random starts.
     """
 
     name: ClassVar[str] = "pgd-l2"
@@ -41,16 +42,16 @@ class PGD:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What identifies a run of the attack besides its name and version."""
+        """The settings that, with name and version, identify a run of the attack."""
         return {"steps": self.steps, "restarts": self.restarts, "seed": self.seed}
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, eps: float | Tensor) -> Adversarial:
         """Attacks images.
 
         Args:
-            model: images in [0, 1] to logits.
+            model: maps images in [0, 1] to logits.
             images: shape (N, C, H, W), in [0, 1] and in the model's dtype.
-            labels: classes to move away from, shape (N,).
+            labels: classes to change, shape (N,).
             eps: ε, one for all or of shape (N,).
         """
         sizes = torch.as_tensor(eps, dtype=images.dtype, device=images.device).expand(len(images))
@@ -65,7 +66,7 @@ class PGD:
     def _run(
         self, model: nn.Module, images: Tensor, labels: Tensor, eps: Tensor, restart: int
     ) -> tuple[Tensor, Tensor]:
-        """The nearest perturbed images that change the class along one run, and their distances."""
+        """The nearest adversarial examples along one run, and their distances."""
         every = torch.arange(len(images), device=images.device)
         best = Adversarial.none(images)
         size = eps.view(-1, 1, 1, 1)
@@ -103,22 +104,22 @@ def pgd(
     restarts: int = 3,
     seed: int = 0,
 ) -> Adversarial:
-    """Looks for perturbations of ℓ2 norm at most ε, inside [0, 1], that change the class.
+    """Searches for perturbations of ℓ2 norm at most ε, inside [0, 1], that change the class.
 
     Args:
-        model: images in [0, 1] to logits, such as a :class:`lipcert.Model`.
+        model: maps images in [0, 1] to logits, such as a :class:`lipcert.Model`.
         images: shape (N, C, H, W).
-        labels: classes to move away from, shape (N,); None for the model's own predictions.
+        labels: classes to change, shape (N,); None for the model's own predictions.
         eps: ε in ℓ2 on pixels in [0, 1].
-        steps: gradient steps a run.
-        restarts: runs, each from another point.
-        seed: of the random starts; the same seed gives the same result.
+        steps: gradient steps per run.
+        restarts: number of runs, each from another point.
+        seed: seed of the random starts; the same seed gives the same result.
 
     Returns:
         The perturbed images and their distances.
 
     Raises:
-        InputError: an ε that is not a positive number, fewer than 1 step or restart.
+        InputError: ε is not a positive number, or there is less than 1 step or restart.
     """
     if not 0 < eps < math.inf:
         raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
@@ -137,18 +138,19 @@ def smallest(
     eps: float,
     rounds: int = 6,
 ) -> Adversarial:
-    """Nearer perturbed images than an attack at one ε has found: single runs at radii that close in.
+    """Searches for adversarial examples closer than those found at ε, by single runs at decreasing radii.
 
-    The radius doubles until a run succeeds and then goes between the largest that failed and the nearest found.
+    The radius doubles until a run succeeds. Then each run uses a radius between the largest that failed and the
+    smallest distance found.
 
     Args:
-        attack: its steps and seed are used.
-        model: images in [0, 1] to logits.
+        attack: provides steps and seed.
+        model: maps images in [0, 1] to logits.
         images: shape (N, C, H, W).
-        labels: classes to move away from, shape (N,).
-        found: what was found at ε.
+        labels: classes to change, shape (N,).
+        found: the examples found at ε.
         eps: ε.
-        rounds: how many runs.
+        rounds: number of runs.
     """
     single = replace(attack, restarts=1)
     every = torch.arange(len(images), device=images.device)

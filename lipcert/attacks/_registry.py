@@ -1,4 +1,4 @@
-"""The attacks that can be asked for by name."""
+"""The attacks by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lipcert.errors import InputError
 
 
 class Attack(Protocol):
-    """An attack at one ε; its name, version and settings stand in every result."""
+    """An attack at one ε; every result records its name, version and settings."""
 
     @property
     def name(self) -> str: ...
@@ -32,10 +32,10 @@ ATTACKS: dict[str, Callable[[], Attack]] = {"pgd": PGD, "autoattack": AutoAttack
 
 
 def attack_named(attack: str | Attack | None) -> Attack | None:
-    """The attack that a name stands for; attacks and None are returned as they are.
+    """The attack with a name; attacks and None are returned unchanged.
 
     Raises:
-        InputError: there is no such attack, or the package that it needs is not installed.
+        InputError: there is no such attack, or its package is not installed.
     """
     if not isinstance(attack, str):
         return attack
@@ -45,5 +45,5 @@ def attack_named(attack: str | Attack | None) -> Attack | None:
 
 
 def identity(attack: Attack | None) -> dict[str, Any] | None:
-    """Name, version and settings, as values that JSON can hold."""
+    """Name, version and settings, as values that JSON can represent."""
     return None if attack is None else {"name": attack.name, "version": attack.version, "settings": attack.settings}

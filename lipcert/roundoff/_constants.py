@@ -1,7 +1,8 @@
-"""Constants that a network computes from its weights: how far they are off in the deployed format.
+"""Rounding errors, in the deployed format, of constants that a network computes from its weights.
 
-The capture holds such a constant as a tensor, computed in float64. What the deployed network computes in its place can
-be bounded only where it is known how: each case here compares the tensor with what the module computes, entry by entry.
+The captured graph holds such a constant as a float64 tensor. Its error in the deployed network can be bounded only if
+the computation is known. Each case here identifies the tensor by comparing it with the module's computation, entry by
+entry.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ def computed_error(constant: Tensor, path: str, model: nn.Module, fmt: Format) -
     """Upper bounds on the absolute error of a constant in the deployed network, entry by entry.
 
     Args:
-        constant: as captured, in float64.
-        path: of the module in which it is used.
+        constant: the captured constant, in float64.
+        path: path of the module that uses it.
         model: the network that the path belongs to, in float64.
         fmt: the deployed format.
 
     Returns:
-        The bounds, in the shape of the constant; None where it is not known how the constant is computed.
+        The bounds, in the shape of the constant; None if its computation is not known.
     """
     module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
     for value, error in (*_mixing(module, fmt), *_positions(module, parent, fmt)):
@@ -35,10 +36,10 @@ def computed_error(constant: Tensor, path: str, model: nn.Module, fmt: Format) -
 
 
 def _mixing(module: nn.Module, fmt: Format) -> Iterator[tuple[Tensor, Tensor]]:
-    """M = s·Q·Vᵀ of attention by distance: sums of D products of cast weights, then a product with s.
+    """M = s·Q·Vᵀ of L2 attention: sums of D products of cast weights, then a product with s.
 
-    With Q̂ = Q + ΔQ and V̂ = V + ΔV, |Q̂V̂ᵀ − QVᵀ| ≤ |ΔQ||V|ᵀ + |Q||ΔV|ᵀ + |ΔQ||ΔV|ᵀ, and the computed product adds what
-    :meth:`Format.sum` says. A product with ŝ = s + Δs is off by |e|ŝ + |M/s||Δs| and two roundings.
+    With Q̂ = Q + ΔQ and V̂ = V + ΔV, |Q̂V̂ᵀ − QVᵀ| ≤ |ΔQ||V|ᵀ + |Q||ΔV|ᵀ + |ΔQ||ΔV|ᵀ. The computed product adds the
+    error of :meth:`Format.sum`. The product with ŝ = s + Δs errs by |e|ŝ + |M/s||Δs| and two roundings.
     """
     if not isinstance(module, L2Attention):
         return
@@ -53,7 +54,7 @@ def _mixing(module: nn.Module, fmt: Format) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _positions(module: nn.Module, parent: nn.Module, fmt: Format) -> Iterator[tuple[Tensor, Tensor]]:
-    """A table of relative positions, whose entries are moved, alone and with the mask of shifted windows added."""
+    """Relative position biases, gathered from a table, alone and with the mask of shifted windows added."""
     table, index = (getattr(module, f"relative_position_{name}", None) for name in ("bias_table", "index"))
     if not isinstance(table, Tensor) or not isinstance(index, Tensor) or index.dim() != 2:
         return

@@ -1,14 +1,14 @@
-"""How far the logits of the deployed network can be from those of the network in real arithmetic.
+"""Bounds on the difference between the logits of the deployed network and of the network in real arithmetic.
 
-Every operation v of the deployed network is ĥ_v = f_v(ĥ_operands) + e_v with |e_v| bounded by its rule
-(the rounding rules of :mod:`lipcert.bounds`), so that with L the Lipschitz constants of f_v in its operands
+Every operation v of the deployed network computes ĥ_v = f_v(ĥ_operands) + e_v, with |e_v| bounded by the rounding rules
+of :mod:`lipcert.bounds`. With L the Lipschitz constants of f_v in its operands,
 
-    ‖ĥ_v − h_v‖ ≤ Σ_operands L ‖ĥ_u − h_u‖ + ‖e_v‖,
+    ‖ĥ_v − h_v‖ ≤ Σ_operands L ‖ĥ_u − h_u‖ + ‖e_v‖.
 
-a second walk over the rules of the global question. Their constants hold where the operands have the ranges of the
-image box; here the ranges are widened by an eighth, and the answer is ∞ if a rounding error leaves that. Proof that the
-rules' constants hold for any two points of their region and not only for two images: each bounds the operation's
-difference quotient, or its derivative on a convex set, from nothing but the ranges of its operands.
+The constants L come from the rules of the global analysis. These hold while the operands stay in their ranges over the
+image box. Here the ranges are widened by an eighth, and the bound is ∞ if a rounding error leaves the widened range.
+The rules' constants hold for any two points of their region, not only for values of two images: each bounds the
+operation's difference quotient, or its derivative on a convex set, from the ranges of its operands alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff._constants import computed_error
 
-# (images, predicted, ledger) ↦ (gaps f_y − f_j, number of the call) ↦ radii of shape (N,).
+# (images, predicted, ledger) ↦ (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
 RadiusMethod = Callable[[Tensor, Tensor, Ledger], Radii]
 
@@ -49,20 +49,20 @@ _WIDER = 1.125
 
 
 class Gains:
-    """Ranges of all values of a network over the image box, and the Lipschitz constants of its operations there.
+    """Ranges of all values of a network over the image box, and Lipschitz constants of its operations on them.
 
     Args:
         graph: the captured network.
-        model: the model; constants of the network must be parts of its parameters and buffers, or be computed in a
-            known way.
+        model: the model. Constants of the network must belong to its parameters and buffers, or be computed in a known
+            way.
         fmt: the deployed format.
 
     Attributes:
-        values: what the global rules say of every node.
+        values: the global bounds of every node.
         format: the deployed format, with the constants that the network computes.
 
     Raises:
-        UnsupportedOperation: names the operations without a global or a rounding rule.
+        UnsupportedOperation: operations have no global or no rounding rule; lists them.
     """
 
     def __init__(self, graph: Graph, model: Model, fmt: Format):
@@ -92,13 +92,13 @@ class Gains:
             raise UnsupportedOperation(missing, "rounding")
 
     def widened(self, node: Node, lip: Number) -> Value:
-        """The ranges of a value, widened, with another constant."""
+        """The widened ranges of a value, with another Lipschitz constant."""
         value = self.values[node]
         rows = None if value.rows is None else (value.rows[0], value.rows[1] * _WIDER)
         return Value(value.shape, lip, magnitude=value.magnitude * _WIDER, rows=rows)
 
     def slack(self, node: Node) -> float:
-        """How far a value may be from its range in ℓ2."""
+        """The ℓ2 distance from its range that a value may have inside the widened range."""
         value = self.values[node]
         sizes = [value.magnitude] if value.rows is None else [value.magnitude, value.rows[1]]
         return float(min(sizes)) * (_WIDER - 1) / OWN_ROUNDING
@@ -129,10 +129,10 @@ class Gains:
 
 
 def _constants(node: Node, known: set[int]) -> list[Tensor]:
-    """The constants of an operation that are not parts of those whose storage is ``known``: the network computes them.
+    """The constants of an operation that the network computes, because their storage is not ``known``.
 
     Raises:
-        NoAnswer: the result has a format of its own, and is not what was captured in float64.
+        NoAnswer: the result is in another type than float64.
     """
     if node.dtype is not None and node.dtype != torch.float64:
         raise NoAnswer(f"a result in {node.dtype}")
@@ -142,7 +142,7 @@ def _constants(node: Node, known: set[int]) -> list[Tensor]:
 
 
 def passes(node: Node) -> bool:
-    """Whether a node only takes a value apart: splitting, and picking one of the parts."""
+    """Whether a node only splits a value or selects one of the parts."""
     return node.op == "part" or node.op in PIECES
 
 
@@ -158,7 +158,7 @@ def _tensors(tree: object, found: list[Tensor]) -> None:
 
 
 def error_norm(error: Tensor) -> Tensor:
-    """ℓ2 norms of (N, ...) from above, shape (N,)."""
+    """Upper bounds on the ℓ2 norms of (N, ...), shape (N,)."""
     flat = error.reshape(len(error), -1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
@@ -170,16 +170,16 @@ def error_norm(error: Tensor) -> Tensor:
 class Roundoff:
     """Bounds on the rounding errors of one model in one format.
 
-    The deployed network is ``model.to(dtype)(images.to(dtype))``; what is assumed of it is at the head of
-    :mod:`lipcert.roundoff`.
+    The deployed network is ``model.to(dtype)(images.to(dtype))``. The docstring of :mod:`lipcert.roundoff` states the
+    assumptions.
 
     Args:
-        model: the model in float64, with the weights of the artifact; casting them is part of the error.
+        model: the model in float64, with its original weights; casting them is part of the error.
         dtype: "float32", "float16", "bfloat16", the dtype, or a :class:`Format`.
 
     Raises:
-        InputError: no such format.
-        UnsupportedOperation: operations without a rule. There are certificates in real arithmetic only.
+        InputError: there is no such format.
+        UnsupportedOperation: operations have no rule. Then certificates hold in real arithmetic only.
     """
 
     def __init__(self, model: Model, dtype: str | torch.dtype | Format):
@@ -190,37 +190,37 @@ class Roundoff:
         self.gains = Gains(self.graph, model, self.format)
 
     def deployed(self, stage: RadiusMethod) -> RadiusMethod:
-        """A method for the network in real arithmetic, turned into one for the deployed network.
+        """Turns a method for the network in real arithmetic into one for the deployed network.
 
         Args:
-            stage: gives radii that do not fall as the gaps rise. It is asked twice for an image, with the number of the
-                call: what is random in both must hold together.
+            stage: gives radii that are nondecreasing in the margins. It is called twice for an image, with the number
+                of the call; the failure probability must cover both calls together.
 
         Returns:
-            The same with the gaps reduced by :meth:`margins` at the radius in real arithmetic, which bounds the result,
-            and with :meth:`entry` taken off.
+            The same method with the margins reduced by :meth:`margins` at the radius in real arithmetic, which is an
+            upper limit of the result, and with :meth:`entry` subtracted from the radius.
         """
 
         def deployed(images: Tensor, predicted: Tensor, ledger: Ledger) -> Radii:
             radii = stage(images, predicted, ledger)
 
-            def taken_off(gaps: Tensor, call: int) -> Tensor:
-                real = radii(gaps, 2 * call)
-                lost = self.margins(images, predicted, real).to(gaps.device)
-                found = torch.minimum(radii((gaps - lost).clamp_min(0), 2 * call + 1), real)
+            def reduced(margin: Tensor, call: int) -> Tensor:
+                real = radii(margin, 2 * call)
+                lost = self.margins(images, predicted, real).to(margin.device)
+                found = torch.minimum(radii((margin - lost).clamp_min(0), 2 * call + 1), real)
                 entry = self.entry(images, found).to(found.device)
                 return torch.where(found > entry, (found - entry) * (1 - SAFETY), 0.0)
 
-            return taken_off
+            return reduced
 
         return deployed
 
     @torch.no_grad()
     def margins(self, images: Tensor, predicted: Tensor, radius: Tensor) -> Tensor:
-        """How much f̂_y − f̂_j can be below f_y − f_j, at any image of [0, 1] within ``radius`` that the format holds.
+        """Upper bounds on (f_y − f_j) − (f̂_y − f̂_j) at images in [0, 1] within ``radius`` that the format represents.
 
-        f_y − f_j = ⟨w_y − w_j, h⟩ + const for a linear head, so ‖w_y − w_j‖ times the error of the features h and the
-        rounding of the head itself; or √2 times the error of the logits.
+        For a linear head f_y − f_j = ⟨w_y − w_j, h⟩ + const. The bound is ‖w_y − w_j‖ times the error of the features h
+        plus the rounding of the head itself, or √2 times the error of the logits if that is smaller.
 
         Args:
             images: pixels in [0, 1], shape (N, C, H, W).
@@ -228,7 +228,7 @@ class Roundoff:
             radius: shape (N,); ∞ for all images of the box.
 
         Returns:
-            float64, shape (N, classes); ∞ where nothing is known, 0 at j = y.
+            float64, shape (N, classes); ∞ if there is no bound, 0 at j = y.
         """
         predicted = predicted.to(self.model.device)
         errors, local = self._errors(images, radius.to(self.model.device, torch.float64))
@@ -236,17 +236,18 @@ class Roundoff:
         found = math.sqrt(2) * errors[output][:, None].expand(-1, output.shape[-1])
         if output.op == "linear" and len(output.shape) == 2:
             weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
-            apart = torch.stack([row_distances(weight.detach().double(), y) for y in predicted.tolist()])
+            distances = torch.stack([row_distances(weight.detach().double(), y) for y in predicted.tolist()])
             head = local[output].reshape(len(images), -1)
-            through = apart * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
+            through = distances * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
             found = torch.minimum(found, through)
         found = at_most(found * OWN_ROUNDING)
         return found.scatter(1, predicted[:, None], 0.0)
 
     def entry(self, images: Tensor, radius: Tensor) -> Tensor:
-        """How far rounding the pixels of an image within ``radius`` can move it, shape (N,).
+        """The ℓ2 distance by which rounding the pixels can move an image within ``radius``, shape (N,).
 
-        To be taken off a radius: the deployed network sees an image of [0, 1] that is so much further away.
+        It must be subtracted from a radius: the deployed network gets an image in [0, 1] that may be this much further
+        away.
         """
         return self.format.entry(images.to(radius.device, torch.float64), radius)
 
@@ -275,7 +276,7 @@ class Roundoff:
 
 
 def _times(gain: float, error: Tensor) -> Tensor:
-    """0 · ∞ = 0: what is constant stays so."""
+    """gain · error with 0 · ∞ = 0, because a constant has no error."""
     return torch.where(error > 0, gain * error, 0.0) if gain > 0 else torch.zeros_like(error)
 
 
