@@ -41,7 +41,7 @@ __all__ = [
     "surgery",
 ]
 
-# Where a name is imported from when it is first used: ``lipcert --help`` need not wait for torch and timm.
+# The modules from which names are imported at first use, so that ``lipcert --help`` does not import torch and timm.
 _HOMES = {
     "Model": "lipcert.model",
     "certify": "lipcert.results",
@@ -54,7 +54,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # an editor sees the names above, and that others do not exist
+if not TYPE_CHECKING:  # type checkers use the imports above instead
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
@@ -71,7 +71,7 @@ if not TYPE_CHECKING:  # an editor sees the names above, and that others do not 
 
 
 class _AfterTimm:
-    """Adds the architectures of ``lipcert.networks`` to timm's registry once timm is imported, by whoever does it."""
+    """Adds the architectures of ``lipcert.networks`` to timm's registry as soon as timm is imported by any code."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "timm":

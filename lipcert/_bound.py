@@ -1,4 +1,4 @@
-"""What lipcert says about a Lipschitz constant: a :class:`Bound`, which is true, or an :class:`Estimate`, which is not.
+"""Results about a Lipschitz constant: a :class:`Bound` is certified, an :class:`Estimate` may be too small.
 
 They are different types on purpose. Nothing that prints the word "certified" accepts an :class:`Estimate`.
 """
@@ -22,11 +22,12 @@ class LayerBound:
 
     Attributes:
         path: dotted module path ("" for the model itself).
-        operation: what runs there, such as ``linear`` or ``L2Attention``; ``conv2d + batch_norm`` for operations that
-            are bounded as one.
-        log10_gain: how much the operation can stretch a perturbation of its input, as log10; -inf for a constant.
-        log10_reach: how much a perturbation of the pixels can have grown at its output, as log10.
-        method: how the gain was found.
+        operation: the operation's name, such as ``linear`` or ``L2Attention``; ``conv2d + batch_norm`` for operations
+            that are bounded as one.
+        log10_gain: log10 of the largest factor by which the operation can enlarge a perturbation of its input; -inf for
+            a constant.
+        log10_reach: log10 of the largest factor by which a perturbation of the pixels can have grown at its output.
+        method: how the gain was computed.
     """
 
     path: str
@@ -41,14 +42,14 @@ class Bound:
     """An upper bound on a Lipschitz constant in ℓ2, rounding included.
 
     Attributes:
-        value: the bound, rounded up to float64; ``inf`` where it is larger than float64 can hold (see ``log10``).
+        value: the bound, rounded up to float64; ``inf`` if it overflows float64 (see ``log10``).
         rigor: ``deterministic``, or ``probabilistic`` with failure probability ``delta``.
         method: how it was computed.
-        reference: paper and theorem, or where the proof stands.
+        reference: paper and theorem, or the place of the proof.
         delta: probability that the bound is too small, over lipcert's own random start vectors; 0 if deterministic.
-        log10: decimal logarithm of the bound, also where ``value`` overflows.
-        layers: for bounds of whole models the operations on the path from pixels to logits that decides the bound, in
-            its order; their gains multiply to the bound.
+        log10: decimal logarithm of the bound, also if ``value`` overflows.
+        layers: for bounds of whole models, the operations on the path from pixels to logits that determines the bound,
+            in order; their gains multiply to the bound.
     """
 
     value: float
@@ -68,7 +69,7 @@ class Bound:
             object.__setattr__(self, "log10", math.log10(self.value) if self.value > 0 else -math.inf)
 
     def __repr__(self) -> str:
-        """Three lines: the number, how it was found, and what stretches most; ``layers`` has the rest."""
+        """Three lines: the number, the method, and the layers with the largest gains; ``layers`` has the rest."""
         if self.log10 < 6:
             value = f"{Context(prec=6, rounding=ROUND_CEILING).create_decimal(Decimal(self.value)):g}"
         else:
@@ -82,7 +83,7 @@ class Bound:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, with a table of what stretches."""
+        """The same for notebooks, with a table of the gains."""
         rows = "".join(
             f"<tr><td>{escape(layer.path)}</td><td>{escape(layer.operation)}</td><td>10^{layer.log10_gain:.3f}</td></tr>"
             for layer in self.layers
@@ -94,9 +95,9 @@ class Bound:
     def deterministic(
         cls, value: Upper | float, method: str, reference: str = "", layers: tuple[LayerBound, ...] = ()
     ) -> Bound:
-        """A bound that holds with certainty; ``value`` is rounded up to float64.
+        """A deterministic bound; ``value`` is rounded up to float64.
 
-        In training, of a number that is no bound, an :class:`Estimate` with its gradient.
+        In training, where ``value`` is an estimate, the result is an :class:`Estimate` with its gradient.
         """
         upper = Upper(value)
         if type(upper) is not Upper:
@@ -105,7 +106,7 @@ class Bound:
 
     @property
     def finite(self) -> bool:
-        """Whether there is a bound at all: also true for one too large for float64."""
+        """Whether the bound is finite, even if it overflows float64."""
         return self.log10 < math.inf
 
 

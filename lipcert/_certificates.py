@@ -1,4 +1,4 @@
-"""The answer for a batch of images."""
+"""The certificates of a batch of images."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Certificates:
 
     Attributes:
         predicted: class of the largest logit, int64, shape (N,).
-        margin: largest logit less the second largest, float64, shape (N,).
+        margin: largest logit minus the second largest, float64, shape (N,).
         radius: no perturbation of the pixels with ℓ2 norm smaller than this changes ``predicted``; float64, shape (N,),
             rounded down.
-        certified: whether ``radius`` is larger than the ε that was asked for; bool, shape (N,).
-        method: which certificate decided, N names.
+        certified: whether ``radius`` is larger than ε; bool, shape (N,).
+        method: the method that gave the radius, N names.
         rigor: ``deterministic`` or ``probabilistic(δ)``, N words.
         labels: the true classes, int64, shape (N,), or None.
-        eps: the ε that was asked for, in ℓ2 on pixels in [0, 1].
+        eps: the requested ε, in ℓ2 on pixels in [0, 1].
         attacked: whether an attack changed the prediction within ε; bool, shape (N,), or None without an attack.
-        attack_distance: ℓ2 distance of the nearest perturbed image that an attack found, inside or outside ε, inf where
-            it found none; float64, shape (N,), or None without an attack. The true radius lies between ``radius`` and
-            this.
-        dtype: what the certificates hold for: ``real`` arithmetic, or the format of the deployed forward pass.
+        attack_distance: ℓ2 distance of the nearest adversarial example that an attack found, inside or outside ε; inf
+            if it found none; float64, shape (N,), or None without an attack. The true radius lies between ``radius``
+            and this distance.
+        dtype: the arithmetic for which the certificates hold: ``real``, or the format of the deployed forward pass.
     """
 
     predicted: Tensor
@@ -55,16 +55,16 @@ class Certificates:
 
     @property
     def certified_accuracy(self) -> float | None:
-        """Share of the images that are predicted right and certified; None without labels."""
+        """Share of images that are correct and certified; None without labels."""
         return None if self.correct is None else (self.correct & self.certified).double().mean().item()
 
     def entries(self, i: int) -> dict[str, Any]:
-        """What the row of image i states beyond the rows of all certificates."""
+        """Additional entries of the row of image i."""
         return {}
 
     @classmethod
     def join(cls, parts: Sequence[Certificates]) -> Certificates:
-        """The certificates of several batches, in order; what not all of them know is None."""
+        """The certificates of several batches, in order; an attribute that is None in one of them is None."""
 
         def joined(values: list[Any]) -> Any:
             if any(value is None for value in values):

@@ -1,4 +1,4 @@
-"""Reading weights from files that may be wrong in any way, without ever running code from them."""
+"""Reads weights from untrusted files, without running code from them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from lipcert.model import unusable
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 
-# Where training scripts put the weights inside a checkpoint, averaged weights first, as timm's own loader does.
+# The keys under which training scripts store the weights in a checkpoint. Averaged weights come first, as in timm's
+# loader.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Mapping[str, Tensor], str | None]:
-    """The tensors of a checkpoint file, on the CPU, read when they are asked for where the format allows it.
+    """The tensors of a checkpoint file, on the CPU; read lazily if the format allows it.
 
     Args:
-        path: a ``.safetensors`` file, or whatever ``torch.load(weights_only=True)`` reads.
+        path: a ``.safetensors`` file, or a file that ``torch.load(weights_only=True)`` reads.
 
     Returns:
-        The state dict, free of wrappers and of ``module.`` and ``_orig_mod.`` prefixes, and the timm name that the file
-        gives for its architecture, or None.
+        The state dict, without wrappers and without ``module.`` and ``_orig_mod.`` prefixes, and the timm name of the
+        architecture if the file has one, or None.
 
     Raises:
-        LoadError: missing, damaged or foreign file, or one that holds Python objects besides tensors.
+        LoadError: the file is missing, damaged or not a checkpoint, or it holds Python objects besides tensors.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -53,10 +54,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Mapping[str, Tensor],
 
 
 def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str) -> None:
-    """Puts a state dict into a network whose names and shapes it must match one by one.
+    """Copies a state dict into a network. Names and shapes must match exactly.
 
     Raises:
-        LoadError: naming the first tensors that are missing, unexpected, of another shape or of another kind.
+        LoadError: tensors are missing, unexpected, or of another shape or type; names the first ones.
     """
     own = net.state_dict()
     shapes = [
@@ -81,7 +82,7 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.
             f"{file} does not fit {name}: {'; '.join(found)}; give the timm name and arguments it was made with"
         )
     with torch.no_grad():
-        for key, value in own.items():  # one by one, so that the file's tensors are never in memory all at once
+        for key, value in own.items():  # one by one, so that not all tensors of the file are in memory at once
             value.copy_(state[key])
 
 
@@ -89,7 +90,7 @@ def check_finite(net: nn.Module, origin: str) -> None:
     """Refuses weights that hold NaN or infinity.
 
     Raises:
-        LoadError: naming the first such tensor.
+        LoadError: there are such weights; names the first tensor.
     """
     problem = unusable(net)
     if problem is not None:
@@ -110,7 +111,7 @@ def _read_safetensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read, and its memory mapped, only while it is in use."""
+    """The tensors of a safetensors file. Each is read, and its memory mapped, only while it is in use."""
 
     def __init__(self, path: Path, keys: list[str]):
         self.path = path
@@ -144,8 +145,8 @@ def _torch_load(path: Path) -> Any:
         if archive:
             _check_archive(path)
         with allowed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols; what cannot be read raises
-            # Mapped files are read when a tensor is used; only torch's newer format, a zip archive, can be mapped.
+            warnings.simplefilter("ignore")  # ignore warnings about pickle protocols; unreadable files raise
+            # A mapped file is read when a tensor is used. Only torch's newer format, a zip archive, can be mapped.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         raise LoadError(
@@ -158,10 +159,10 @@ def _torch_load(path: Path) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """What torch does not check of a file that it maps.
+    """Checks of a mapped file that torch omits.
 
     Raises:
-        ValueError: the archive is compressed, so that reading it could fill the memory, or a checksum is wrong.
+        ValueError: the archive is compressed, so that reading it could exhaust the memory, or a checksum is wrong.
     """
     with zipfile.ZipFile(path) as archive:
         if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
@@ -181,7 +182,7 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that holds its numbers one by one."""
+    """Whether a value is a dense, real CPU tensor without quantisation."""
     if not isinstance(value, Tensor) or value.is_nested or value.is_quantized or value.is_complex():
         return False
     return value.layout == torch.strided and value.device.type == "cpu"

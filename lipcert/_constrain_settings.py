@@ -1,4 +1,4 @@
-"""What can be asked of :func:`lipcert.constrain`."""
+"""The settings of :func:`lipcert.constrain`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Preset:
     """Hyper-parameters of Gupta and Verma 2023 (arXiv 2302.10287), tables 9 and 10.
 
     Attributes:
-        batch_size: images a step.
-        epochs: of training from scratch with L2 attention (table 9), or of adapting it (table 10).
-        iterations: of Douglas–Rachford, "CertViT epochs".
+        batch_size: images per step.
+        epochs: epochs of training from scratch with L2 attention (table 9), or of fine-tuning with it (table 10).
+        iterations: iterations of Douglas–Rachford, "CertViT epochs".
         projection_epochs: "proj_C epochs".
         eta: η.
         beta: β.
@@ -68,41 +68,42 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class ConstrainSettings:
-    """What is asked of constrained layers; checked when it is made.
+    """The settings of constrained layers; the constructor checks them.
 
     Attributes:
         error: relative output error of each layer, above 0 and below 1.
         measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
-            are reported beside the others in any case.
-        keep: ``"outputs"`` of each layer, or, for layers with a ReLU behind them, ``"activations"``: what the ReLU
-            makes of its outputs, which leaves units that are off free and the norms lower, see
+            are always reported for comparison.
+        keep: ``"outputs"`` of each layer, or ``"activations"``. With activations, a layer followed by a ReLU only has
+            to keep the outputs of the ReLU. This leaves inactive units free and gives lower norms, see
             :mod:`lipcert.certvit.behind`. The bound on the error is the same.
-        eta: η of the paper, which takes the place of ``error``: the squared error of a layer's output for one row,
-            such as a token or a patch, in the mean over rows.
-        preset: names η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`; what is given
-            beside it counts. The exact engine takes η of it.
-        iterations: of Douglas–Rachford; 500 at most, or 2 in the engine ``"faithful"``, where None.
-        beta: β of the engine ``"faithful"``: the share of the weights that the threshold of the first step takes to
-            zero, 0.1 where None. So the authors' scripts read the β of their tables; as a threshold itself, which the
-            text of the paper says, 0.1 is above most weights of a transformer.
-        relaxation: λ of the engine ``"faithful"``, 1.2 where None.
-        projection_epochs: of the engine ``"faithful"``: passes over the mini-batches for one projection, 100 where
-            None, as the authors' scripts.
-        point: which of its two sequences the engine ``"faithful"`` returns: ``"projected"``, which nearly meets the
-            error, or ``"sparse"``, the thresholded one, which has zeros and breaks it more, as the authors' scripts.
-        engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which knows the measure
-            ``"l1"`` only, may miss ``error``, and is there to be compared: see
-            :func:`lipcert.certvit.constrain_blockwise`. The images are dealt out to 4 mini-batches.
-        layers: module paths in ``model.net``, or a text of them with commas between; None takes all that can be
-            constrained.
-        workers: processes that solve layers; 0 solves in this one. More need ``if __name__ == "__main__"``.
-        devices: where to solve; worker k takes ``devices[k % len(devices)]``.
-        resume_dir: folder for finished layers, from which an interrupted run goes on.
-        max_bytes: limit for the moments held at a time, once for calibration and once for held-out images; layers whose
-            moments do not fit together take another pass over the images each.
+        eta: η of the paper, which replaces ``error``: the squared error of a layer's output for one row, such as a
+            token or a patch, averaged over rows.
+        preset: selects η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`. Explicit values
+            override it. The exact engine uses only its η.
+        iterations: maximum number of Douglas–Rachford iterations. None means 500, or 2 in the engine ``"faithful"``.
+        beta: β of the engine ``"faithful"``: the share of weights that the threshold of the first step sets to zero;
+            None means 0.1. The authors' scripts interpret the β of their tables in this way. The paper's text uses β as
+            the threshold itself, but 0.1 is larger than most weights of a transformer.
+        relaxation: λ of the engine ``"faithful"``; None means 1.2.
+        projection_epochs: passes over the mini-batches for one projection in the engine ``"faithful"``; None means 100,
+            as in the authors' scripts.
+        point: the sequence that the engine ``"faithful"`` returns: ``"projected"``, which nearly meets the error, or
+            ``"sparse"``, the thresholded one, which has zeros but exceeds the error more, as in the authors' scripts.
+        engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which is included for
+            comparison. It supports the measure ``"l1"`` only and may exceed ``error``, see
+            :func:`lipcert.certvit.constrain_blockwise`. The images are split into 4 mini-batches.
+        layers: module paths in ``model.net``, as a sequence or separated by commas; None constrains all supported
+            layers.
+        workers: processes that solve layers; 0 solves in this process. Worker processes need ``if __name__ ==
+            "__main__"``.
+        devices: devices for solving; worker k uses ``devices[k % len(devices)]``.
+        resume_dir: folder for finished layers, from which an interrupted run continues.
+        max_bytes: memory limit for the moments held at a time, once for calibration and once for held-out images.
+            Layers whose moments do not fit together need further passes over the images.
 
     Raises:
-        InputError: a value that cannot be used.
+        InputError: a value is not valid.
     """
 
     error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, float)
@@ -166,7 +167,7 @@ class ConstrainSettings:
             object.__setattr__(self, "layers", tuple(name.strip() for name in names))
 
     def _fill_in(self) -> None:
-        """Takes what is not given from the preset, and checks the numbers."""
+        """Fills in missing values from the preset, and checks the numbers."""
         faithful = ("beta", "relaxation", "projection_epochs")
         if self.engine != "faithful":
             given = [name for name in faithful if getattr(self, name) is not None]
@@ -187,7 +188,7 @@ class ConstrainSettings:
                 raise InputError(f"{name} must be at least 1, got {value}")
 
     def solver_options(self) -> dict[str, Any]:
-        """What the solver of the engine takes besides error and measure, as far as it is given."""
+        """The given options of the engine's solver, besides error and measure."""
         named: dict[str, Any] = {"iterations": self.iterations}
         if self.engine == "faithful":
             named |= {"quantile": self.beta, "relaxation": self.relaxation, "eta": self.eta, "point": self.point}
@@ -195,7 +196,7 @@ class ConstrainSettings:
         return {name: value for name, value in named.items() if value is not None}
 
     def described(self) -> dict[str, Any]:
-        """For a recipe: what was asked of the layers, without what is as ever."""
+        """The settings of the layers for a recipe, without those at their defaults."""
         always = {"measure": self.measure, "engine": self.engine, "error": self.error}
         names = ("keep", "eta", "preset", "iterations", "beta", "relaxation", "projection_epochs", "point")
         ever = {one.name: one.default for one in fields(self)}

@@ -1,4 +1,4 @@
-"""A network as a file describes it, without storage, so that it can be compared before anything is allocated."""
+"""Builds a network from a file's description without storage, and compares it with the file before allocation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-# The sum of all whole numbers among a network's arguments, and the largest of the others: widths, depths, ratios.
-# With larger ones timm would make lists of that length before the first weight.
+# Limits on the sum of a network's integer arguments (widths, depths) and on its largest float (ratios). With larger
+# ones timm would build lists of that length before the first weight.
 _WHOLE = 2**21
 _RATIO = 1000.0
-# Modules and parameters that a network may consist of, for each tensor of its file.
+# The largest number of modules and parameters per tensor of the file.
 _PARTS = 100
 _FEW_TENSORS = 100
-# Buffers that are in no file: tables of positions, masks of windows. Entries, and entries for each weight.
+# Limits for buffers that files omit, such as position tables and window masks: entries, and entries per weight.
 _BUFFERS = 2**27
 _BUFFERS_A_WEIGHT = 64
 
@@ -30,16 +30,16 @@ def check_described(
 ) -> None:
     """Builds a network without storage and compares it with the tensors of a file.
 
-    The work grows with the file: construction stops as soon as the network has many more parts than the file has
-    tensors.
+    The work is bounded by the size of the file: construction stops as soon as the network has many more parts than the
+    file has tensors.
 
     Args:
-        build: makes the network.
-        arguments: what it is made with.
-        shapes: of the tensors in the file, by name.
+        build: builds the network.
+        arguments: the arguments of the network.
+        shapes: shapes of the tensors in the file, by name.
 
     Raises:
-        ValueError: the network is not what the file holds, or much larger.
+        ValueError: the network differs from the file, or is much larger.
     """
     numbers = list(_numbers(arguments))
     whole = sum(abs(number) for number in numbers if isinstance(number, int))
@@ -58,7 +58,7 @@ def check_described(
 
 @contextlib.contextmanager
 def _limited(parts: int) -> Iterator[None]:
-    """Stops the construction of a network with more modules and parameters than ``parts``, with a ValueError."""
+    """Raises a ValueError when a network under construction has more modules and parameters than ``parts``."""
     found = 0
 
     def count(_module: nn.Module, _name: str, _value: object) -> None:

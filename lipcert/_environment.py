@@ -1,13 +1,13 @@
-"""What torch and the machine are set to, where a certificate rests on it: read and probed, not hoped for.
+"""Checks the settings of torch and the machine on which certificates depend.
 
-Certificates are computed in float64, and those for a ``dtype`` hold for a network that rounds as
-:mod:`lipcert.roundoff` says. :func:`check` refuses a process in which one of the two is not so, with the line that
-mends it. Settings are read by name, where this version of torch has them. What cannot be read is probed: subnormal
-numbers that are flushed to zero, another rounding mode, and float32 products with an operand that selects entries of
-the other. Their exact results are these entries, so that fewer bits or a transform (Winograd, FFT) show.
+Certificates need float64 arithmetic. Certificates for a ``dtype`` also need a network that rounds as
+:mod:`lipcert.roundoff` assumes. :func:`check` refuses a process that violates one of the two, and names the line that
+fixes it. Settings are read by name if this version of torch has them. Other properties are probed: subnormal numbers
+that are flushed to zero, the rounding mode, and float32 products with an operand that selects entries of the other. The
+exact results of such products are these entries, so reduced precision or a transform (Winograd, FFT) becomes visible.
 
-The network may run in another process than the one that certifies it. What has to hold there is :data:`ASSUMED`; it
-stands in the summary of a run and in ``lipcert doctor``, and calling :func:`check` in that process looks for it.
+The network may run in another process than the one that certifies it. :data:`ASSUMED` lists what must hold there. The
+summary of a run and ``lipcert doctor`` show this list. Call :func:`check` in that process to check it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 
-# What the deploying process is assumed to do beyond what can be read here, by what the certificate holds for.
+# Assumptions on the deploying process that cannot be checked here, by the arithmetic of the certificate.
 ASSUMED = {
     "real": (
         "torch evaluates the network in float64 to 1e-6 of its logits and gradients",
@@ -51,18 +51,18 @@ _REDUCED = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "cuda.matmul.allow_fp16_accumulation",
 )
-# An intra-op thread of torch takes so many entries at once.
+# The number of entries that torch gives to one intra-op thread.
 _GRAIN = 2**15
 
 
 def assumptions(dtype: str) -> list[str]:
-    """What a certificate for ``dtype``, or for real arithmetic, takes for granted."""
+    """The assumptions of a certificate for ``dtype``, or for real arithmetic."""
     found = [*ASSUMED["real"], *(ASSUMED["deployed"] if dtype != "real" else ())]
     return found + list(ASSUMED["half"] if dtype in ("float16", "bfloat16") else ())
 
 
 def settings() -> dict[str, Any]:
-    """The settings of torch that certificates depend on, by name; those that this version lacks are left out."""
+    """The torch settings on which certificates depend, by name; settings that this version lacks are omitted."""
     found = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
     found |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
     found["torch.get_float32_matmul_precision()"] = matmul_precision()
@@ -75,11 +75,11 @@ def check(device: torch.device, dtype: str = "real") -> None:
     """Refuses a process in which a certificate would not hold.
 
     Args:
-        device: where the network is evaluated.
-        dtype: ``real``, or the format that certificates are for.
+        device: the device of the network.
+        dtype: ``real``, or the format of the certificates.
 
     Raises:
-        InputError: with the one line that mends it.
+        InputError: an assumption is violated; the message contains the fix.
     """
     for reason, remedy in _broken(device, dtype):
         what = "certificates" if dtype == "real" else f"certificates for {dtype}"
@@ -87,7 +87,7 @@ def check(device: torch.device, dtype: str = "real") -> None:
 
 
 def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
-    """What does not hold, and what mends it."""
+    """Yields the violated assumptions, each with its fix."""
     for kind in dict.fromkeys(("cpu", device.type)):
         if _autocast(kind):
             yield f"autocast is on for {kind}", "leave the torch.autocast block"
@@ -128,12 +128,12 @@ def _fewer_bits(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def _setting(name: str) -> Any:
-    """A setting below ``torch.backends``; None where this version has none, or does not tell."""
+    """A setting below ``torch.backends``; None if this version does not have it or cannot read it."""
     found: Any = torch.backends
     try:
         for part in name.split("."):
             found = getattr(found, part)
-    except (AttributeError, RuntimeError):  # it refuses to mix its older and its newer names
+    except (AttributeError, RuntimeError):  # torch refuses to mix its older and its newer names
         return None
     return found
 
@@ -141,27 +141,27 @@ def _setting(name: str) -> Any:
 def _autocast(kind: str) -> bool:
     try:
         return torch.is_autocast_enabled(kind)
-    except RuntimeError:  # there is none for this kind of device
+    except RuntimeError:  # this kind of device has no autocast
         return False
 
 
 def matmul_precision() -> str | None:
-    """Of float32 matrix products, by torch's older name for it; None where only the newer ones tell."""
+    """The precision of float32 matrix products, by torch's older name; None if only the newer names are readable."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by the newer names, which are read one by one
+    except RuntimeError:  # it was set by the newer names, which are read separately
         return None
 
 
 def _flushes(device: torch.device) -> bool:
-    """Whether a subnormal number is lost in arithmetic, on any thread."""
+    """Whether arithmetic flushes subnormal numbers to zero, on any thread."""
     entries = _GRAIN * torch.get_num_threads() if device.type == "cpu" else _GRAIN
     small = torch.full((entries,), 2.0**-1060, dtype=torch.float64, device=device)
     return bool((small * 2.0**1000 != 2.0**-60).any()) or bool((small * 1.0 * 2.0**1000 != 2.0**-60).any())
 
 
 def _rounds_to_nearest(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether 1 + a quarter of an ulp is 1 and 1 + three quarters the number behind it, for both signs."""
+    """Whether 1 + ulp/4 rounds to 1 and 1 + 3 ulp/4 to the next number, for both signs."""
     ulp = torch.finfo(dtype).eps
     one = torch.tensor([1.0, -1.0], dtype=dtype, device=device)
     return bool(torch.equal(one + one * (ulp / 4), one)) and bool(
@@ -171,10 +171,10 @@ def _rounds_to_nearest(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _products_are_exact(device: torch.device) -> bool:
-    """Whether products with an operand that selects entries return these, by matrices and by convolutions.
+    """Whether matrix products and convolutions with an operand that selects entries return these entries exactly.
 
-    Sums of one number and zeros are exact in any order; a number with fewer bits is another, and the transforms of
-    Winograd and FFT round all entries.
+    A sum of one number and zeros is exact in any order. Reduced precision changes the number, and Winograd or FFT
+    transforms round all entries.
     """
     generator = torch.Generator().manual_seed(0)
     x: Tensor = torch.rand(16, 32, 16, 16, generator=generator).add_(0.5).to(device)

@@ -1,9 +1,9 @@
-"""Bounds with a gradient, for training: the same rules, with estimated norms in place of verified ones.
+"""Differentiable estimates of bounds, for training: the same rules, with estimated norms in place of verified ones.
 
-Inside :func:`estimating` the rules of :mod:`lipcert.bounds` compute with :class:`Estimated` numbers: every operation
-on an :class:`Upper <lipcert._upper.Upper>` is one on a scalar of torch, too, and a norm is ⟨u, W v⟩ with u and v from
-subspace iteration, so that autograd leads from the bound to the weights. Norms found so approach the true ones from
-below: nothing computed here is a bound, and :class:`lipcert.bounds.Bound` does not take it.
+Inside :func:`estimating` the rules of :mod:`lipcert.bounds` compute with :class:`Estimated` numbers. Every operation on
+an :class:`Upper <lipcert._upper.Upper>` is then also an operation on a torch scalar. A norm is ⟨u, W v⟩ with u and v
+from subspace iteration, so autograd differentiates the result with respect to the weights. Such norms approach the true
+ones from below. So nothing computed here is a bound, and :class:`lipcert.bounds.Bound` does not accept it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from lipcert._upper import INFINITE, Number, Upper
 
-_FIRST_STEPS = 30  # of power iteration, from a random vector
+_FIRST_STEPS = 30  # steps of subspace iteration from random vectors
 _SLOPE = 1e-3
 
 Result = TypeVar("Result")
 
 
 class Estimated(Upper):
-    """A number with a gradient, in place of an upper bound. It need not be one.
+    """An estimate with a gradient, in place of an upper bound. It can be too small.
 
     Args:
         tensor: the number, a scalar.
@@ -70,19 +70,19 @@ class Estimated(Upper):
 
 
 class Estimator:
-    """Norms by subspace iteration, each with the vectors that the last call of the same place led to.
+    """Norms by subspace iteration. Each norm starts from the vectors of its previous call.
 
-    Training makes the largest singular values alike, and a single vector then falls behind the weights as they move:
-    after 60 updates of a LiResNet with 6 blocks the product of its norms was 2.3 times too small with one vector and
-    one step an update, 1.3 times with four vectors and two steps.
+    Training makes the largest singular values nearly equal, and then a single vector cannot follow the changing
+    weights. After 60 updates of a LiResNet with 6 blocks, the product of its norms was 2.3 times too small with one
+    vector and one step per update, and 1.3 times with four vectors and two steps.
 
     Args:
-        dtype: in which the iterations run.
-        steps: of iteration a call; more of them from random vectors.
-        width: how many vectors.
+        dtype: type of the iterations.
+        steps: iterations per call; the first call runs more of them, from random vectors.
+        width: number of vectors.
 
     Attributes:
-        vectors: those of each norm, in the order in which the norms are asked for; shape (width, *shape of one).
+        vectors: the vectors of each norm, in the order of the calls; shape (width, *shape of one).
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, steps: int = 2, width: int = 4):
@@ -94,12 +94,12 @@ class Estimator:
         self.generator = torch.Generator().manual_seed(0)
 
     def norm(self, apply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, shape: Sequence[int]) -> Upper:
-        """max over the maps A of ⟨u, A v⟩ with v the best vector of the subspace, u = A v/‖A v‖.
+        """The maximum over maps A of ⟨u, A v⟩, with v the best vector of the subspace and u = A v/‖A v‖.
 
         Args:
-            apply: takes vectors of shape (width, *shape) and the weight, and is linear in both.
-            weight: with a gradient.
-            shape: (maps, ...): the maps along its first axis are independent of each other.
+            apply: a function of vectors of shape (width, *shape) and the weight, linear in both.
+            weight: the weight, which requires gradients.
+            shape: (maps, ...); the maps along the first axis are independent.
         """
         weight = weight.to(self.dtype)
         fixed = weight.detach()
@@ -123,13 +123,13 @@ class Estimator:
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
-    """An orthonormal basis of what the vectors span, for each map; shape (width, maps, ...)."""
+    """An orthonormal basis of the span of the vectors, for each map; shape (width, maps, ...)."""
     columns = vectors.flatten(2).permute(1, 2, 0)
     return torch.linalg.qr(columns).Q.permute(2, 0, 1).reshape(vectors.shape)
 
 
 def _best(vectors: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """The unit vector in the span of orthonormal ones whose image is the longest, and its image; shape (maps, ...)."""
+    """The unit vector in the span of orthonormal vectors with the longest image, and that image; shape (maps, ...)."""
     flat = images.flatten(2).transpose(0, 1)
     weights = torch.linalg.eigh(flat @ flat.mT).eigenvectors[..., -1]  # (maps, width)
 
@@ -144,7 +144,7 @@ _ACTIVE: ContextVar[Estimator | None] = ContextVar("estimator", default=None)
 
 @contextmanager
 def estimating(estimator: Estimator) -> Iterator[None]:
-    """While it lasts, the rules' numbers have gradients and are no bounds."""
+    """A context in which the rules compute differentiable estimates instead of bounds."""
     token = _ACTIVE.set(estimator)
     estimator.place = 0
     try:
@@ -154,22 +154,22 @@ def estimating(estimator: Estimator) -> Iterator[None]:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The tensor without its gradient, but for training."""
+    """The tensor; detached unless :func:`estimating` is active."""
     return tensor.detach() if _ACTIVE.get() is None else tensor
 
 
 def estimated(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Upper | None:
-    """function(tensor), where this is training and the tensor has a gradient; else None."""
+    """function(tensor) if :func:`estimating` is active and the tensor requires gradients; otherwise None."""
     return Estimated(function(tensor)) if _ACTIVE.get() is not None and tensor.requires_grad else None
 
 
 def as_tensor(numbers: Sequence[Upper]) -> Tensor:
-    """The numbers in float64, shape (len(numbers),), with their gradients in training."""
+    """The numbers as a float64 tensor, shape (len(numbers),); estimates keep their gradients."""
     return torch.stack([n.tensor if isinstance(n, Estimated) else torch.tensor(float(n)).double() for n in numbers])
 
 
 def or_estimated(estimate: Callable[..., Upper]) -> Callable[[Callable[..., Upper]], Callable[..., Upper]]:
-    """A decorator for norms of weights: in training, ``estimate(estimator, weight, ...)`` in their place."""
+    """A decorator for norms of weights that calls ``estimate(estimator, weight, ...)`` instead in training."""
 
     def decorate(exact: Callable[..., Upper]) -> Callable[..., Upper]:
         @functools.wraps(exact)
@@ -186,7 +186,7 @@ def or_estimated(estimate: Callable[..., Upper]) -> Callable[[Callable[..., Uppe
 
 
 def through(function: Callable[[float], Upper], number: Upper) -> Upper:
-    """function(number) with the gradient of the number, where it has one: by a quotient of differences."""
+    """function(number); for an estimate, with a gradient computed from a difference quotient."""
     here = function(float(number))
     if not isinstance(number, Estimated) or not here.finite or not number > 0:
         return here

@@ -1,4 +1,4 @@
-"""What can be asked of a fine-tuning, without torch: command, library call and checkpoint are made from it."""
+"""The settings of fine-tuning, without torch. Command, library call and checkpoint use this class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
 LOCAL: tuple[Loss, ...] = ("local-b", "local-g")
 
 _LARGEST = 1e30
-# ε in the course of a run, see FinetuneSettings.ramp.
+# Default schedules of ε, see FinetuneSettings.ramp.
 _RAMPS: dict[str, tuple[float, float, float]] = {
     "emma": (0.1, 2.0, 0.5),
     "local-b": (0.0, 1.1, 0.5),
@@ -34,12 +34,12 @@ _UPDATES = "Options of the updates"
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """The arguments of :func:`lipcert.finetune` that decide what is trained; they are described there.
+    """The arguments of :func:`lipcert.finetune` that determine the training; they are described there.
 
-    Checked when it is made. A checkpoint remembers them all, and the model's recipe, too.
+    The constructor checks them. Checkpoints and the model's recipe record all of them.
 
     Raises:
-        InputError: a value that cannot be used.
+        InputError: a value is not valid.
     """
 
     loss: Loss = option(
@@ -122,9 +122,9 @@ class FinetuneSettings:
             if isinstance(value, (str, list)):
                 object.__setattr__(self, name, read(value))
         one_of("loss", self.loss, LOSSES)
-        for name, least in (("epochs", self.epochs), ("accumulate", self.accumulate)):
-            if least < 1:
-                raise InputError(f"{name} must be at least 1, got {least}")
+        for name, number in (("epochs", self.epochs), ("accumulate", self.accumulate)):
+            if number < 1:
+                raise InputError(f"{name} must be at least 1, got {number}")
         self._check_numbers()
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("schedule", self.schedule, SCHEDULES)
@@ -138,17 +138,17 @@ class FinetuneSettings:
             raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
 
     def described(self) -> dict[str, Any]:
-        """As plain lists, dicts and numbers."""
+        """The settings as lists, dicts and numbers."""
         plain = asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def eps_at(self, done: float) -> float:
-        """ε when the share ``done`` of the run is over."""
+        """ε at the fraction ``done`` of the run."""
         first, last, share = self.ramp or _RAMPS.get(self.loss, _RAMP)
         return self.eps * (first + (last - first) * (min(done / share, 1.0) if share else 1.0))
 
     def mixture_at(self, done: float) -> float:
-        """λ of the losses with local bounds, which rises from 0 to 1 as ε does (Huang et al. 2021, equation 29)."""
+        """λ of the losses with local bounds, which rises from 0 to 1 with ε (Huang et al. 2021, equation 29)."""
         share = (self.ramp or _RAMPS.get(self.loss, _RAMP))[2]
         return min(done / share, 1.0) if share else 1.0
 
@@ -199,7 +199,7 @@ def _ramp(text: Any) -> tuple[float, float, float]:
 
 
 def _norms(texts: str | Sequence[str]) -> MaxNorm | None:
-    """One number for all layers, or numbers by patterns; a number alone is that of the layers without a pattern."""
+    """One number for all layers, or numbers by pattern; a number without pattern applies to the remaining layers."""
     norms: dict[str, float] = {}
     for text in [texts] if isinstance(texts, str) else texts:
         pattern, _, number = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""How much memory there is, and whether an error says that there was too little."""
+"""Available memory, and recognition of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-# What torch's allocators write; the class of the error is RuntimeError on a CPU.
+# Messages of torch's allocators, which raise RuntimeError on a CPU.
 _MESSAGES = re.compile(r"not enough memory|can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice."""
+    """Whether an error means that memory was exhausted."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
     )
 
 
 def memory_left(device: torch.device) -> float:
-    """Bytes that can be had on a device; inf where the system does not say."""
+    """Bytes available on a device; inf if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
@@ -38,13 +38,13 @@ def memory_left(device: torch.device) -> float:
 def _left_in_container() -> float:
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return float(limit) - float(used)  # the limit is "max" where there is none
+        return float(limit) - float(used)  # without a limit the file holds "max"
     except (OSError, ValueError):
         return math.inf
 
 
 def give_back() -> None:
-    """Returns free memory to the system: glibc keeps it, and matrices of many sizes leave it in pieces."""
+    """Returns free memory to the system. glibc keeps it, and matrices of many sizes fragment it."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Slacks and helpers of bounds that are float64 tensors."""
+"""Rounding slacks and helpers for bounds in float64 tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 # The unit roundoff of float64.
 UNIT = 2.0**-53
-# The smallest normal number: what an underflow can cost an entry, flushed to zero or not.
+# The smallest normal number, which bounds the error of an underflow, flushed to zero or not.
 SMALLEST_NORMAL = 2.0**-1022
-# Sums of n < 4e6 products of non-negative float64 numbers are off by at most (n + 8) 2⁻⁵³ relative, below 1e-9.
+# Sums of n < 4e6 products of non-negative float64 numbers have a relative error of at most (n + 8) 2⁻⁵³ < 1e-9.
 INFLATE = 1 + 1e-9
-# Relative allowance for a bound made of some thousand sums and products of non-negative float64 numbers. Each of them
-# rounds by 2⁻⁵³, so 1e-6 covers 10⁹ roundings in a row.
+# Relative slack for a bound computed by thousands of sums and products of non-negative float64 numbers. Each rounds by
+# 2⁻⁵³, so 1e-6 covers 10⁹ successive roundings.
 SAFETY = 1e-6
 
 
 def at_most(bound: Tensor) -> Tensor:
-    """An upper bound with ∞ in place of NaN, which among non-negative numbers is 0 · ∞: nothing is known any more."""
+    """The bound with ∞ in place of NaN. Among non-negative numbers NaN comes from 0 · ∞ and means no bound."""
     return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)

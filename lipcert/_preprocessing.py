@@ -1,4 +1,4 @@
-"""From image files to the network's input: what is asked of it, what is done, and how that is told."""
+"""Preprocessing from image files to the network's input: settings, application and description."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ if TYPE_CHECKING:
     from lipcert.model import Model
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
-# How files become images, and what timm does where a model's configuration does not say.
+# timm's defaults for resizing, used if a model's configuration lacks an entry.
 RESIZING: dict[str, Any] = {"interpolation": "bilinear", "crop_pct": 0.875, "crop_mode": "center"}
 
 _GROUP = "Images, where they differ from the model's configuration"
-# The share of an image that may be cut off without a remark: rounding of sizes.
+# No remark if at least this share of an image is kept; the rest is rounding of sizes.
 _WHOLE = 0.999
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done otherwise than a model's configuration says; None keeps what it says. Checked when it is made.
+    """Changes to a model's preprocessing configuration; None keeps an entry. The constructor checks the values.
 
     Attributes:
-        mean: per-channel mean of the normalisation: numbers, or a text of them with commas; one number is for all.
+        mean: per-channel mean of the normalisation: numbers, or a text of numbers with commas; one number applies to
+            all channels.
         std: per-channel standard deviation, likewise.
-        crop_pct: the share of the resized image's side that is cut out, above 0.1 and at most 1.
+        crop_pct: side of the crop as a fraction of the resized image's side, from 0.1 to 1.
         input_size: height and width of the network's input, or one number for both.
         interpolation: one of ``INTERPOLATIONS``.
 
     Raises:
-        InputError: a value that cannot be used.
+        InputError: a value is not valid.
     """
 
     mean: Sequence[float] | str | None = option(
@@ -74,7 +75,7 @@ class Preprocessing:
 
     @staticmethod
     def of_summary(known: Mapping[str, Any]) -> Preprocessing:
-        """What a summary states, to do the same again."""
+        """The preprocessing recorded in a summary."""
         size = known.get("input_size")
         return Preprocessing(
             mean=known.get("mean"),
@@ -88,7 +89,7 @@ class Preprocessing:
         """Changes a model's normalisation, input size and data configuration.
 
         Raises:
-            InputError: another number of channels than the model has, or an input size that it does not take.
+            InputError: the number of channels is not the model's, or the model does not accept the input size.
         """
         channels = model.input_size[0]
         for name in ("mean", "std"):
@@ -112,11 +113,11 @@ class Preprocessing:
 
 
 def preprocessing(model: Model, files: bool) -> dict[str, Any]:
-    """From a file to the network: ``input_size, mean, std, interpolation, crop_pct, crop_mode``, as JSON holds them.
+    """The preprocessing for JSON: ``input_size, mean, std, interpolation, crop_pct, crop_mode``.
 
     Args:
-        model: says what is done.
-        files: whether images are read from files; the last three are None for those that are stored as they are taken.
+        model: the model.
+        files: whether images are read from files. The last three entries are None for images stored at the input size.
     """
     stated = {key: value for key, value in model.data_config.items() if key in RESIZING and value is not None}
     config = {**RESIZING, **stated} if files else dict.fromkeys(RESIZING)
@@ -141,7 +142,7 @@ def in_words(known: Mapping[str, Any]) -> str:
 
 
 def remarks(known: Mapping[str, Any], width: int, height: int) -> Iterator[str]:
-    """What a user should know about images of a size: that they are enlarged, or not whole when they are certified."""
+    """Remarks on images of a given size: that they are enlarged, or that parts are cut off before certification."""
     resized, (rows, columns), squashed = _sizes(known)
     if resized is None:
         return
@@ -154,7 +155,7 @@ def remarks(known: Mapping[str, Any], width: int, height: int) -> Iterator[str]:
 
 
 def _sizes(known: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], bool]:
-    """(height, width) after resizing and after cropping, and whether both sides are resized by themselves."""
+    """(height, width) after resizing and after cropping, and whether the sides are resized independently."""
     _, rows, columns = known["input_size"]
     if known["crop_pct"] is None:
         return None, (rows, columns), False

@@ -1,4 +1,4 @@
-"""The processes of a run, such as those that ``torchrun`` starts, and what they tell each other."""
+"""The processes of a run, such as those of ``torchrun``, and their communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 
-# Processes wait for each other at the start and at the end, and one may take much longer than another.
+# Processes wait for each other at the start and at the end, and their running times may differ widely.
 _PATIENCE = timedelta(days=365)
 
 
@@ -24,8 +24,8 @@ class Processes:
     """This process among those of a run.
 
     Attributes:
-        rank: 0 for the process that speaks and merges.
-        count: how many there are.
+        rank: 0 for the process that prints and merges.
+        count: number of processes.
     """
 
     rank: int = 0
@@ -33,30 +33,30 @@ class Processes:
 
     @staticmethod
     def of_torchrun() -> Processes:
-        """What torchrun says in the environment; a process that it did not start is alone."""
+        """Reads torchrun's environment variables; a process not started by torchrun is alone."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return Processes()
         return Processes(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     @staticmethod
     def connected() -> Processes:
-        """Those of torch.distributed, whoever initialised it; else this process is alone."""
+        """The processes of torch.distributed if it is initialised; otherwise this process is alone."""
         if not (dist.is_available() and dist.is_initialized()):
             return Processes()
         return Processes(dist.get_rank(), dist.get_world_size())
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this process prints and merges for all."""
         return self.rank == 0
 
     def connect(self) -> None:
-        """Makes them known to torch.distributed; before anything else that they do in common."""
+        """Initialises torch.distributed. Call it before any other communication."""
         if self.count > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order, in each of them; waits until all have called it."""
+        """Returns the values of all processes, by rank, to each of them; waits until all have called it."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -64,14 +64,14 @@ class Processes:
         return found
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """Puts the sum over all processes into each one's tensor; waits until all have called it."""
+        """Sums the tensor over all processes, in place; waits until all have called it."""
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all processes go through; at its end all of them raise if one did, so that none waits in vain.
+        """A block that all processes run. If one of them raises, all raise at its end, so that none waits forever.
 
         Raises:
             InputError: another process failed.

@@ -1,4 +1,4 @@
-"""The states of the random number generators that a network's code may draw from."""
+"""The states of the random number generators that a network's code may use."""
 
 from __future__ import annotations
 

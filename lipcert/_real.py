@@ -1,8 +1,8 @@
-"""Real arithmetic on a computer: one floating type, float64, whatever types a network names.
+"""Emulates real arithmetic in float64: casts between floating-point types become the identity.
 
-Forward code casts: attention to float32 for its sums, a result back to the type of the weights. In real arithmetic
-these casts are the identity. A network that is evaluated in float64 in place of real numbers must not obey them, or
-some of its values are float32 while its certificates count on float64. Casts to integers are no such casts, and stay.
+Forward code contains casts, such as attention sums in float32, or a result cast back to the type of the weights. In
+real arithmetic these casts are the identity. A network evaluated in float64 in place of real numbers must ignore them.
+Otherwise some of its values would be float32, while its certificates assume float64. Casts to integers remain.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _NAMED_AFTER_TYPES = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
-_SAME_BITS = ("view", "view.dtype", "view_copy", "view_copy.dtype")  # which with a type are no casts
+_SAME_BITS = ("view", "view.dtype", "view_copy", "view_copy.dtype")  # with a type, these do not cast
 
 FunctionCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class RealArithmetic(TorchFunctionMode):
-    """A context in which operations of torch have no floating type but float64: see :func:`in_real_arithmetic`."""
+    """A context in which torch operations have no floating-point type but float64: see :func:`in_real_arithmetic`."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -31,17 +31,17 @@ class RealArithmetic(TorchFunctionMode):
 
 
 def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
-    """The call that real arithmetic makes of a call on tensors: float64 for every floating type that it names.
+    """Rewrites a call on tensors for real arithmetic: every floating-point type that it names becomes float64.
 
-    Devices, memory formats and copies stay as they are. As in a network in float32, ``x.float()`` is x itself and
-    ``x.half()`` a copy. Tensors that a network makes of nothing, such as ``torch.arange(9, dtype=torch.float32)``, are
-    constants like its weights, and stay. Where float64 meets a narrower type, as in a product with such a constant, the
-    narrower one is widened.
+    Devices, memory formats and copies do not change. As in a network in float32, ``x.float()`` is x itself and
+    ``x.half()`` a copy. Tensors that a network creates, such as ``torch.arange(9, dtype=torch.float32)``, are constants
+    like its weights and keep their type. If float64 meets a narrower type, as in a product with such a constant, the
+    narrower operand is widened.
 
     Args:
-        function: of torch.
-        args: positional arguments; what depends on the image may be tensors or the values of a capture.
-        kwargs: the others.
+        function: a function of torch.
+        args: positional arguments; those that depend on the image may be tensors or the tracked values of a capture.
+        kwargs: keyword arguments.
 
     Returns:
         Function, positional and keyword arguments.
@@ -60,7 +60,7 @@ def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
-    """The same call; a cast under another name, or to the type of another tensor, as ``x.to`` with the type's name."""
+    """The same call, with every cast written as ``x.to`` with an explicit type."""
     if function in _NAMED_AFTER_TYPES:
         return Tensor.to, (*args, _NAMED_AFTER_TYPES[function]), kwargs
     if function is Tensor.type_as or function is Tensor.to:
@@ -80,14 +80,14 @@ def _floating(given: Any) -> bool:
 
 
 def _place_and_type(given: Any) -> tuple[str, torch.dtype]:
-    """What ``torch.cuda.FloatTensor``, or its name, stands for."""
+    """Device and type of a tensor class such as ``torch.cuda.FloatTensor``, or of its name."""
     name = given if isinstance(given, str) else f"{given.__module__}.{given.__name__}"
     _, *place, kind = name.split(".")
     return (place or ["cpu"])[0], getattr(torch, kind).dtype
 
 
 def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument must stay the object that it is, as the result is written there."""
+    """Whether the call writes its result into an argument, which must then stay the same object."""
     name = getattr(function, "__name__", "")
     in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return in_place or kwargs.get("out") is not None

@@ -1,4 +1,4 @@
-"""Building timm networks, with timm's and the hub's many ways to fail turned into one line each."""
+"""Builds timm networks and turns every failure of timm and the hub into one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = "local-dir:"
 PROBE_SECONDS = 5.0
 _NETWORK_ERRORS = (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled)
 
-# Arguments of timm.create_model that say which weights are loaded and from where, not how the network is built.
+# Arguments of timm.create_model that select weights and do not change the network.
 WEIGHT_ARGUMENTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
 
 
@@ -35,18 +35,19 @@ def is_timm_name(source: str) -> bool:
 
 
 def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> nn.Module:
-    """``timm.create_model`` with every failure as one line.
+    """Calls ``timm.create_model`` and reports every failure in one line.
 
     Args:
         name: timm name, ``hf-hub:`` id or ``local-dir:`` folder.
-        pretrained: whether timm loads the weights that belong to the name.
-        arguments: passed through to timm.
+        pretrained: whether timm loads the weights of the name.
+        arguments: passed to timm.
 
     Returns:
         The network, in training mode as timm leaves it.
 
     Raises:
-        LoadError: unknown name or tag, no network, no such weights, arguments the model does not take.
+        LoadError: the name or tag is unknown, the hub is unreachable, the weights do not exist, or the model does not
+            accept the arguments.
     """
     if not is_timm_name(name):
         raise LoadError(
@@ -61,9 +62,9 @@ def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> 
 
 
 def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """How to build the same network again without its weights: ``{"name": ..., "arguments": ...}``.
+    """The name and arguments that rebuild the network without its weights: ``{"name": ..., "arguments": ...}``.
 
-    A hub id or folder is replaced by the architecture and the arguments that its configuration names. Call it after
+    A hub id or folder is replaced by the architecture and arguments in its configuration. Call it after
     :func:`create_net`, when the configuration is in the hub's cache.
     """
     given = {key: value for key, value in arguments.items() if value is not None and key not in WEIGHT_ARGUMENTS}
@@ -87,7 +88,7 @@ def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _hub() -> Iterator[None]:
-    """Where the hub cannot be reached, its client uses its cache or gives up at once, not after a minute of retries."""
+    """Makes the hub's client use its cache or fail at once if the hub is unreachable, without a minute of retries."""
     logger, offline = logging.getLogger("huggingface_hub"), hub_constants.HF_HUB_OFFLINE
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -100,7 +101,7 @@ def _hub() -> Iterator[None]:
 
 
 def _hub_answers() -> bool:
-    """Whether anything answers at the hub's address, proxies included; TLS is for the hub's client to judge."""
+    """Whether anything, including a proxy, answers at the hub's address; the hub's client checks TLS."""
     request = urllib.request.Request(hub_constants.ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
@@ -139,7 +140,7 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
 
 
 def is_network_error(error: BaseException | None) -> bool:
-    """Whether an error came from a network that is not there, and not from what a server answered."""
+    """Whether an error was caused by an unreachable network and not by a server's answer."""
     while error is not None:
         network = isinstance(error, (*_NETWORK_ERRORS, urllib.error.URLError, ConnectionError, TimeoutError))
         if network and not isinstance(error, urllib.error.HTTPError):

@@ -1,8 +1,8 @@
 """Upper bounds as numbers: non-negative, rounded up by every operation, without overflow.
 
-A product of layer norms over a deep network passes 1e308 easily, and each float64 product may round down.
-Decimals with directed rounding solve both: 25 digits, exponents to 1e999999, every result rounded towards
-+infinity. Only scalars live here, a few per operation of a network, so speed does not matter.
+A product of layer norms over a deep network easily exceeds 1e308, and a float64 product may round down. Decimals with
+directed rounding solve both problems: 25 digits, a huge range of exponents, every result rounded towards +infinity.
+There are only a few such scalars per operation of a network, so speed does not matter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Number = Union["Upper", float, int]
 class Upper:
     """A number x ≥ 0 (or +inf) that stands for "at most x".
 
-    ``+``, ``*``, ``max`` and :meth:`sqrt` round up, so a bound built from bounds is a bound. Division takes an exact
-    positive number. A float or int is taken at its exact value.
+    ``+``, ``*``, ``max`` and :meth:`sqrt` round up, so an expression of upper bounds is an upper bound. The divisor of
+    a division must be an exact positive number. Floats and ints count with their exact values.
 
     Raises:
-        ValueError: on NaN or a negative number, neither of which is a bound.
+        ValueError: the number is NaN or negative.
     """
 
     __slots__ = ("_value",)
@@ -45,7 +45,7 @@ class Upper:
 
     def __mul__(self, other: Number) -> Upper:
         left, right = self._value, Upper(other)._value
-        if not left or not right:  # 0 · ∞ is 0: a map that is constant stays constant
+        if not left or not right:  # 0 · ∞ = 0: a constant map stays constant
             return Upper(0)
         return Upper(_UP.multiply(left, right))
 
@@ -65,7 +65,7 @@ class Upper:
         return result
 
     def sqrt(self) -> Upper:
-        """The square root, rounded up (the decimal square root rounds to nearest, hence the next number up)."""
+        """The square root, rounded up (decimal's sqrt rounds to nearest, so the next larger number is taken)."""
         if not self._value or self._value.is_infinite():
             return self
         return Upper(_UP.next_plus(self._value.sqrt(_UP)))
@@ -84,7 +84,7 @@ class Upper:
         return float(self._value.log10(Context(prec=25, Emax=MAX_EMAX, Emin=MIN_EMIN)))
 
     def __float__(self) -> float:
-        """The smallest float64 that is not below the bound; +inf where none is."""
+        """The smallest float64 that is not below the bound; +inf if there is none."""
         if self._value.is_infinite():
             return math.inf
         nearest = float(self._value)
