@@ -1,8 +1,8 @@
-"""What can be asked of a run, without torch: command, library call, run identity and summary are made from it.
+"""The settings of certification, without torch. Command, library call, run identity and summary use this module.
 
 To add an option to ``certify``, add a field to :class:`CertifySettings` and use ``settings.NAME`` in the certifier. A
-field with a help text is an option of the command; each field is an argument of :func:`lipcert.certify`, an entry of
-the summary, and a part of the identity that rows of one file must share.
+field with a help text becomes an option of the command. Every field is an argument of :func:`lipcert.certify`, an entry
+of the summary, and part of the identity that all rows of a file share.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RigorAsked = Literal["probabilistic", "deterministic"]
 
 EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3."
 _NOISE = "Options of method smoothing"
-# Methods of a certificate, from the cheapest to the strongest, and what they can state about themselves.
+# The methods, from the cheapest to the strongest.
 SINGLE = ("global", "gloro", "local", "lofast", "anchored")
 METHODS = ("staged", *SINGLE)
-# It certifies the smoothed classifier, another function than the network; the others certify the network.
+# This method certifies the smoothed classifier; the others certify the network itself.
 SMOOTHING = "smoothing"
-# These take norms of Jacobians.
+# These methods compute norms of Jacobians.
 LINEARISED = ("lofast", "anchored")
-# These draw no start vectors: their certificates are deterministic.
+# These methods draw no start vectors, so their certificates are deterministic.
 DETERMINISTIC = ("global", "gloro")
 RIGORS = ("probabilistic", "deterministic")
 DTYPES = ("real", "float32", "float16", "bfloat16")
@@ -55,25 +55,25 @@ def option(
     group: str | None = None,
     given: Any = None,
 ) -> Any:
-    """A field of settings that is an option of the command too.
+    """A field of settings that is also an option of the command.
 
     Args:
-        help: what ``--help`` says.
-        default: of the field and of the option; the option is required without one.
-        typed: the type of the option.
-        choices: what it can be, which ``--help`` shows and a shell completes; the settings check it.
-        group: the heading under which ``--help`` lists it.
-        given: default of the option, a text, where that of the field is not one.
+        help: help text.
+        default: default of the field and the option; without one the option is required.
+        typed: type of the option.
+        choices: allowed values, shown by ``--help`` and completed by shells; the settings check them.
+        group: heading in ``--help``.
+        given: default of the option as text, if the field's default is not a text.
     """
     about = {"help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given}
     return field(default=default, metadata=about)
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuses what is none of the choices, and says which one may have been meant.
+    """Refuses a value that is not one of the choices, and suggests a similar one.
 
     Raises:
-        InputError: naming them all.
+        InputError: the value is not one of the choices; lists them.
     """
     if value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
@@ -82,10 +82,10 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def settings_of(kind: Callable[..., S], *arguments: Any, **given: Any) -> S:
-    """Makes settings, and says in one line which argument there is not.
+    """Creates settings; reports unknown or missing arguments in one line.
 
     Raises:
-        InputError: an argument that is unknown, missing or out of range.
+        InputError: an argument is unknown, missing or out of range.
     """
     signature = inspect.signature(kind)
     try:
@@ -99,7 +99,7 @@ def settings_of(kind: Callable[..., S], *arguments: Any, **given: Any) -> S:
 
 
 def takes(kind: type) -> Callable[[F], F]:
-    """Shows the fields of settings in the signature of a function that takes them as keywords, for help and editors."""
+    """A decorator that adds the fields of settings to the signature of a function, for help and editors."""
 
     def shown(function: F) -> F:
         signature = inspect.signature(function)
@@ -116,7 +116,7 @@ def takes(kind: type) -> Callable[[F], F]:
 
 
 def plain(settings: Any) -> None:
-    """Puts Python's own numbers in place of those of NumPy and torch, which JSON does not know."""
+    """Replaces numbers of NumPy and torch, which JSON cannot represent, by Python numbers."""
     for one in fields(settings):
         value = getattr(settings, one.name)
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
@@ -145,43 +145,45 @@ class CertifyOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CertifySettings:
-    """What is asked of a certificate; checked when it is made.
+    """The settings of a certificate; the constructor checks them.
 
     Attributes:
         eps: ε in ℓ2 on pixels in [0, 1], positive: a number, or a text such as ``"36/255"``, which is rounded up.
-        method: one of ``METHODS``; ``"staged"`` goes from the cheapest to the strongest on what is still open. Or
-            ``"smoothing"``, which takes any network and certifies another function: the classifier that Gaussian noise
-            on the pixels makes of it, see :class:`lipcert.smoothing.Smoothing`.
+        method: one of ``METHODS`` or ``"smoothing"``. ``"staged"`` applies the methods from the cheapest to the
+            strongest, each to the images that are still undecided. ``"smoothing"`` accepts any network and certifies
+            another function, the network's classifier smoothed by Gaussian noise on the pixels, see
+            :class:`lipcert.smoothing.Smoothing`.
         dtype: ``"real"`` for real arithmetic, or the format of the deployed forward pass: ``"float32"``, ``"float16"``
             or ``"bfloat16"``.
-        rigor: ``"deterministic"`` for certificates without random start vectors, which needs Jacobians written out and
-            is for small networks; else ``"probabilistic"``.
-        at: what is perturbed: None for the pixels; the path of a module, such as ``"patch_embed"``, for its output, or
-            the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
-            Methods lofast and anchored only, and staged then is anchored.
-        passes: positive; find no more norms of Jacobians than about this many forward passes per image allow, and take
-            products of norms for the others; None for all of them, or, in staged certification, for what takes a
-            reasonable time. Methods lofast, anchored and staged.
-        delta: probability, per image, that a certificate is wrong where it is probabilistic.
-        sigma: σ, the standard deviation of the noise at each pixel; a number, or the text of one. Required by method
-            ``"smoothing"``; this field and the following ones belong to it.
-        samples: the most draws of the noise that are counted per image.
-        alpha: α, the probability at most with which the radius of an image is too large.
+        rigor: ``"deterministic"`` for certificates without random start vectors. They need explicit Jacobians, so they
+            are for small networks. Otherwise ``"probabilistic"``.
+        at: the perturbed value: None for the pixels, the path of a module, such as ``"patch_embed"``, for its output,
+            or the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
+            For methods lofast, anchored and staged, which then means anchored.
+        passes: budget for norms of Jacobians, in forward passes per image, positive and approximate. Products of norms
+            replace the norms beyond the budget. None computes all norms, or, in staged certification, those that take a
+            reasonable time. For methods lofast, anchored and staged.
+        delta: failure probability, per image, of a probabilistic certificate.
+        sigma: σ, the standard deviation of the noise at each pixel; a number, or its text. Required by method
+            ``"smoothing"``. This field and the following ones, up to ``channels_last``, belong to that method.
+        samples: maximum number of noise draws that are counted per image.
+        alpha: α, the largest probability with which the radius of an image is too large.
         all_samples: whether to count all samples of every image and to bound the probability of its class by Clopper
-            and Pearson, for the largest radius. Else draws end as soon as a confidence sequence decides the verdict at
-            ε either way.
-        seed: of the noise, from 0 to 2⁶⁴ − 1. Choose it before looking at results.
-        smooth_at: None for noise on the pixels; or the path of a module, such as ``"blocks.0"``, to whose output it is
-            added. What comes before has a Lipschitz constant, by which the radius there is divided: ε and radii stay
-            those of pixels. The network needs rules for this.
-        channels_last: whether kernels and images are kept in this memory format, which changes how fast the network is
-            and how it rounds.
-        attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for none. Staged certification spends no more than
-            the global constants on images that it breaks within ε, and each certificate is put to the test.
-        eps_typed: ε as it was written.
+            and Pearson, for the largest radius. Otherwise drawing stops as soon as a confidence sequence decides the
+            verdict at ε.
+        seed: seed of the noise, from 0 to 2⁶⁴ − 1. Choose it before looking at results.
+        smooth_at: None for noise on the pixels; or the path of a module, such as ``"blocks.0"``, whose output gets the
+            noise. The radius there is divided by the Lipschitz constant of the layers before, so ε and radii still
+            refer to pixels. The network needs rules for this.
+        channels_last: whether kernels and images are kept in this memory format, which changes the speed and rounding
+            of the network.
+        attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against
+            the attack. Staged certification computes only the global methods for images that the attack breaks within
+            ε.
+        eps_typed: ε as the user wrote it.
 
     Raises:
-        InputError: a value that cannot be used.
+        InputError: a value is not valid.
     """
 
     eps: float = option(EPS)
@@ -259,7 +261,7 @@ class CertifySettings:
             object.__setattr__(self, "attack", attack_named(self.attack))
 
     def _check_smoothing(self) -> None:
-        """Refuses settings of the noise that cannot be used, or that another method does not use."""
+        """Refuses noise settings that are not valid, or that the method does not use."""
         if self.method != SMOOTHING:
             given = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
             if given:
@@ -286,11 +288,11 @@ class CertifySettings:
 
     @property
     def noise(self) -> dict[str, Any]:
-        """The settings of the noise by name; none for other methods than ``"smoothing"``."""
+        """The noise settings by name; empty for methods other than ``"smoothing"``."""
         return {one.name: getattr(self, one.name) for one in noise_fields()} if self.method == SMOOTHING else {}
 
     def described(self) -> dict[str, Any]:
-        """All fields as values that JSON can hold: what stands in the summary of a run."""
+        """All fields as JSON values, for the summary of a run."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.attack is not None:
             from lipcert.attacks import identity
@@ -300,20 +302,20 @@ class CertifySettings:
 
 
 def noise_fields() -> list[dataclasses.Field[Any]]:
-    """The fields that only method smoothing uses."""
+    """The fields that only the method smoothing uses."""
     return [one for one in fields(CertifySettings) if one.metadata.get("group") == _NOISE]
 
 
 def parse_eps(text: str) -> float:
-    """The smallest float64 that is not below the number written, which may be a fraction such as 36/255.
+    """The smallest float64 that is not below the written number, which may be a fraction such as 36/255.
 
     Raises:
-        InputError: if it is not a positive number.
+        InputError: if the text is not a positive number.
     """
     error = InputError(f"eps must be a positive number, got {text!r}; for example 36/255, 0.5 or 1e-3")
     parts = text.split("/")
     try:
-        # As floats first: an exact 1e-999999999 would have a billion digits.
+        # Check as floats first: an exact 1e-999999999 would have a billion digits.
         if len(parts) > 2 or not all(0 < float(part) < math.inf for part in parts):
             raise error
         numerator, denominator = Fraction(parts[0]), Fraction(parts[1] if len(parts) == 2 else 1)

@@ -1,7 +1,7 @@
-"""One file that holds a model whole: weights, how to build the network again, its surgery, its pixels and its bound.
+"""Artifacts: one file with a model's weights, architecture, surgery, preprocessing and bound.
 
-The file is a ``.safetensors`` with one metadata entry, ``lipcert``, that holds JSON. Loading builds the timm network,
-repeats the surgery, fills in the weights and compares their hash; nothing in the file is ever run as code.
+The file is a ``.safetensors`` file with one metadata entry, ``lipcert``, that holds JSON. Loading builds the timm
+network, repeats the surgery, copies the weights and compares their hash. Nothing in the file is ever run as code.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def save(
     *,
     force: bool = False,
 ) -> None:
-    """Writes a model to one ``.safetensors`` file, or leaves what was there.
+    """Writes a model to one ``.safetensors`` file. If it fails, an existing file does not change.
 
     Args:
-        model: a model whose network timm can build again: loaded by name, converted or not.
-        path: the file; an artifact of the same architecture is replaced at once, when the new one is complete.
-        facts: what is known about the model, such as its bound, as values that JSON can hold.
-        force: whether any other file is replaced too.
+        model: a model whose network timm can rebuild: loaded by name, converted or not.
+        path: the file; a complete new file atomically replaces an artifact of the same architecture.
+        facts: further information about the model, such as its bound, as JSON values.
+        force: whether to replace any other file too.
 
     Raises:
-        InputError: if the network cannot be rebuilt from its name and recipe, the facts are not JSON, the file is
-            another one, or it cannot be written.
+        InputError: the network cannot be rebuilt from its name and recipe, the facts are not JSON values, another file
+            exists, or the file cannot be written.
     """
     path, model = Path(path), checked(model)
     check_free(path, model.source.get("name"), force)
@@ -80,13 +80,13 @@ def save(
         entry = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"the model's arguments and facts must be plain values that JSON can hold: {first_line(error)}"
+            f"the model's arguments and facts must be values that JSON can represent: {first_line(error)}"
         ) from error
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.net.state_dict().items()}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
-        partial.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
+        partial.chmod(0o666 & ~_umask())  # safetensors creates files that only their owner can read
         os.replace(partial, path)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"cannot write {path}: {first_line(error)}") from error
@@ -95,10 +95,10 @@ def save(
 
 
 def check_free(path: Path, architecture: str | None, force: bool) -> None:
-    """Refuses to write over a file that is no artifact, or that holds another architecture.
+    """Refuses to overwrite a file that is not an artifact, or that holds another architecture, unless ``force``.
 
     Raises:
-        InputError: saying which, unless ``force``.
+        InputError: there is such a file.
     """
     if force or not os.path.exists(path):
         return
@@ -110,7 +110,7 @@ def check_free(path: Path, architecture: str | None, force: bool) -> None:
     except LoadError:
         other = None
     if other != architecture:
-        raise InputError(f"{path} holds {other or 'a damaged artifact'} and not {architecture}; {way_out}")
+        raise InputError(f"{path} holds {other or 'a damaged artifact'}, not {architecture}; {way_out}")
 
 
 def _umask() -> int:
@@ -123,10 +123,11 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     """Rebuilds the model that :func:`save` wrote.
 
     Returns:
-        The model in evaluation mode, with the same weights, bit by bit.
+        The model in evaluation mode, with exactly the same weights.
 
     Raises:
-        LoadError: missing, foreign, damaged or changed file, one of a newer format, or one that this timm cannot build.
+        LoadError: the file is missing, damaged, changed, not an artifact, or of a newer format, or this timm cannot
+            build its network.
     """
     path = Path(path)
     content = read_metadata(path)
@@ -179,17 +180,17 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
 
 
 def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Puts the file's tensors in place of the network's, one by one, so that they are never all in memory twice.
+    """Replaces the network's tensors by those of the file, one by one, so that they are not all in memory twice.
 
     Raises:
-        ValueError: the file has other tensors than the network, or of another shape or kind.
+        ValueError: the file and the network have different tensors, shapes or types.
     """
     own = net.state_dict(keep_vars=True)
     if own.keys() != shapes.keys():
         raise ValueError("tensors are missing, or there are too many")
     for name, tensor in own.items():
         with safetensors.safe_open(path, framework="pt") as file:
-            # Copied: tensors in the file's own memory are unaligned, which changes the last bit of results.
+            # Copy: tensors in the file's memory are unaligned, which changes the last bit of results.
             value = file.get_tensor(name).clone()
         if value.shape != tensor.shape or value.is_floating_point() != tensor.is_floating_point():
             raise ValueError(f"{name} is of another shape or kind")
@@ -197,8 +198,8 @@ def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def is_artifact(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a safetensors file with lipcert's metadata; the content is not checked further."""
-    if not os.path.isfile(path):  # a pipe would be waited for
+    """Whether a file is a safetensors file with lipcert's metadata; nothing else is checked."""
+    if not os.path.isfile(path):  # reading a pipe would block
         return False
     try:
         with safetensors.safe_open(os.fspath(path), framework="pt") as file:
@@ -208,14 +209,14 @@ def is_artifact(path: str | os.PathLike[str]) -> bool:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What an artifact says about itself, checked for completeness and for changes, without reading the weights.
+    """Reads an artifact's metadata, without the weights, and checks them for completeness and changes.
 
     Returns:
         ``format``, ``lipcert`` and ``timm`` (versions), ``source``, ``data_config``, ``mean``, ``std``, ``input_size``,
         ``recipe``, ``facts`` and ``weights_hash``.
 
     Raises:
-        LoadError: missing, foreign, damaged or changed file, or one of a newer format.
+        LoadError: the file is missing, damaged, changed, not an artifact, or of a newer format.
     """
     path = Path(path)
     if not os.path.isfile(path):
@@ -245,7 +246,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise damaged
     try:
         changed = content.pop("checksum", None) != _checksum(content)
-    except ValueError as error:  # numbers that JSON does not know
+    except ValueError as error:  # numbers that JSON cannot represent
         raise damaged from error
     if changed:
         raise LoadError(f"{path} is damaged: its lipcert metadata were changed after it was written; write it again")
@@ -253,13 +254,14 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def weights_hash(model: Model) -> str:
-    """SHA-256 over what decides the logits besides the network's code: names, types, shapes and bytes of all tensors.
+    """SHA-256 of the weights: names, types, shapes and bytes of all tensors that determine the logits.
 
     Args:
-        model: its state dict goes in sorted by name, a denoiser's included, then its mean and standard deviation.
+        model: the hash covers its state dict, sorted by name and including a denoiser, then its mean and standard
+            deviation.
 
     Returns:
-        64 hexadecimal digits, the same on every machine and for every device the weights are on.
+        64 hexadecimal digits, independent of machine and device.
     """
     state = sorted(model.state_dict().items())
     state = [(name.removeprefix("net."), value) for name, value in state]
@@ -267,7 +269,7 @@ def weights_hash(model: Model) -> str:
 
 
 def buffers_hash(model: Model) -> str:
-    """SHA-256 like :func:`weights_hash`, over the buffers that a state dict leaves out: masks, positions, tables."""
+    """SHA-256, as :func:`weights_hash`, of the buffers that a state dict omits: masks, positions, tables."""
     known = {*model.state_dict(), "mean", "std"}
     left = ((name.removeprefix("net."), value) for name, value in model.named_buffers() if name not in known)
     return _tensors_hash(sorted(left))
@@ -282,7 +284,7 @@ def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def _check_rebuilds(model: Model) -> None:
-    """A file that builds another network than the one in memory would carry a bound that is not its own."""
+    """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it."""
     if any(step["step"] == "denoise" for step in model.recipe):
         raise InputError(
             "the denoiser is code of your own, which a file does not hold; save the model without it, and put it in "
@@ -309,7 +311,7 @@ def _check_rebuilds(model: Model) -> None:
 
 @torch.no_grad()
 def _agrees(net: nn.Module, model: Model) -> bool:
-    """Whether a rebuilt network gives the model's own logits with its weights, on images of noise."""
+    """Whether a rebuilt network with the model's weights gives the model's logits, on random images."""
     net.load_state_dict(model.net.state_dict())
     net.to(model.device, model.dtype).eval()
     images = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(0))
@@ -318,7 +320,7 @@ def _agrees(net: nn.Module, model: Model) -> bool:
 
 
 def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Puts in the modules that the weights belong to; steps that changed weights only need no repetition."""
+    """Replaces the modules as the surgery did; steps that only changed weights need no repetition."""
     for step in recipe:
         if step["step"] == "convert":
             swap(net, attention=step["attention"], norm=step["norm"], activation=step.get("activation", "keep"))

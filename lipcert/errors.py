@@ -1,7 +1,7 @@
-"""Every error lipcert raises on purpose.
+"""The exceptions that lipcert raises intentionally.
 
-Each message is one line that says what is wrong and what to do. The command line prints that line and
-exits with code 2; from Python the classes let a caller tell a bad file from a bad argument.
+Each message is one line that says what is wrong and what to do. The command line prints that line and exits with code
+2. In Python, the classes distinguish, for example, a bad file from a bad argument.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from collections.abc import Sequence
 
 
 class LipcertError(Exception):
-    """Base class: catching it catches everything that lipcert raises on purpose."""
+    """The base class of all exceptions that lipcert raises intentionally."""
 
     def __str__(self) -> str:
-        """The message; names that come from a file can neither break its line nor steer a terminal."""
+        """The message, with non-printable characters escaped, so that names from files cannot break its line."""
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
 
 
 class InputError(LipcertError, ValueError):
-    """An argument, an image or a weight that cannot be used."""
+    """An argument, an image or a weight is not valid."""
 
 
 class LoadError(LipcertError):
-    """A model, checkpoint or artifact that cannot be loaded."""
+    """A model, checkpoint or artifact cannot be loaded."""
 
 
 class ConvertError(LipcertError):
-    """A surgery that was asked for and cannot be done."""
+    """The requested surgery is not possible."""
 
 
 class UnsupportedOperation(LipcertError):
-    """Operations without a rule. They are never taken for 1-Lipschitz.
+    """Some operations have no rule. They are never assumed to be 1-Lipschitz.
 
     Attributes:
         operations: one ``(operation, module path)`` pair for every place in the model.
-        question: what is not known of them: "lipschitz", "remainder" or "rounding".
+        question: the missing rule: "lipschitz", "remainder" or "rounding".
     """
 
     def __init__(self, operations: Sequence[tuple[str, str]], question: str = "lipschitz"):
@@ -43,7 +43,7 @@ class UnsupportedOperation(LipcertError):
         super().__init__(self._message(*self._listed()))
 
     def _listed(self) -> tuple[int, str]:
-        """How many different problems there are, and all of them with their places."""
+        """The number of different problems, and a list of them with their places."""
         places: dict[str, list[str]] = {}
         for name, path in self.operations:
             places.setdefault(name, []).append(path or "(model)")
@@ -63,11 +63,11 @@ class UnsupportedOperation(LipcertError):
 
 
 class LedgerError(LipcertError):
-    """A random vector was requested twice, or more failure probability than an image has: a defect of lipcert."""
+    """A random vector was requested twice, or a charge exceeds an image's failure probability: a defect of lipcert."""
 
 
 class UnsupportedCode(UnsupportedOperation):
-    """Forward code that is no fixed sequence of operations on tensors, so that no list of operations stands for it.
+    """The forward code is not a fixed sequence of operations on tensors, so it cannot be represented as a graph.
 
     Attributes:
         operations: one ``(problem, module path)`` pair for every place in the model.
@@ -81,17 +81,17 @@ class UnsupportedCode(UnsupportedOperation):
 
 
 class Interrupted(LipcertError):
-    """A run that stopped before its end; what was written stays valid and the same command goes on from there."""
+    """A run stopped before its end. Written rows stay valid, and the same command continues the run."""
 
 
 class BrokenCertificate(LipcertError):
     """An attack changes a prediction inside its certified radius: a defect of lipcert. The command exits with code 3.
 
     Attributes:
-        position: of the image in its batch.
+        position: index of the image in its batch.
         distance: ℓ2 distance of the perturbed image.
         radius: the certified radius.
-        method: the certificate that is false.
+        method: the method of the false certificate.
     """
 
     def __init__(self, position: int, distance: float, radius: float, method: str):
@@ -100,7 +100,7 @@ class BrokenCertificate(LipcertError):
 
     @property
     def contradiction(self) -> str:
-        """What contradicts what."""
+        """A description of the contradiction."""
         return (
             f"an attack changes the prediction at distance {self.distance:.9g}, inside the radius {self.radius:.9g} "
             f"that {self.method} certified; this is a defect of lipcert, no certificate of this run can be relied on"
@@ -108,11 +108,11 @@ class BrokenCertificate(LipcertError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, for messages that stay on one line."""
+    """The first line of an exception's message."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 
 
 def shortened(text: str, longest: int = 100) -> str:
-    """Text from a file, cut to what fits into a message."""
+    """Text from a file, shortened for a message."""
     return text if len(text) <= longest else f"{text[:longest]}…"

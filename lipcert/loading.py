@@ -1,4 +1,4 @@
-"""From whatever names a model to a :class:`lipcert.model.Model`."""
+"""Loads a :class:`lipcert.model.Model` from a name, a file or a module."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def load(
     features: bool = False,
     **timm_arguments: Any,
 ) -> Model:
-    """A model ready to be converted and certified, in evaluation mode.
+    """Loads a model for conversion and certification, in evaluation mode.
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
-            module, or ``"bundled"``, as None is, for the checkpoint that comes with lipcert.
-        pretrained: whether timm loads the weights that belong to the name, from its cache or the hub.
-        checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, of which only tensors
+            module, or ``"bundled"`` or None for the checkpoint that comes with lipcert.
+        pretrained: whether timm loads the weights of the name, from its cache or the hub.
+        checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, from which only tensors
             are read.
         mean: per-channel mean of the normalisation; by default that of the checkpoint's configuration.
         std: per-channel standard deviation, likewise.
         input_size: (C, H, W) of one image, likewise.
-        features: whether a network without a classifier is taken too; then its features stand for the logits. It can be
-            inspected and not certified.
+        features: whether to accept a network without a classifier; its features then replace the logits. It can be
+            inspected but not certified.
         **timm_arguments: passed to ``timm.create_model``, such as ``num_classes``, ``img_size``, ``patch_size``.
 
     Returns:
         The model; ``model(images)`` takes pixels in [0, 1].
 
     Raises:
-        LoadError: whatever is wrong with a name, a file, its weights or the way to them, in one line.
-        InputError: arguments that contradict each other, a network without logits, or images that it does not take.
+        LoadError: a name, file, download or weights are not valid; the message is one line.
+        InputError: arguments contradict each other, the network has no logits, or it does not accept the images.
     """
     pixels = {key: value for key, value in zip(_PIXELS, (mean, std, input_size), strict=True) if value is not None}
     given = {*pixels, *timm_arguments}
@@ -65,7 +65,7 @@ def load(
     if "checkpoint_path" in timm_arguments:
         raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
     if isinstance(source, nn.Module):
-        source = getattr(source, "_orig_mod", source)  # what torch.compile made it of
+        source = getattr(source, "_orig_mod", source)  # the module inside a torch.compile wrapper
         _refuse(given - {*_PIXELS}, "a module that is already built")
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")
@@ -90,16 +90,16 @@ def load(
 
 
 def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """What a command's MODEL stands for.
+    """Resolves a command's MODEL argument.
 
     Args:
-        model: a name, an id or a path, which are returned as they are; or None.
+        model: a name, an id or a path, which are returned unchanged; or None.
 
     Returns:
-        For None the newest lipcert artifact in the working folder, or, where there is none, the bundled checkpoint.
+        For None the newest lipcert artifact in the working folder, or the bundled checkpoint if there is none.
 
     Raises:
-        LoadError: if there is nothing to take.
+        LoadError: if there is no model.
     """
     if model is not None:
         return BUNDLED if model == "bundled" else model
@@ -112,14 +112,14 @@ def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
 
 
 def is_file(source: str) -> bool:
-    """Whether a model is meant as a file: by its ending, by a folder in its name, or because there is one."""
+    """Whether a model argument means a file: by its suffix, by a folder in its name, or because the file exists."""
     if Path(source).suffix in SUFFIXES:
         return True
     return not is_timm_name(source) and (os.sep in source or os.path.exists(source))
 
 
 def number_of_classes(model: Model) -> int:
-    """How many logits the model gives."""
+    """The number of the model's logits."""
     return _logits(model, "the model").shape[1]
 
 
@@ -149,7 +149,7 @@ def _wrap(
     source: dict[str, Any],
     features: bool,
 ) -> Model:
-    """Normalisation and input size from the caller, else from the network's own configuration; then a trial run."""
+    """Wraps a network, with preprocessing from the caller or else from its own configuration, and tries it once."""
     for path, part in net.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{path} of {label}" if path else label
@@ -164,9 +164,9 @@ def _wrap(
         raise InputError(f"{label} does not say its {', '.join(missing)}; pass {arguments_to_give}")
     channels = config["input_size"][0]
     for key in ("mean", "std"):
-        if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of them
+        if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of channels
             config[key] = (config[key][0],) * channels
-        elif key not in pixels and channels == 1:  # of grey images
+        elif key not in pixels and channels == 1:  # grey images
             config[key] = (sum(config[key]) / len(config[key]),)
     mean, std, input_size = (config.pop(key) for key in _PIXELS)
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
@@ -176,7 +176,7 @@ def _wrap(
 
 
 def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """timm's data configuration, with the image size that the network was built for; {} for a module without one."""
+    """timm's data configuration, with the network's actual image size; {} for a module without one."""
     configuration = getattr(net, "pretrained_cfg", None) or getattr(net, "default_cfg", None)
     if not configuration:
         return {}
@@ -186,7 +186,7 @@ def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     height, width = (size, size) if isinstance(size, int) else size
     first = configuration.get("first_conv")
     weight = dict(net.named_parameters()).get(f"{first}.weight")
-    if weight is not None and weight.dim() == 4:  # in_chans of a module that the caller had timm make
+    if weight is not None and weight.dim() == 4:  # in_chans of a module that the caller created with timm
         channels = weight.shape[1]
     config["input_size"] = (arguments.get("in_chans") or channels, height, width)
     return config
@@ -221,7 +221,7 @@ def _architecture(path: str) -> str:
 
 
 def _presumed(net: nn.Module) -> dict[str, Any]:
-    """How timm most likely built a network, by its own configuration; {} for one that timm did not build."""
+    """The name and arguments with which timm probably built a network; {} if timm did not build it."""
     name = dict(getattr(net, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(name, str) or not timm.is_model(name):
         return {}

@@ -1,4 +1,4 @@
-"""The certified network: pixels in [0, 1], normalisation as stage 0, then the timm model."""
+"""The certified network: it takes pixels in [0, 1], normalises them and applies the timm model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lipcert.errors import InputError
 
 
 def unusable(net: nn.Module) -> str | None:
-    """What makes every bound on a network untrue, such as ``"head.weight holds NaN"``; None where there is nothing.
+    """The reason why no bound can hold for a network's weights, such as ``"head.weight holds NaN"``; None if none.
 
-    NaN anywhere, and infinity in a parameter or in the statistics of a batch norm. Other buffers, such as masks and
-    limits, may be infinite: that is how a network says that there is none.
+    Reasons are NaN in any tensor, and infinity in a parameter or in batch norm statistics. Other buffers may be
+    infinite: masks and limits use infinity for "no limit".
     """
     parameters = {name for name, _ in net.named_parameters()}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
         if not value.is_floating_point() or bool(value.sum().isfinite()):
-            continue  # a sum is NaN or infinite if an entry is; it may also overflow without one
+            continue  # a sum is NaN or infinite if an entry is; it may also overflow
         if bool(value.isnan().any()):
             return f"{name} holds NaN"
         weighs = name in parameters or name.rpartition(".")[2].startswith("running_")
@@ -40,10 +40,10 @@ _LOADERS: list[Callable[[nn.Module], Model]] = []
 
 
 def checked(model: object) -> Model:
-    """The model that was given, out of what ``torch.compile`` made of it; a module of timm's becomes one.
+    """The given model, without a ``torch.compile`` wrapper; a timm module is wrapped as a model.
 
     Raises:
-        InputError: it is none, with the way to make one.
+        InputError: the object is not a model; the message says how to create one.
     """
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, Model):
@@ -58,13 +58,13 @@ def checked(model: object) -> Model:
 
 
 def loads_modules(load: F) -> F:
-    """Names the function that makes a model of a module; it stands above this module, which cannot import it."""
+    """Registers the function that wraps a module as a model; this module cannot import it."""
     _LOADERS[:] = [load]
     return load
 
 
 def outside_inference_mode(function: F) -> F:
-    """Runs a function outside of ``torch.inference_mode()``, in which nothing can be differentiated."""
+    """A decorator that runs a function outside of ``torch.inference_mode()``, which prevents differentiation."""
 
     @functools.wraps(function)
     def run(*args: Any, **given: Any) -> Any:
@@ -77,22 +77,22 @@ def outside_inference_mode(function: F) -> F:
 class Model(nn.Module):
     """A classifier on pixels: ``model(images)`` with images in [0, 1], shape (N, C, H, W), gives logits (N, classes).
 
-    Radii are measured in this pixel space. Leaving the normalisation out would overstate them by the inverse of its
+    Radii are measured in this pixel space. Without the normalisation they would be too large by the inverse of its
     standard deviations, about 4.4 times for the usual ImageNet constants.
 
     Attributes:
-        net: the network behind the normalisation, usually a timm model.
+        net: the network after the normalisation, usually a timm model.
         mean, std: per-channel normalisation, tensors of shape (C, 1, 1).
         input_size: (C, H, W) of one image.
-        source: how to build ``net`` again: ``{"name": timm name, "arguments": {...}}``, or {} for a module of the
-            caller's own.
+        source: the name and arguments that rebuild ``net``: ``{"name": timm name, "arguments": {...}}``, or {} for a
+            module of the caller.
         data_config: timm's data configuration (interpolation, crop_pct, ...), for reading images.
-        recipe: the surgery done so far, one dict a step, in order.
+        recipe: the surgery so far, one dict per step, in order.
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
-        presumed: whether ``source`` was read off a module, and has to be held against it before it is relied upon.
-        real: whether casts among floating types inside the network change nothing, as in real arithmetic. False for
-            what runs as it is; a certifier's own copy in float64 is so.
+        presumed: whether ``source`` was inferred from a module and must be checked before use.
+        real: whether casts between floating-point types inside the network are the identity, as in real arithmetic.
+            True for a certifier's copy in float64; False for a network that runs unchanged.
     """
 
     conversion: Any = None
@@ -153,14 +153,14 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next((p.device for p in self.parameters()), self.mean.device)
 
     def check_images(self, images: Tensor) -> None:
-        """Refuses what cannot be certified: wrong shape or type, NaN, values outside [0, 1].
+        """Refuses images of a wrong shape or type, with NaN, or with values outside [0, 1].
 
         Raises:
-            InputError: with the reason and the way out.
+            InputError: the images are not valid; the message says what to do.
         """
         if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
             wanted = ", ".join(str(n) for n in self.input_size)

@@ -1,4 +1,4 @@
-"""Checks for rules, built-in ones and your own: does each answer hold for everything that can be measured?
+"""Checks of rules, built-in ones and your own: compares every bound of a rule with measurements.
 
 >>> @lipcert.bounds.rule(my_operation)
 ... def answer(call, x):
@@ -36,7 +36,7 @@ from lipcert.bounds import (
 from lipcert.errors import InputError
 from lipcert.graph import Graph, Node, capture, explicit_attention, map_nodes, needed, run
 
-# Jacobians and quotients are computed in float64; an exact bound may lie below them by that rounding.
+# Jacobians and quotients are computed in float64. Rounding may raise them slightly above a tight bound.
 _SLACK = 1 + 1e-9
 # Radii of the balls for boxes, and of the deviations for remainders.
 _BALLS = (1e-2, 0.3)
@@ -45,18 +45,18 @@ _DEVIATIONS = (1e-2, 1.0)
 
 @dataclass(frozen=True)
 class Contract:
-    """What :func:`check_rule` measured.
+    """The measurements of :func:`check_rule`.
 
     Attributes:
-        bound: the Lipschitz constant that the rules give.
+        bound: the Lipschitz constant given by the rules.
         quotient: the largest ‖f(x) − f(y)‖/‖x − y‖ over pairs of sampled points.
         jacobian: the largest norm of a Jacobian at sampled points, by dense singular values.
-        ascent: the largest that gradient ascent on that norm has found.
-        box: the largest share of its box in a ball that an entry was seen to move by.
-        remainder: the largest share of its bound that what linearisations leave out was seen to reach.
-        gain: the same of the bound on the absolute values of Jacobians.
-        rounding: the same of rounding errors in float32, float16 and bfloat16. None, here and above: an operation has
-            no finite answer.
+        ascent: the largest norm of a Jacobian found by gradient ascent.
+        box: the largest measured deviation of an entry, as a fraction of its box in a ball.
+        remainder: the largest measured remainder of a linearisation, as a fraction of its bound.
+        gain: the largest norm of the absolute values of a Jacobian, as a fraction of its bound.
+        rounding: the largest rounding error in float32, float16 and bfloat16, as a fraction of its bound. For this and
+            the three attributes above, None means that an operation has no finite bound.
     """
 
     bound: float
@@ -70,7 +70,7 @@ class Contract:
 
     @property
     def tightness(self) -> float:
-        """How much of the bound was reached, at most 1; little means a loose bound, or an attack that is too weak."""
+        """The largest measurement divided by the bound, at most 1; small for a loose bound or a weak attack."""
         return max(self.quotient, self.jacobian, self.ascent) / self.bound if self.bound > 0 else 1.0
 
 
@@ -82,26 +82,26 @@ def check_rule(
     steps: int = 8,
     seed: int = 0,
 ) -> Contract:
-    """Attacks what the rules say of a function of one tensor, for each of their questions that they answer.
+    """Attacks the bounds that the rules give for a function of one tensor.
 
-    Lipschitz constants are held against quotients, Jacobians and gradient ascent on their norm; boxes against images in
-    a ball; remainders, and what is said to be linear, against ascent on the deviation; bounds on Jacobians against
-    dense ones; rounding errors against the operations in float32, float16 and bfloat16.
+    Lipschitz constants are compared with difference quotients, Jacobians and gradient ascent on their norm; boxes with
+    images in a ball; remainders and linearity with ascent on the deviation; bounds on Jacobians with dense Jacobians;
+    rounding errors with the operations in float32, float16 and bfloat16.
 
-    A check that passes is no proof: it finds mistakes, and the docstring of the rule carries the proof.
+    Passing the check is not a proof. The check finds mistakes; the docstring of the rule contains the proof.
 
     Args:
-        function: an operation, or a module, of values in [0, 1], shape (1, *size); it is run in float64.
+        function: an operation or a module on values in [0, 1], shape (1, *size); it runs in float64.
         size: shape of the input without the batch, small enough for dense Jacobians (some hundred entries).
-        points: how many points are sampled: inside the box [0, 1]^size, in its corners, on its faces and near 0.
-        steps: steps of gradient ascent from the worst of them.
-        seed: of the random numbers.
+        points: number of sampled points: inside the box [0, 1]^size, in its corners, on its faces and near 0.
+        steps: steps of gradient ascent from the worst point.
+        seed: seed of the random numbers.
 
     Returns:
-        The figures, for a look at how tight the bound is.
+        The measurements, which show the tightness of the bound.
 
     Raises:
-        AssertionError: something measured exceeds its bound; the message names the question.
+        AssertionError: a measurement exceeds its bound; the message says which.
         InputError: the bound is not finite, so there is nothing to check.
         UnsupportedOperation: an operation has no rule for Lipschitz constants.
     """
@@ -128,7 +128,7 @@ def check_rule(
 
 
 class _Applied(nn.Module):
-    """A function as a module, with a parameter to tell its type from."""
+    """A function as a module, with a parameter that carries the dtype."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -140,7 +140,7 @@ class _Applied(nn.Module):
 
 
 def _point(size: tuple[int, ...], index: int, generator: torch.Generator) -> Tensor:
-    """By turns a point inside, a corner, a point of some faces, and a small one, shape (1, *size)."""
+    """Alternately an interior point, a corner, a point on faces, and a point near 0, shape (1, *size)."""
     x = torch.rand(1, *size, generator=generator, dtype=torch.float64)
     return (x, x.round(), (2 * x - 0.5).clamp(0, 1), x * 2.0 ** -(2 + index))[index % 4]
 
@@ -155,7 +155,7 @@ def _jacobian(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _ascend(module: nn.Module, x: Tensor, steps: int) -> float:
-    """The largest Jacobian norm on a way up inside the box; the start's where there is no second derivative."""
+    """The largest Jacobian norm along gradient ascent inside the box; stops if there is no second derivative."""
     best, stride = 0.0, 0.3
     with sdpa_kernel(SDPBackend.MATH):  # the other forms of attention have no second derivative
         for _ in range(steps + 1):
@@ -186,7 +186,7 @@ def check_box(
     """Attacks the boxes of a network's output in balls around images, shape (N, 1, ...).
 
     Returns:
-        The largest share of the way to its limit that an entry was seen to move; None where no limit is finite.
+        The largest deviation of an entry as a fraction of its limit; None if no limit is finite.
 
     Raises:
         AssertionError: an entry leaves its box, or the output moves further than the local constant allows.
@@ -215,13 +215,13 @@ class Linearised:
 
     Args:
         node: the operation.
-        values: what its operands and the operation itself are at each point.
+        values: the values of the operation and its operands at each point.
 
     Attributes:
-        rule: its remainder rule there; None for a linear operation.
+        rule: the operation's remainder rule; None for a linear operation.
 
     Raises:
-        NoAnswer: it has no rule.
+        NoAnswer: the operation has no rule.
     """
 
     def __init__(self, node: Node, values: Sequence[Mapping[Node, Tensor]]):
@@ -255,7 +255,7 @@ class Linearised:
     def starts(self, radii: Sequence[float]) -> list[Tensor]:
         """Deviations of norm ρ, each of shape (several · N, *shape).
 
-        They are random, along the operand and against it, in one entry, and in the entries nearest zero.
+        They are random, parallel and antiparallel to the operand, in its largest entry, and in its entry nearest zero.
         """
         choices = [[_seeded(*value.shape, seed=seed) for value in self.nominal] for seed in (1, 2)]
         choices += [[sign * value + 1e-9 for value in self.nominal] for sign in (1, -1)]
@@ -278,7 +278,7 @@ class Linearised:
         steps: int,
         within: Callable[[list[Tensor]], list[Tensor]] = lambda deltas: deltas,
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """R and the deviations, on the way that the objective rises on the spheres of radius ρ, from all starts."""
+        """Yields R and the deviations along gradient ascent on the spheres of radius ρ, from all starts."""
         deltas = within(self.starts(radii))
         for _ in range(steps):
             deltas = [delta.detach().requires_grad_() for delta in deltas]
@@ -297,18 +297,18 @@ class Linearised:
         return torch.stack(found).amax(0).clamp_min(0)
 
     def radii(self, rho: float) -> list[float]:
-        """ρ for the distinct operands: the second one at twice the first."""
+        """ρ for the distinct operands: ρ for the first, 2ρ for the second, and so on."""
         return [rho * (1 + index) for index in range(len(self.distinct))]
 
     def given(self, radii: Sequence[float]) -> list[Tensor]:
-        """The radii as a rule gets them: by operand, for all points."""
+        """The radii in the form that rules expect: one tensor per operand, for all points."""
         return [self.result.new_full((self.points,), radii[i]) for i in self.positions]
 
     def check_norm(self, rho: float, steps: int = 5) -> float:
-        """The largest share of the bound on ‖R‖ that ascent reaches.
+        """The largest ‖R‖ found by ascent, as a fraction of its bound.
 
         Raises:
-            AssertionError: it exceeds the bound.
+            AssertionError: ‖R‖ exceeds the bound.
         """
         radii = self.radii(rho)
         bound = self.rule.norm(self.given(radii))
@@ -316,10 +316,10 @@ class Linearised:
         return self._within(self.worst(norms, radii, steps), bound, self.size + rho, "norm")
 
     def check_against(self, direction: Tensor, rhos: Sequence[float], steps: int = 4) -> float:
-        """The largest share of the bound on −⟨direction, R⟩ that ascent reaches.
+        """The largest −⟨direction, R⟩ found by ascent, as a fraction of its bound.
 
         Raises:
-            AssertionError: it exceeds the bound.
+            AssertionError: −⟨direction, R⟩ exceeds the bound.
         """
         answer, shares = self.rule.against(direction), []
         for rho in rhos:
@@ -330,18 +330,18 @@ class Linearised:
         return max(shares)
 
     def check_linear(self, rho: float) -> None:
-        """Holds an operation that is said to be linear to R = 0.
+        """Checks R = 0 for an operation that is registered as linear.
 
         Raises:
-            AssertionError: it is not.
+            AssertionError: the operation is not linear.
         """
         deltas = self.starts(self.radii(rho))
         found = norms(self.remainder(deltas))
         allowed = 1e-9 * math.sqrt(self.result[0].numel()) * (self.size + sum(delta.abs().sum() for delta in deltas))
-        assert bool((found <= allowed).all()), f"{self.node.name} is said to be linear, and is not"
+        assert bool((found <= allowed).all()), f"{self.node.name} is registered as linear but is not"
 
     def _within(self, found: Tensor, bound: Tensor, size: Tensor | float, what: str) -> float:
-        """The largest share of finite bounds that was found."""
+        """Checks values against bounds; returns the largest value as a fraction of its bound, if that is finite."""
         holds = (found <= bound * _SLACK + 1e-14 * size) | bound.isinf()
         worst = f"{float(found[~holds].max()):.6g}" if not holds.all() else ""
         assert bool(holds.all()), f"the remainder of {self.node.name}: its {what} is {worst}, above the rule's bound"
@@ -350,7 +350,7 @@ class Linearised:
 
 
 def repeated(value: Tensor, like: Tensor) -> Tensor:
-    """A tensor of N entries, or more, for as many deviations: one such tensor behind the other."""
+    """Repeats a tensor along its first axis to the length of ``like``."""
     return value.repeat(len(like) // len(value), *[1] * (value.dim() - 1))
 
 
@@ -360,7 +360,7 @@ def norms(rest: Tensor) -> Tensor:
 
 
 def against(direction: Tensor) -> Callable[[Tensor], Tensor]:
-    """−⟨direction, R⟩ for every R."""
+    """The function R ↦ −⟨direction, R⟩."""
     return lambda rest: -(rest * repeated(direction, rest)).reshape(len(rest), -1).sum(1)
 
 
@@ -399,7 +399,7 @@ def _check_remainders(module: nn.Module, images: Tensor) -> float | None:
 
 
 def _check_gains(module: nn.Module, images: Tensor) -> float | None:
-    """Holds A of nonlinear operations against the norm of |J| at the images: see :mod:`lipcert.bounds._jacobian`."""
+    """Compares A of nonlinear operations with the norm of |J| at the images: see :mod:`lipcert.bounds._jacobian`."""
     graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
     with torch.no_grad():
         runs = [run(graph.nodes, {graph.input: image}) for image in images]
@@ -420,14 +420,14 @@ def _check_gains(module: nn.Module, images: Tensor) -> float | None:
 
 
 def _of_operand(node: Node, operand: Node, known: Mapping[Node, Tensor]) -> Tensor:
-    """The Jacobian of an operation as a function of one operand, shape (entries of the result, entries of it)."""
+    """The Jacobian of an operation in one operand, shape (entries of the result, entries of the operand)."""
     rest = {o: known[o] for o in node.operands if o is not operand}
     found = torch.autograd.functional.jacobian(lambda x: run((node,), {**rest, operand: x})[node], known[operand])
     return found.reshape(node.entries, operand.entries)
 
 
 def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """An operation in a format, constants cast, on operands of shape (1, ...); the result in float64."""
+    """Runs an operation in a format, with constants cast, on operands of shape (1, ...); returns float64."""
     left = iter(operands)
     args, kwargs = map_nodes(lambda _: next(left).to(dtype), (node.args, dict(node.kwargs)))
 
@@ -445,12 +445,12 @@ def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tens
 
 
 def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor], fmt: Format) -> float:
-    """The largest share of the bound on its rounding error that an operation reaches; 0 where that is infinite.
+    """The largest rounding error of an operation as a fraction of its bound; 0 if the bound is infinite.
 
     Args:
         node: the operation.
-        exact: its deployed operands, which the format holds, each of shape (1, ...).
-        nominal: other values near them, around which the bound is taken.
+        exact: its deployed operands, which the format represents exactly, each of shape (1, ...).
+        nominal: nearby values, around which the bound is computed.
         fmt: the format.
 
     Raises:
@@ -462,12 +462,12 @@ def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor
         away = (there - here).norm()[None] * (1 + 1e-12)
         operands.append(Operand(there[None], away, torch.full_like(away, math.inf)))
     bound = local_error(node, operands, fmt)[0].detach()
-    gap = (deployed(node, exact, fmt.dtype) - deployed(node, exact, torch.float64)).abs()
-    assert bound.shape == gap.shape, f"the rounding of {node.name}: a bound for each entry is expected"
-    assert bool(((gap <= bound) | bound.isinf()).all()), (  # 0/0 is no number
-        f"{node.name} in {fmt.dtype} is off by {float((gap - bound).max()):.6g} more than its bound"
+    error = (deployed(node, exact, fmt.dtype) - deployed(node, exact, torch.float64)).abs()
+    assert bound.shape == error.shape, f"the rounding of {node.name}: a bound for each entry is expected"
+    assert bool(((error <= bound) | bound.isinf()).all()), (  # 0/0 is NaN
+        f"the error of {node.name} in {fmt.dtype} exceeds its bound by {float((error - bound).max()):.6g}"
     )
-    return float((gap / bound.clamp_min(1e-300)).nan_to_num(0.0).max()) if gap.numel() else 0.0
+    return float((error / bound.clamp_min(1e-300)).nan_to_num(0.0).max()) if error.numel() else 0.0
 
 
 @torch.no_grad()

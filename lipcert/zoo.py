@@ -1,7 +1,7 @@
-"""What lipcert covers of timm's architectures, read from a table that is shipped with it.
+"""lipcert's coverage of timm's architectures, read from a table that is part of the package.
 
-The table is made by ``benchmarks/make_zoo_table.py``: every architecture of timm is built and captured without weights,
-and the rules are asked about its operations.
+``benchmarks/make_zoo_table.py`` computes the table: it builds every architecture of timm without weights, captures it,
+and checks its operations against the rules.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Architecture:
     """One architecture of the installed timm.
 
     Attributes:
-        name: as ``lipcert.load`` takes it.
-        family: the file of timm that registers it.
-        checked: whether the table knows it; if not, nothing below is known.
+        name: the name for ``lipcert.load``.
+        family: the timm file that registers it.
+        checked: whether the table contains it; if not, the following attributes are unknown.
         parameters: number of parameters.
-        reason: the operations that keep the global bound from being finite, and where they are; "" if it is finite.
-        log10: decimal logarithm of the global bound with random weights, where it was measured.
+        reason: the operations that make the global bound infinite, and their places; "" if it is finite.
+        log10: decimal logarithm of the global bound with random weights, if measured.
         linearised_reason: the operations without a remainder rule, which LoFAST and the anchored method need; "" if
             there are none.
-        logits: whether the network as timm builds it gives one vector an image.
-        attention: (class, what ``convert(attention="l2")`` puts in its place).
-        norms: (class, what ``convert(norm="smooth")`` puts in its place).
-        kept: (class, why ``convert`` leaves it as it is).
+        logits: whether the network, as timm builds it, gives one vector per image.
+        attention: (class, its replacement by ``convert(attention="l2")``).
+        norms: (class, its replacement by ``convert(norm="smooth")``).
+        kept: (class, the reason why ``convert`` keeps it).
     """
 
     name: str
@@ -56,7 +56,7 @@ class Architecture:
 
     @property
     def certificates(self) -> tuple[str, ...]:
-        """The methods of ``lipcert.certify`` that work on the architecture as it is."""
+        """The methods of ``lipcert.certify`` that work on the unchanged architecture."""
         if not self.covered or not self.logits:
             return ()
         return _OF_THE_BOUND if self.linearised_reason else (*_OF_THE_BOUND, *_LINEARISED)
@@ -66,13 +66,13 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
     """The architectures of the installed timm, by name.
 
     Args:
-        pattern: a name, part of one, or a pattern with ``*``, ``?`` and ``[...]`` for a whole one.
-        family: a file of timm, such as ``vision_transformer``.
+        pattern: a name, part of a name, or a pattern with ``*``, ``?`` and ``[...]`` for a whole name.
+        family: a timm file, such as ``vision_transformer``.
 
     Returns:
-        What the table says of each; those it does not have are there with ``checked`` False.
+        The architectures; those missing from the table have ``checked`` False.
     """
-    import timm  # takes seconds, for which the completion of names does not wait
+    import timm  # takes seconds, too long for the completion of names
 
     known, own, found = _table(), timm.list_models(), []
     for name in [pattern] if pattern in own else own:
@@ -85,12 +85,12 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
 
 
 def names() -> tuple[str, ...]:
-    """The architectures of the table, by name, without timm."""
+    """The names of the architectures in the table, without importing timm."""
     return tuple(_table())
 
 
 def families() -> tuple[str, ...]:
-    """The files of timm that register them, sorted."""
+    """The timm files that register them, sorted."""
     return tuple(sorted({one.family for one in _table().values()}))
 
 

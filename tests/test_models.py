@@ -251,7 +251,7 @@ def test_answers_to_all_questions_that_hold(constant) -> None:
     [
         ({"box": _moves_by(0.5)}, "leaves its box"),
         ({"remainder": _curved(1)}, "the remainder of doubled: its norm is"),
-        ({"linear": True}, "doubled is said to be linear, and is not"),
+        ({"linear": True}, "doubled is registered as linear but is not"),
         ({"rounding": lambda node, operands, fmt: 0 * operands[0].most}, "doubled in torch.float32 is off by"),
     ],
     ids=["box", "remainder", "linear", "rounding"],
