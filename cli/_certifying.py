@@ -125,8 +125,9 @@ class _Outcome:
 
     @property
     def median_radius(self) -> float | None:
-        """The median radius; None for a staged run, whose searches end as soon as a radius is beyond ε."""
-        return None if self.summary["method"] == "staged" else self.tally.median_radius
+        """The median radius; None where searches end as soon as the verdict at ε is known."""
+        stopped = self.summary["method"] == "staged" or (self.tally.samples and not self.summary["all_samples"])
+        return None if stopped else self.tally.median_radius
 
     @property
     def certified(self) -> float:

@@ -17,6 +17,7 @@ from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
 from lipcert.loading import resolve
 from lipcert.model import Model
+from lipcert.smoothing import normal
 from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
 from lipcert.training import finetune as train
 
@@ -101,7 +102,7 @@ def run(
 
             batches = of.batches(images, loaded, count_up)
             shown = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN))
-            before = _accuracy(loaded, shown, processes)
+            before = _accuracy(loaded, shown, processes, asked.sigma)
             update(0, total, f"epoch 1 of {asked.epochs}")
             try:
                 wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
@@ -109,7 +110,7 @@ def run(
             except KeyboardInterrupt as error:
                 kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
                 raise Interrupted(f"interrupted; {kept}") from error
-        after = _accuracy(loaded, shown, processes)
+        after = _accuracy(loaded, shown, processes, asked.sigma)
         count = seen // asked.epochs if images.length is None else images.length
         facts = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
         if processes.first:
@@ -118,15 +119,17 @@ def run(
             unfinished.unlink(missing_ok=True)
         if as_json:
             accuracy = {"before": before[0] / before[1], "after": after[0] / after[1]}
-            print_json({"written": str(path), **facts, "clean_accuracy_on_training_images": accuracy})
+            measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
+            print_json({"written": str(path), **facts, f"{measured}_on_training_images": accuracy})
             return
         noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"] if asked.sigma else []
+        what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         print_facts(
             [
                 ("model", str(source)),
                 ("images", f"{count} of {of.data}"),
-                ("clean accuracy before", share(*before)),
-                ("clean accuracy after", f"{share(*after)}, on images that it was trained on"),
+                (f"{what}, before", share(*before)),
+                (f"{what}, after", f"{share(*after)}, on images that it was trained on"),
                 ("written", str(path)),
                 ("certified", "nothing yet"),
                 ("next", command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)),
@@ -140,13 +143,17 @@ def _text(eps: float) -> str:
     return steps if round(255 * eps) and parse_eps(steps) == eps else f"{eps:.9g}"
 
 
-def _accuracy(model: Model, images: Images, processes: Processes) -> tuple[int, int]:
-    """How many images the model gets right, and how many there are."""
+def _accuracy(model: Model, images: Images, processes: Processes, sigma: float | None) -> tuple[int, int]:
+    """How many images the model gets right, under noise where it is trained for that, and how many there are."""
     part = slice(processes.rank, None, processes.count)
     right = seen = 0
     with processes.together(), torch.no_grad():
         for batch in images.batches(_EVALUATED * processes.count):
-            predicted = model(batch.images[part].to(model.device, model.dtype)).argmax(1).cpu()
+            pixels = batch.images[part]
+            if sigma is not None and len(pixels):
+                drawn = [normal(0, index, range(1), pixels.shape[1:]) for index in batch.indices[part]]
+                pixels = pixels + sigma * torch.cat(drawn)
+            predicted = model(pixels.to(model.device, model.dtype)).argmax(1).cpu()
             right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
             seen += len(batch)
     return sum(processes.gather(right)), seen

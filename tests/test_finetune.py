@@ -691,7 +691,7 @@ def test_the_command_writes_an_artifact(folder) -> None:
     assert "epoch 1 of 2: loss" in result.stderr
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
     assert facts["images"] == "12 of images"
-    assert {"clean accuracy before", "clean accuracy after"} <= set(facts)
+    assert {"clean accuracy, before", "clean accuracy, after"} <= set(facts)
     assert facts["next"].startswith("lipcert certify small.finetuned.lipcert.safetensors --data TEST --eps 36/255")
     trained = load_artifact("small.finetuned.lipcert.safetensors")
     assert trained.recipe[-1]["step"] == "finetune"
@@ -702,7 +702,7 @@ def test_the_command_writes_an_artifact(folder) -> None:
     assert read_metadata("small.finetuned.lipcert.safetensors")["facts"]["epochs"] == 2
     images = open_images("images", trained)
     right = sum(int((trained(b.images).argmax(1) == b.labels).sum()) for b in images.batches(12))
-    assert facts["clean accuracy after"].startswith(f"{right} of 12")
+    assert facts["clean accuracy, after"].startswith(f"{right} of 12")
     assert not same(trained, load_artifact("small.lipcert.safetensors"))
     assert (folder / "small.lipcert.safetensors").read_bytes() == before
     assert not list(folder.glob("*.checkpoint"))

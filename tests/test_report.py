@@ -370,7 +370,7 @@ def test_the_numbers_on_the_page_are_those_of_the_rows(results):
     right = [r for r in ATTACKED if r["correct"]]
     assert data["runs"] == [
         {
-            "name": "r", "images": 6, "right": len(right), "eps": EPS, "staged": False,
+            "name": "r", "images": 6, "right": len(right), "eps": EPS, "stopped": False,
             "radii": sorted(r["radius"] for r in right),
             "broken": sorted(r["attack_distance"] for r in right if r["attack_distance"] is not None),
         }

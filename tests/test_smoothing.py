@@ -344,6 +344,21 @@ def test_rows_say_what_is_certified(tmp_path: Path) -> None:
     assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
 
 
+def test_radii_of_draws_that_end_early_have_no_median(tmp_path: Path) -> None:
+    """They end just above ε, whatever the model."""
+    early = certified(tmp_path, *SMALL, "--limit", "6", "--out", "early.jsonl")[1]
+    whole = certified(tmp_path, *SMALL, "--limit", "6", "--all-samples", "--out", "whole.jsonl")[1]
+    assert ["median radius" in early, "median radius" in whole] == [False, True]
+    shown = command("report", "early.jsonl", "whole.jsonl", "--json", cwd=tmp_path)[1]
+    medians = {Path(one["results"]).name: one["median_radius"] for one in json.loads(shown)}
+    assert medians["early.jsonl"] is None
+    assert medians["whole.jsonl"] > EPS
+    assert (
+        "not look further"
+        in command("report", "early.jsonl", "--markdown", "r.md", cwd=tmp_path)[1] + (tmp_path / "r.md").read_text()
+    )
+
+
 def test_shards_limits_and_resumption_give_the_same_rows(tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
     assert certified(tmp_path, *SMALL, "--limit", "70", "--out", "whole.jsonl")[0] == 0

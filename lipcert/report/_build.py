@@ -18,9 +18,9 @@ from lipcert.results import Run, Tally
 Eps = Sequence[tuple[float, str]]
 
 OVERVIEW = (
-    "radius: the median of the images predicted right; staged runs have none. δ: probability that one radius is too "
-    "large, over lipcert's own random draws; 0 is deterministic. Certificates that hold for smoothed(σ) are not about "
-    "the network itself."
+    "radius: the median of the images predicted right; none for runs that stop at the verdict for ε. δ: probability "
+    "that one radius is too large, over lipcert's own random draws; 0 is deterministic. Certificates that hold for "
+    "smoothed(σ) are not about the network itself."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -62,8 +62,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         )
     if any(run.smoothed and not run.noise.get("all_samples") for run in runs):
         found.append(
-            "draws for a smoothed classifier end as soon as the verdict at the ε asked for is known: more may be "
-            "certifiable above it with --all-samples"
+            "draws for a smoothed classifier end as soon as the verdict at the ε asked for is known: above it, more "
+            "may be certifiable with --all-samples"
         )
     staged = [run for run in runs if run.staged]
     if staged:
@@ -114,7 +114,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
     rows = []
     for value, typed in eps:
         for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
-            rows.append(row(run.name, run, value, typed, "–" if run.staged else radius(run.median_radius or 0.0)))
+            rows.append(row(run.name, run, value, typed, "–" if run.stopped else radius(run.median_radius or 0.0)))
         for family in families(runs):
             rows.append(row("best σ", max(family, key=lambda run: run.certified_at(value)), value, typed, "–"))
     return columns, rows
@@ -161,7 +161,7 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
         "images": len(run),
         **({"correct": counted(run.correct)} if run.labelled else {}),
         "at": at,
-        "median_radius": None if run.staged else run.median_radius,
+        "median_radius": None if run.stopped else run.median_radius,
         "delta": run.delta,
         "holds_for": run.holds_for,
         "notes": run.notes,
@@ -171,7 +171,7 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
 def _others(run: Run) -> list[tuple[str, str]]:
     """The results that are not shares of the images."""
     found = []
-    if not run.staged:
+    if not run.stopped:
         found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
     found += [("rigor", run.rigor), ("holds for", about(run))]
     if run.smoothed:
@@ -382,8 +382,8 @@ def _caption(runs: Sequence[Run]) -> str:
         text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
     if families(runs):
         text += " Grey: the best σ at each ε, which are several classifiers."
-    if any(run.staged for run in runs):
-        text += " Hatched: above the ε asked for, where staged certification did not look further."
+    if any(run.stopped for run in runs):
+        text += " Hatched: above the ε asked for, where runs that stop at the verdict did not look further."
     return f"{text} The truth lies between the solid line and the others."
 
 

@@ -84,7 +84,7 @@ def curve(runs: Sequence[Run]) -> tuple[str, dict[str, Any]]:
             "images": len(run),
             "right": int(run.right.sum()),
             "eps": run.eps,
-            "staged": run.staged,
+            "stopped": run.stopped,
             "radii": sorted(run.radii[run.right].tolist()),
             "broken": sorted(run.broken_at[run.right & np.isfinite(run.broken_at)].tolist()) if run.attacked else None,
         }
@@ -133,7 +133,7 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
         eps = steps(np.concatenate([run.radii for run in family]), start, end)
         best = np.max([100 * certified_curve(run, eps) for run in family], axis=0)
         axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0, label="best σ")
-    beyond = [run.eps for run in runs if run.staged]
+    beyond = [run.eps for run in runs if run.stopped]
     if beyond and min(beyond) < end:
         axes.axvspan(min(beyond), end, facecolor="none", edgecolor="0.5", alpha=0.35, hatch="//", linewidth=0, zorder=0)
     for value, typed in sorted({run.eps: run.eps_typed for run in runs}.items()):

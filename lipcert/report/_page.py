@@ -38,6 +38,7 @@ td[style*=right] img { margin-left: auto; }
 .figures tr { background: var(--field); border-radius: .5rem; padding: .7rem .9rem; }
 .figures strong { font-size: 2.1rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .figures td + td + td { color: var(--soft); } .ranking strong { font-size: 1.15rem; }
+.ranking td:last-child { overflow-wrap: anywhere; min-width: 9rem; }
 figure { margin: 1.2rem 0; max-width: 36rem; }
 figure svg { width: 100%; height: auto; display: block; fill: currentColor; }
 figure + p { color: var(--soft); font-size: .9rem; max-width: 36rem; }
@@ -85,7 +86,7 @@ function show() {
   line.setAttribute("x1", x); line.setAttribute("x2", x);
   out.replaceChildren(...data.runs.map(run => Object.assign(document.createElement("div"), {textContent:
     `ε = ${eps.toPrecision(3)}: ${run.name}, certified ${percent(run.radii, eps, run)}`
-    + (run.staged && eps > run.eps ? ", not looked further" : "")
+    + (run.stopped && eps > run.eps ? ", not looked further" : "")
     + (run.broken ? `, not broken ${(100 * (run.right - run.broken.filter(d => d <= eps).length) / run.images)
       .toFixed(1)} %` : "")})));
 }

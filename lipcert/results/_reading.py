@@ -127,8 +127,13 @@ class Run(Tally):
 
     @property
     def staged(self) -> bool:
-        """Whether the search for a radius ended as soon as one was larger than ε."""
+        """Whether several methods were tried in turn."""
         return bool(self.summary.get("method") == "staged")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the search for a radius ended as soon as the verdict at ε was known: radii say nothing beyond ε."""
+        return self.staged or (self.smoothed and not self.noise.get("all_samples"))
 
     @property
     def attack_name(self) -> str:
