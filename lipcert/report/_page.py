@@ -38,7 +38,9 @@ td[style*=right] img { margin-left: auto; }
 .figures tr { background: var(--field); border-radius: .5rem; padding: .7rem .9rem; }
 .figures strong { font-size: 2.1rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .figures td + td + td { color: var(--soft); } .ranking strong { font-size: 1.15rem; }
-.ranking td:last-child { overflow-wrap: anywhere; min-width: 9rem; }
+.ranking :is(td, th) { padding-right: .7rem; }
+.ranking :is(td, th):last-child { text-align: left !important; white-space: normal; overflow-wrap: anywhere; }
+.ranking td:last-child { min-width: 6rem; }
 figure { margin: 1.2rem 0; max-width: 36rem; }
 figure svg { width: 100%; height: auto; display: block; fill: currentColor; }
 figure + p { color: var(--soft); font-size: .9rem; max-width: 36rem; }
