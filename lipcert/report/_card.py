@@ -74,7 +74,7 @@ def model_info(run: Run) -> dict[str, Any]:
         "name": run.name,
         "authors": "",
         "additional_data": None,
-        "number_forward_passes": 1,
+        "number_forward_passes": run.noise.get("samples") or 1,
         "dataset": _dataset(run)["dataset_type"],
         "venue": "",
         "architecture": run.network,
