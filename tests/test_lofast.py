@@ -9,8 +9,7 @@ from torch import nn
 
 import lipcert
 from lipcert import certify
-from lipcert.bounds import margins
-from lipcert.bounds._remainder import quadratic
+from lipcert.bounds import contracted, margins
 from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier
 from lipcert.certifier._lofast import (
     AttentionLayer,
@@ -524,29 +523,32 @@ def test_weighed_curvature(name):
     model = MODELS[name]()
     pixels = images(2)
     anchor = Anchored(model)(pixels)
-    method, nodes = anchor.method, [v for v in anchor.method.network.rules if str(v.op) in ("gelu", "tanh")]
+    method, rules = anchor.method, anchor.linearization.remainders
+    nodes = [v for v in method.network.rules if hasattr(rules[v], "contracted")]
     predicted, gaps = margins(model(pixels))
     rivals = gaps.argmin(1)
     toward = RivalMargin(anchor.linearization, rivals, predicted, gaps)
     eps = 1.5 * toward.radius()
     moved = anchor.deviations(eps).operands
-    weights = {v: quadratic(anchor.linearization.remainders[v], toward.at_nodes[v], moved[v]) for v in nodes}
-    gains = curvature_norms(anchor.linearization, weights, 0)
+    everyone = torch.arange(len(pixels))
+    forms = {v: (contracted(rules[v], toward.at_nodes[v], moved[v]), everyone) for v in nodes}
+    gains = curvature_norms(anchor.linearization, forms, 0)
     assert set(gains) == set(nodes)
-    found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains), toward.left(eps)
+    found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains, forms), toward.left(eps)
     assert bool((left > plain).all())
-    targets = [node.operands[0] for node in nodes]
+    targets = [v.operands[forms[v][0].forms[0].operand] for v in nodes]
     for v in nodes:
-        sizes = weights[v].flatten(1).amax(1).sqrt() * moved[v][0]
-        assert bool((found.weighed[v] <= sizes * 1.1).all())
+        for form, size in zip(forms[v][0].forms, found.weighed[v], strict=True):
+            assert bool((size <= form.norm * moved[v][form.operand] * 1.1).all())
     for seed in range(3):
         delta = scaled_to(seeded(*anchor.linearization.values[method.network.source].shape, seed=seed), eps)
         for _ in range(6):
             delta = delta.detach().requires_grad_()
             values = moved_values(anchor.linearization, delta, targets)
             for v, u, value in zip(nodes, targets, values, strict=True):
-                size = (weights[v].sqrt() * (value - anchor.linearization.values[u])).detach().flatten(1).norm(dim=1)
-                assert bool((size <= found.weighed[v] * (1 + 1e-9)).all())
+                (form,) = forms[v][0].forms
+                size = form(value - anchor.linearization.values[u]).detach().flatten(1).norm(dim=1)
+                assert bool((size <= found.weighed[v][0] * (1 + 1e-9)).all())
             logits = logits_from(method, anchor, delta)
             margin = (logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None]))[:, 0]
             assert bool((margin >= left - 1e-9).all())

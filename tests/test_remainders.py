@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipcert.bounds import NoAnswer, quadratic, remainder_of, total
+from lipcert.bounds import NoAnswer, contracted, remainder_of, total
 from lipcert.bounds._registry import answers
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import Gelu, secant_relu
@@ -318,29 +318,47 @@ def test_rows_of_softmax_that_move_little_leave_little():
 
 
 QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "square", "gelu", "pow", "sqrt", "rsqrt"}
+RADIAL = {"layer_norm", "rms_norm", "group_norm", SmoothProject, RmsSmoothProject, GroupSmoothProject}
+CONTRACTED = QUADRATIC | RADIAL | {"softmax", "matmul"}
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_remainder_by_a_quadratic_form(key, index):
-    """−⟨g, R⟩ ≤ Σ w_i δ_i² for every deviation within ρ, and not only summed up."""
+def test_remainder_by_contracted_forms(key, index):
+    """−⟨g, R⟩ is within what the ‖Mδ‖ of the deviation itself allow, also where ascent makes it large."""
     site = Site(key, index)
     plain = seeded(*site.result.shape, seed=3)
-    for g in (plain, -plain, plain.abs(), -plain.abs()):
+    for g in (plain, -plain, plain.abs(), site.result, -site.result):
         for rho in RADII:
             radii = site.radii(rho)
-            given = [torch.full((POINTS,), radii[i], dtype=torch.float64) for i in site.positions]
-            weights = quadratic(site.rule, g, given)
-            assert (weights is not None) == (key in QUADRATIC)
-            if weights is None:
+            given = site.given(radii)
+            answer = contracted(site.rule, g, given)
+            assert (answer is not None) == (key in CONTRACTED)
+            if answer is None:
                 return
-            assert weights.shape == site.nominal[0].shape
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            (delta,) = site.starts(radii)
-            for part in (delta, delta / 2):
-                found = against(g)(site.remainder([part])).reshape(-1, POINTS)
-                bound = (repeated(weights, part) * part.square()).nan_to_num(nan=math.inf).flatten(1).sum(1)
-                bound = bound.reshape(-1, POINTS)
-                assert bool(((found <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, found, bound)
+            halves_of = [part / 2 for part in site.starts(radii)]
+            for rest, parts in (*site.ascent(against(g), radii, 4), (site.remainder(halves_of), halves_of)):
+                moved = [part.reshape(-1, POINTS, *part.shape[1:]) for part in parts]
+                for number, left in enumerate(against(g)(rest).reshape(-1, POINTS)):
+                    own = [moved[site.positions[form.operand]][number] for form in answer.forms]
+                    sizes = [norms(form(part)) for form, part in zip(answer.forms, own, strict=True)]
+                    for form, part, size in zip(answer.forms, own, sizes, strict=True):
+                        assert bool((size <= form.norm * norms(part) * (1 + 1e-9)).all())
+                        assert bool((form.norm <= form.size * (1 + 1e-9)).all())
+                    bound = answer.bound(given, sizes).nan_to_num(nan=math.inf)
+                    assert bool(((left <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, left, bound)
+
+
+@pytest.mark.parametrize("key", [SmoothProject, RmsSmoothProject])
+def test_contracted_forms_are_sharp_for_small_deviations(key):
+    """Along the direction in which M is largest, the second derivative takes that much."""
+    site = Site(key, 0)
+    g, rho = seeded(*site.result.shape, seed=3), 1e-4
+    answer = contracted(site.rule, g, site.given([rho]))
+    found = site.worst(against(g), [rho], 60)
+    most = answer.bound(site.given([rho]), [form.norm * rho for form in answer.forms])
+    assert bool((found <= most * (1 + 1e-6)).all())
+    assert bool((found[2:] > 0.2 * most[2:]).all())  # of points that are not next to 0, where curvature vanishes
 
 
 SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | {"hardswish"}]

@@ -6,7 +6,9 @@ nominal point and then answers, for operands known to deviate by at most ρ in �
 * ``norm(ρ)``: an upper bound on ‖R‖;
 * ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on −⟨g, R⟩. It is smaller than ‖g‖ ·
   norm(ρ), as curvature where g vanishes, or that bends the function the other way, costs nothing;
-* ``quadratic(g, ρ)``, where a rule has it: weights w ≥ 0 with −⟨g, R⟩ ≤ Σ w_i δ_i² for deviations δ within ρ;
+* ``contracted(g, ρ)``, where a rule has it: linear maps M of its operands' deviations δ and a bound on −⟨g, R⟩ by the
+  norms ‖Mδ‖ for deviations within ρ. M knows how g and the operation's second derivative lie to each other, and of a
+  Jacobian G in front of it the norm ‖MG‖ is taken, which is often much less than ‖M‖‖G‖;
 * ``total(w, ρ, s)``, where a rule has it: for weights w ≥ 0 an upper bound on Σ w_i |R_i|, if also ‖√w ∘ δ‖ ≤ s for
   the deviation δ of its operand. What R becomes behind a linear map A has norm at most Σ ‖column i of A‖ |R_i|, which
   is often much less than ‖A‖ · norm(ρ): A stretches few directions as far as its norm, and R can't lie in one of them
@@ -21,15 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from lipcert._numerics import UNIT
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, remainder
 from lipcert.graph import Node
 
 Against = Callable[[Sequence[Tensor]], Tensor]
+
+_TINY = 1e-150
+# Far more than rounding in float64 takes of the entries of a 2 × 2 matrix and its eigenvectors.
+_ROUNDED = 1e-9
 
 
 class Remainder(Protocol):
@@ -56,10 +64,51 @@ class Remainder(Protocol):
         """ρ ↦ upper bound on −⟨direction, R⟩, at least 0; direction has the shape of the result."""
 
 
-def quadratic(rule: Remainder, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
-    """Weights w ≥ 0 of the shape of the operand with −⟨direction, R⟩ ≤ Σ w_i δ_i² within ρ, if the rule has them."""
-    weights = getattr(rule, "quadratic", None)
-    return None if weights is None else weights(direction, rho)
+@dataclass(frozen=True)
+class Form:
+    """A linear map M of the deviation of one operand of an operation, at N images.
+
+    Attributes:
+        function: (δ, *tensors) ↦ Mδ, from (N, *shape of the operand) to (N, ...), for autograd.
+        tensors: what M is made of, each with the images as its first axis.
+        norm: upper bounds on ‖M‖, shape (N,).
+        size: the same with the absolute values of all that M multiplies by, for rounding.
+        operand: which of the operands.
+    """
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    norm: Tensor
+    size: Tensor
+    operand: int = 0
+
+    def __call__(self, deviation: Tensor) -> Tensor:
+        return self.function(deviation, *self.tensors)
+
+    def only(self, index: Tensor | slice) -> Form:
+        """The same for some of the images."""
+        tensors = tuple(tensor[index] for tensor in self.tensors)
+        return Form(self.function, tensors, self.norm[index], self.size[index], self.operand)
+
+    @classmethod
+    def weights(cls, scale: Tensor) -> Form:
+        """δ ↦ scale ∘ δ."""
+        largest = per_image(scale).abs().amax(1)
+        return cls(torch.mul, (scale,), largest, largest)
+
+
+@dataclass(frozen=True)
+class Contracted:
+    """The answer ``contracted`` of a rule: maps M, and (ρ, ‖Mδ‖ for each M) ↦ upper bound on −⟨direction, R⟩."""
+
+    forms: tuple[Form, ...]
+    bound: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+def contracted(rule: Remainder, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    """How direction and second derivative lie to each other, for deviations within ρ, if the rule says that."""
+    found = getattr(rule, "contracted", None)
+    return None if found is None else found(direction, rho)
 
 
 def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
@@ -147,8 +196,9 @@ class Smooth:
     def against(self, direction: Tensor) -> Against:
         return lambda rho: largest_share(self._weights(direction, rho), rho[0], rho[-1])
 
-    def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
-        return self._weights(direction, rho).reshape(direction.shape)
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+        form = Form.weights(self._weights(direction, rho).sqrt().reshape(direction.shape))
+        return Contracted((form,), lambda rho, sizes: sizes[0].square())
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
         local = self._local(rho)
@@ -253,14 +303,38 @@ class Radial:
     changes by at most ρ. Centring does not lengthen a deviation.
 
     Norm: Σ_t ‖R_t‖² ≤ (max_t ½c_t)² ρ⁴. Against g: Σ_t ‖g_t‖ ½c_t ρ_t² ≤ ½ max_t(‖g_t‖ c_t) ρ².
+
+    Contracted: for R = 1 and a = weight ∘ g_t, centred where tokens are, with parts α along n̂ and b ≥ 0 across it, in
+    the direction e, w² = 1/(1 + n²), the matrix of −⟨a, D²u⟩ is w³(n aᵀ + a nᵀ) + w³αn I − 3w⁵αn nnᵀ. On the plane of
+    n̂ and e it is ((3αn w⁵, w³nb), (w³nb, w³αn)), and w³αn on all that is across. With λ the larger eigenvalue of the
+    2 × 2 matrix, to the unit vector v, and μ = max(w³αn, 0), it is at most μI + max(λ − μ, 0)vvᵀ: the smaller
+    eigenvalue is below both diagonal entries, so below μ. M is the root of half of that. Beyond second order, u is the
+    gradient of ψ = √(1 + ‖h‖²), so D³u is the symmetric form D⁴ψ, whose norm is that of v ↦ D⁴ψ[v, v, v, v] (Banach,
+    Studia Math. 7, 1938). On a line at distance √(c² − 1) from 0 and at the place p on it, ψ = √(c² + p²) has the
+    fourth derivative 3c²(4p² − c²)/(c² + p²)^(7/2), with c² + p² = 1 + n². With c² = ξ(1 + n²) that is
+    3ξ(4 − 5ξ)(1 + n²)^(−3/2), and |ξ(4 − 5ξ)| ≤ 1 for 0 ≤ ξ ≤ 1. So ‖D³u‖ ≤ 3(1 + n²)^(−3/2), and for a general R 1/R²
+    times that: by Taylor's theorem what is left of −⟨g, R⟩ is at most Σ_t ‖a_t‖ sup ‖D³u‖ ρ_t³/6. Where the computed h
+    is off by η, within ρ, D²u is off by sup ‖D³u‖ η at most.
     """
 
-    def __init__(self, length: Tensor, radius: float, gain: float, weight: Tensor | None, axis: int):
-        self.length = length / radius  # (N, tokens): n of every token
-        self.radius = radius
-        self.scale = gain / radius
-        self.weight = weight
-        self.axis = axis
+    def __init__(
+        self, h: Tensor, radius: float, gain: float, weight: Tensor | None, axis: int, *, centred: bool = False
+    ):
+        self.radius, self.scale, self.weight = radius, gain / radius, weight
+        self.axis, self.centred = axis, centred
+        rows = self.rows(h)
+        self.n = self._centre(rows) / radius
+        self.length = self.n.norm(dim=-1)  # (N, tokens): n of every token
+        self.hidden = 4 * (rows.shape[-1] + 16) * UNIT  # of a token, what rounding may hide when it is centred
+        self.lost = self.hidden * rows.norm(dim=-1).amax(1)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(N, tokens, entries)."""
+        moved = tensor.movedim(self.axis, -1)
+        return moved.reshape(len(tensor), -1, moved.shape[-1])
+
+    def _centre(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(-1, keepdim=True) if self.centred else rows
 
     def _curvature(self, rho: Tensor) -> Tensor:
         low = (self.length - rho[:, None] / self.radius).clamp_min(0)
@@ -277,15 +351,50 @@ class Radial:
         return largest * self._curvature(rho[0]).amax(1) / 2 * rho[0] ** 2
 
     def against(self, direction: Tensor) -> Against:
-        size = self._sizes(direction)
+        size = self._against(direction).norm(dim=-1)
         return lambda rho: (size * self._curvature(rho[0])).amax(1) / 2 * rho[0] ** 2
 
-    def _sizes(self, direction: Tensor) -> Tensor:
-        """‖weight ∘ g_t‖ for every token."""
-        moved = direction.movedim(self.axis, -1)
-        if self.weight is not None:
-            moved = moved * self.weight.double()
-        return per_image(moved.norm(dim=-1))
+    def _against(self, direction: Tensor) -> Tensor:
+        """weight ∘ g_t for every token, shape (N, tokens, entries)."""
+        rows = self.rows(direction)
+        return rows if self.weight is None else rows * self.weight.double()
+
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+        whole = self._against(direction)
+        a, lost = self._centre(whole), self.hidden * whole.norm(dim=-1, keepdim=True)
+        slope = a.norm(dim=-1, keepdim=True) + lost
+        n, length = self.n, self.length[..., None]
+        w = (1 + length.square()).rsqrt()
+        unit = n / length.clamp_min(_TINY)
+        along = (a * unit).sum(-1, keepdim=True)
+        across = a - along * unit
+        aside = across.norm(dim=-1, keepdim=True)
+        first, mixed, other = 3 * along * length * w**5, w**3 * length * aside, along * length * w**3
+        half = (first - other) / 2
+        root = (half.square() + mixed.square()).sqrt()
+        # The eigenvector of the larger eigenvalue, by the formula without cancellation.
+        ahead = torch.where(half >= 0, half + root, mixed)
+        beside = torch.where(half >= 0, mixed, root - half)
+        size = (ahead.square() + beside.square()).sqrt().clamp_min(_TINY)
+        v = (ahead * unit + beside * across / aside.clamp_min(_TINY)) / size
+        base = other.clamp_min(0) + _ROUNDED * slope * length * w**3 + lost  # ‖D²u‖ < 1
+        top = torch.maximum((first + other) / 2 + root, base) * (1 + _ROUNDED)
+        base, top = ((self.scale / 2 * part).sqrt() for part in (base, top))
+
+        def apply(deviation: Tensor, base: Tensor, more: Tensor, v: Tensor) -> Tensor:
+            moved = self._centre(self.rows(deviation))
+            return base * moved + more * v * (v * moved).sum(-1, keepdim=True)
+
+        third = 3 * self.scale / self.radius * slope[..., 0]
+
+        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+            low = (self.length - rho[0][:, None] / self.radius).clamp_min(0)
+            steepest = (third * (1 + low.square()) ** -1.5).amax(1)
+            return sizes[0].square() + steepest * (rho[0] / 6 + self.lost / 2) * rho[0].square()
+
+        norm = per_image(top).amax(1)
+        form = Form(apply, (base, top - base, v), norm, 2 * norm)
+        return Contracted((form,), bound)
 
 
 class RadialKink(Radial):
@@ -298,8 +407,17 @@ class RadialKink(Radial):
     :class:`Kinked`.
     """
 
-    def __init__(self, length: Tensor, radius: float, weight: Tensor | None, axis: int, gain: float = 1.0):
-        super().__init__(length, radius, gain, weight, axis)
+    def __init__(
+        self,
+        h: Tensor,
+        radius: float,
+        weight: Tensor | None,
+        axis: int,
+        gain: float = 1.0,
+        *,
+        centred: bool = False,
+    ):
+        super().__init__(h, radius, gain, weight, axis, centred=centred)
         self.gain = gain
         self.kink = (self.length - 1).abs() * radius
 
@@ -313,5 +431,8 @@ class RadialKink(Radial):
 
     def against(self, direction: Tensor) -> Against:
         curved = super().against(direction)
-        kinked = Kinked(self.kink).against(self._sizes(direction))
+        kinked = Kinked(self.kink).against(self._against(direction).norm(dim=-1))
         return lambda rho: curved(rho) + self.gain * kinked(rho)
+
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+        return None  # the kink is not of this form

@@ -22,7 +22,7 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, remainder, rounding, rule, secant
-from lipcert.bounds._remainder import Against, Kinked, Smooth, per_image, smooth
+from lipcert.bounds._remainder import Against, Contracted, Kinked, Smooth, per_image, smooth
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
@@ -373,7 +373,7 @@ class HardSwish(Smooth):
         largest = self.z.abs().amax(1)
         return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
 
-    def quadratic(self, direction: Tensor, rho: Sequence[Tensor]) -> Tensor | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
         return None  # the kinks are not of this form
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:

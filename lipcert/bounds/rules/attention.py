@@ -14,7 +14,7 @@ from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import Bounds, gamma
 from lipcert.bounds._registry import Call, NoAnswer, jacobian, remainder, rounding, rule
-from lipcert.bounds._remainder import Against, largest_share, per_image
+from lipcert.bounds._remainder import Against, Contracted, Form, largest_share, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
 from lipcert.graph import Node
@@ -35,6 +35,8 @@ def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwarg
     return result
 
 
+# Far more than rounding in float64 hides of an entry of c, relative to the largest, or of p.
+_HIDDEN = 1e-11
 _SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
 
 
@@ -61,11 +63,16 @@ class Softmax:
 
     Where no row deviates by more than p ≤ ρ, entries of p grow by that alone, ‖R‖² ≤ Σ_rows (½ max(…) ‖w‖²)² is at
     most (½ max(…) p ρ)², and against c the ‖w‖² of the rows are at most p² each and ρ² together.
+
+    Contracted: at the nominal p, −½ E[(c − E c) X²] ≤ ½ E[(E c − c)₊ X²] = ‖Mw‖², (Mw)_j = √(½ p_j (E c − c_j)₊) X_j.
+    The third derivative of Σ_j c_j softmax_j along w is the joint cumulant E[C X³] − 3 E[C X] V, C = c − E c. With r =
+    max c − min c, |C| ≤ r, |X| ≤ √2‖w‖ and |E[C X]| ≤ ½ r √V (Popoviciu), it is at most r V (√2‖w‖ + (3/2)√V), and V ≤
+    κ‖w‖². By Taylor's theorem a sixth of that is left, r κ (√2 + (3/2)√κ)‖w‖³/6 for a row, with the κ over the ball.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.dim = self._dim(node) + 1
-        self.largest = per_image(result.amax(self.dim))
+        self.p, self.largest = result, per_image(result.amax(self.dim))
 
     @staticmethod
     def _dim(node: Node) -> int:
@@ -91,6 +98,27 @@ class Softmax:
     def against(self, direction: Tensor) -> Against:
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
         return lambda rho: largest_share(spread * self._kappa(rho[-1])[0] / 2, rho[0], rho[-1])
+
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted:
+        p, dim = self.p, self.dim
+        below = (p * direction).sum(dim, keepdim=True) - direction
+        hidden = _HIDDEN * direction.abs().amax(dim, keepdim=True)
+        root = (p * (below + hidden).clamp_min(0) / 2 * (1 + _HIDDEN)).sqrt()
+        spread = per_image(direction.amax(dim) - direction.amin(dim))
+
+        def apply(deviation: Tensor, p: Tensor, root: Tensor) -> Tensor:
+            return root * (deviation - (p * deviation).sum(dim, keepdim=True))
+
+        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+            kappa, _ = self._kappa(rho[-1])
+            third = spread * kappa * (math.sqrt(2) + 1.5 * kappa.sqrt()) / 6 * rho[-1][:, None]
+            return sizes[0].square() + largest_share(third, rho[0], rho[-1])
+
+        spectral = (per_image((below + hidden).clamp_min(0).amax(dim)) * self.largest.clamp_max(0.5) / 2).sqrt()
+        size = 2 * per_image(root.norm(dim=dim)).amax(1)
+        norm = torch.minimum(spectral.amax(1) * (1 + _HIDDEN), size)
+        form = Form(apply, (p, root), norm, size)
+        return Contracted((form,), bound)
 
 
 @jacobian("softmax")

@@ -21,7 +21,7 @@ from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
 from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
-from lipcert.bounds._remainder import Against, Bilinear, per_image
+from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.bounds.rules.structure import expand
@@ -166,6 +166,8 @@ class MatrixProduct:
     """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
 
     An operand whose matrices are broadcast m times deviates by √m as much.
+
+    Contracted: ⟨G, δX δY⟩ = ⟨G δYᵀ, δX⟩, at most ‖G δYᵀ‖_F ‖δX‖_F.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -175,19 +177,33 @@ class MatrixProduct:
         if min(len(first.shape), len(second.shape)) < 2:
             raise NoAnswer("vectors")
         batch = math.prod(node.shape[:-2])
-        self.copies = math.prod(math.sqrt(batch / math.prod(x.shape[:-2])) for x in (first, second))
+        self.used = [math.sqrt(batch / math.prod(x.shape[:-2])) for x in (first, second)]
+        self.copies = math.prod(self.used)
+        self.aligned = len(first.shape) == len(second.shape)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return self.copies * rho[0] * rho[1]
 
-    def against(self, direction: Tensor) -> Against:
+    @staticmethod
+    def _spectral(direction: Tensor) -> Tensor:
+        """The largest norm of one of the matrices of each image, from above, shape (N,)."""
         matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
         gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
         largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
         # Eigenvalues are off by a small multiple of 2⁻⁵³‖G‖_F² at most, and the floor keeps that relative.
-        largest = torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
-        largest = largest * self.copies
+        return torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
+
+    def against(self, direction: Tensor) -> Against:
+        largest = self._spectral(direction) * self.copies
         return lambda rho: largest * rho[0] * rho[1]
+
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+        if not self.aligned:
+            return None
+        size, norm = per_image(direction.square().sum((-2, -1))).amax(1).sqrt(), self._spectral(direction)
+        x, y = self.used
+        form = Form(lambda moved, g: g @ moved.mT, (direction,), norm * y, size * y, operand=1)
+        return Contracted((form,), lambda rho, sizes: sizes[0] * x * rho[0])
 
 
 @jacobian("matmul")

@@ -17,7 +17,7 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
 from lipcert.bounds._jacobian import Bounds, normalising
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
-from lipcert.bounds._remainder import Radial, RadialKink, per_image
+from lipcert.bounds._remainder import Radial, RadialKink
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
@@ -261,8 +261,7 @@ class LayerNorm(Radial):
             raise NoAnswer("eps = 0")
         h = operands[0]
         radius = math.sqrt(size * eps)
-        length = per_image((h - h.mean(-1, keepdim=True)).norm(dim=-1))
-        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), -1)
+        super().__init__(h, radius, math.sqrt(size) / radius, given.get("weight"), -1, centred=True)
 
 
 @rounding("layer_norm")
@@ -303,8 +302,7 @@ class RootMeanSquare(Radial):
         if not eps > 0:
             raise NoAnswer("eps = 0")
         radius = math.sqrt(size * eps)
-        length = per_image(operands[0].norm(dim=-1))
-        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), -1)
+        super().__init__(operands[0], radius, math.sqrt(size) / radius, given.get("weight"), -1)
 
 
 @rounding("rms_norm")
@@ -342,14 +340,14 @@ class ByGroup:
     groups: int
     weight: Tensor | None
 
-    def split(self, tensor: Tensor) -> Tensor:
+    def rows(self, tensor: Tensor) -> Tensor:
         """(N, batch, channels, ...) as (N, batch · groups, entries)."""
         return tensor.reshape(len(tensor), tensor.shape[1] * self.groups, -1)
 
-    def _sizes(self, direction: Tensor) -> Tensor:
+    def _against(self, direction: Tensor) -> Tensor:
         if self.weight is not None:
             direction = direction * self.weight.double().reshape(-1, *[1] * (direction.dim() - 3))
-        return self.split(direction).norm(dim=-1)
+        return self.rows(direction)
 
 
 @remainder("group_norm")
@@ -362,11 +360,9 @@ class GroupNorm(ByGroup, Radial):
         eps = given.get("eps", 1e-5)
         if not eps > 0:
             raise NoAnswer("eps = 0")
-        h = self.split(operands[0])
-        size = h.shape[-1]
+        size = math.prod(operands[0].shape[2:]) // self.groups
         radius = math.sqrt(size * eps)
-        length = (h - h.mean(-1, keepdim=True)).norm(dim=-1)
-        super().__init__(length, radius, math.sqrt(size) / radius, given.get("weight"), 2)
+        super().__init__(operands[0], radius, math.sqrt(size) / radius, given.get("weight"), 2, centred=True)
 
 
 @jacobian("layer_norm", "rms_norm")
@@ -427,7 +423,7 @@ class Normalized(RadialKink):
         if given.get("p", 2.0) != 2.0 or not isinstance(dim, int) or not eps > 0:
             raise NoAnswer("p is not 2, several dimensions, or eps = 0")
         axis = dim % len(node.shape) + 1
-        super().__init__(per_image(operands[0].norm(dim=axis)), eps, None, axis, gain=1 / eps)
+        super().__init__(operands[0], eps, None, axis, gain=1 / eps)
 
 
 @jacobian("normalize")

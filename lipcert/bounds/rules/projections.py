@@ -195,10 +195,9 @@ def _module(node: Node) -> Any:
     return node.function if isinstance(node.function, nn.Module) else node.args[2]
 
 
-def _lengths(module: Any, h: Tensor) -> tuple[Tensor, int]:
-    """‖h_t‖, centred where the module centres, for every token, and the axis of the channels behind the image axis."""
-    axis = 2 if module.channels_first else -1
-    return per_image((h - h.mean(axis, keepdim=True) if module.centred else h).norm(dim=axis)), axis
+def _axis(module: Any) -> int:
+    """That of the channels behind the image axis."""
+    return 2 if module.channels_first else -1
 
 
 @remainder(SmoothProject, RmsSmoothProject)
@@ -207,8 +206,8 @@ class SmoothProjection(Radial):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
-        length, axis = _lengths(module, operands[0])
-        super().__init__(length, float(module.radius), 1.0, module.weight.detach(), axis)
+        weight, axis = module.weight.detach(), _axis(module)
+        super().__init__(operands[0], float(module.radius), 1.0, weight, axis, centred=module.centred)
 
 
 @remainder(LayerProject, RmsLayerProject)
@@ -217,9 +216,9 @@ class LayerProjection(RadialKink):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
-        length, axis = _lengths(module, operands[0])
-        super().__init__(length, float(module.radius), module.weight.detach(), axis)
-        self.secant = SecantProjection(node, [operands[0], torch.zeros_like(length[:, :1])], result)
+        weight, axis = module.weight.detach(), _axis(module)
+        super().__init__(operands[0], float(module.radius), weight, axis, centred=module.centred)
+        self.secant = SecantProjection(node, [operands[0], torch.zeros_like(self.length[:, :1])], result)
         self.units = self.secant.units
 
     token = SecantProjection.token
@@ -240,9 +239,7 @@ class GroupSmoothProjection(ByGroup, Radial):
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
         self.groups = module.groups
-        rows = self.split(operands[0])
-        length = (rows - rows.mean(-1, keepdim=True)).norm(dim=-1)
-        super().__init__(length, float(module.radius), 1.0, module.weight.detach(), 2)
+        super().__init__(operands[0], float(module.radius), 1.0, module.weight.detach(), 2, centred=True)
 
 
 @remainder(GroupLayerProject)
@@ -252,9 +249,7 @@ class GroupLayerProjection(ByGroup, RadialKink):
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
         self.groups = module.groups
-        rows = self.split(operands[0])
-        length = (rows - rows.mean(-1, keepdim=True)).norm(dim=-1)
-        super().__init__(length, float(module.radius), module.weight.detach(), 2)
+        super().__init__(operands[0], float(module.radius), module.weight.detach(), 2, centred=True)
 
 
 @rounding(SmoothProject, LayerProject, RmsSmoothProject, RmsLayerProject, GroupSmoothProject, GroupLayerProject)

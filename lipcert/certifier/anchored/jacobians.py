@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert.bounds import per_image
+from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.network import Network
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
@@ -87,9 +87,9 @@ class Jacobians:
                 "use rigor='probabilistic'"
             )
 
-    def writes_out(self, a: Node, b: Node) -> bool:
-        """Whether the norm of G(a → b) comes from all its entries, and needs no start vector."""
-        return self.deterministic or min(a.entries, b.entries) <= _FEW
+    def writes_out(self, a: Node, rows: int) -> bool:
+        """Whether the norm of so many rows of G(a → b) comes from all their entries, and needs no start vector."""
+        return self.deterministic or min(a.entries, rows) <= _FEW
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
         """The same for the largest norm of a row."""
@@ -106,14 +106,12 @@ class Jacobians:
         values: Values,
         *,
         several: bool,
-        scale: Tensor | None = None,
+        form: Form | None = None,
         path: Sequence[Node] | None = None,
-        token: int = 1,
     ) -> LinearOperator:
-        """diag(scale) G(a → b) by autograd; on several vectors at once if that is said.
+        """M G(a → b) by autograd, with M of a ``form``; on several vectors at once if that is said.
 
-        With ``token``, so many rows of G that lie one after the other are added up. With a ``path``, G is the Jacobian
-        along these operations alone.
+        With a ``path``, G is the Jacobian along these operations alone.
 
         Where nothing of a arrives at b, as when all of it is overwritten, Gᵀw is no function of w for autograd. G must
         be 0 then, which is checked on a random w, as a derivative that was cut off would look the same.
@@ -124,8 +122,7 @@ class Jacobians:
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
             (target,) = self.network.replay(a, source, [b], dict(values), path)
-            target = target if scale is None else target * scale
-            target = target if token == 1 else target.reshape(len(target), -1, token).sum(2)
+            target = target if form is None else form(target)
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
         if not pulled.requires_grad:
@@ -154,21 +151,21 @@ class Jacobians:
         values: Values,
         draw: Draw | None,
         *,
-        scale: Tensor | None = None,
+        form: Form | None = None,
         path: Sequence[Node] | None = None,
     ) -> Tensor:
-        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,), for a scale of shape (N, *b.shape).
+        """Upper bounds on ‖M G(a → b)‖, shape (N,), with M of a ``form``, the identity by default.
 
         With a ``path``, G is the Jacobian along these operations alone. Without a ``draw`` it is written out.
         """
-        images, rows, columns = len(values[a]), b.entries, a.entries
+        images, rows, columns = len(values[a]), rows_of(b, values, form), a.entries
         if not rows * columns:  # such as the tokens of a class where there are none
             return values[a].new_zeros(images, dtype=torch.float64)
-        together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, b) else images
+        together = min(images, max(1, _MOST // (rows * columns))) if draw is None else images
         found = []
         for i, part in _parts(values, images, together):
-            weights = None if scale is None else scale[i : i + together]
-            way = self.operator(a, b, part, several=draw is None, scale=weights, path=path)
+            some = None if form is None else form.only(slice(i, i + together))
+            way = self.operator(a, b, part, several=draw is None, form=some, path=path)
             forth, back, size = (*way, columns) if columns <= rows else (way.adjoint, way.product, rows)
             count, device = len(part[a]), part[a].device
             if draw is None:
@@ -182,7 +179,7 @@ class Jacobians:
         images, rows, columns = len(values[a]), b.entries, a.entries
         if not rows * columns:
             return values[a].new_zeros(images, dtype=torch.float64)
-        together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, b) else images
+        together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, rows) else images
         found = []
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             way = self.operator(a, b, part, several=True)
@@ -211,12 +208,18 @@ class Jacobians:
         """
         rows, images = u.entries // token, len(units)
         together = max(1, min(images, _MOST // (rows * a.entries)))
+        once = units.new_ones(images)
+        form = Form(lambda moved, unit: (moved * unit).reshape(len(unit), -1, token).sum(2), (units,), once, once)
         found = []
         for i, part in _parts(values, images, together):
-            scale = units[i : i + together]
-            way = self.operator(a, u, part, several=True, scale=scale, token=token)
-            found.append(torch.stack(explicit_rows(way.adjoint, len(scale), rows, device=scale.device), 1))
+            way = self.operator(a, u, part, several=True, form=form.only(slice(i, i + together)))
+            found.append(torch.stack(explicit_rows(way.adjoint, len(part[a]), rows, device=units.device), 1))
         return torch.cat(found)
+
+
+def rows_of(b: Node, values: Values, form: Form | None) -> int:
+    """How many rows M G(a → b) has, with M of a form, the identity by default."""
+    return b.entries if form is None else form(values[b])[0].numel()
 
 
 def _parts(values: Values, images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from lipcert._numerics import SAFETY, at_most
-from lipcert.bounds import Against, per_image, quadratic, row_distances
+from lipcert.bounds import Against, Contracted, contracted, row_distances
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.jacobians import margin_gradients
-from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
+from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
+
+# What rules say with forms, and for which images, given by their numbers.
+Forms = Mapping[Node, tuple[Contracted, Tensor]]
+NO_FORMS: Forms = MappingProxyType({})
 
 # How far beyond the radius without it curvature is weighed, and from which share of the margin on.
 FURTHER = 2.0
-_WORTH = 0.01
+_WORTH = 0.02
 
 
 def spreads(at: Linearization, predicted: Tensor) -> Tensor | None:
@@ -44,26 +50,29 @@ def change(at: Linearization, found: Deviations, spread: Tensor | None) -> Tenso
     return bound if deployed is None else bound + 2 * deployed * (1 + SAFETY)
 
 
-def curvature_norms(at: Linearization, weights: dict[Node, Tensor], round: int) -> Curvature:
-    """Norms with the weights √w of operations, for w of the shape of their operand."""
+def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
+    """Norms with the forms of operations, each for some of the images, given by their numbers; ∞ for the others."""
     network, ledger = at.network, at.norms.ledger.part("weighed", at.weighing, round)
-    found: dict[Node, dict[Node, Tensor]] = {}
+    unknown = torch.full_like(at.logits[:, 0], math.inf, dtype=torch.float64)
+    found: dict[Node, list[FormNorms]] = {}
     for stage in network.stages:
         for place, v in enumerate(stage.nonlinear):
-            if v not in weights:
+            if v not in forms:
                 continue
-            scale = weights[v].sqrt()
-            (u,) = network.operands(v)
-            norms = found[v] = {u: per_image(scale).amax(1)}
-            for a in (network.source, stage.start, *stage.nonlinear[:place]):
-                if a in norms or (a, u) in at.plan.unconnected:
-                    continue
-                if (a, u) in at.plan.chained:
-                    norms[a] = norms[u] * at.gain(a, u)
-                else:
-                    part = ledger.part(network.replay.position[v])
-                    norm = at.finder.scaled(a, v.operands[0], at.values, scale, part)
-                    norms[a] = at.norms.raised(norm, a, u, scale)
+            answer, some = forms[v]
+            part, found[v] = at if len(some) == len(unknown) else at.only(some), []
+            for number, form in enumerate(answer.forms):
+                target, form = v.operands[form.operand], form.only(some)
+                u, key = network.root(target), ledger.only(some).part(network.replay.position[v], number)
+                norms = {u: form.norm}
+                for a in (network.source, stage.start, *stage.nonlinear[:place]):
+                    if a in norms or (a, u) in at.plan.unconnected:
+                        continue
+                    norms[a] = form.norm * part.gain(a, u)
+                    if (a, u) not in at.plan.chained:
+                        norm = at.finder.formed(a, target, part.values, form, key)
+                        norms[a] = part.norms.raised(norm, a, u, form)
+                found[v].append(FormNorms(u, {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}))
     return found
 
 
@@ -92,7 +101,7 @@ class RivalMargin:
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
 
-    def left(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Tensor:
+    def left(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """What is left of the margin within ε at least, shape (N,)."""
         found = self.at.walk(eps, curvature)
         taken = torch.zeros_like(eps)
@@ -100,7 +109,10 @@ class RivalMargin:
         for v, rho in found.operands.items():
             bound = self.against[v](rho)
             rest = rest + self.rounding[:, self.place[v]] * at_most(self.at.remainders[v].norm(rho))
-            taken = taken + (torch.minimum(bound, found.weighed[v].square()) if v in found.weighed else bound)
+            if v in found.weighed:
+                formed = forms[v][0].bound(rho, found.weighed[v])
+                bound = torch.minimum(bound, formed.nan_to_num(nan=math.inf, posinf=math.inf))
+            taken = taken + bound
         return self.margin - self.slope * eps - at_most(taken + rest) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
@@ -121,14 +133,18 @@ class RivalMargin:
         """
         upto = FURTHER * least
         moved = self.at.walk(upto).operands
-        weights = {}
+        forms: dict[Node, tuple[Contracted, Tensor]] = {}
         for v, g in self.at_nodes.items():
-            found = quadratic(self.at.remainders[v], g, moved[v])
+            found = contracted(self.at.remainders[v], g, moved[v])
             # For each image by itself, so that a radius does not depend on the others.
-            worth = self.against[v](moved[v]) > _WORTH * self.margin
-            if found is not None and bool(worth.any()):
-                weights[v] = torch.where(worth.reshape(-1, *[1] * (found.dim() - 1)), found, math.inf)
-        if not weights:
+            worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
+            if found is not None and len(worth):
+                forms[v] = found, worth
+        if not forms:
             return least
-        norms = curvature_norms(self.at, weights, round)
-        return torch.maximum(search(lambda eps: torch.where(eps <= upto, self.left(eps, norms), -1.0), least), least)
+        norms = curvature_norms(self.at, forms, round)
+
+        def left(eps: Tensor) -> Tensor:
+            return torch.where(eps <= upto, self.left(eps, norms, forms), -1.0)
+
+        return torch.maximum(search(left, least), least)

@@ -25,14 +25,17 @@ set how far a radius can reach. Where the way from a smooth activation v to u is
 most ½ c ‖√w ∘ δ‖², by the same sums as below for ‖s ∘ δ‖ with s = √w. Both are far below ‖G(v → u)‖ · ½ c max|δ_i| ‖δ‖,
 as few columns are near the norm of a trained matrix. Columns belong to the network, and are taken once.
 
-Curvature is where most of a margin goes. Where a rule knows weights w with −⟨∇_v m_j, R_v⟩ ≤ Σ_i w_i δ_i² for the
-deviation δ of v's operand u (smooth entrywise functions), d_v = ‖s ∘ δ‖² with s = √w, and
+Curvature is where most of a margin goes. Where a rule knows a linear map M of the deviation δ of v's operand u with
+−⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order (:class:`lipcert.bounds.Contracted`), or the like for products,
 
-    ‖s ∘ δ‖ ≤ ‖diag(s) G(x → u)‖ ε + Σ_v ‖diag(s) G(v → u)‖ r_v(ρ),
+    ‖Mδ‖ ≤ ‖M G(x → u)‖ ε + Σ_v ‖M G(v → u)‖ r_v(ρ),
 
-which is several times less than max w · ρ_u², for the weights of few entries are large and most rows of G are not seen
-by them. It takes norms for one rival class j, so it is done for the classes that allow the least, one after the other.
-Weights that hold up to some ε give a radius up to there.
+which is several times less than ‖M‖ ρ_u: M contracts the second derivative with the gradient, and few deviations that
+G lets through lie in the directions that both see. For smooth entrywise functions M is diagonal and knows which entries
+the gradient weighs; for projections and normalisations it is the positive part of the second derivative of ⟨∇_v m_j, ·⟩
+token by token; for softmax the covariance under the actual weights; for products one factor is contracted with the
+gradient. It takes norms for one rival class j, so it is done for the classes that allow the least, one after the other.
+Forms that hold up to some ε give a radius up to there.
 
 Nothing here needs the Jacobians: any linear map may stand for that of an operation, R_v being what it leaves out. At
 kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds._secants`). How far they should
@@ -136,7 +139,7 @@ def _finder(network: Network, options: NormOptions, share: float) -> NormFinder:
 
 
 def weighable(network: Network) -> int:
-    """How many norms with weights one rival class can take."""
+    """How many norms with forms one rival class can take, of which a rule has one."""
     return sum(2 + place for stage in network.stages for place in range(len(stage.nonlinear)))
 
 
@@ -147,7 +150,7 @@ def rounds(plan: NormPlan) -> int:
 
 def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
     """Floating-point operations that the norms of an image take, with those that weigh curvature so many times."""
-    bent = {plan.network.operands(v)[0] for v, wish in plan.wishes.items() if wish.weights}
+    bent = {u for v, wish in plan.wishes.items() if wish.forms for u in plan.network.operands(v)}
     weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in bent)
     return plan.work + weighed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lipcert._numerics import UNIT
 from lipcert._settings import RIGORS
-from lipcert.bounds import per_image
+from lipcert.bounds import Form
 from lipcert.certifier.anchored.chains import Link
-from lipcert.certifier.anchored.jacobians import Jacobians
+from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan, Pair
 from lipcert.certifier.anchored.rounding import Rounded, rounded
@@ -31,16 +33,17 @@ class SeminormKind(Enum):
     NORM = auto()  # ‖δ‖
     LARGEST = auto()  # the largest norm of one of its entries, or blocks of entries
     COLUMNS = auto()  # ‖√w ∘ δ‖, w the norms of the columns of the linear way after an operation
-    CURVATURE = auto()  # ‖√w ∘ δ‖, w what the curvature of an operation takes of a margin
+    CURVATURE = auto()  # ‖Mδ‖, M of a form of the curvature of an operation against a margin
     ALONG = auto()  # the norm over all tokens t of ⟨unit_t, δ_t⟩
     TOKEN = auto()  # the largest |⟨unit_t, δ_t⟩|
 
 
 class Seminorm(NamedTuple):
-    """A kind of seminorm, and the operation whose weights or tokens make M."""
+    """A kind of seminorm, and the operation whose weights, forms or tokens make M, with the number of the form."""
 
     kind: SeminormKind
     of: Node | None = None
+    form: int = 0
 
 
 NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
@@ -109,10 +112,17 @@ class Norms:
         """How many have been found."""
         return len(self.gains) + len(self.peaks) + len(self.weighted) + len(self.along)
 
-    def raised(self, norm: Tensor, a: Node, b: Node, scale: Tensor) -> Tensor:
-        """‖diag(scale) G(a → b)‖ as found, with what rounding can have taken of it, shape (N,)."""
-        largest = per_image(scale).amax(1)
-        return torch.minimum(norm + largest * self.slack[a, b], largest * self.gains[a, b])
+    def raised(self, norm: Tensor, a: Node, b: Node, form: Form) -> Tensor:
+        """‖M G(a → b)‖ as found, with what rounding can have taken of it, shape (N,).
+
+        What products with G are off by, M makes at most ‖M‖ times as long. Those with M are off by γ size ‖Gv‖, γ for
+        sums of no more terms than a deviation, or what M is made of, has entries; the factor between an error and what
+        it does to a norm is that of :mod:`.rounding`.
+        """
+        terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
+        own = 4 * (terms + 16) * UNIT * (16 + 4 * math.sqrt(max(a.entries, b.entries)))
+        lost = form.norm * self.slack[a, b] + form.size * own * self.gains[a, b]
+        return torch.minimum(norm + lost, form.norm * self.gains[a, b])
 
     def only(self, index: Tensor) -> Norms:
         """The same for some of the images, given by their numbers."""
@@ -180,7 +190,7 @@ class NormFinder:
             if (v, u) not in self.columns:
                 self.columns[v, u] = self.jacobians.columns(v, u, alone, draw)
         for a, b in plan.pairs:
-            draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, b))
+            draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, b.entries))
             norm = partial(self.jacobians.norm, a, b, draw=draw)
             found.gains[a, b] = self._still(("norm", a, b), b, values, norm)
             report()
@@ -230,20 +240,22 @@ class NormFinder:
 
     def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
         u = v.operands[0]
-        draw = self._draw(found.ledger, "columns weighed", a, u, v, known=self.jacobians.writes_out(a, u))
+        draw = self._draw(found.ledger, "columns weighed", a, u, v, known=self.jacobians.writes_out(a, u.entries))
         scale = self.columns[v, self.plan.ahead[v]].sqrt().reshape(1, *v.shape)
 
+        def form(images: int) -> Form:
+            return Form.weights(scale.expand(images, *v.shape))
+
         def norm(known: dict[Node, Tensor]) -> Tensor:
-            return self.jacobians.norm(a, u, known, draw, scale=scale.expand(len(known[a]), *v.shape))
+            return self.jacobians.norm(a, u, known, draw, form=form(len(known[a])))
 
         bound = self._still(("weighted", a, v), u, values, norm)
-        whole = scale if self.network.linear_way(a, u) else scale.expand(len(values[a]), *v.shape)
-        return found.raised(bound, a, self.network.operands(v)[0], whole)
+        return found.raised(bound, a, self.network.operands(v)[0], form(len(values[a])))
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
         a, b = link.operand, link.node
-        draw = self._draw(ledger, "link", a, b, number, known=self.jacobians.writes_out(a, b))
+        draw = self._draw(ledger, "link", a, b, number, known=self.jacobians.writes_out(a, b.entries))
         if self.network.rules.keys() & link.path:
             return self.jacobians.norm(a, b, values, draw, path=link.path)
         if link not in self._link_constants:
@@ -251,15 +263,13 @@ class NormFinder:
             self._link_constants[link] = self.jacobians.norm(a, b, alone, draw, path=link.path).item()
         return values[a].new_full((len(values[a]),), self._link_constants[link])
 
-    def scaled(self, a: Node, b: Node, values: dict[Node, Tensor], scale: Tensor, ledger: Ledger) -> Tensor:
-        """Upper bounds on ‖diag(scale) G(a → b)‖, shape (N,), for a scale of shape (N, *b.shape).
+    def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, ledger: Ledger) -> Tensor:
+        """Upper bounds on ‖M G(a → b)‖, shape (N,), with M of a form.
 
-        The scale may depend on all norms so far, so ``ledger`` is a part that none of these has drawn from. Where the
-        scale is not finite nothing is charged, as nothing comes of it.
+        The form may depend on all norms so far, so ``ledger`` is a part that none of these has drawn from.
         """
-        finite = per_image(scale).isfinite().all(1).nonzero()[:, 0]
-        draw = self._draw(ledger.only(finite), "norm", a, b, known=self.jacobians.writes_out(a, b))
-        return self.jacobians.norm(a, b, values, draw, scale=scale)
+        draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows_of(b, values, form)))
+        return self.jacobians.norm(a, b, values, draw, form=form)
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
         """Start vectors for something about G(a → b); None where that is ``known`` from its entries, or empty.

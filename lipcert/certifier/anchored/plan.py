@@ -62,20 +62,20 @@ class Wishes:
         block: the deviation of any so many entries of the operand that lie one after the other; 0 for none.
         token: the deviations of tokens of so many entries along themselves; 0 for none.
         columns: the norms of the columns of the linear way after the operation.
-        weights: the norm of the deviation with weights for each entry.
+        forms: the norms of linear maps of the deviations.
     """
 
     block: int
     token: int
     columns: bool
-    weights: bool
+    forms: bool
 
     @classmethod
     def of(cls, rule: type[Remainder], v: Node) -> Wishes:
         """As the class of the rule says: see :class:`lipcert.bounds.Remainder`."""
         block = 1 if getattr(rule, "entrywise", False) else getattr(rule, "block", _none)(v)
         token = getattr(rule, "token", _none)(v)
-        return cls(block, token, hasattr(rule, "total"), hasattr(rule, "quadratic"))
+        return cls(block, token, hasattr(rule, "total"), hasattr(rule, "contracted"))
 
 
 def _none(_: Node) -> int:

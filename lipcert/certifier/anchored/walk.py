@@ -29,8 +29,22 @@ from lipcert.norms import Ledger
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# For an operation v with weights w on its operand u: upper bounds on ‖diag(√w) G(a → u)‖ by a, 0 for any other a.
-Curvature = Mapping[Node, Mapping[Node, Tensor]]
+
+@dataclass(frozen=True)
+class FormNorms:
+    """Norms with a linear map M of one operand u of an operation.
+
+    Attributes:
+        operand: u.
+        norms: upper bounds on ‖M G(a → u)‖ by a, each of shape (N,); 0 for any other a.
+    """
+
+    operand: Node
+    norms: Mapping[Node, Tensor]
+
+
+# The forms of operations v, in their order.
+Curvature = Mapping[Node, Sequence[FormNorms]]
 
 NO_CURVATURE: Curvature = MappingProxyType({})
 # Of how far a value moves, what rounding may hide of how far its tokens move along themselves.
@@ -98,14 +112,14 @@ class Deviations:
             themselves, the bound on all together and that on one of them.
         logits: ρ for the logits, shape (N,).
         features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
-        weighed: for operations with weights w, bounds on ‖√w ∘ δ‖ for the deviation δ of their operand, shape (N,).
+        weighed: for operations with forms M, bounds on each ‖Mδ‖ for the deviation δ of its operand, shape (N,).
         stages: the same for every stage.
     """
 
     operands: dict[Node, list[Tensor]]
     logits: Tensor
     features: Tensor | None
-    weighed: dict[Node, Tensor] = field(default_factory=dict)
+    weighed: dict[Node, list[Tensor]] = field(default_factory=dict)
     stages: list[StageDeviation] = field(default_factory=list)
 
 
@@ -170,7 +184,7 @@ class Linearization:
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
         """‖M G(a → u)‖ from above, for the M of a seminorm; 0 where u does not depend on a."""
-        kind, v = seminorm
+        kind, v, _ = seminorm
         if a is u:
             if kind is not SeminormKind.COLUMNS:
                 return 1.0
@@ -195,7 +209,7 @@ class Linearization:
 
         Args:
             eps: ε, shape (N,).
-            curvature: norms with the weights of operations for which ‖√w ∘ δ‖ is asked.
+            curvature: norms with the forms M of operations for which ‖Mδ‖ is asked.
             layerwise: start each stage from what the stage before it passes on alone.
         """
         network, zero = self.network, torch.zeros_like(eps)
@@ -203,7 +217,7 @@ class Linearization:
         at_cuts: dict[Node, Tensor] = {}  # remainders before a cut, added up there
         found: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
-        weighed: dict[Node, Tensor] = {}
+        weighed: dict[Node, list[Tensor]] = {}
         passed_on = eps * self.gain(network.source, network.stages[0].start)
         passed_on = passed_on if before is None else passed_on + before
         for stage in network.stages:
@@ -254,7 +268,7 @@ class _StageWalk:
         """:meth:`Linearization.gain`, with the norms for the weights of curvature."""
         if seminorm.kind is SeminormKind.CURVATURE:
             assert seminorm.of is not None
-            return self.curvature[seminorm.of].get(a, 0.0)
+            return self.curvature[seminorm.of][seminorm.form].norms.get(a, 0.0)
         return self.at.gain(a, u, seminorm)
 
     def linear(self, u: Node, seminorm: Seminorm) -> Tensor:
@@ -282,15 +296,18 @@ class _StageWalk:
         noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
         return at_most(self.linear(u, seminorm) + self.errors(u, seminorm) + noise)
 
-    def visit(self, operands: dict[Node, list[Tensor]], weighed: dict[Node, Tensor]) -> None:
-        """Goes through the operations, and adds the ρ of their operands, and what is asked with weights."""
+    def visit(self, operands: dict[Node, list[Tensor]], weighed: dict[Node, list[Tensor]]) -> None:
+        """Goes through the operations, and adds the ρ of their operands, and what is asked with forms."""
         for v in self.at.rounding.nodes(self.stage):
             if v not in self.at.remainders:
                 self.at.rounding.linear(v)
                 continue
             rho = operands[v] = self.reach(v)
             if v in self.curvature:
-                weighed[v] = self.moved(self.at.network.operands(v)[0], Seminorm(SeminormKind.CURVATURE, v))
+                weighed[v] = [
+                    self.moved(known.operand, Seminorm(SeminormKind.CURVATURE, v, number))
+                    for number, known in enumerate(self.curvature[v])
+                ]
             self.at.rounding.nonlinear(v, rho)
             self.effects.append((v, self.effect(v, rho)))
 
