@@ -115,7 +115,8 @@ def work(rank: int, folder: Path) -> None:
 
 def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     # Biases of keys hardly have a gradient, and AdamW makes steps of the roundings of one.
-    return all(torch.allclose(left[name], right[name], rtol=0, atol=1e-4) for name in left)
+    allowed = {name: 1e-4 if name.endswith("qkv.bias") else 1e-5 for name in left}
+    return all(torch.allclose(left[name], right[name], rtol=0, atol=allowed[name]) for name in left)
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
