@@ -214,6 +214,28 @@ MODES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+class Positions(nn.Module):
+    """As in BoTNet, a product with a parameter that torch folds into one matrix if it requires a gradient."""
+
+    def __init__(self, factor: float = 1.0):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.factor if self.table.requires_grad else 1.0
+        return factor * (x.flatten(1).reshape(-1, 2, 3, 2).transpose(1, 2) @ self.table).flatten(1)
+
+
+def test_kernels_that_gradients_of_parameters_choose_are_no_other_network():
+    model = lipcert.load(Positions(), mean=(0.0,), std=(1.0,), input_size=(1, 2, 6))
+    assert Certifier(model, 0.1, "gloro").bound.value > 0
+    assert model.net.table.requires_grad
+    other = lipcert.load(Positions(2.0), mean=(0.0,), std=(1.0,), input_size=(1, 2, 6))
+    with pytest.raises(UnsupportedCode, match="gradients are enabled"):
+        Certifier(other, 0.1, "gloro")
+
+
 @pytest.mark.parametrize("name", MODES)
 def test_code_that_depends_on_gradients_being_wanted_is_refused(name):
     with pytest.raises(UnsupportedCode, match="gradients are enabled"):

@@ -395,11 +395,12 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
 def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     chance = random_states()
     try:
-        first, *others = [look(module, example) for example in examples(image)]
-        state = _state(module)
-        again = look(module, image)
-        with torch.no_grad():
-            plain, repeated = module(image.clone()), module(image.clone())
+        with _frozen(module):
+            first, *others = [look(module, example) for example in examples(image)]
+            state = _state(module)
+            again = look(module, image)
+            with torch.no_grad():
+                plain, repeated = module(image.clone()), module(image.clone())
     except LipcertError:
         raise
     except Exception as error:
@@ -427,6 +428,19 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     for found in others:
         found.steps = []  # equal to those of the first
     return [first, *others]
+
+
+@contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    """No parameter requires a gradient: ``torch.matmul`` chooses its kernels by that."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> bool:
