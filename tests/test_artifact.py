@@ -276,6 +276,6 @@ def test_other_files_are_replaced_only_by_force(tmp_path):
     assert path.read_text() == "mine"
     save(model, path, force=True)
     save(model, path)  # the same architecture
-    with pytest.raises(InputError, match="holds vit_tiny_patch16_224 and not test_vit"):
+    with pytest.raises(InputError, match="holds vit_tiny_patch16_224, not test_vit"):
         save(load("test_vit", pretrained=False), path)
     assert load_artifact(path).source == model.source

@@ -1,4 +1,4 @@
-"""Surgery: modules with a Lipschitz constant, and what puts them into a network in place of others.
+"""Surgery: modules with a Lipschitz constant, and functions that put them into a network in place of others.
 
 Each module answers ``lipschitz(input_shape)`` with a :class:`lipcert.bounds.Bound` for one sample's input shape.
 """

@@ -1,9 +1,9 @@
-"""Activations with constant pieces, all 1-Lipschitz.
+"""1-Lipschitz activations with constant pieces.
 
-Clipped activations are constant for large inputs, so that near a given image more units are constant and the local
-bounds drop their rows and columns. Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust
-Neural Networks with Efficient Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 4.1 and 4.2; MaxMin:
-Anil, Lucas and Grosse, "Sorting Out Lipschitz Function Approximation", ICML 2019.
+Clipped activations are constant for large inputs. So more units are constant near a given image, and the local bounds
+drop their rows and columns. Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust Neural
+Networks with Efficient Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 4.1 and 4.2; MaxMin: Anil,
+Lucas and Grosse, "Sorting Out Lipschitz Function Approximation", ICML 2019.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lipcert.errors import InputError
 class ClippedReLU(nn.Module):
     """ReLUθ(x) = min(max(x, 0), θ), with a learnable threshold θ.
 
-    1-Lipschitz: a composition of x ↦ max(x, 0) and x ↦ min(x, θ), both of which are, entry by entry, for any θ.
+    It is 1-Lipschitz as a composition of x ↦ max(x, 0) and x ↦ min(x, θ), both 1-Lipschitz entry by entry for any θ.
 
     Args:
-        threshold: θ; one number, or a tensor that broadcasts over a sample, such as (C, 1, 1) for one a channel.
+        threshold: θ; one number, or a tensor that broadcasts over a sample, such as (C, 1, 1) for one per channel.
     """
 
     PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
@@ -36,10 +36,10 @@ class ClippedReLU(nn.Module):
         return torch.minimum(x.clamp(min=0), self.threshold)
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """1, for a sample of any shape over which the threshold broadcasts.
+        """The bound 1, for a sample of any shape over which the threshold broadcasts.
 
         Raises:
-            InputError: if the threshold would enlarge the sample, which copies entries and is not 1-Lipschitz.
+            InputError: if broadcasting the threshold would enlarge the sample; copying entries is not 1-Lipschitz.
         """
         _check_broadcast(self.threshold, input_shape)
         return Bound.deterministic(1.0, "1-Lipschitz entry by entry", "lipcert.surgery.ClippedReLU")
@@ -48,7 +48,7 @@ class ClippedReLU(nn.Module):
 class MaxMin(nn.Module):
     """Pairs the two halves (a, b) of the channels and returns (max(a, b), min(a, b)), in the shape of the input.
 
-    1-Lipschitz: sorting is a permutation at every point, continuous and orthogonal on each piece.
+    It is 1-Lipschitz: sorting is continuous and, on each of finitely many pieces, a permutation, which is orthogonal.
 
     Args:
         dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
@@ -64,7 +64,7 @@ class MaxMin(nn.Module):
         return torch.cat(_sorted(*x.chunk(2, self.dim)), self.dim)
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """1, for a sample with an even number of channels.
+        """The bound 1, for a sample with an even number of channels.
 
         Raises:
             InputError: if the channels do not pair up.
@@ -74,9 +74,9 @@ class MaxMin(nn.Module):
 
 
 class ClippedMaxMin(nn.Module):
-    """:class:`MaxMin`, clipped: min(max(a, b), upper) and max(min(a, b), lower), with learnable thresholds.
+    """Clipped :class:`MaxMin`: min(max(a, b), upper) and max(min(a, b), lower), with learnable thresholds.
 
-    1-Lipschitz: MaxMin is, and so are x ↦ min(x, upper) and x ↦ max(x, lower), entry by entry.
+    It is 1-Lipschitz, because MaxMin, x ↦ min(x, upper) and x ↦ max(x, lower) are.
 
     Args:
         upper: threshold of the maxima; one number, or a tensor that broadcasts over half a sample.
@@ -97,7 +97,7 @@ class ClippedMaxMin(nn.Module):
         return torch.cat((torch.minimum(high, self.upper), torch.maximum(low, self.lower)), self.dim)
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """1, for a sample with an even number of channels over whose halves the thresholds broadcast.
+        """The bound 1, for a sample with an even number of channels over whose halves the thresholds broadcast.
 
         Raises:
             InputError: if the channels do not pair up, or a threshold would enlarge the sample.
@@ -108,7 +108,7 @@ class ClippedMaxMin(nn.Module):
         return Bound.deterministic(1.0, "a permutation at every point, then clipping", "lipcert.surgery.ClippedMaxMin")
 
 
-# What ``convert(activation=...)`` puts in place of ReLU.
+# The replacements of ReLU, by the argument ``convert(activation=...)``.
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "clipped-relu": ClippedReLU,
     "maxmin": MaxMin,
@@ -118,7 +118,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 @torch.no_grad()
 def calibrate_activation(module: nn.Module, x: Tensor, first: bool) -> None:
-    """Puts the thresholds where they clip nothing of an input, nor, unless this is the first one, of those before.
+    """Sets the thresholds so that they clip nothing in this input and, unless ``first``, in the earlier ones.
 
     Raises:
         InputError: MaxMin does not fit the input.
@@ -129,7 +129,7 @@ def calibrate_activation(module: nn.Module, x: Tensor, first: bool) -> None:
         return
     if x.dim() not in (2, 4) or x.shape[1] % 2:
         raise InputError(
-            f"MaxMin pairs channels in dimension 1, and a ReLU of this network sees values of shape {tuple(x.shape)}; "
+            f"MaxMin pairs channels in dimension 1, but a ReLU of this network gets values of shape {tuple(x.shape)}; "
             "choose clipped-relu"
         )
     if isinstance(module, ClippedMaxMin):
@@ -141,8 +141,8 @@ def calibrate_activation(module: nn.Module, x: Tensor, first: bool) -> None:
 def _sorted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """max(a, b) and min(a, b).
 
-    For a gradient they are b + (a − b)₊ and a − (a − b)₊, whose backward pass takes a fifth of the time and whose
-    values differ by roundings; whatever is certified or deployed runs without.
+    With gradients they are computed as b + (a − b)₊ and a − (a − b)₊. The backward pass takes a fifth of the time, and
+    the values differ by rounding. Certified and deployed networks do not use this branch.
     """
     if torch.is_grad_enabled() and a.requires_grad:
         above = torch.relu(a - b)

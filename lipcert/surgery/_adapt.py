@@ -1,12 +1,12 @@
-"""Layer-wise adaptation: attention by distance learns what the attention in its place did, on images without labels.
+"""Layer-wise adaptation: fits each L2 attention to the attention that it replaced, on unlabeled images.
 
-Every swapped attention is trained by itself. It gets the inputs that the attention at its path has in the pretrained
-network and is fitted to that attention's outputs, in mean square; everything else is frozen. So errors of earlier
-layers do not enter, layers do not wait for each other, and no labels are needed. This is the L2 adaptation of CertViT
-(arXiv 2302.10287), for the form of attention by distance that is Lipschitz.
+Every swapped attention is trained separately. It gets the inputs of the original attention in the pretrained network
+and is fitted to that attention's outputs, in mean square; everything else is frozen. So errors of earlier layers do not
+accumulate, layers are independent, and no labels are needed. This is the L2 adaptation of CertViT (arXiv 2302.10287),
+applied to the Lipschitz form of L2 attention.
 
-Nothing gets worse on images that took no part in the fit: a layer keeps its first weights where its error on them did
-not fall, and all layers do where the network's logits on them moved further.
+Results on held-out images never get worse. A layer keeps its initial weights if its error on them does not decrease.
+All layers keep them if the network's logits on them move further from those of the pretrained network.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lipcert.surgery._attention import L2Attention
 _BATCH = 8
 _STEPS = 200
 _RATE = 1e-3
-_HELD_OUT = 4  # one of so many images is held out
+_HELD_OUT = 4  # 1/_HELD_OUT of the images are held out
 
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """One attention.
+    """The adaptation of one attention.
 
     Attributes:
-        path: where it stands in the network.
-        error_before: ‖its outputs − those of the pretrained attention‖ / ‖those‖ on the held-out images, both for the
-            inputs that the pretrained network has there.
-        error_after: the same after the fit; ``error_before`` where the first weights were kept.
+        path: its path in the network.
+        error_before: relative error before the fit on the held-out images: ‖outputs − outputs of the pretrained
+            attention‖ / ‖outputs of the pretrained attention‖, both for the inputs in the pretrained network.
+        error_after: the same after the fit; ``error_before`` if the initial weights were kept.
         adapted: whether it has new weights.
     """
 
@@ -52,14 +52,15 @@ class AdaptedLayer:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What :func:`adapt` did. All figures are from the held-out images.
+    """The result of :func:`adapt`. All errors refer to the held-out images.
 
     Attributes:
-        images: number of images that the weights were fitted on.
+        images: number of images used for the fit.
         held_out: number of images held out from the fit.
         layers: the attentions, in the order of the network.
-        logits_before: median over the images of ‖logits − those of the pretrained network‖ / ‖those‖ before the fit.
-        logits_after: the same after it.
+        logits_before: median over the images of the relative distance of the logits from those of the pretrained
+            network, before the fit.
+        logits_after: the same after the fit.
     """
 
     images: int
@@ -71,7 +72,7 @@ class Adaptation:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of the pretrained attention: its arguments and what it returned."""
+    """One call of the pretrained attention: its arguments and its output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -79,32 +80,32 @@ class _Call:
 
 
 class _Reached(Exception):
-    """The pretrained network has come to the attention in question; the rest of it is of no interest."""
+    """Stops the forward pass of the pretrained network after the attention of interest."""
 
 
 def adapt(
     model: Model, pretrained: Model, images: Tensor, progress: Callable[[int, int], None] | None = None
 ) -> Adaptation:
-    """Fits each attention by distance of a converted model to the attention that it replaced, in place.
+    """Fits each L2 attention of a converted model to the attention that it replaced, in place.
 
-    Queries, values and the output projection are trained, by Adam on the mean square error, a fixed number of steps.
-    Position biases stay, and so does a weight that stands in several places of the network.
+    Queries, values and the output projection are trained with Adam on the mean squared error, for a fixed number of
+    steps. Position biases and weights shared between places of the network do not change.
 
     Args:
         model: a converted model.
-        pretrained: the model before its conversion; it may share weights with ``model`` and stays as it is.
+        pretrained: the model before its conversion. It may share weights with ``model`` and does not change.
         images: unlabeled images in [0, 1], shape (N, C, H, W), at least 2. The last quarter is held out from the fit.
         progress: called as ``progress(done, total)`` after each attention.
 
     Returns:
-        What was done.
+        A report on the adaptation.
 
     Raises:
-        InputError: on unusable images, or models that do not fit together.
+        InputError: the images are not valid, or the models do not match.
     """
     model.check_images(images)
     if len(images) < 2:
-        raise InputError(f"adaptation needs 2 images or more, one of them to be held out, got {len(images)}")
+        raise InputError(f"adaptation needs at least 2 images, one of them held out, got {len(images)}")
     fit, held = parted(images)
     pairs = _pairs(model, pretrained)
     places = Counter(id(parameter) for _, parameter in model.net.named_parameters(remove_duplicate=False))
@@ -137,7 +138,7 @@ def adapt(
 
 
 def parted(images: Tensor) -> tuple[Tensor, Tensor]:
-    """The images to fit on, and those held out."""
+    """Splits the images into those for the fit and those held out."""
     count = len(images) - max(1, len(images) // _HELD_OUT)
     return images[:count], images[count:]
 
@@ -152,7 +153,7 @@ def _pairs(model: Model, pretrained: Model) -> list[tuple[str, L2Attention, nn.M
 
 
 def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Call]:
-    """What goes into an attention of the pretrained network and comes out, one call a batch of images."""
+    """Records the inputs and outputs of an attention of the pretrained network, one call per batch of images."""
     found: list[_Call] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -175,7 +176,7 @@ def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Cal
 def _fit(
     path: str, new: L2Attention, weights: dict[str, Tensor], fit: list[_Call], held: list[_Call]
 ) -> tuple[AdaptedLayer, dict[str, Tensor]]:
-    """The layer's line of the report and its new weights by name: none where the held-out error did not fall."""
+    """The layer's entry of the report and its new weights by name; none if the held-out error did not decrease."""
     before = _error(new, weights, held)
     if not (weights and fit and math.isfinite(before)):
         return AdaptedLayer(path, before, before, False), {}
@@ -200,7 +201,7 @@ def _fit(
 
 @torch.no_grad()
 def _error(new: L2Attention, weights: dict[str, Tensor], calls: list[_Call]) -> float:
-    """The relative error of its outputs over all calls; NaN without any."""
+    """The relative error of the outputs over all calls; NaN without calls."""
     away = whole = 0.0
     for call in calls:
         out = functional_call(new, weights, call.args, call.kwargs)

@@ -1,22 +1,23 @@
-"""Attention by distance for the other ways in which networks arrange tokens, bias their logits, and rotate them.
+"""L2 attention for other arrangements of tokens, other biases, and rotary position embeddings.
 
-**Sets.** A network may cut its tokens into sets that attend among themselves only: windows, blocks, mask units. The
-sets share no entry, so all together have the constant of one. Moving entries about and padding with zeros have norm 1,
-and so has leaving out some of the result: attention whose output is one class token, and windows that are cropped.
+**Sets.** A network may partition its tokens into sets that attend only among themselves: windows, blocks, mask units.
+The sets share no entry, so all sets together have the constant of one. Rearranging entries and padding with zeros have
+norm 1. Selecting a part of the result has norm at most 1: attention whose output is one class token, and cropped
+windows.
 
-**Bias.** :mod:`lipcert.surgery._distance` holds for any additive bias b that does not depend on the image, given or
-computed from parameters. What a bias module computes is evaluated in float64 for the bound, where its rounding is far
-below the margin of 1e-9 that the sums of exp(b_ij − b_ii) are given.
+**Bias.** :mod:`lipcert.surgery._distance` holds for any additive bias b that does not depend on the image, whether it
+is stored or computed from parameters. For the bound, bias modules are evaluated in float64. Their rounding error is far
+below the slack of 1e-9 on the sums of exp(b_ij − b_ii).
 
-**Rotation.** Rotary position embedding turns y_i into z_i = R_i y_i with a matrix R_i that depends on the position
-alone. Here the logits are −‖z_i − z_j‖²/√d and the values z_j, which are turned back where they arrive:
+**Rotation.** Rotary position embedding maps y_i to z_i = R_i y_i, where the matrix R_i depends only on the position.
+Here the logits are −‖z_i − z_j‖²/√d and the values z_j, which are rotated back at the receiving token:
 
     out_i = concat_h(R_iᵀ Σ_j P_ij R_j y_j · M_h) · W_O + biases.
 
-With ρ ≥ ‖R_i‖ for every i, which is 1 up to the rounding of sines and cosines, y ↦ z and the turning back have norm at
-most ρ, and attention z ↦ (Σ_j P_ij z_j)_i has the constant L_h: so L_h becomes ρ²·L_h. If the values were not turned,
-tokens far apart with z_i = z_j would mix with weights that do not fall with their distance, and there would be no
-constant.
+Let ρ ≥ ‖R_i‖ for every i; ρ is 1 up to the rounding of sines and cosines. Then y ↦ z and the rotation back have norm at
+most ρ, and attention z ↦ (Σ_j P_ij z_j)_i has the constant L_h. So L_h becomes ρ²·L_h. If the values were not rotated,
+tokens far apart with z_i = z_j would be mixed with weights that do not decrease with their distance, and there would be
+no Lipschitz constant.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ ARRANGEMENTS = ("tokens", "grid", "channels", "units", "windows")
 
 
 class L2SetAttention(L2Attention):
-    """Attention by distance within sets of tokens, with any constant bias; proof at the head of this file.
+    """L2 attention within sets of tokens, with any constant bias; proof in the module docstring.
 
-    The arrangement says where the tokens are:
+    The arrangements are:
 
     * ``tokens``: (..., tokens, dim), one set for each of the leading indices;
     * ``grid``: (N, height, width, dim), all positions of an image or window in one set;
     * ``channels``: (N, dim, height, width), likewise;
-    * ``units``: (N, tokens·units, dim), the unit counting fastest, as in timm's Hiera;
-    * ``windows``: (N, height·width, dim) with the image's size as second argument, cut into windows of ``area`` tokens
-      and padded with zeros, as in timm's Twins.
+    * ``units``: (N, tokens·units, dim), with the unit index varying fastest, as in timm's Hiera;
+    * ``windows``: (N, height·width, dim) with the image's size as second argument, padded with zeros and split into
+      windows of ``area`` tokens, as in timm's Twins.
 
     Attributes:
         bias: module whose ``forward()`` gives b, broadcasting to (heads, tokens, tokens); or None.
@@ -59,16 +60,16 @@ class L2SetAttention(L2Attention):
         dim: D.
         num_heads: number of heads.
         arrangement: see above.
-        area: tokens of a set, for ``units`` and ``windows``.
-        first: whether the output is that of the first token alone, shape (N, 1, dim_out).
+        area: number of tokens of a set, for ``units`` and ``windows``.
+        first: whether to return only the first token's output, shape (N, 1, dim_out).
         bias: see above.
         **kwargs: as in :class:`L2Attention`.
 
     Raises:
-        InputError: on an unknown arrangement.
+        InputError: the arrangement is unknown.
     """
 
-    PARTS: ClassVar = {**L2Attention.PARTS, "bias": (nn.Module,)}  # its bounds run it
+    PARTS: ClassVar = {**L2Attention.PARTS, "bias": (nn.Module,)}  # the bound evaluates this module
 
     def __init__(
         self,
@@ -102,10 +103,10 @@ class L2SetAttention(L2Attention):
 
         Args:
             x: tokens in the module's arrangement.
-            size: the image's (height, width), for ``windows``; other arrangements do not read it.
-            mask: added to the logits, shape (windows, tokens, tokens), as Swin gives it.
-            shared_rel_pos: a bias that layers share, broadcasting to (1, heads, tokens, tokens).
-            shared_rel_pos_bias: the same, under the name that BEiT gives it.
+            size: the image's (height, width), for ``windows``; other arrangements ignore it.
+            mask: added to the logits, shape (windows, tokens, tokens), as Swin passes it.
+            shared_rel_pos: a bias shared between layers, broadcasting to (1, heads, tokens, tokens).
+            shared_rel_pos_bias: the same under BEiT's name.
 
         Returns:
             The result in the same arrangement.
@@ -139,7 +140,7 @@ class L2SetAttention(L2Attention):
 
     def _geometry(self, size: Any) -> tuple[tuple[int, int], int]:
         if not isinstance(size, (tuple, list)) or self.area is None:
-            raise InputError("windows are cut from an image whose (height, width) is given")
+            raise InputError("windows need the image's (height, width) as second argument")
         return (size[0], size[1]), math.isqrt(self.area)
 
     def _back(self, out: Tensor, x: Tensor, size: Any) -> Tensor:
@@ -163,13 +164,13 @@ class L2SetAttention(L2Attention):
         mask: Tensor | None = None,
         shared: Tensor | None = None,
     ) -> Bound:
-        """The Lipschitz constant, from above; proof at the head of this file.
+        """An upper bound on the Lipschitz constant; proof in the module docstring.
 
         Args:
             input_shape: shape of one sample in the module's arrangement, such as (dim, height, width).
             token_norm: a bound on the norm of every input token, if there is one.
             mask: as in ``forward``.
-            shared: the shared bias that ``forward`` is given.
+            shared: the shared bias that ``forward`` gets.
 
         Returns:
             The bound.
@@ -188,8 +189,8 @@ class L2SetAttention(L2Attention):
 
     def _set_size(self, shape: tuple[int, ...]) -> int:
         channel = 0 if self.arrangement == "channels" else -1
-        least = {"grid": 3, "channels": 3}.get(self.arrangement, 2)
-        if len(shape) < least or shape[channel] != self.dim or min(shape) < 1:
+        dimensions = {"grid": 3, "channels": 3}.get(self.arrangement, 2)
+        if len(shape) < dimensions or shape[channel] != self.dim or min(shape) < 1:
             raise InputError(f"{type(self).__name__} ({self.arrangement}) has dim {self.dim}, got {shape}")
         if self.area is not None:
             return self.area
@@ -216,13 +217,13 @@ class L2SetAttention(L2Attention):
 
 
 class L2RotaryAttention(L2Attention):
-    """Attention by distance with rotary position embedding, (N, tokens, dim); formula at the head of this file.
+    """L2 attention with rotary position embedding, (N, tokens, dim); formula in the module docstring.
 
     Args:
         dim: D.
         num_heads: number of heads.
-        prefix: number of tokens at the front that are not turned.
-        by_halves: whether channel c is paired with c + d/2, and not channels 2c and 2c + 1 with each other.
+        prefix: number of tokens at the front that are not rotated.
+        by_halves: whether channel c is paired with c + d/2; otherwise channel 2c is paired with 2c + 1.
         **kwargs: as in :class:`L2Attention`.
     """
 
@@ -234,7 +235,7 @@ class L2RotaryAttention(L2Attention):
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """As :meth:`L2Attention.forward`, for tokens that are turned.
+        """Like :meth:`L2Attention.forward`, with rotated tokens.
 
         Args:
             x: shape (N, tokens, dim).
@@ -278,12 +279,12 @@ class L2RotaryAttention(L2Attention):
     def lipschitz(
         self, input_shape: tuple[int, ...], token_norm: Upper | None = None, rope: Tensor | None = None
     ) -> Bound:
-        """The Lipschitz constant, from above; proof at the head of this file.
+        """An upper bound on the Lipschitz constant; proof in the module docstring.
 
         Args:
             input_shape: (tokens, dim).
             token_norm: a bound on the norm of every input token, if there is one.
-            rope: what ``forward`` is given.
+            rope: the sines and cosines that ``forward`` gets.
 
         Returns:
             The bound.
@@ -297,12 +298,12 @@ class L2RotaryAttention(L2Attention):
         return self._bound([through(partial(_uniform_gain, tokens), reach) * rho * rho] * self.num_heads)
 
     def result_norm(self, token_norm: Upper, rope: Tensor | None = None) -> Upper:
-        """As :meth:`L2Attention.result_norm`, with ρ for the turn of the tokens and ρ for the turn back."""
+        """Like :meth:`L2Attention.result_norm`, with one factor ρ for the rotation and one for the rotation back."""
         rho = self._largest_turn(rope)
         return super().result_norm(token_norm * rho * rho)
 
     def _largest_turn(self, rope: Tensor | None) -> Upper:
-        """ρ: the largest norm of the 2×2 blocks ((c₁, −s₁), (s₂, c₂)) that the R_i are made of, at least 1."""
+        """ρ: the largest norm of the 2×2 blocks ((c₁, −s₁), (s₂, c₂)) of the R_i, at least 1."""
         if rope is None:
             return Upper(1)
         sine, cosine = rope.detach().cpu().to(self.q.weight.dtype).double().chunk(2, -1)
@@ -319,7 +320,7 @@ class TableBias(nn.Module):
 
     Args:
         table: shape (rows, heads); a parameter is shared, not copied.
-        index: int64, shape (tokens, tokens); fixed by the architecture, and so no part of the state dict.
+        index: int64, shape (tokens, tokens); fixed by the architecture, so it is not part of the state dict.
     """
 
     index: Tensor
@@ -334,7 +335,7 @@ class TableBias(nn.Module):
 
 
 class GivenBias(nn.Module):
-    """A bias that a module of timm computes, read through its ``get_bias``.
+    """A bias that a timm module computes in ``get_bias``.
 
     Args:
         module: timm's ``RelPosBias``, ``RelPosMlp`` or ``RelPosBiasTf``.
@@ -353,9 +354,9 @@ class ContinuousBias(nn.Module):
     """The continuous position bias of Swin v2: 16·sigmoid(mlp(offset)) looked up for each pair of tokens.
 
     Args:
-        mlp: offsets of shape (..., 2) to (..., heads).
+        mlp: maps offsets of shape (..., 2) to (..., heads).
         coordinates: the offsets.
-        index: which offset belongs to each pair, int64, shape (tokens, tokens).
+        index: the offset of each pair of tokens, int64, shape (tokens, tokens).
     """
 
     coordinates: Tensor
@@ -376,8 +377,8 @@ class PairBias(nn.Module):
     """The position bias of the first Swin v2 code: an mlp of the offset of each pair of tokens.
 
     Args:
-        mlp: offsets of shape (tokens², 2) to (tokens², heads).
-        coordinates: the offsets, pair by pair.
+        mlp: maps offsets of shape (tokens², 2) to (tokens², heads).
+        coordinates: the offset of each pair of tokens.
     """
 
     coordinates: Tensor
@@ -393,7 +394,7 @@ class PairBias(nn.Module):
 
 
 def _by_window(mask: Tensor | None) -> Any:
-    """(windows, tokens, tokens) as (windows, 1, tokens, tokens)."""
+    """Reshapes (windows, tokens, tokens) to (windows, 1, tokens, tokens)."""
     return None if mask is None else mask.unsqueeze(1)
 
 

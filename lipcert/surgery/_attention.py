@@ -1,23 +1,23 @@
-"""Attention by distance (L2 attention), which is Lipschitz on all of space, for ViT, DeiT and Swin.
+"""L2 attention, whose weights depend on distances and which is Lipschitz on the whole space, for ViT, DeiT and Swin.
 
 For head h with y = x·W_h, W_h ∈ ℝ^(D×d) shared by queries and keys:
 
     P_ij ∝ exp(−‖y_i − y_j‖²/√d + b_ij),    z_i = Σ_j P_ij y_j·M_h + bias,    M_h = W_hᵀ·V_h/√d,
     out = concat_h(z)·W_O + bias.
 
-This is Σ_j P_ij x_j·A_h·V_h with A_h = W_h·W_hᵀ/√d, the form of Kim, Papamakarios and Mnih, "The Lipschitz Constant
-of Self-Attention", ICML 2021 (arXiv 2006.04710), section 3.2, computed through y. Without A_h the values of tokens
-that lie far apart in the null space of W_h are mixed with weights that do not fall with that distance, and there is
-no Lipschitz constant. A query bias would cancel in the distance, so there is none.
+This is Σ_j P_ij x_j·A_h·V_h with A_h = W_h·W_hᵀ/√d, the form of Kim, Papamakarios and Mnih, "The Lipschitz Constant of
+Self-Attention", ICML 2021 (arXiv 2006.04710), section 3.2, computed through y. Without A_h, the values of tokens that
+are far apart in the null space of W_h would be mixed with weights that do not decrease with that distance, and there
+would be no Lipschitz constant. There is no query bias, because it would cancel in the distance.
 
 **The constant.** Attention y ↦ (Σ_j P_ij y_j)_i is L_h-Lipschitz by :mod:`lipcert.surgery._distance`. For any ρ_h > 0
 
     ‖d out‖ = ‖Σ_h dg_h·M_h·W_O,h‖ ≤ ‖stack_h(M_h·W_O,h/ρ_h)‖ · √(Σ_h ρ_h² L_h² ‖dx·W_h‖²)
             ≤ ‖stack_h(M_h·W_O,h/ρ_h)‖ · ‖[ρ_h L_h W_h]_h‖ · ‖dx‖.
 
-With ρ_h = ‖M_h‖ that is at most √(Σ_h L_h²‖W_h‖²‖M_h‖²)·‖W_O‖; a second choice balances the heads, and the smaller
-bound is taken. Products are formed in float64. One of inner length n is off by at most 16·(n + 8)·2⁻⁵³ times the
-product of the Frobenius norms of its factors, which is added to the norm.
+With ρ_h = ‖M_h‖ that is at most √(Σ_h L_h²‖W_h‖²‖M_h‖²)·‖W_O‖. A second choice of ρ balances the heads; the result is
+the smaller bound. Products are computed in float64. A product with inner length n has an error of at most
+16·(n + 8)·2⁻⁵³ times the product of the Frobenius norms of its factors, which is added to the norm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNIT = 2.0**-53
 
 
 class L2Attention(nn.Module):
-    """Attention by distance, (N, tokens, dim) → (N, tokens, dim_out); formulas at the head of this file.
+    """L2 attention, (N, tokens, dim) → (N, tokens, dim_out); formulas in the module docstring.
 
     Attributes:
         q: x ↦ y for all heads, weight of shape (heads·head_dim, dim), no bias.
@@ -60,7 +60,7 @@ class L2Attention(nn.Module):
         proj_bias: whether the output has a bias.
     """
 
-    # The classes that parts may have while bounds speak for the whole.
+    # The classes of submodules for which the bound of the whole module holds.
     PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {
         "q": (LipLinear,),
         "proj": (LipLinear,),
@@ -116,7 +116,7 @@ class L2Attention(nn.Module):
     def _weights(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """y, shape (N, heads, tokens, head_dim), and P, shape (N, heads, tokens, tokens)."""
         y = self.q(x).reshape(x.shape[0], x.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
-        keys = y.square().sum(-1).unsqueeze(-2)  # ‖y_i‖² is the same for the whole row and cancels in the softmax
+        keys = y.square().sum(-1).unsqueeze(-2)  # ‖y_i‖² is constant along a row and cancels in the softmax
         logits = (y @ y.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
         if bias is not None:
             logits = logits + bias
@@ -134,30 +134,30 @@ class L2Attention(nn.Module):
 
         Args:
             x: shape (N, tokens, dim).
-            attn_mask: must be None; it is there because timm's blocks pass it.
+            attn_mask: must be None; timm's blocks pass this argument.
             is_causal: must be False, likewise.
 
         Returns:
             Shape (N, tokens, dim_out).
 
         Raises:
-            InputError: if a mask is given, which the Lipschitz constant would not cover.
+            InputError: a mask is given, which the Lipschitz constant does not cover.
         """
         self.refuse_mask(attn_mask, is_causal)
         return self.attend(x)
 
     def refuse_mask(self, attn_mask: Tensor | None, is_causal: bool) -> None:
-        """Raises an InputError if there is a mask."""
+        """Raises an InputError if a mask is given."""
         if attn_mask is not None or is_causal:
             raise InputError(f"{type(self).__name__} takes no mask; convert the model with attention='keep'")
 
     def lipschitz(self, input_shape: tuple[int, ...], token_norm: Upper | None = None) -> Bound:
-        """The Lipschitz constant, from above; proof at the head of this file.
+        """An upper bound on the Lipschitz constant; proof in the module docstring.
 
         Args:
             input_shape: (tokens, dim).
-            token_norm: a bound on the norm of every input token, if there is one: then the constant is for such
-                inputs only, and smaller the closer together they must be.
+            token_norm: a bound on the norm of every input token, if there is one. Then the constant holds only for such
+                inputs, and is smaller for smaller bounds.
 
         Returns:
             The bound.
@@ -170,10 +170,10 @@ class L2Attention(nn.Module):
         return self._bound([gain] * self.num_heads)
 
     def result_norm(self, token_norm: Upper) -> Upper:
-        """A bound on the norm of every token of the output, given one on the norm of every token of the input.
+        """A bound on the norm of every output token, given a bound on the norm of every input token.
 
-        The weights P_ij of a row add up to 1, so ‖z_h‖ ≤ token_norm·‖W_h‖·‖M_h‖ for head h, with ‖M_h‖ ≤
-        ‖W_h‖‖V_h‖/√d. The heads side by side have the root of the sum of squares; then W_O and the biases.
+        The weights P_ij of a row sum to 1, so ‖z_h‖ ≤ token_norm·‖W_h‖·‖M_h‖ for head h, with ‖M_h‖ ≤ ‖W_h‖‖V_h‖/√d.
+        The norm of the concatenated heads is the root of the sum of squares. W_O and the biases follow.
         """
         pairs = zip(self._by_head(self.q.weight), self._by_head(self.v_weight), strict=True)
         heads = [dense_norm(w) ** 2 * dense_norm(v) * self.scale for w, v in pairs]
@@ -192,8 +192,8 @@ class L2Attention(nn.Module):
         """T: all τ‖y_i − y_j‖² are at most τ·(2·token_norm·max_h‖W_h‖)²."""
         if token_norm is None:
             return INFINITE
-        apart = token_norm * dense_norm(self._by_head(self.q.weight)) * 2
-        return apart * apart * self.scale * (1 + 1e-9)
+        distance = token_norm * dense_norm(self._by_head(self.q.weight)) * 2
+        return distance * distance * self.scale * (1 + 1e-9)
 
     def _by_head(self, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (self.num_heads, -1))
@@ -228,7 +228,7 @@ class L2Attention(nn.Module):
 
 
 class L2WindowAttention(L2Attention):
-    """Attention by distance within Swin's windows: relative position bias, and the mask of shifted windows.
+    """L2 attention within Swin's windows, with relative position bias and the mask of shifted windows.
 
     Attributes:
         relative_position_bias_table: b by offset and head, shape ((2h − 1)(2w − 1), heads), as in timm's
@@ -262,7 +262,7 @@ class L2WindowAttention(L2Attention):
         return (down + height - 1) * (2 * width - 1) + right + width - 1
 
     def init_non_persistent_buffers(self) -> None:
-        """Fills the index again, as timm asks after a model was built without storage."""
+        """Recomputes the index, for timm, after a model was built without storage."""
         self.relative_position_index.copy_(self._index())
 
     def position_bias(self) -> Tensor:
@@ -287,19 +287,19 @@ class L2WindowAttention(L2Attention):
     def lipschitz(
         self, input_shape: tuple[int, ...], token_norm: Upper | None = None, mask: Tensor | None = None
     ) -> Bound:
-        """The Lipschitz constant for one window and so for all, since they do not meet.
+        """The Lipschitz constant for one window, which is also that of all windows because they do not overlap.
 
-        A mask that is 0 on the diagonal and at most 0 elsewhere, as Swin's is, lowers every exp(b_ij − b_ii). Where
-        tokens may be anywhere, that lowers the constant, and the bound without the mask stands. Where their norms are
-        bounded it may raise it: the fewer tokens share a row's weight, the more each of them gets. (With T small, ψ is
-        negative for large V, and the suprema of :mod:`lipcert.surgery._distance` rise as B_i falls.) So each mask has a
-        constant of its own then, and has to be given.
+        A mask that is 0 on the diagonal and at most 0 elsewhere, as in Swin, lowers every exp(b_ij − b_ii). If tokens
+        are unbounded, that lowers the constant, so the bound without the mask remains valid. If their norms are
+        bounded, the mask may raise it: the fewer tokens share the weight of a row, the larger is the share of each.
+        (For small T, ψ is negative for large V, and the suprema of :mod:`lipcert.surgery._distance` increase as B_i
+        decreases.) Then each mask has its own constant and must be given.
 
         Args:
             input_shape: (area, dim).
             token_norm: as in :meth:`L2Attention.lipschitz`.
-            mask: shape (windows, area, area), for the constant under this mask, the largest over the windows; −∞ is
-                allowed off the diagonal.
+            mask: shape (windows, area, area). The result is the constant under this mask, the largest over the windows;
+                −∞ is allowed off the diagonal.
 
         Returns:
             The bound.
@@ -330,7 +330,7 @@ def _uniform_gain(tokens: int, reach: float) -> Upper:
 def _biased_gain(bias: Tensor, reach: float) -> Upper:
     """The gain for one head and one window, b of shape (tokens, tokens) in float64.
 
-    A difference b_ij − b_ii with |·| ≤ 700 and its exponential are off by at most 1e-12 relative, and the sums by
+    For a difference |b_ij − b_ii| ≤ 700 the computed exponential has a relative error of at most 1e-12, and the sums of
     less.
     """
     weights = (bias - bias.diagonal().unsqueeze(1)).exp()
@@ -343,10 +343,10 @@ def _biased_gain(bias: Tensor, reach: float) -> Upper:
 
 
 def _worst_masks(masks: Tensor, reach: float) -> Tensor:
-    """The distinct masks, or the zero mask alone where it is among masks that can only lower the gain.
+    """The distinct masks; only the zero mask if it is among them and the others can only lower the gain.
 
-    They can only lower it where T is ∞: there ψ is positive for every V, as its maximum is w·e^(−t) at t = 1 + (V −
-    a)/w ≥ 0, or a − V > 0 at t = 0, and so the left sides rise with every β_ik.
+    They can only lower the gain if T is ∞. Then ψ is positive for every V: its maximum is w·e^(−t) at
+    t = 1 + (V − a)/w ≥ 0, or a − V > 0 at t = 0. So the left sides increase with every β_ik.
     """
     lowering = math.isinf(reach) and bool((masks <= 0).all()) and not bool(masks.diagonal(dim1=1, dim2=2).any())
     zero = ~masks.flatten(1).any(1)
@@ -354,5 +354,5 @@ def _worst_masks(masks: Tensor, reach: float) -> Tensor:
 
 
 def _frobenius(matrix: Tensor) -> Upper:
-    """‖matrix‖_F, rounded up: a float64 sum of n squares is off by at most (n + 2)·2⁻⁵³ relative, far below 1e-9."""
+    """‖matrix‖_F, rounded up: a float64 sum of n squares has a relative error ≤ (n + 2)·2⁻⁵³, far below 1e-9."""
     return Upper(float(torch.linalg.vector_norm(matrix.detach()))) * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Surgery on a loaded model: swap, calibrate on images, report."""
+"""Surgery on a loaded model: replaces modules, calibrates them on images, and reports."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _BATCH = 8
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did.
+    """The report of :func:`convert`.
 
     Attributes:
         parameters_before, parameters_after: number of parameters.
-        swapped: the modules that were replaced.
-        kept: the attention and the normalisations that stayed although they were to be replaced, each with the reason.
-        images: number of images that the figures below are from.
-        random: whether these were random, for lack of given ones.
+        swapped: the replaced modules.
+        kept: attention and normalisation modules that could not be replaced, each with the reason.
+        images: number of images from which the following numbers were computed.
+        random: whether these images were random, because none were given.
         logits_moved: median over the images of ‖logits after − before‖ / ‖logits before‖.
-        logits_moved_most: its maximum.
-        agreement: fraction of the images whose top class stayed.
-        adaptation: what the adaptation of the attention did; None without one.
+        logits_moved_most: the maximum of the same.
+        agreement: fraction of the images whose top class did not change.
+        adaptation: the report on the adaptation of the attention; None without adaptation.
     """
 
     parameters_before: int
@@ -63,34 +63,34 @@ def convert(
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """Puts modules with a Lipschitz constant into a model, in place.
+    """Replaces modules of a model, in place, by modules with a Lipschitz constant.
 
-    New weights come in closed form from the old ones and from what the modules see on the images, front to back in
-    one pass: see :mod:`lipcert.surgery._initial`. ``model.recipe`` gains a step and ``model.conversion`` holds a
-    :class:`ConversionReport`. On any error the model is as it was.
+    The new weights are computed in closed form from the old ones and from the modules' inputs on the images, front to
+    back in one pass: see :mod:`lipcert.surgery._initial`. ``model.recipe`` gains a step and ``model.conversion`` holds
+    a :class:`ConversionReport`. If an error occurs, the model does not change.
 
     Args:
-        model: from :func:`lipcert.load`, or a module that timm made.
-        attention: ``"l2"`` replaces dot-product attention by attention by distance, where the class has such a form
-            (:mod:`lipcert.surgery._table`); what has none stays and is named in the report. ``"keep"`` keeps it all.
+        model: from :func:`lipcert.load`, or a timm module.
+        attention: ``"l2"`` replaces dot-product attention by L2 attention if the class has such a form
+            (:mod:`lipcert.surgery._table`); the report lists attention without one. ``"keep"`` keeps all attention.
         norm: ``"project"`` or ``"smooth"`` replace LayerNorm, RMSNorm and GroupNorm by projections; ``"keep"`` keeps
             them.
-        images: unlabeled images in [0, 1], shape (N, C, H, W). The first 16 calibrate. Random ones by default, which
-            say little about the model on real images.
-        activation: ``"clipped-relu"``, ``"maxmin"`` or ``"clipped-maxmin"`` replace every ``nn.ReLU``, with one
-            threshold each, above all that it sees on the images: so clipped ReLU changes nothing there. MaxMin is
-            another function, and the network has to be trained again.
-        adaptation: train the new attention on the images too, see :func:`lipcert.surgery.adapt`. The last quarter of
-            them is then held out from calibration and training.
-        origin: where the images are from, by name, as values that JSON can hold; the recipe states it.
-        progress: called as ``progress(done, total)`` after each attention that was trained.
+        images: unlabeled images in [0, 1], shape (N, C, H, W). The first 16 are used for calibration. The default is
+            random images, which say little about the model on real images.
+        activation: ``"clipped-relu"``, ``"maxmin"`` or ``"clipped-maxmin"`` replace every ``nn.ReLU``. Each has one
+            threshold, above all its inputs on the images, so clipped ReLU changes nothing there. MaxMin is another
+            function, so the network must be trained again.
+        adaptation: whether to train the new attention on the images, see :func:`lipcert.surgery.adapt`. The last
+            quarter of them is then held out from calibration and training.
+        origin: the origin of the images, as JSON values, for the recipe.
+        progress: called as ``progress(done, total)`` after the training of each attention.
 
     Returns:
         The model.
 
     Raises:
-        InputError: on an unknown option or unusable images, or where MaxMin finds no pairs of channels.
-        ConvertError: if the model was converted before, or gives logits that are not finite.
+        InputError: an option is unknown, the images are not valid, or MaxMin finds no pairs of channels.
+        ConvertError: the model was converted before, or its logits are not finite.
     """
     model = checked(model)
     if any(step.get("step") == "convert" for step in model.recipe):
@@ -146,7 +146,7 @@ def convert(
 
 
 def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
-    """Runs the images through once; each new module is set from its input just before it runs for the first time."""
+    """Runs the images through the model once; each new module is set from its input just before its first run."""
     waiting = {edit.new: edit for edit in edits if edit.new is not None}
 
     activations = tuple(ACTIVATIONS.values())
@@ -166,12 +166,12 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    for edit in waiting.values():  # part of the network, but not of its forward pass
+    for edit in waiting.values():  # modules that the forward pass does not use
         edit.initialise()
 
 
 def _sharing_weights(model: Model) -> Model:
-    """The model once more, whose modules can be replaced apart from the first one's; it holds the same tensors."""
+    """A copy of the model with separate modules but the same tensors."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 

@@ -1,11 +1,11 @@
-"""How much attention by distance can stretch a perturbation: the constant behind L2 attention, with its proof.
+"""The Lipschitz constant of L2 attention, with its proof.
 
 **The map.** Tokens y_1 … y_N ∈ ℝ^d, τ > 0 (1/√d), additive bias b:
 
     g_i = Σ_k P_ik y_k,    P_ik = exp(−t_ik + b_ik) / Σ_l exp(−t_il + b_il),    t_ik = τ‖y_i − y_k‖².
 
-Wanted: L with ‖∂g/∂y‖₂ ≤ L at every y. Let β_ik = exp(b_ik − b_ii) for k ≠ i (all 1 without bias, 0 under a mask of
-−∞) and B_i = Σ_{k≠i} β_ik. Then P_ik = β_ik e^{−t_ik} / (1 + Σ_{l≠i} β_il e^{−t_il}), and P_ii is the same with
+We derive an L with ‖∂g/∂y‖₂ ≤ L at every y. Let β_ik = exp(b_ik − b_ii) for k ≠ i (all 1 without bias, 0 under a mask
+of −∞) and B_i = Σ_{k≠i} β_ik. Then P_ik = β_ik e^{−t_ik} / (1 + Σ_{l≠i} β_il e^{−t_il}), and P_ii is the same with
 numerator 1.
 
 **The derivative.** Let u_ik = y_k − y_i, v_ik = y_k − g_i and Cov_i = Σ_k P_ik v_ik v_ikᵀ. With
@@ -16,8 +16,8 @@ dt_ik = −2τ u_ik·(dy_i − dy_k),
 Let s_i = Σ_k P_ik t_ik. Then τ·Cov_i ⪯ τ Σ_k P_ik u_ik u_ikᵀ, whose trace is s_i. So the first term, a block diagonal
 map, has norm at most 2·max_i s_i.
 
-**The second term.** Let w be the unit vector along its row i, r_i the length of that row, and θ > 0. By the inequality
-of Cauchy and Schwarz, twice,
+**The second term.** Let w be the unit vector along row i of the second term, r_i the length of that row, and θ > 0. By
+the Cauchy–Schwarz inequality, applied twice,
 
     r_i ≤ Σ_k P_ik ‖dy_k‖ (1 + 2τ|w·v_ik|‖u_ik‖)
         ≤ √(Σ_k P_ik (1 + 2θτ(w·v_ik)²)) · √(Σ_k P_ik (1 + (2/θ) t_ik) ‖dy_k‖²)
@@ -25,17 +25,17 @@ of Cauchy and Schwarz, twice,
 
 hence Σ_i r_i² ≤ ‖dy‖² · max_k Σ_i z_ik² with z_ik² = (1 + 2θ s_i)·P_ik(1 + (2/θ) t_ik). In total
 
-    L = 2c + √(max_k Σ_i z̄_ik²)    with c ≥ s_i and z̄_ik ≥ z_ik whatever the tokens are.
+    L = 2c + √(max_k Σ_i z̄_ik²)    with c ≥ s_i and z̄_ik ≥ z_ik for all tokens.
 
-**Suprema of weighted averages.** All that is left has the form
+**Suprema of weighted averages.** The remaining bounds c and z̄_ik follow from suprema of the form
 
     E = (a₀ + Σ_{l≠i} β_l e^{−t_l} h_l(t_l)) / (1 + Σ_{l≠i} β_l e^{−t_l}),    h_l(t) = w_l t + a_l,    0 ≤ t_l ≤ T,
 
-where T is ∞ or a bound on all t. E ≤ V holds if and only if a₀ + Σ β_l e^{−t_l}(h_l(t_l) − V) ≤ V, so it is enough that
+where T is ∞ or a bound on all t. E ≤ V holds if and only if a₀ + Σ β_l e^{−t_l}(h_l(t_l) − V) ≤ V, so it suffices that
 
     a₀ + Σ_l β_l ψ(w_l, a_l, V) ≤ V,    ψ(w, a, V) = max_{0≤t≤T} (wt + a − V)e^{−t},
 
-and the maximum is at t = 1 + (V − a)/w, clipped to [0, T]. The left side is convex in V and falls.
+and the maximum is at t = 1 + (V − a)/w, clipped to [0, T]. The left side is convex and decreasing in V.
 
 - c: a₀ = 0 and h(t) = t, that is B ψ(1, 0, c) ≤ c. For T = ∞ this reads c e^{c+1} ≥ B, so without bias c is the
   φ⁻¹(N − 1) of Kim et al.
@@ -43,16 +43,16 @@ and the maximum is at t = 1 + (V − a)/w, clipped to [0, T]. The left side is c
   h_l(t) = (2θ/ν)t for the others.
 - z_ii likewise, as t_ii = 0: 2z_ii − 1/ν ≤ E with a₀ = ν and h_l(t) = (2θ/ν)t.
 
-ψ for k is at least ψ for the others, so the left sides grow with β_ik; with B_i they grow where the others' ψ > 0 and
-fall where it is negative. So bounds on B_i from both sides and β_ik rounded up to one of a few levels suffice. β_ik = 0
-gives z_ik = 0. Every θ and ν is valid, and a grid finds good ones.
+ψ for k is at least ψ for the others, so the left sides increase with β_ik. They increase with B_i if ψ of the others is
+positive, and decrease if it is negative. So lower and upper bounds on B_i, and β_ik rounded up to one of a few levels,
+suffice. β_ik = 0 gives z_ik = 0. Every θ and ν is valid; a grid search finds good ones.
 
-**Against the literature.** Kim, Papamakarios and Mnih, "The Lipschitz Constant of Self-Attention", ICML 2021 (arXiv
-2006.04710), Theorem 3.2, have √N(4c + 1) here. L is smaller by a factor of 6.4 at N = 197 and grows as √(N log N), not
-as √N log N.
+**Comparison with the literature.** The bound of Kim, Papamakarios and Mnih, "The Lipschitz Constant of Self-Attention",
+ICML 2021 (arXiv 2006.04710), Theorem 3.2, is √N(4c + 1). L is smaller by a factor of 6.4 at N = 197 and grows as
+√(N log N), not as √N log N.
 
-**Rounding.** V is found in float64 and then verified in decimals of 40 digits, and raised until the inequality holds
-with a margin of 1e-30 of the numbers in it.
+**Rounding.** V is computed in float64, verified in decimals of 40 digits, and raised until the inequality holds with a
+slack of 1e-30 relative to the numbers in it.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ _STEP = Decimal("1e-12")
 
 
 def attention_gain(weights: Tensor, low: float, high: float, reach: float = math.inf) -> Upper:
-    """L of the head of this file: a bound on the norm of the Jacobian of attention by distance.
+    """The L of the module docstring: a bound on the norm of the Jacobian of L2 attention.
 
     Args:
-        weights: β rounded up, shape (rows, columns). The column of token k lists β_ik for all i ≠ k, and may hold zeros
-            besides. Of columns with the same entries one is enough.
+        weights: β rounded up, shape (rows, columns). The column of token k lists β_ik for all i ≠ k, and may also
+            contain zeros. One of several equal columns is enough.
         low: a lower bound on all B_i.
         high: an upper bound on all B_i.
         reach: T, an upper bound on all t_ik.
 
     Returns:
-        The bound; infinite where B is beyond 1e100.
+        The bound; infinite if B exceeds 1e100.
     """
     if not high <= _LARGEST:
         return INFINITE
@@ -100,7 +100,7 @@ def attention_gain(weights: Tensor, low: float, high: float, reach: float = math
     one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     share = average.bound(one * math.log1p(high) / 2, zero, one, zero, one, zero)[0]
     levels, counts = _levels(weights)
-    # A last level of weight 0 stands for z_ii: every column holds it once, and its constant a₀ is ν.
+    # A last level of weight 0 represents z_ii: every column contains it once, and its constant a₀ is ν.
     levels, counts = torch.cat((levels, zero)), pad(counts, (0, 1), value=1.0)
     own = levels == 0
     start = _SLOPES * float(share)
@@ -117,10 +117,10 @@ def attention_gain(weights: Tensor, low: float, high: float, reach: float = math
 
 @dataclass(frozen=True)
 class _Average:
-    """The suprema of weighted averages at the head of this file, for low ≤ B ≤ high and 0 ≤ t ≤ reach.
+    """The suprema of weighted averages in the module docstring, for low ≤ B ≤ high and 0 ≤ t ≤ reach.
 
-    The arguments of its methods, in this order: the level β_k, w_k and a_k of token k, the slope w_l of all others, and
-    the constant a₀.
+    The arguments of its methods are, in this order: the level β_k, w_k and a_k of token k, the slope w_l of all others,
+    and the constant a₀.
     """
 
     low: float
@@ -128,7 +128,7 @@ class _Average:
     reach: float
 
     def approach(self, start: Tensor, *arguments: Tensor) -> Tensor:
-        """V near the supremum, by Newton's method on the condition, with all arguments broadcast."""
+        """An approximate V, by Newton's method on the condition; all arguments broadcast."""
         value = start
         for _ in range(_NEWTON_STEPS):
             left, fall = self._left(value, *arguments)
@@ -136,7 +136,7 @@ class _Average:
         return value
 
     def bound(self, start: Tensor, *arguments: Tensor) -> list[Upper]:
-        """V for which the condition is verified, one for each entry of arguments of shape (n,)."""
+        """A V that verifiably meets the condition, for each entry of the arguments of shape (n,)."""
         found = []
         rows = zip(*(part.tolist() for part in (self.approach(start, *arguments), *arguments)), strict=True)
         with localcontext(_EXACT):
@@ -152,7 +152,7 @@ class _Average:
     def _left(
         self, value: Tensor, level: Tensor, peak: Tensor, a: Tensor, slope: Tensor, constant: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The left side of the condition on V, and how fast it falls with V, in float64."""
+        """The left side of the condition on V, and its rate of decrease in V, in float64."""
 
         def psi(w: Tensor, a: Tensor | float) -> tuple[Tensor, Tensor]:
             t = (1 + (value - a) / w).clamp(0, self.reach)
@@ -166,10 +166,10 @@ class _Average:
     def _holds(
         self, value: Decimal, level: Decimal, peak: Decimal, a: Decimal, slope: Decimal, constant: Decimal
     ) -> bool:
-        """Whether the left side of the condition on V is at most V, by more than 40 digits can hide."""
+        """Whether the left side of the condition is at most V, by more than the rounding error of 40 digits."""
 
         def psi(w: Decimal, a: Decimal) -> tuple[Decimal, Decimal]:
-            """ψ, and the size of the numbers whose difference it is."""
+            """ψ, and the magnitude of the numbers that are subtracted in it."""
             t = min(max(1 + (value - a) / w, Decimal(0)), Decimal(self.reach))
             decay = (-t).exp()
             return (w * t + a - value) * decay, (w * t + a + value) * decay
@@ -184,7 +184,7 @@ def _levels(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Groups positive weights into at most ``_LEVELS`` levels, each rounded up.
 
     Returns:
-        The levels, shape (L,), and how many weights of each column belong to each, shape (columns, L).
+        The levels, shape (L,), and the number of weights of each column at each level, shape (columns, L).
     """
     weights = weights.double()
     largest = float(weights.max())

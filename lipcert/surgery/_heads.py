@@ -1,4 +1,4 @@
-"""Queries, keys and values of the attention modules of timm, wherever they keep them."""
+"""Reads queries, keys and values from the attention modules of timm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class _Maps:
-    """The weights as the module holds them, with rows for outputs: (heads, d, dim), and their biases (heads, d)."""
+    """The weights in the module's orientation, with outputs as rows: (heads, d, dim), and their biases (heads, d)."""
 
     weights: list[Tensor]
     biases: list[Tensor | None]
@@ -40,13 +40,13 @@ class _Maps:
 def heads_of(module: nn.Module, packing: str, tokens: Tensor | None) -> Heads:
     """Reads the maps of a module.
 
-    Where queries and keys are normalised, by a module or for cosine attention, each channel of each head is multiplied
-    by the factor that comes closest to what normalising does to it on the tokens, in mean square.
+    If queries and keys are normalised, by a module or for cosine attention, each channel of each head is multiplied by
+    the factor that best approximates the normalisation on the tokens, in mean square.
 
     Args:
         module: an attention module of timm.
-        packing: how it keeps the maps; a key of ``PACKINGS``.
-        tokens: its input, shape (..., dim); without it normal random tokens.
+        packing: the layout of the maps; a key of ``PACKINGS``.
+        tokens: its input, shape (..., dim); by default random normal tokens.
     """
     maps = PACKINGS[packing](module)
     weights = [weight.detach().double() for weight in maps.weights]
@@ -66,7 +66,7 @@ def sizes_of(module: nn.Module, packing: str) -> tuple[int, int, int, int, bool]
 
 
 def _gain(weight: Tensor, bias: Tensor | None, normalise: Callable[[Tensor], Tensor], tokens: Tensor | None) -> Tensor:
-    """⟨n, z⟩/⟨z, z⟩ for every channel z of every head and what normalising makes of it, shape (heads, d)."""
+    """⟨n, z⟩/⟨z, z⟩ for every channel z of every head and its normalised form n, shape (heads, d)."""
     dim = weight.shape[-1]
     if tokens is None:
         generator = torch.Generator().manual_seed(0)
@@ -78,9 +78,9 @@ def _gain(weight: Tensor, bias: Tensor | None, normalise: Callable[[Tensor], Ten
 
 
 def _normalisations(module: Any) -> list[Callable[[Tensor], Tensor] | None]:
-    """What happens to queries and to keys, (tokens, heads, d) in float64, before they are multiplied."""
+    """The normalisations of queries and of keys, as functions of float64 tensors (tokens, heads, d), or None."""
     scale = getattr(module, "logit_scale", None)
-    if isinstance(scale, Tensor):  # cosine attention: logits s·cos(q, k), which 1/√d follows here
+    if isinstance(scale, Tensor):  # cosine attention has logits s·cos(q, k); here they are divided by √d afterwards
 
         def cosine(z: Tensor) -> Tensor:
             factor = scale.detach().double().clamp(max=4.6051701859880918).exp().reshape(-1, 1).to(z.device)
@@ -100,12 +100,12 @@ def _in_double(norm: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _flat(layer: Any) -> Tensor:
-    """A linear layer's weight, or that of a 1×1 convolution, as a matrix (out, in)."""
+    """The weight of a linear layer or a 1×1 convolution, as a matrix (out, in)."""
     return layer.weight.flatten(1)
 
 
 def _kinds_first(module: Any) -> _Maps:
-    """One map for all, rows by (query, key, value), head, channel."""
+    """One fused map, with rows ordered by (query, key, value), head, channel."""
     heads = getattr(module, "num_heads", None) or module.heads
     weights = list(_flat(module.qkv).unflatten(0, (3, heads, -1)))
     if module.qkv.bias is not None:
@@ -115,7 +115,7 @@ def _kinds_first(module: Any) -> _Maps:
 
 
 def _heads_first(module: Any) -> _Maps:
-    """One map for all, rows by head, (query, key, value), channel; the values may be wider."""
+    """One fused map, with rows ordered by head, (query, key, value), channel; the values may be wider."""
     heads = module.num_heads
     width = getattr(module, "key_dim", None) or module.dim_head
     weight = _flat(module.qkv).unflatten(0, (heads, -1))
@@ -126,12 +126,12 @@ def _heads_first(module: Any) -> _Maps:
 
 
 def _either_first(module: Any) -> _Maps:
-    """MaxViT's modules, which know their order."""
+    """MaxViT's modules, which have an attribute for the order."""
     return _heads_first(module) if module.head_first else _kinds_first(module)
 
 
 def _separate(*names: str) -> Callable[[Any], _Maps]:
-    """Three maps of their own."""
+    """Three separate maps."""
 
     def read(module: Any) -> _Maps:
         layers = [getattr(module, name) for name in names]
@@ -143,12 +143,12 @@ def _separate(*names: str) -> Callable[[Any], _Maps]:
 
 
 def _fused_or_not(module: Any) -> _Maps:
-    """The rotary modules, with one map or three."""
+    """The rotary modules, with one fused map or three separate ones."""
     return _kinds_first(module) if module.qkv is not None else _separate("q_proj", "k_proj", "v_proj")(module)
 
 
 def _two_and_one(pair: str, single: str, value_in_pair: bool) -> Callable[[Any], _Maps]:
-    """One map for two of the kinds, rows by kind, head, channel, and one for the third."""
+    """One fused map for two of the three, with rows ordered by kind, head, channel, and one map for the third."""
 
     def read(module: Any) -> _Maps:
         heads = module.num_heads

@@ -1,9 +1,9 @@
-"""First weights for the new modules, from the old ones and the inputs that they see.
+"""Initial weights of the new modules, computed from the old modules and their inputs.
 
-**Distance attention.** Only differences of tokens matter to it, and terms that are the same along a row of logits
-cancel in the softmax, so with centred tokens ξ its logits are 2τ ξ_i W Wᵀ ξ_jᵀ − τ‖ξ_j W‖², against τ ξ_i Q Kᵀ ξ_jᵀ
-before. The first terms agree best, in mean square over independent tokens of covariance Σ, for the positive
-semidefinite matrix of rank d nearest to the symmetric part: with Σ = C·Cᵀ,
+**L2 attention.** Its logits depend only on differences of tokens, and terms that are constant along a row of logits
+cancel in the softmax. So with centred tokens ξ its logits are 2τ ξ_i W Wᵀ ξ_jᵀ − τ‖ξ_j W‖², compared with τ ξ_i Q Kᵀ
+ξ_jᵀ before. The first term approximates the old logits best, in mean square over independent tokens of covariance Σ, if
+W Wᵀ is the positive semidefinite matrix of rank d nearest to the symmetric part: with Σ = C·Cᵀ,
 
     Cᵀ W Wᵀ C ≈ ¼ Cᵀ(Q Kᵀ + K Qᵀ)C,
 
@@ -11,9 +11,8 @@ solved by the largest positive eigenvalues (Eckart–Young for the Frobenius nor
 a problem of size 2d after a QR factorisation of Cᵀ[Q, K]. The second term, the antisymmetric part and terms linear in
 the keys have no counterpart. Values: M is the ridge regression of ξ·V_old on ξ·W, and the bias makes the means agree.
 
-**Projections.** The radius is the median norm N of the tokens, centred where the normalisation centres, and the weight
-is γ times the factor with which a token of that norm leaves the projection at the length that the normalisation gives
-it.
+**Projections.** The radius is the median norm N of the tokens, centred if the normalisation centres. The weight is γ
+times the factor that gives a token of norm N the same length after the projection as after the normalisation.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def initialise_attention(new: L2Attention, old: Heads, tokens: Tensor | None = N
     """Sets ``q`` and the values of ``new``.
 
     Args:
-        new: the module to fill.
+        new: the module to initialise.
         old: queries, keys and values of the dot-product attention.
-        tokens: inputs of the attention, shape (..., dim); without them all directions count the same.
+        tokens: inputs of the attention, shape (..., dim); without them all directions have equal weight.
     """
     heads, width, dim = new.num_heads, new.head_dim, new.dim
     queries, keys, values = old.queries, old.keys, old.values
@@ -64,7 +63,7 @@ def initialise_attention(new: L2Attention, old: Heads, tokens: Tensor | None = N
 
 
 def _moments(tokens: Tensor | None, like: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The mean of the tokens and the Cholesky factor of their covariance, which a small ridge keeps regular."""
+    """The mean of the tokens and the Cholesky factor of their covariance, regularised by a small ridge."""
     identity = torch.eye(dim).to(like)
     if tokens is None:
         return like.new_zeros(dim), identity
@@ -98,6 +97,6 @@ def calibrate_projection(new: _Projection, norm: nn.Module, tokens: Tensor) -> N
 
 
 def epsilon(norm: nn.Module) -> float:
-    """What a normalisation adds to the variance; torch's RMSNorm takes float32's spacing where it is None."""
+    """The constant that a normalisation adds to the variance; for None, torch's RMSNorm uses float32's epsilon."""
     eps = norm.eps
     return torch.finfo(torch.float32).eps if eps is None else float(eps)  # type: ignore[arg-type]

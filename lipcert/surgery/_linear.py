@@ -1,4 +1,4 @@
-"""Linear maps that know their norm: the weights, the keys and the arithmetic are those of torch's own modules."""
+"""Linear maps with bounds on their norms; weights, state-dict keys and arithmetic are those of torch's own modules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class LipLinear(nn.Linear):
     """``nn.Linear`` with its Lipschitz constant. Same parameters, same state-dict keys, same output."""
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """The spectral norm of the weight, from above.
+        """An upper bound on the spectral norm of the weight.
 
         Args:
             input_shape: shape of one sample, (..., in_features).
 
         Returns:
-            The bound, for the ℓ2 norm over the whole sample: rows are mapped one by one.
+            The bound, for the ℓ2 norm over the whole sample; rows are mapped independently.
 
         Raises:
             InputError: if the last dimension is not ``in_features``.
@@ -31,7 +31,7 @@ class LipLinear(nn.Linear):
         return Bound.deterministic(dense_norm(self.weight), "spectral norm", "lipcert.norms.dense_norm")
 
     def norm(self) -> Tensor:
-        """The norm for training: differentiable, in the weight's dtype, by Gram iteration. Not for certificates."""
+        """A norm for training: differentiable, in the weight's dtype, by Gram iteration. Not for certificates."""
         return gram_norm(self.weight)
 
 
@@ -39,7 +39,7 @@ class LipConv2d(nn.Conv2d):
     """``nn.Conv2d`` with its Lipschitz constant, for zero padding. Same parameters, state-dict keys and output."""
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """The norm of the convolution on images of one size, from above.
+        """An upper bound on the norm of the convolution on images of one size.
 
         Args:
             input_shape: (in_channels, height, width).
@@ -48,8 +48,8 @@ class LipConv2d(nn.Conv2d):
             The bound, by :func:`lipcert.norms.conv_norm`.
 
         Raises:
-            InputError: if the shape does not fit, or the padding is not zeros (other paddings repeat pixels, which
-                raises the norm).
+            InputError: if the shape does not fit, or the padding mode is not zeros; other modes repeat pixels, which
+                raises the norm.
         """
         if len(input_shape) != 3 or input_shape[0] != self.in_channels:
             raise InputError(f"LipConv2d takes ({self.in_channels}, height, width), got {tuple(input_shape)}")
@@ -68,10 +68,10 @@ class LipConv2d(nn.Conv2d):
     def norm(self) -> Tensor:
         """An upper bound on the norm for training: differentiable, in the weight's dtype. Not for certificates.
 
-        The convolution cuts the image into patches and multiplies each by the flattened weight. A pixel lies in at
-        most ∏ ⌈k·gcd(s, δ)/s⌉ patches (kernel k, stride s, dilation δ; the offsets j with p − δj divisible by s are
-        s/gcd(s, δ) apart), so cutting has at most the square root of that as its norm, which is exact for patch
-        embeddings (k = s, δ = 1).
+        The convolution extracts patches and multiplies each by the flattened weight. A pixel lies in at most ∏
+        ⌈k·gcd(s, δ)/s⌉ patches (kernel k, stride s, dilation δ; the offsets j with p − δj divisible by s are s/gcd(s,
+        δ) apart). So the norm of extracting patches is at most the square root of that number; for patch embeddings
+        (k = s, δ = 1) it is exact.
         """
         overlap = math.prod(
             math.ceil(k * math.gcd(s, d) / s)

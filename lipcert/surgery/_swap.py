@@ -1,4 +1,4 @@
-"""Which modules of a network are replaced, and by what."""
+"""Plans and makes the replacements of modules in a network."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Attention = Literal["l2", "keep"]
 Norm = Literal["keep", "project", "smooth"]
 Activation = Literal["keep", "clipped-relu", "clipped-maxmin", "maxmin"]
 
-# Exact classes only: a subclass may have a forward of its own, such as timm's padded or standardised convolutions.
+# Exact classes only: subclasses, such as timm's padded or standardised convolutions, may override ``forward``.
 _LINEAR = {nn.Linear: LipLinear, timm.layers.Linear: LipLinear, nn.Conv2d: LipConv2d}
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """One module that was replaced.
+    """A replaced module.
 
     Attributes:
-        path: where it stands in the network.
+        path: its path in the network.
         was: class before.
         now: class after.
     """
@@ -46,12 +46,12 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Kept:
-    """One module that stayed as it was, although its kind was to be replaced.
+    """A module of a kind to be replaced that was kept.
 
     Attributes:
-        path: where it stands in the network.
+        path: its path in the network.
         was: its class.
-        reason: why there is nothing to put in its place.
+        reason: why it has no replacement.
     """
 
     path: str
@@ -61,14 +61,15 @@ class Kept:
 
 @dataclass
 class Edit:
-    """One planned replacement, which can be taken back.
+    """One planned replacement, which can be reverted.
 
     Attributes:
-        path: where it stands.
+        path: the module's path in the network.
         old: the module.
-        new: what replaces it; None for a linear map, which stays the same object with its hooks and changes its class.
-        after: parts of the old module that stay behind the new one, such as the activation of a norm that has one.
-        places: every (parent, name) under which it is registered.
+        new: its replacement; None for a linear map, which remains the same object with its hooks and only changes its
+            class.
+        after: parts of the old module that run after the new one, such as the activation of a norm.
+        places: every (parent, name) under which the module is registered.
     """
 
     path: str
@@ -92,7 +93,7 @@ class Edit:
         return swapped
 
     def initialise(self, tokens: Tensor | None = None) -> None:
-        """First weights of new attention, from the tokens that it sees where they are known."""
+        """Sets the initial weights of new attention, from its input tokens if they are known."""
         if isinstance(self.new, L2Attention):
             if tokens is not None and isinstance(self.new, L2SetAttention) and self.new.arrangement == "channels":
                 tokens = tokens.movedim(1, -1)
@@ -108,25 +109,24 @@ class Edit:
 def swap(
     net: nn.Module, *, attention: Attention, norm: Norm, activation: Activation = "keep", initialise: bool = True
 ) -> list[Swapped]:
-    """Replaces modules of ``net`` in place, without looking at data.
+    """Replaces modules of ``net`` in place, without data.
 
-    Linear and Conv2d become :class:`LipLinear` and :class:`LipConv2d`; subclasses with a forward of their own stay.
-    New attention is initialised from the old weights, projections with radius 1 and LayerNorm's weight and bias: a
-    state dict or :func:`convert` sets them right.
+    Linear and Conv2d become :class:`LipLinear` and :class:`LipConv2d`; subclasses are kept. New attention is
+    initialised from the old weights. Projections start with radius 1 and LayerNorm's weight and bias. A state dict or
+    :func:`convert` must set the final values.
 
     Args:
         net: the network, for example a timm model.
-        attention: ``"l2"`` replaces the attention of the classes in :mod:`lipcert.surgery._table`; ``"keep"`` leaves
-            attention alone.
-        norm: ``"project"`` or ``"smooth"`` replace the normalisations of that table; ``"keep"`` leaves them.
-        activation: what replaces every ``nn.ReLU``; ``"keep"`` leaves them.
-        initialise: False saves the time for the weights of new attention, where a state dict follows.
+        attention: ``"l2"`` replaces the attention classes in :mod:`lipcert.surgery._table`; ``"keep"`` keeps them.
+        norm: ``"project"`` or ``"smooth"`` replace the normalisations in that table; ``"keep"`` keeps them.
+        activation: the replacement of every ``nn.ReLU``; ``"keep"`` keeps them.
+        initialise: False skips the initial weights of new attention, if a state dict will be loaded.
 
     Returns:
-        What was replaced, in the order of ``net.named_modules()``.
+        The replaced modules, in the order of ``net.named_modules()``.
 
     Raises:
-        InputError: on an unknown ``attention``, ``norm`` or ``activation``.
+        InputError: ``attention``, ``norm`` or ``activation`` is unknown.
     """
     edits, _ = plan(net, attention=attention, norm=norm, activation=activation)
     if initialise:
@@ -138,7 +138,7 @@ def swap(
 def plan(
     net: nn.Module, *, attention: Attention, norm: Norm, activation: Activation = "keep"
 ) -> tuple[list[Edit], list[Kept]]:
-    """The replacements that :func:`swap` makes, before any is made, and what was to be replaced and stays."""
+    """The replacements that :func:`swap` will make, and the modules of the requested kinds that are kept."""
     if attention not in ("l2", "keep"):
         raise InputError(f"attention must be 'l2' or 'keep', got {attention!r}")
     if norm not in ("keep", *PROJECTIONS):

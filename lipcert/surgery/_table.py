@@ -1,7 +1,7 @@
-"""Which class of timm, and of torch, becomes what: the tables that :func:`lipcert.convert` and ``lipcert models`` read.
+"""Tables of the replacements for classes of timm and torch, used by :func:`lipcert.convert` and ``lipcert models``.
 
-Classes are named and not imported, so that the tables hold for every version of timm. A class stands for itself alone:
-a subclass may have a forward of its own. What is not in a table stays as it is, and the report names it.
+Classes are given by name and not imported, so the tables work with every version of timm. An entry does not apply to
+subclasses, which may override ``forward``. Modules in no table are kept, and the report lists them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Refusal = Callable[[Any], str]
 
 @dataclass(frozen=True)
 class Form:
-    """How softmax attention of a class becomes attention by distance.
+    """The replacement of a softmax attention class by L2 attention.
 
     Attributes:
         now: class of :mod:`lipcert.surgery` that replaces it.
-        packing: where the module keeps its queries, keys and values: a key of ``_heads.PACKINGS``.
-        arrangement: where the tokens are; see :class:`L2SetAttention`.
-        first: whether only the first token is answered.
-        bias: the module that computes the additive bias, if the class has one.
-        area: tokens of a set, where the arrangement needs it.
-        channel_last_heads: whether the heads count fastest in the input of the output projection.
-        refuse: why an instance cannot be replaced; empty if it can.
+        packing: layout of the module's queries, keys and values: a key of ``_heads.PACKINGS``.
+        arrangement: arrangement of the tokens; see :class:`L2SetAttention`.
+        first: whether only the first token has an output.
+        bias: returns the module that computes the additive bias, or None.
+        area: returns the number of tokens of a set, if the arrangement needs it.
+        channel_last_heads: whether the head index varies fastest in the input of the output projection.
+        refuse: returns the reason why an instance cannot be replaced; empty if it can.
     """
 
     now: str
@@ -202,8 +202,8 @@ KEPT: dict[str, str] = {
     "torch.nn.modules.activation.MultiheadAttention": "queries, keys and values may be different tokens",
 }
 
-# Normalisations: what a projection in their place centres and over what it measures. "rms" does not centre, "group" has
-# groups of channels for tokens. An activation that is part of the class stays behind the projection.
+# Normalisations, with the axis and centring of the projection that replaces them. "rms" does not centre; "group"
+# projects groups of channels. An activation that is part of the class runs after the projection.
 NORMS: dict[str, str] = {
     "torch.nn.modules.normalization.LayerNorm": "tokens",
     "timm.layers.norm.LayerNorm": "tokens",
@@ -249,7 +249,7 @@ KEPT_NORMS: dict[str, str] = {
     "timm.layers.filter_response_norm.FilterResponseNormAct2d": "normalises every channel by itself, with no mean",
 }
 
-# What needs no surgery, being linear in evaluation: bounds fold it into the operator before it.
+# These modules need no surgery because they are linear in evaluation mode: bounds fold them into the operator before.
 LINEAR_NORMS = {
     "torch.nn.modules.batchnorm.BatchNorm1d",
     "torch.nn.modules.batchnorm.BatchNorm2d",
@@ -267,9 +267,9 @@ def class_name(module: nn.Module) -> str:
 
 
 def attention_reason(module: nn.Module) -> str | None:
-    """Why a module that computes attention stays, "" if it is replaced, None if it is no attention.
+    """The reason why an attention module is kept; "" if it is replaced, None if it is not attention.
 
-    A class is attention if it is in a table, or if its name says so and no part of it is.
+    A class is attention if it is in a table, or if its name says so and none of its submodules is in a table.
     """
     name = class_name(module)
     if name in ATTENTIONS:
@@ -284,7 +284,7 @@ def attention_reason(module: nn.Module) -> str | None:
 
 
 def norm_reason(module: nn.Module) -> str | None:
-    """Why a normalisation stays, "" if a projection can replace it, None if it is linear, none, or a container."""
+    """The reason why a normalisation is kept; "" if a projection replaces it, None if it is linear or not a norm."""
     name = class_name(module)
     if name in NORMS:
         shape = getattr(module, "normalized_shape", (0,))
@@ -305,7 +305,7 @@ def _called_attention(module: nn.Module) -> bool:
 
 
 def _unreadable(module: Any) -> str:
-    """Whether the projections are other layers than the plain ones that can be read."""
+    """The reason why a module's linear maps cannot be read; "" if they are plain linear layers or 1×1 convolutions."""
     layers = [getattr(module, name, None) for name in ("qkv", "q", "k", "v", "kv", "qk", "proj")]
     known = (nn.Linear, nn.Conv2d)
     for layer in layers:
