@@ -205,7 +205,7 @@ def test_damaged_and_missing_files(results, tmp_path):
     assert "row 7" in refused(results(tail="[1]\n"))
     assert "do not belong together" in refused(results([row(0, 0.2), row(0, 0.2)]))
     assert "do not belong together" in refused(results([row(0, 0.2), unlabelled(1, 0.2)]))
-    assert "no summary of results" in refused(results(eps=0))
+    assert "not a summary of results" in refused(results(eps=0))
     path = results()
     path.with_suffix(".summary.json").unlink()
     assert "r.summary.json beside it" in refused(path)

@@ -101,7 +101,7 @@ CHANGES = [
     ("margin", lambda row: None, "margin"),
     ("correct", lambda row: not row["correct"], "contradict"),
     ("certified", lambda row: not row["certified"], "contradict each other"),
-    ("rigor", lambda row: "estimate", "which is no certificate"),
+    ("rigor", lambda row: "estimate", "which method"),
     ("rigor", lambda row: "probabilistic(1e-9)", "which method gloro does not give"),
     ("method", lambda row: "exact", "which a run of method 'gloro' does not use"),
     ("method", lambda row: "anchored", "which a run of method 'gloro' does not use"),
