@@ -847,7 +847,7 @@ def test_staged_takes_products_where_all_norms_take_too_long(monkeypatch):
     monkeypatch.setattr(_certifier, "_WORK_LIMIT", 0.9 * work)
     monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 0.4 * work)
     products = Certifier(model, 10.0)
-    assert "takes products for the others" in products.notes["anchored"]
+    assert "products of norms for the others" in products.notes["anchored"]
     few, all_of_them = products.run(small(3)), norms.run(small(3))
     assert (few.radius > 0).all()
     assert (few.radius < all_of_them.radius).all()

@@ -1,7 +1,7 @@
-"""Certificates: which predictions no ℓ2 perturbation of the pixels up to a radius can change.
+"""Certificates: radii within which no ℓ2 perturbation of the pixels changes a prediction.
 
-A :class:`Certifier` computes the bounds of a model once and then certifies batch after batch;
-:func:`lipcert.certify` does it for images at hand.
+A :class:`Certifier` computes the bounds of a model once and then certifies batch after batch. :func:`lipcert.certify`
+creates one and applies it to images.
 """
 
 from lipcert._certificates import Certificates

@@ -1,4 +1,4 @@
-"""Certifying batches of images with one model."""
+"""Certifies batches of images with one model."""
 
 from __future__ import annotations
 
@@ -40,45 +40,48 @@ from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 if TYPE_CHECKING:
     from lipcert.data import Batch
 
-# Staged certification goes through these on what is still open. It leaves out lofast, which anchored contains.
+# The methods of staged certification, each applied to the images that are still undecided. It omits lofast, because
+# anchored includes it.
 _STAGES = ("global", "gloro", "local", "anchored")
-_STRONGER = ("local", "lofast", "anchored")  # than gloro, as a rule
+_STRONGER = ("local", "lofast", "anchored")  # usually stronger than gloro
 
-# Staged certification does not start what takes more floating-point operations an image than this, a minute or two on a
-# core. Where all norms of Jacobians would take more, it finds those that some ten seconds allow. The search of the
-# local certificate is counted as 64 trials with 4 passes for each operation; an attack as 12 runs of 40 steps.
+# Staged certification skips methods that need more floating-point operations per image than _WORK_LIMIT, a minute or
+# two on a core. If all norms of Jacobians would need more, it computes those that fit into about ten seconds. The
+# search of the local certificate counts as 64 trials with 4 passes for each operation, an attack as 12 runs of 40
+# steps.
 _WORK_LIMIT = 1e12
 _WORK_INSTEAD = 5e10
 _PASSES_AN_OPERATION = 256
 _PASSES_AN_ATTACK = 1500
-# Images are certified together so long as that takes no more than this, a few seconds on a core, or so long as an
-# operation takes no more than this: calling it then takes longer than its arithmetic, for one image or for all.
+# Images are certified together as long as the batch needs at most _WORK_TOGETHER, a few seconds on a core, or as long
+# as one operation needs at most _WORK_OF_A_CALL, because then the overhead of the call exceeds its arithmetic.
 _WORK_TOGETHER = 1e11
 _WORK_OF_A_CALL = 1e7
 _TOGETHER = {"cpu": 32, "cuda": 64}
-# A thread is worth starting for so much of an operation: threads that wait for each other take longer than they save.
-# On a CPU more than eight images are taken together only while an operation on all of them is less.
+# The smallest part of an operation for which a thread is worthwhile; waiting threads cost more than they save. On a CPU
+# more than _FEW images are certified together only if an operation on all of them needs less than this.
 _WORK_OF_A_THREAD = 1e6
 _FEW = 8
-# What one image needs at most while a certificate is computed: so many times the results of its forward pass.
+# Memory for the certificate of one image, in multiples of the results of its forward pass.
 _COPIES = 16
-_TOO_LARGE = "it would take very long for a network of this size; ask for it with method {}"
+_TOO_LARGE = "it would take very long for a network of this size; request it with method {}"
 
 
 class Certifier:
-    """Certificates for one model at one ε: the bounds are computed once, here, and then every batch is cheap.
+    """Certificates for one model at one ε: the constructor computes the bounds once, and then every batch is cheap.
 
-    The logits are evaluated in float64 on a copy of the model, so that rounding in the nominal forward pass is far
-    below any margin that matters. The certificate holds for the network in real arithmetic, or, with a ``dtype``, for
-    ``model.to(dtype)`` on ``images.to(dtype)``: what rounding can do there (:mod:`lipcert.roundoff`) is taken off.
+    The logits are evaluated in float64 on a copy of the model, so rounding in the nominal forward pass is far below any
+    relevant margin. The certificate holds for the network in real arithmetic, or, with a ``dtype``, for
+    ``model.to(dtype)`` on ``images.to(dtype)``. In that case the possible effect of rounding is subtracted
+    (:mod:`lipcert.roundoff`).
 
     Attributes:
         bound: the global Lipschitz bound.
-        skipped: methods that staged certification leaves out for this model, and why.
-        notes: what else there is to say about a method for this model.
-        together: how many images are certified at once: few where each takes long, so that little is lost when a run
-            is stopped, and no more than memory holds. Halved where memory ends all the same.
-        watch: called with the method that runs and how many images of a batch it is through, in parts of one.
+        skipped: methods that staged certification skips for this model, with reasons.
+        notes: further remarks on methods for this model.
+        together: number of images certified at once. It is small if each takes long, so that a stopped run loses
+            little, and limited by memory. It is halved if memory still runs out.
+        watch: called with the running method and the number of finished images of the batch, which may be fractional.
 
     Args:
         model: the model; it is not changed, and later changes to it do not reach the certifier.
@@ -88,8 +91,8 @@ class Certifier:
         **settings: the other fields of :class:`CertifySettings`.
 
     Raises:
-        InputError: settings that cannot be used, weights that are NaN, a network without a bound on its rounding, or
-            too large for deterministic norms; settings of torch under which certificates do not hold.
+        InputError: settings or weights are not valid, rounding cannot be bounded, the network is too large for
+            deterministic norms, or certificates do not hold under the settings of torch.
         UnsupportedOperation: the model has operations without a rule.
     """
 
@@ -108,7 +111,7 @@ class Certifier:
         if not isinstance(eps, CertifySettings):
             eps = settings_of(CertifySettings, eps, method, **settings)
         if eps.method == SMOOTHING:
-            raise InputError("method smoothing has a certifier of its own, lipcert.smoothing.Smoothing")
+            raise InputError("method smoothing has a separate certifier, lipcert.smoothing.Smoothing")
         self.settings = eps
         self.eps, self.method, self.dtype, self.rigor = eps.eps, eps.method, eps.dtype, eps.rigor
         self.at, self.passes, self.attack = eps.at, eps.passes, cast("Attack | None", eps.attack)
@@ -138,18 +141,18 @@ class Certifier:
                 self._prepare(name)
         if not self.stages:
             raise InputError(f"no method is left for this model: {'; '.join(self.skipped.values())}")
-        # Known from the analysis, and deterministic: no other method returns less. It is about the pixels.
+        # Deterministic and known from the analysis, so no other method needs to return less. It refers to pixels.
         self._least = self._everywhere("gloro") if self.at is None and self.method in _STRONGER else None
         self.together = self._images_together()
 
     def _prepare(self, name: str) -> None:
-        """Makes one method ready, or notes why staged certification does without it."""
+        """Prepares one method, or records why staged certification skips it."""
         staged = self.method == "staged"
         if name in ("global", "gloro"):
             self.stages[name] = self._everywhere(name)
         elif name == "local":
             if staged and not _piecewise_linear(self.analysis):
-                return  # nothing that boxes could hold constant: local is global here
+                return  # no unit can become constant, so local bounds equal global ones
             work = _PASSES_AN_OPERATION * len(self.analysis.graph.nodes) * self._flops
             if not self._affords(name, work, _WORK_LIMIT):
                 return
@@ -157,7 +160,7 @@ class Certifier:
             local = Local(self.model, analysis=self.analysis, delta=self.share, calls=calls)
             self.stages[name] = self._deployed(
                 lambda images, predicted, ledger: (
-                    lambda gaps, call: local.radius(images, predicted, gaps, ledger=ledger, call=call)
+                    lambda margin, call: local.radius(images, predicted, margin, ledger=ledger, call=call)
                 )
             )
         else:
@@ -168,7 +171,7 @@ class Certifier:
                 if staged and self.passes is None and work > limit:
                     method = self._linearized(name, _WORK_INSTEAD / method.plan.work_of_a_pass)
                     work = method.work
-                    limit = 2 * _WORK_INSTEAD  # single operations may take more than it by themselves
+                    limit = 2 * _WORK_INSTEAD  # a single operation may already exceed it
             except (UnsupportedOperation, InputError) as error:
                 if not staged or self.at is not None:
                     raise
@@ -178,21 +181,23 @@ class Certifier:
                 return
             if method.plan.chained and self.passes is None:
                 self.notes[name] = (
-                    f"it finds {len(method.plan.pairs)} norms of {in_all}, and takes products for the others; "
-                    f"ask for more with passes, or for all with method {name}"
+                    f"it computes {len(method.plan.pairs)} norms of {in_all}, and products of norms for the others; "
+                    f"request more with passes, or all with method {name}"
                 )
 
             def stage(images: Tensor, predicted: Tensor, ledger: Ledger) -> roundoff.Radii:
                 found = method(images, lambda done, total: self._says(name, len(images) * done / total), ledger)
                 classes = predicted.to(images.device)
-                return lambda gaps, call: found.radius(classes, gaps.to(images.device)).to(gaps.device)
+                return lambda margin, call: found.radius(classes, margin.to(images.device)).to(margin.device)
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
 
     def _everywhere(self, name: str) -> roundoff.RadiusMethod:
         """The methods global and gloro."""
         bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
-        return self._deployed(lambda images, predicted, ledger: lambda gaps, call: radii(gaps, bounds.of(predicted)))
+        return self._deployed(
+            lambda images, predicted, ledger: lambda margin, call: radii(margin, bounds.of(predicted))
+        )
 
     def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored | DeployedAnchored:
         arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
@@ -206,7 +211,7 @@ class Certifier:
         return stage if self.roundoff is None else self.roundoff.deployed(stage)
 
     def _forward_pass(self) -> tuple[float, float]:
-        """Floating-point operations of one image, and the bytes of all results on the way."""
+        """Floating-point operations of one forward pass, and the bytes of all its results."""
         image = torch.zeros(1, *self.model.input_size, dtype=torch.float64, device=self.model.device)
         results = sum(8 * math.prod(node.shape) for node in self.analysis.graph.nodes)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -214,7 +219,7 @@ class Certifier:
         return float(counter.get_total_flops()), float(results)
 
     def _affords(self, name: str, work: float, limit: float) -> bool:
-        """Whether to use a method that takes so much work an image: staged certification has limits."""
+        """Whether to use a method that needs ``work`` operations per image; only staged certification has a limit."""
         if self.method == "staged" and work > limit:
             self.skipped[name] = _TOO_LARGE.format(name)
             return False
@@ -222,7 +227,7 @@ class Certifier:
         return True
 
     def _images_together(self) -> int:
-        """A power of two: images whose work and memory stay within the limits."""
+        """The number of images, a power of two, whose work and memory stay within the limits."""
         count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values()))
         left = memory_left(self.model.device)
         cpu = self.model.device.type == "cpu"
@@ -238,7 +243,7 @@ class Certifier:
 
     @property
     def _call(self) -> float:
-        """Floating-point operations of an image in one operation of the network, on average."""
+        """Average number of floating-point operations per image in one operation of the network."""
         return self._flops / len(self.analysis.graph.nodes)
 
     @property
@@ -255,15 +260,15 @@ class Certifier:
         return self.run(batch.images, batch.labels)
 
     def run(self, images: Tensor, labels: Tensor | None = None) -> Certificates:
-        """Certifies a batch, in parts where memory does not hold the whole.
+        """Certifies a batch, in parts if memory does not suffice.
 
         Args:
             images: pixels in [0, 1], shape (N, C, H, W).
             labels: true classes, shape (N,), or None.
 
         Raises:
-            InputError: images of a wrong shape or outside [0, 1]; labels of a wrong shape; an image that alone does not
-                fit into memory; settings of torch under which certificates do not hold.
+            InputError: images or labels are not valid, a single image does not fit into memory, or certificates do not
+                hold under the settings of torch.
             BrokenCertificate: the attack changed a prediction inside its certified radius.
         """
         check_environment(self.model.device, self.dtype)
@@ -293,19 +298,19 @@ class Certifier:
 
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
-        images = images.to(self.model.device, torch.float64).contiguous()  # else views of them may be copies
+        images = images.to(self.model.device, torch.float64).contiguous()  # otherwise views of them may be copies
         if not self._confirmed and len(images):
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
             self._confirmed = True
-        predicted, gaps = margins(self.model(images).cpu())
-        margin = gaps.amin(dim=1)
-        gaps = self.nominal.sound(images, predicted, gaps)
+        predicted, all_margins = margins(self.model(images).cpu())
+        margin = all_margins.amin(dim=1)
+        all_margins = self.nominal.sound(images, predicted, all_margins)
         found = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
         radius = torch.zeros(len(images), dtype=torch.float64)
         decided = [next(iter(self.stages))] * len(images)
         ledger = Ledger(self.delta, len(images))
-        random = torch.zeros(len(images), dtype=torch.bool)  # whether what decided is
+        random = torch.zeros(len(images), dtype=torch.bool)  # whether the radius is probabilistic
         for name, stage in self.stages.items():
             hopeless = broken & (name not in DETERMINISTIC and self.method == "staged")
             wanted = ((radius <= self.eps) & ~hopeless).nonzero()[:, 0]
@@ -316,9 +321,9 @@ class Certifier:
             before = own.spent
             asked = images[wanted], predicted[wanted], own
             with _understood(name):
-                bounds = stage(*asked)(gaps[wanted], 0)
+                bounds = stage(*asked)(all_margins[wanted], 0)
                 if self._least is not None:
-                    bounds = torch.maximum(bounds, self._least(*asked)(gaps[wanted], 0))
+                    bounds = torch.maximum(bounds, self._least(*asked)(all_margins[wanted], 0))
             drew = (own.spent > before).tolist()
             for place, value, chance in zip(wanted.tolist(), bounds.tolist(), drew, strict=True):
                 if value >= radius[place]:
@@ -334,7 +339,7 @@ class Certifier:
             radius,
             radius > self.eps,
             tuple(decided),
-            # A radius that is random is the largest of all that were looked for: each of them might have been it.
+            # A probabilistic radius is the largest of all computed ones, so the charges of all of them count.
             tuple(rigor_of(chance, self.delta) for chance in (ledger.spent * random).tolist()),
             None if labels is None else labels.cpu(),
             self.eps,
@@ -344,14 +349,14 @@ class Certifier:
         )
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:
-        """What the attack finds within ε."""
+        """The result of the attack within ε."""
         if self.attack is None or not len(images):
             return None
         self._says("attack", 0.0)
         return self.attack(self.model, images, predicted.to(images.device), self.eps)
 
     def _distance(self, images: Tensor, predicted: Tensor, found: Adversarial, radius: Tensor) -> Tensor:
-        """Distances of the nearest perturbed images, shape (N,); looks for them inside the certified radii too."""
+        """Distances of the nearest adversarial examples, shape (N,); also searches inside the certified radii."""
         self._says("attack", float(len(images)))
         search = self.attack if isinstance(self.attack, PGD) else PGD()
         classes = predicted.to(images.device)
@@ -372,10 +377,10 @@ class Certifier:
 
 @contextmanager
 def _understood(name: str) -> Iterator[None]:
-    """What a method does not know how to treat is refused in a line, whatever error it ends in.
+    """Turns unexpected errors of a method into a refusal in one line.
 
     Raises:
-        InputError: in place of an error that nobody meant.
+        InputError: an unexpected error occurred.
     """
     try:
         yield
@@ -385,14 +390,14 @@ def _understood(name: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise InputError(
-            f"{name} cannot treat this network ({type(error).__name__}: {first_line(error)[:200]}); "
+            f"{name} cannot handle this network ({type(error).__name__}: {first_line(error)[:200]}); "
             "try another --method or --dtype, and report this as a defect of lipcert"
         ) from error
 
 
 @contextmanager
 def _at_most_threads(count: int) -> Iterator[None]:
-    """Torch runs with so many threads or fewer, at least one, while the block lasts."""
+    """Limits torch to ``count`` threads, at least one, inside the ``with`` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, count)))
     try:
@@ -402,10 +407,10 @@ def _at_most_threads(count: int) -> Iterator[None]:
 
 
 def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | None]:
-    """A copy in float64 with the weights that the deployed model has, and the bounds on its rounding.
+    """A copy in float64 with the weights of the deployed model, and the bounds on its rounding.
 
-    Casts inside the network change nothing in real arithmetic; with a ``dtype`` they stay, for the rounding bounds to
-    see. Nothing here needs gradients with respect to weights.
+    In real arithmetic casts inside the network are the identity. With a ``dtype`` they are kept, because the rounding
+    bounds need them. Weights do not need gradients here.
     """
     try:
         copied = copy.deepcopy(model).requires_grad_(False)
@@ -422,23 +427,22 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
     except UnsupportedCode:
         raise
     except UnsupportedOperation as error:
-        raise InputError(f"there is no bound on what {dtype} rounds: {error}; use dtype real") from error
+        raise InputError(f"there is no bound on rounding in {dtype}: {error}; use dtype real") from error
 
 
 def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:
-    """Refuses a network that is another one as a copy in float64, where bounds are computed, than where it is used.
+    """Refuses a network that behaves differently in float64, where bounds are computed, and in its own type.
 
     Args:
-        model: as it was given.
-        copied: the same in float64.
-        rounding: bounds on what the deployed type rounds, if certificates are asked for that: they must cover what a
-            few images show.
+        model: the given model.
+        copied: its copy in float64.
+        rounding: rounding bounds of the deployed type, or None. They must cover the errors on a few images.
 
     Raises:
-        InputError: the network rounds more in its type than the bounds say.
-        UnsupportedOperation: forward code that depends on the type, or does not run in it.
+        InputError: the rounding error on an image exceeds its bound.
+        UnsupportedOperation: the forward code depends on the type, or does not run in it.
     """
-    dtype = model.dtype if rounding is None else rounding.format.dtype  # whose weights the copy has
+    dtype = model.dtype if rounding is None else rounding.format.dtype  # the type of the copy's weights
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     precise, *_ = examine(copied, image.double(), copied.real)
     looks = examine(model if dtype == model.dtype else copy.deepcopy(model).to(dtype), image.to(dtype))
@@ -447,17 +451,17 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
         return
     only_in(dtype, looks[0])
     seen = torch.cat([found.image for found in looks]).double()
-    predicted, gaps = margins(copied(seen))
+    predicted, all_margins = margins(copied(seen))
     deployed = torch.cat([found.result for found in looks]).double()
-    lost = (gaps - (deployed.gather(1, predicted[:, None]) - deployed)).scatter(1, predicted[:, None], 0.0)
+    lost = (all_margins - (deployed.gather(1, predicted[:, None]) - deployed)).scatter(1, predicted[:, None], 0.0)
     if bool((lost > rounding.margins(seen, predicted, torch.zeros(len(seen))).to(lost)).any()):
         raise InputError(
-            f"the model in {str(dtype)[6:]} is further from real arithmetic than its rounding bounds say; "
-            "ask for --dtype real, and report this as a defect of lipcert"
+            f"the model in {str(dtype)[6:]} is further from real arithmetic than its rounding bounds allow; "
+            "use --dtype real, and report this as a defect of lipcert"
         )
 
 
 def _piecewise_linear(analysis: Analysis) -> bool:
-    """Whether the network has units that can be constant in a ball."""
+    """Whether the network has units that can be constant on a ball."""
     kinds = {"relu", "leaky_relu", "hardtanh", "clamp", "max_pool2d", ClippedReLU, MaxMin, ClippedMaxMin}
     return any(node.op in kinds for node in analysis.graph.nodes)

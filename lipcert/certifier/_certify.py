@@ -1,4 +1,4 @@
-"""The certifier for a method."""
+"""Selects the certifier of a method."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def certifier_for(
     progress: Progress | None = None,
     batch: int | None = None,
 ) -> Certifier | Smoothing:
-    """The certifier of a method: of the network itself, or of its smoothed classifier.
+    """The certifier for the network itself or for its smoothed classifier, depending on the method.
 
     Args:
         model: the model; it is not changed.
-        settings: what is asked.
+        settings: the settings.
         progress: as for :func:`lipcert.lipschitz`, while a network is read and bounded.
-        batch: how many draws of noise go through the network at once; None for what suits the device.
+        batch: number of noise draws computed at once; None chooses it by device.
 
     Raises:
-        InputError: what :class:`Certifier` or :class:`lipcert.smoothing.Smoothing` cannot use.
-        UnsupportedOperation: the model has operations without a rule, which smoothing does not need.
+        InputError: :class:`Certifier` or :class:`lipcert.smoothing.Smoothing` refuses the model or the settings.
+        UnsupportedOperation: the model has operations without a rule; smoothing needs no rules.
     """
     if settings.method != SMOOTHING:
         return Certifier(model, settings, progress=progress)
-    from lipcert.smoothing import Smoothing  # which builds on the certificates here
+    from lipcert.smoothing import Smoothing  # it imports this package
 
     return Smoothing(model, settings, batch=batch)

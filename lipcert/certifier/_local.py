@@ -1,4 +1,4 @@
-"""The local certificate: margins against Lipschitz constants that hold in the ball around the image."""
+"""The local certificate: margins compared with Lipschitz constants on the ball around the image."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
 
 _EVALUATIONS = 64
-_SMALLEST = 1e-100  # a ball of radius 0 would have no constant but 0
+_SMALLEST = 1e-100  # on a ball of radius 0 every constant would be 0
 
 
 class Local:
-    """Local-Lip: local Lipschitz constants from boxes, with the units that are constant in the ball removed.
+    """Local-Lip: local Lipschitz constants from boxes, without the units that are constant on the ball.
 
     Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust Neural Networks with Efficient Local
-    Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395). What is computed, and why it holds, is in
-    :mod:`lipcert.bounds._box`. Operations without boxes count with their global constant, so that the result is never
-    worse than the global one.
+    Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395). :mod:`lipcert.bounds._box` describes and proves the bounds.
+    Operations without boxes count with their global constants, so the result is never worse than the global one.
 
     Attributes:
         delta: failure probability of each image, over the random start vectors of the norms of large operators; 0 if
@@ -32,14 +31,14 @@ class Local:
 
     Args:
         model: the model, in float64.
-        analysis: the global analysis of this very model, where it is already known.
-        delta: what ``delta`` may be at most; 0 for deterministic norms, which are looser for large operators.
-        seed: of the start vectors.
-        calls: how many radii of an image share ``delta``.
+        analysis: the global analysis of this model, if it is already known.
+        delta: maximum of the attribute ``delta``; 0 for deterministic norms, which are looser for large operators.
+        seed: seed of the start vectors.
+        calls: number of radii of an image that share ``delta``.
 
     Raises:
         InputError: the model is not in float64, or does not return logits.
-        UnsupportedOperation: names every operation without a rule and where it is.
+        UnsupportedOperation: operations have no rule; lists all of them with their module paths.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class Local:
     def constants(self, images: Tensor, predicted: Tensor, eps: Tensor) -> Tensor:
         """Lipschitz constants K_yj of the margins f_y − f_j on the balls of radius ``eps``.
 
-        If the last operation is a matrix behind a value with constant K, ‖(w_y − w_j)·diag(m)‖·K with m the units that
-        move; else √2 times the constant of the logits.
+        If the last operation is a matrix applied to a value with constant K, this is ‖(w_y − w_j)·diag(m)‖·K with m the
+        mask of the units that move. Otherwise it is √2 times the constant of the logits.
 
         Args:
             images: pixels, shape (N, C, H, W).
@@ -94,36 +93,36 @@ class Local:
         self,
         images: Tensor,
         predicted: Tensor,
-        gaps: Tensor,
+        margins: Tensor,
         eps: float | None = None,
         ledger: Ledger | None = None,
         call: int = 0,
     ) -> Tensor:
         """Certified radii, rounded down, to 1 %.
 
-        A radius r is certified if gap_j exceeds K_yj·r, or what the boxes allow f_j − f_y to rise, for every j, with
-        constants and boxes for the ball of radius r. The search starts from the certificate of the global constants,
-        and any radius that passes is one, whatever the search does.
+        A radius r is certified if for every j the margin f_y − f_j exceeds K_yj·r, or the largest increase of f_j − f_y
+        in the boxes, with constants and boxes for the ball of radius r. The search starts from the radius of the global
+        constants. Any radius that passes this test is certified, independently of the search.
 
         Args:
             images: pixels, shape (N, C, H, W).
             predicted: the classes y, shape (N,).
-            gaps: f_y − f_j, +inf at j = y, shape (N, classes).
-            eps: a radius that is tried by itself, so that the 1 % cannot cost a certificate at ``eps``.
-            ledger: of the images; a new one by default.
-            call: number of the radius among those that share ``delta``.
+            margins: f_y − f_j, +inf at j = y, shape (N, classes).
+            eps: a radius that is tried first, so that the accuracy of 1 % cannot lose a certificate at ``eps``.
+            ledger: the ledger of the images; a new one by default.
+            call: index of the radius among those that share ``delta``.
 
         Returns:
-            float64, shape (N,); 0 where nothing is certified, inf where nothing can move.
+            float64, shape (N,); 0 if nothing is certified, inf if the margins cannot change.
         """
-        low = radii(gaps.cpu(), self.everywhere.of(predicted.cpu()))
-        wanted = (gaps > 0).all(1).cpu() & torch.isfinite(low)
+        low = radii(margins.cpu(), self.everywhere.of(predicted.cpu()))
+        wanted = (margins > 0).all(1).cpu() & torch.isfinite(low)
         nominal = self._nominal(images)
         ledger = (self._ledger(len(images)) if ledger is None else ledger).part("walk", call)
-        gaps, predicted = gaps.to(self.model.device, torch.float64), predicted.to(self.model.device)
+        margins, predicted = margins.to(self.model.device, torch.float64), predicted.to(self.model.device)
 
         def holds(index: Tensor, trial: Tensor, step: int) -> Tensor:
-            return self._passes(nominal, index, trial, predicted, gaps, ledger.part(step))
+            return self._passes(nominal, index, trial, predicted, margins, ledger.part(step))
 
         first = None if eps is None else eps * (1 + 1e-9)
         return search_open(holds, low, wanted, _EVALUATIONS, first) * ROUND_DOWN
@@ -134,23 +133,23 @@ class Local:
         index: Tensor,
         eps: Tensor,
         predicted: Tensor,
-        gaps: Tensor,
+        margins: Tensor,
         ledger: Ledger,
     ) -> Tensor:
-        """Whether the margins of the images at ``index`` hold in balls of radius ``eps``, both of shape (n,).
+        """Whether the margins of the images at ``index`` stay positive on balls of radius ``eps``, both of shape (n,).
 
-        Each walk has a part of the ledger, as its radius depends on the walks before it. The parts are numbered by the
-        steps of the search, which an image meets whatever others are beside it.
+        Each walk has its own part of the ledger, because its radius depends on earlier walks. The parts are numbered by
+        the steps of the search, which do not depend on the other images.
         """
         where = index.to(self.model.device)
         walk = self._walk(nominal.select(where), eps, ledger.only(index))
-        classes, gap = predicted[where], gaps[where]
+        classes, margin = predicted[where], margins[where]
         reach = self._margin_constants(walk, classes) * walk.eps[:, None]
         reach = torch.minimum(reach, self._margin_boxes(walk, classes))
         errors = flat(walk.nominal.errors[self.boxes.graph.output])
-        gap = gap - (errors + errors.gather(1, classes[:, None])) * INFLATE
-        others = torch.ones_like(gap, dtype=torch.bool).scatter_(1, classes[:, None], False)
-        return ((gap > reach * INFLATE) | ~others).all(1).cpu()
+        margin = margin - (errors + errors.gather(1, classes[:, None])) * INFLATE
+        others = torch.ones_like(margin, dtype=torch.bool).scatter_(1, classes[:, None], False)
+        return ((margin > reach * INFLATE) | ~others).all(1).cpu()
 
     def _nominal(self, images: Tensor) -> Nominal:
         return self.boxes.nominal(images.to(self.model.device, torch.float64))
@@ -159,7 +158,7 @@ class Local:
         return Ledger(self.delta, images, self.seed)
 
     def _walk(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Walk:
-        # A walk takes at most one norm for each operation, and a radius at most _EVALUATIONS walks.
+        # A walk computes at most one norm per operation, and a radius needs at most _EVALUATIONS walks.
         share = part_of(self.delta, self.calls * _EVALUATIONS * len(self.boxes.graph.nodes))
         ledger = self._ledger(len(eps)) if ledger is None else ledger
         eps = eps.to(self.model.device, torch.float64).clamp_min(_SMALLEST)
@@ -188,7 +187,7 @@ class Local:
         return found.scatter(1, predicted[:, None], 0.0)
 
     def _margin_boxes(self, walk: Walk, predicted: Tensor) -> Tensor:
-        """How far f_j − f_y can rise in the boxes, shape (N, classes)."""
+        """The largest increase of f_j − f_y in the boxes, shape (N, classes)."""
         if self._head(walk) is None:
             up, down = flat(walk.output.up), flat(walk.output.down)
             return (up + down.gather(1, predicted[:, None])) * INFLATE

@@ -1,45 +1,45 @@
 """LoFAST: the local sensitivity of dot-product attention, layer by layer.
 
-After Havens, Araujo, Zhang, Hu, "Fine-grained local sensitivity analysis of standard dot-product self-attention", ICML
-2024, whose Theorem 1 bounds what attention does to a perturbation by a first-order constant ζ(X) at the unperturbed
-tokens and a second-order constant δ₂ that comes in two forms. The constants here are derived below, not taken over.
+Source: Havens, Araujo, Zhang, Hu, "Fine-grained local sensitivity analysis of standard dot-product self-attention",
+ICML 2024. Its Theorem 1 bounds the effect of attention on a perturbation by a first-order constant ζ(X) at the
+unperturbed tokens and a second-order constant δ₂ in two forms. The constants here are derived below and differ from
+those of the paper.
 
 **One attention layer.** Tokens X ∈ ℝ^(n×D), heads l with Q_l = X W_l^Q + b, K_l and V_l likewise, scores S_l = s Q_l
 K_lᵀ, P_l = softmax(S_l) row by row, Attn(X) = concat_l(P_l V_l) W^O. For a perturbation Δ
 
     δS_l = S_l'[Δ] + s Δ A_l Δᵀ,    A_l = W_l^Q (W_l^K)ᵀ,    S_l'[Δ] = s (Δ W_l^Q K_lᵀ + Q_l (W_l^K)ᵀ Δᵀ).
 
-Without biases the second term is X W_l^Q (W_l^K)ᵀ Δᵀ = (Δ W_l^K (W_l^Q)ᵀ Xᵀ)ᵀ: the matrix is W^K (W^Q)ᵀ where Δ stands
-left of it, and W^Q (W^K)ᵀ where Δᵀ stands right of it. The two are each other's transpose and both spellings are right;
-a mixture of them is not. Exactly,
+Without biases the second term is X W_l^Q (W_l^K)ᵀ Δᵀ = (Δ W_l^K (W_l^Q)ᵀ Xᵀ)ᵀ: the matrix is W^K (W^Q)ᵀ if Δ is to its
+left, and W^Q (W^K)ᵀ if Δᵀ is to its right. The two are transposes of each other. Both forms are right; a mixture of
+them is not. Exactly,
 
     Attn(X + Δ) − Attn(X) = J Δ + Σ_l R_l W_l^O,
     R_l = P_l'[s Δ A_l Δᵀ] V_l + (P_l(S + δS) − P_l − P_l'[δS]) V_l + δP_l Δ W_l^V.
 
-ζ(X) = ‖J‖ is the norm of the true Jacobian. Rows of δP_l and of both softmax terms sum to zero, so V_l may be centred
-over the tokens: C_l = (I − 11ᵀ/n) V_l. Softmax p has the Jacobian diag(p) − ppᵀ, of norm at most κ = min(½, max p), and
-second derivatives of norm at most √(2/27) and at most κ √(1 + max p)
+ζ(X) = ‖J‖ is the norm of the exact Jacobian. Rows of δP_l and of both softmax terms sum to zero, so V_l may be replaced
+by its centred form C_l = (I − 11ᵀ/n) V_l. Softmax p has the Jacobian diag(p) − ppᵀ, of norm at most κ = min(½, max p),
+and second derivatives of norm at most √(2/27) and at most κ √(1 + max p)
 (:class:`lipcert.bounds.rules.attention.Softmax`). So with ‖δS_l‖_F ≤ σ_l = M_l ε + s ‖A_l‖ ε² for ‖Δ‖_F ≤ ε and
 M_l ≥ ‖S_l'‖, M_l = s (‖W_l^Q K_lᵀ‖ + ‖W_l^K Q_lᵀ‖),
 
     ‖R_l‖_F ≤ ‖C_l‖ (κ₀ s ‖A_l‖ ε² + ½ c σ_l²) + κ σ_l ‖W_l^V‖ ε,    ‖R‖_F ≤ ‖W^O‖ (Σ_l ‖R_l‖_F²)^½.
 
-- δ₂⁽¹⁾: softmax at its worst, κ₀ = κ = ½ and c = √(2/27): the layer enters through M_l(X).
-- δ₂⁽²⁾: softmax at the actual weights. Along the way an entry of P_l grows by at most e^(√2 σ_l), because a row of δS_l
-  differs between two entries by at most √2 of its norm: with ξ_l(X) = max P_l at X and ξ = min(1, ξ_l e^(√2 σ_l)) over
-  the ball, κ₀ = min(½, ξ_l), κ = min(½, ξ), c = κ √(1 + ξ). For nearly uniform attention ξ_l is near 1/n.
+- δ₂⁽¹⁾: worst-case softmax, κ₀ = κ = ½ and c = √(2/27). The tokens enter through M_l(X).
+- δ₂⁽²⁾: softmax at the actual weights. Inside the ball an entry of P_l grows by at most e^(√2 σ_l), because a row of
+  δS_l differs between two entries by at most √2 of its norm: with ξ_l(X) = max P_l at X and ξ = min(1, ξ_l e^(√2 σ_l))
+  over the ball, κ₀ = min(½, ξ_l), κ = min(½, ξ), c = κ √(1 + ξ). For nearly uniform attention ξ_l is near 1/n.
 
-**A whole network** is cut into stages where everything later depends on the image through one value (in a ViT: after
-the embedding and after both residual additions of every block, so that J_k is the Jacobian of the residual block
-itself). Then
+**A whole network** is split into stages at values through which everything later depends on the image. In a ViT these
+are the embedding and both residual additions of every block, so J_k is the Jacobian of the residual block itself. Then
 
     ρ_{k+1} = ‖J_k‖ ρ_k + r_k(ρ_k),
 
-J_k the exact Jacobian of the stage at the image and r_k the sum of the stage's remainders, each times the norm of the
-Jacobian from where it arises to the stage's end. Every operation in a stage deviates by the norm of the Jacobian from
-the stage's start, times ρ_k, plus the remainders before it; the proof is that of the anchored certificate
-(:mod:`lipcert.certifier.anchored.method`) within one stage. The first-order constants of the stages multiply, which
-the anchored certificate avoids.
+where J_k is the exact Jacobian of the stage at the image and r_k the sum of the stage's remainders, each times the norm
+of the Jacobian from its operation to the stage's end. Every operation in a stage deviates by at most the norm of the
+Jacobian from the stage's start times ρ_k, plus the remainders before it. The proof is that of the anchored certificate
+(:mod:`lipcert.certifier.anchored.method`) within one stage. The first-order constants of the stages multiply; the
+anchored certificate avoids this.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import Ledger, lanczos_norm
 
-# Singular values from torch are off by some 1e-14 of the largest, and a bound here has a few dozen roundings.
+# torch's singular values have errors of about 1e-14 of the largest, and a bound here has a few dozen roundings.
 _ROUNDING = 1 + 1e-9
 _CANCELLED = 1e-12
 _DENSE = 1024
@@ -71,10 +71,10 @@ _DENSE = 1024
 
 @dataclass(frozen=True)
 class StageSensitivity:
-    """What one stage of the network does to a perturbation.
+    """The effect of one stage of the network on a perturbation.
 
     Attributes:
-        name: path of the module where the stage ends.
+        name: path of the module that ends the stage.
         zeta: ‖J_k‖, shape (N,).
         remainder: r_k(ρ_k), shape (N,).
         rho_in: ρ_k, shape (N,).
@@ -99,16 +99,16 @@ class LoFAST:
 
     @property
     def count(self) -> int:
-        """How many norms an image takes."""
+        """The number of norms per image."""
         return self.plan.count
 
     @property
     def work(self) -> float:
-        """Floating-point operations that the norms of an image take, roughly."""
+        """The approximate number of floating-point operations for the norms of an image."""
         return self.plan.work
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Layers:
-        """Linearises every stage at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
+        """Linearises every stage at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
         return Layers(Linearization(self.finder, images, progress, ledger=ledger))
 
 
@@ -123,11 +123,11 @@ class Layers:
         return self.linearization.norms
 
     def deviations(self, eps: Tensor) -> Deviations:
-        """How far values can move for perturbations of norm at most eps, shape (N,)."""
+        """Bounds on the deviations of all values for perturbations of norm at most eps, shape (N,)."""
         return self.linearization.walk(eps, layerwise=True)
 
     def per_block(self, eps: Tensor) -> list[StageSensitivity]:
-        """What every stage does to perturbations of norm at most eps, shape (N,), in order."""
+        """The effect of every stage on perturbations of norm at most eps, shape (N,), in order."""
         found = []
         for each in self.deviations(eps).stages:
             zeta = torch.as_tensor(self.linearization.gain(each.stage.start, each.stage.end), dtype=eps.dtype)
@@ -164,9 +164,9 @@ class AttentionSensitivity:
         zeta: ζ(X), the norm of the Jacobian, shape (N,).
         delta2: δ₂⁽¹⁾ and δ₂⁽²⁾ for this ε, each of shape (N,).
         change: upper bounds on ‖Attn(X + Δ) − Attn(X)‖_F over ‖Δ‖_F ≤ ε, shape (N,): the right side at ‖Δ‖_F = ε, or
-            :func:`naive_change` where that is smaller, as it grows more slowly with ε.
-        rigor: ``deterministic`` where the Jacobian was formed, else ``probabilistic``.
-        delta: probability for each input that ζ is too small.
+            :func:`naive_change` if that is smaller, because it grows more slowly with ε.
+        rigor: ``deterministic`` if the Jacobian was computed explicitly, otherwise ``probabilistic``.
+        delta: probability, for each input, that ζ is too small.
     """
 
     eps: float
@@ -183,7 +183,7 @@ class AttentionLayer:
 
     Attributes:
         wq, wk, wv: weights, shape (D, heads·d), head l in columns l·d to (l + 1)·d.
-        wo: W^O, shape (heads·d, any); None for the identity. Its bias changes nothing.
+        wo: W^O, shape (heads·d, any); None for the identity. Its bias has no effect on differences.
         heads: number of heads.
         bq, bk, bv: biases, shape (heads·d,), or None.
         scale: s; 1/√d by default.
@@ -212,11 +212,11 @@ class AttentionLayer:
         return self.scale if self.scale is not None else (self.wq.shape[1] // self.heads) ** -0.5
 
     def split(self, weight: Tensor) -> Tensor:
-        """(D, heads·d) as (heads, D, d)."""
+        """Reshapes (D, heads·d) to (heads, D, d)."""
         return weight.double().reshape(weight.shape[0], self.heads, -1).movedim(1, 0)
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., n, D) to (..., heads, n, d)."""
+        """Projects (..., n, D) to (..., heads, n, d)."""
         y = x @ weight.double() + (0.0 if bias is None else bias.double())
         return y.unflatten(-1, (self.heads, -1)).movedim(-2, -3)
 
@@ -239,17 +239,17 @@ def attention_sensitivity(
     delta: float = 1e-9,
     seed: int = 0,
 ) -> AttentionSensitivity:
-    """How far attention moves when its tokens move by at most ε: the formulas at the head of this file.
+    """Bounds the change of attention for perturbations of its tokens by at most ε; formulas in the module docstring.
 
-    ζ is the largest singular value of the Jacobian where that has at most 1024 columns, else a probabilistic Lanczos
-    bound within 0.5 % as a rule.
+    ζ is the largest singular value of the Jacobian if that has at most 1024 columns. Otherwise it is a probabilistic
+    Lanczos bound, usually within 0.5 %.
 
     Args:
         x: tokens, shape (N, n, D).
         layer: the attention layer.
         eps: ε, in the units of x.
         delta: failure probability of the Lanczos bound for each input.
-        seed: of its start vector.
+        seed: seed of its start vector.
 
     Raises:
         InputError: ε is not a positive finite number.
@@ -287,10 +287,10 @@ def attention_sensitivity(
 
 
 def naive_change(x: Tensor, layer: AttentionLayer, eps: float) -> Tensor:
-    """The change of attention from the triangle inequality and products of norms alone: a baseline, valid and loose.
+    """A valid but loose baseline for the change of attention, from the triangle inequality and products of norms.
 
-    P(X + Δ) Δ W^V + (P(X + Δ) − P(X)) V with ‖P‖ ≤ √n, as its entries are at most 1 and its rows sum to 1, and
-    ‖P(X + Δ) − P(X)‖_F ≤ ½ s (‖Q‖ ‖W^K‖ ε + ‖W^Q‖ ‖K‖ ε + ‖W^Q‖ ‖W^K‖ ε²).
+    The change is P(X + Δ) Δ W^V + (P(X + Δ) − P(X)) V, with ‖P‖ ≤ √n, because entries are at most 1 and rows sum to 1,
+    and ‖P(X + Δ) − P(X)‖_F ≤ ½ s (‖Q‖ ‖W^K‖ ε + ‖W^Q‖ ‖K‖ ε + ‖W^Q‖ ‖W^K‖ ε²).
 
     Returns:
         Upper bounds on ‖Attn(X + Δ) − Attn(X)‖_F over ‖Δ‖_F ≤ ε, shape (N,).
@@ -301,11 +301,11 @@ def naive_change(x: Tensor, layer: AttentionLayer, eps: float) -> Tensor:
 
 
 def ball_change(x: Tensor, layer: AttentionLayer, eps: float) -> Tensor:
-    """ε times a Lipschitz constant on the ball of radius ε from norms of weights and tokens alone: a valid baseline.
+    """A valid baseline: ε times a Lipschitz constant on the ball of radius ε from norms of weights and tokens.
 
-    A local Lipschitz constant of the kind that Hu et al., "SpecFormer", ECCV 2024 (arXiv 2402.03317), penalise: at
-    every point Y of the ball ‖J(Y) Δ‖ ≤ ‖P‖ ‖W^V‖ ‖Δ‖ + ½ s (‖W^Q‖ ‖K(Y)‖ + ‖Q(Y)‖ ‖W^K‖) ‖V(Y)‖ ‖Δ‖, where ‖P‖ ≤ √n
-    and ‖Q(Y)‖ ≤ ‖Q(X)‖ + ‖W^Q‖ ε. It is derived here, and is not that paper's formula.
+    Hu et al., "SpecFormer", ECCV 2024 (arXiv 2402.03317), penalise a local Lipschitz constant of this kind. At every
+    point Y of the ball ‖J(Y) Δ‖ ≤ ‖P‖ ‖W^V‖ ‖Δ‖ + ½ s (‖W^Q‖ ‖K(Y)‖ + ‖Q(Y)‖ ‖W^K‖) ‖V(Y)‖ ‖Δ‖, where ‖P‖ ≤ √n and
+    ‖Q(Y)‖ ≤ ‖Q(X)‖ + ‖W^Q‖ ε. It is derived here and differs from that paper's formula.
 
     Returns:
         Upper bounds on ‖Attn(X + Δ) − Attn(X)‖_F over ‖Δ‖_F ≤ ε, shape (N,).
@@ -329,7 +329,7 @@ def _top(matrices: Tensor) -> Tensor:
 
 
 def _product_norm(first: Tensor, second: Tensor) -> Tensor:
-    """‖F Sᵀ‖₂ from above; forming the product is off by far less than 1e-12 ‖F‖_F ‖S‖_F."""
+    """An upper bound on ‖F Sᵀ‖₂; the error of the computed product is far below 1e-12 ‖F‖_F ‖S‖_F."""
     frobenius = torch.linalg.matrix_norm(first) * torch.linalg.matrix_norm(second)
     return _top(first @ second.mT) + _CANCELLED * frobenius
 

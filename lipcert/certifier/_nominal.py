@@ -1,16 +1,16 @@
-"""Are the logits at an image what the network computes in real arithmetic? A check of the nominal forward pass.
+"""Checks that the computed logits of an image agree with those in real arithmetic.
 
-Every method compares bounds with margins that float64 has computed. Where large numbers cancel, such a margin can be
-noise, and with it the certificate. The anchored and the layer-by-layer certificate prove how far it is off
-(:mod:`lipcert.certifier.anchored.rounding`). A proof for any network would multiply norms along the depth, and leave
-nothing of deep ones. So before any method the network is run again here with noise in every operation, and what the
-margins change by is taken off them.
+Every method compares bounds with margins that were computed in float64. If large numbers cancel, such a margin can be
+pure rounding error, and the certificate would be false. The anchored and the layer-by-layer certificate prove a bound
+on this error (:mod:`lipcert.certifier.anchored.rounding`). A proof for any network would multiply norms along the
+depth, and would be useless for deep networks. So before any method, the network runs again here with noise in every
+operation, and the change of the margins is subtracted from them.
 
-The noise is Gaussian, of ``_TIMES`` times the norm that rounding errors of the operation have at most
+The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding errors
 (:class:`~lipcert.certifier.anchored.rounding.OperationRounding`), spread evenly over the entries. There are two runs
-with opposite noise, as a kink may hide one side, and four times the larger change is taken. This is a check and no
-proof. It assumes that rounding errors, a thousand times smaller in norm, move a margin by no more than this noise does.
-It takes some ten forward passes.
+with opposite noise, because a kink may hide one sign, and four times the larger change is subtracted. This is a check,
+not a proof. It assumes that rounding errors, a thousand times smaller in norm, change a margin by no more than this
+noise does. It costs about ten forward passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lipcert.graph import Graph, Node, Replay, explicit_attention, needed, run
 
 _TIMES = 1024
 _COUNTED = 4
-# Of a margin: changes up to here are left out, as rounding itself is a thousand times less.
+# Changes up to this fraction of a margin are ignored, because rounding itself is a thousand times smaller.
 _NEGLIGIBLE = 1e-5
 
 
@@ -38,8 +38,8 @@ class NominalCheck:
 
     Args:
         graph: the network, captured in float64.
-        device: where the network is; the CPU by default.
-        seed: of the noise.
+        device: the device of the network; the CPU by default.
+        seed: seed of the noise.
     """
 
     def __init__(self, graph: Graph, device: torch.device | None = None, seed: int = 0):
@@ -49,19 +49,19 @@ class NominalCheck:
         self.seed = seed
 
     @torch.no_grad()
-    def sound(self, images: Tensor, predicted: Tensor, gaps: Tensor) -> Tensor:
-        """The margins, less what rounding may have added to them.
+    def sound(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
+        """The margins, reduced by the possible effect of rounding.
 
         Args:
             images: pixels in [0, 1], float64, shape (N, C, H, W).
             predicted: classes y, shape (N,).
-            gaps: f_y − f_j, +inf at j = y, shape (N, classes).
+            margins: f_y − f_j, +inf at j = y, shape (N, classes).
 
         Returns:
-            float64, of the shape of ``gaps``.
+            float64, of the shape of ``margins``.
         """
         if not len(images):
-            return gaps
+            return margins
         values = self._values(images[:, None])
         errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(self.seed)
@@ -72,22 +72,22 @@ class NominalCheck:
                 drawn = torch.randn(value.shape[1:], generator=generator, dtype=torch.float64).to(value)
                 size = _TIMES * error / math.sqrt(drawn.numel())
                 noise[node] = (size.reshape(-1, *[1] * drawn.dim()) * drawn).masked_fill_(value.isinf(), 0.0)
-        if self.rewritten:  # bounds on rounding are about the operations that are evaluated here
-            logits = values[self.graph.output].reshape(gaps.shape).double().cpu()
-            gaps = torch.minimum(gaps, logits.gather(1, predicted[:, None]) - logits).scatter(
+        if self.rewritten:  # rounding bounds refer to the operations of this graph
+            logits = values[self.graph.output].reshape(margins.shape).double().cpu()
+            margins = torch.minimum(margins, logits.gather(1, predicted[:, None]) - logits).scatter(
                 1, predicted[:, None], math.inf
             )
-        taken = torch.zeros_like(gaps)
+        taken = torch.zeros_like(margins)
         for sign in (1, -1):
             disturbed = {node: sign * part for node, part in noise.items()}
-            logits = self._values(images[:, None], disturbed)[self.graph.output].reshape(gaps.shape).double().cpu()
-            change = (logits.gather(1, predicted[:, None]) - logits - gaps).abs()
+            logits = self._values(images[:, None], disturbed)[self.graph.output].reshape(margins.shape).double().cpu()
+            change = (logits.gather(1, predicted[:, None]) - logits - margins).abs()
             taken = torch.maximum(taken, change.nan_to_num(nan=math.inf, posinf=math.inf))
         taken = _COUNTED * taken.scatter(1, predicted[:, None], 0.0)
-        return torch.where(taken > _NEGLIGIBLE * gaps.abs(), gaps - taken, gaps)
+        return torch.where(taken > _NEGLIGIBLE * margins.abs(), margins - taken, margins)
 
     def _values(self, images: Tensor, noise: Mapping[Node, Tensor] = MappingProxyType({})) -> dict[Node, Tensor]:
-        """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some of them.
+        """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some nodes.
 
         Args:
             images: shape (N, 1, C, H, W).

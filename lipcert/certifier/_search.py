@@ -1,6 +1,6 @@
-"""Searches for the largest radius that holds; every method looks for its radius with one of these.
+"""Searches for the largest valid radius, shared by all methods.
 
-Whatever a search does, each radius that it returns has been tried and holds.
+Every radius that a search returns has been tried and is valid.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _ACCURACY = 1.01
 
 
 def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε, to 0.1 %, with left(ε) > 0, for a non-increasing function; 0 where 1e-12 · guess is too large.
+    """The largest ε, to 0.1 %, with left(ε) > 0, for a non-increasing function; 0 if 1e-12 · guess is too large.
 
     Args:
-        left: function of ε, shape (N,), that is called some 30 times.
-        guess: an ε near which left turns negative, shape (N,).
+        left: function of ε, shape (N,); called about 30 times.
+        guess: an ε near which ``left`` becomes negative, shape (N,).
     """
     low, high = guess * 1e-12, guess.clone()
     good = left(low) > 0
@@ -29,7 +29,7 @@ def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
             break
         low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
     for _ in range(44):
-        wide = high > low * 1.001  # the others stay as they are, whoever else is searched for
+        wide = high > low * 1.001  # converged images do not change, so results do not depend on the batch
         if not bool(wide.any()):
             break
         middle = (low * high).sqrt()
@@ -41,12 +41,13 @@ def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
 def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
     """The largest ε with left(ε) > 0 for many non-increasing functions, shape (N, functions).
 
-    All functions are known at an ε once one of them is. To 0.1 % for the least of each image, to 2 % within four times
-    it, and to 20 % further away. 0 where 1e-12 of the smallest positive guess is too large.
+    One evaluation at an ε gives the values of all functions. The accuracy is 0.1 % for the smallest result of each
+    image, 2 % up to four times that, and 20 % beyond. The result is 0 if 1e-12 of the smallest positive guess is too
+    large.
 
     Args:
         left: function of ε, shape (N,), with values of shape (N, functions).
-        guess: ε near which they turn negative, shape (N, functions).
+        guess: ε near which they become negative, shape (N, functions).
     """
     smallest = torch.where(guess > 0, guess, math.inf).amin(1, keepdim=True)
     low = torch.where(smallest < math.inf, 1e-12 * smallest, 0.0).expand_as(guess)
@@ -58,9 +59,9 @@ def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
             break
         low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
     for _ in range(64 * guess.shape[1]):
-        least = torch.where(good, low, math.inf).amin(1, keepdim=True)
-        near = torch.where(low <= 4 * least, 1.02, 1.2)
-        wide = torch.where(good, high / (low * torch.where(low <= least, 1.001, near)), 0.0)
+        minimum = torch.where(good, low, math.inf).amin(1, keepdim=True)
+        near = torch.where(low <= 4 * minimum, 1.02, 1.2)
+        wide = torch.where(good, high / (low * torch.where(low <= minimum, 1.001, near)), 0.0)
         if not bool((wide > 1).any()):
             break
         widest = wide.argmax(1, keepdim=True)
@@ -74,15 +75,15 @@ def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
 def search_open(
     holds: Callable[[Tensor, Tensor, int], Tensor], low: Tensor, wanted: Tensor, steps: int, first: float | None = None
 ) -> Tensor:
-    """The largest ε, to 1 %, for functions that are costly, each of which is asked only as long as that can pay.
+    """The largest ε, to 1 %, for costly functions, which are called only for images that can still gain.
 
     Args:
-        holds: function of the numbers of images, shape (n,), an ε for each, shape (n,), and the number of the step,
-            whose result says where ε holds, shape (n,). An image meets the same steps whatever others are beside it.
-        low: radii that hold, shape (N,), on the CPU.
-        wanted: for which images to look further, shape (N,).
-        steps: how often ``holds`` may be called.
-        first: an ε that is tried by itself for all images.
+        holds: function of the indices of images, shape (n,), an ε for each, shape (n,), and the number of the step;
+            returns where ε is valid, shape (n,). The steps of an image do not depend on the other images.
+        low: valid radii, shape (N,), on the CPU.
+        wanted: the images to search, a mask of shape (N,).
+        steps: maximum number of calls of ``holds``.
+        first: an ε that is tried first for all images.
     """
     low, wanted = low.clone(), wanted.clone()
     start = torch.where(low > 0, low, 1e-12)
@@ -92,7 +93,7 @@ def search_open(
         base = torch.maximum(low, start)
         if step < len(asked):
             trial = asked[step]
-        elif step == len(asked):  # where nothing helps, this is the only call
+        elif step == len(asked):  # if no larger radius is valid, this is the only call
             trial = base * _ACCURACY
         else:
             trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)

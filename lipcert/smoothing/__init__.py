@@ -1,6 +1,6 @@
-"""Randomized smoothing: certificates for the classifier that Gaussian noise makes of a network, any network, as it is.
+"""Randomized smoothing: certificates for the classifier obtained from any network by Gaussian noise.
 
-What is certified is g(x) = the class that the network gives most often at x + N(0, σ²I), not the network itself. A
+The certified function is g(x) = the class that the network gives most often at x + N(0, σ²I), not the network itself. A
 certificate is wrong with probability at most α for each image, over the draws of the noise.
 """
 

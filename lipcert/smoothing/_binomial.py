@@ -1,9 +1,9 @@
-"""Lower confidence bounds on the probability of an event that was counted, proved in decimals with directed rounding.
+"""Lower confidence bounds on a binomial probability, rigorous through decimals with directed rounding.
 
-Both bounds are the smallest p that a test of "the probability is p" does not reject. What the tests compare with α
-grows with p below the observed share, so every p that is rejected with upward rounding lies below the exact bound:
-bisection may stop anywhere, and no error analysis of a quantile function is asked for. SciPy's quantiles come without
-such a proof.
+Both bounds are the smallest p that a test of "the probability is p" does not reject. The statistic that the tests
+compare with α increases with p below the observed share. So every p that is rejected with upward rounding lies below
+the exact bound. Bisection may stop anywhere, and no error analysis of a quantile function is needed. SciPy's quantiles
+come without such a proof.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ UP = Context(prec=28, rounding=ROUND_CEILING, Emax=MAX_EMAX, Emin=MIN_EMIN)
 DOWN = Context(prec=28, rounding=ROUND_FLOOR, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 _ONE = Decimal(1)
-# What follows a term so much smaller than the sum is bounded by a geometric series.
+# After a term this small relative to the sum, a geometric series bounds the rest.
 _SMALL = Decimal("1e-18")
 
 
 def clopper_pearson(successes: int, samples: int, alpha: float, start: float = 0.0) -> float:
-    """A lower bound on p from n independent draws of which k were a success; too large with probability at most α.
+    """A lower bound on p from n independent draws with k successes; too large with probability at most α.
 
-    It is the p at which n draws have k or more successes with probability α, rounded down. A larger p is claimed only
-    if P_p(X ≥ k) ≤ α; the bound is a non-decreasing function of k, so it exceeds the true p only if k lies in an upper
-    tail of that probability.
+    It is the p at which n draws have k or more successes with probability α, rounded down. The bound exceeds a p only
+    if P_p(X ≥ k) ≤ α. It is non-decreasing in k, so it exceeds the true p only if k lies in an upper tail of
+    probability at most α.
 
     Source: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
     Biometrika 1934; one-sided, as in Cohen, Rosenfeld and Kolter, "Certified adversarial robustness via randomized
@@ -36,7 +36,7 @@ def clopper_pearson(successes: int, samples: int, alpha: float, start: float = 0
         successes: k, from 0 to n.
         samples: n, at least 1.
         alpha: α in (0, 1).
-        start: a p that is known to lie below the bound; the bracket begins there.
+        start: a p that is known to lie below the bound, where bisection starts.
 
     Returns:
         The bound, in [0, 1).
@@ -45,16 +45,16 @@ def clopper_pearson(successes: int, samples: int, alpha: float, start: float = 0
 
 
 def robbins(successes: int, samples: int, alpha: float, start: float = 0.0) -> float:
-    """A lower bound on p that holds at every number of draws at once; ever too large with probability at most α.
+    """A lower bound on p that holds for all numbers of draws simultaneously, except with probability at most α.
 
-    So draws may stop for any reason, and the bound of that moment stands.
+    So drawing may stop at any time for any reason, and the bound at that time is valid.
 
     Proof. Let B_t(p) = C(t, S_t) p^S_t (1 − p)^(t − S_t) be the probability of the number of successes among t draws,
     and M_t = 1/((t + 1) B_t(p)). Since ∫₀¹ q^S (1 − q)^(t−S) dq = 1/((t + 1) C(t, S)), M_t is the likelihood of the
-    draws with q uniform on [0, 1], over that with p: a mixture of likelihood ratios, hence a martingale of mean 1 where
-    p is the truth, and positive. By Ville's inequality P(M_t ≥ 1/α for some t) ≤ α. So with probability at least 1 − α
-    the truth is never among those p that (t + 1) B_t(p) ≤ α rejects. Below S_t/t, B_t grows with p: if one p < S_t/t is
-    rejected, so is everything below it, and the truth lies above.
+    draws with q uniform on [0, 1], divided by that with p. It is a mixture of likelihood ratios, hence a positive
+    martingale of mean 1 if p is the true probability. By Ville's inequality P(M_t ≥ 1/α for some t) ≤ α. So with
+    probability at least 1 − α the true probability is never rejected by (t + 1) B_t(p) ≤ α. Below S_t/t, B_t increases
+    with p. So if one p < S_t/t is rejected, all smaller ones are too, and the true probability is larger than p.
 
     Source: Robbins, "Statistical methods related to the law of the iterated logarithm", Annals of Mathematical
     Statistics 1970; Ville 1939.
@@ -72,7 +72,7 @@ def robbins(successes: int, samples: int, alpha: float, start: float = 0.0) -> f
 
 
 def rejects(successes: int, samples: int, p: float, alpha: float) -> bool:
-    """Whether the confidence sequence of :func:`robbins` has left p out, below or above it; False where unsure."""
+    """Whether the confidence sequence of :func:`robbins` excludes p, on either side; False if undecided by rounding."""
     return UP.multiply(Decimal(samples + 1), probability(successes, samples, p)) <= Decimal(alpha)
 
 
@@ -84,10 +84,10 @@ def probability(successes: int, samples: int, p: float) -> Decimal:
 
 
 def tail(successes: int, samples: int, p: float) -> Decimal:
-    """P(X ≥ k) for n draws with probability p each, rounded up; 1 where k is not above the mean.
+    """P(X ≥ k) for n draws with probability p each, rounded up; 1 if k is at most the mean.
 
-    P(X = k + i) is P(X = k) times the product of (n − k − j)/(k + j + 1) · p/(1 − p) over j < i. Those factors fall
-    with j and are below 1 for k ≥ n p, so that after any term the rest is at most term · r/(1 − r), r the next factor.
+    P(X = k + i) is P(X = k) times the product of (n − k − j)/(k + j + 1) · p/(1 − p) over j < i. These factors decrease
+    in j and are below 1 for k ≥ n p. So after any term the rest is at most term · r/(1 − r), with r the next factor.
     """
     if not p:
         return _ONE if not successes else Decimal(0)
@@ -106,7 +106,7 @@ def tail(successes: int, samples: int, p: float) -> Decimal:
 
 
 def _largest(rejected: Callable[[float], bool], successes: int, samples: int, start: float) -> float:
-    """The largest p below the observed share that is rejected, rounded down; ``start`` where none above it is."""
+    """The largest rejected p below the observed share, rounded down; ``start`` if no larger one is rejected."""
     low, high = start, successes / samples
     while low < (middle := (low + high) / 2) < high:
         if rejected(middle):

@@ -1,4 +1,4 @@
-"""The answer about the smoothed classifier for a batch of images."""
+"""The certificates of the smoothed classifier for a batch of images."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lipcert._certificates import Certificates
 
 @dataclass(frozen=True)
 class SmoothedCertificates(Certificates):
-    """Certificates of the classifier that a network becomes when its pixels are blurred by Gaussian noise.
+    """Certificates of a network's smoothed classifier.
 
     They hold for g(x) = the class that the network gives most often at x + N(0, σ²I), and say nothing about the
-    network's own prediction at x. ``predicted`` is that class as far as the draws show it, ``margin`` is NaN: g has no
-    logits. Where ``abstained`` the draws did not show that the class is the most frequent one; the radius is 0.
+    network's own prediction at x. ``predicted`` is the class selected by the draws. ``margin`` is NaN, because g has no
+    logits. If ``abstained``, the draws do not prove that the class is the most frequent one; the radius is 0.
 
     Attributes:
         sigma: σ, the standard deviation of the noise at each pixel.
-        alpha: α, the probability at most with which each radius is too large.
-        seed: of the noise.
+        alpha: α, the largest probability with which each radius is too large.
+        seed: seed of the noise.
         place: path of the module whose output is noisy; None for the pixels.
-        count: how often the predicted class was drawn, int64, shape (N,).
-        samples: among how many draws, int64, shape (N,).
-        selected: how many further draws selected the class, int64, shape (N,).
+        count: number of draws of the predicted class, int64, shape (N,).
+        samples: number of counted draws, int64, shape (N,).
+        selected: number of further draws that selected the class, int64, shape (N,).
     """
 
     sigma: float = 0.0
@@ -39,16 +39,16 @@ class SmoothedCertificates(Certificates):
 
     @property
     def abstained(self) -> Tensor:
-        """Whether the draws leave open which class is the most frequent; bool, shape (N,)."""
+        """Whether the draws do not determine the most frequent class; bool, shape (N,)."""
         return self.radius == 0
 
     @property
     def holds_for(self) -> str:
-        """What the certificates are about, such as ``smoothed(0.25)``."""
+        """The certified function, such as ``smoothed(0.25)``."""
         return f"smoothed({self.sigma:g}{f' at {self.place}' if self.place else ''})"
 
     def entries(self, i: int) -> dict[str, Any]:
-        """What a row says of one image beyond the row of any certificate."""
+        """Additional entries of the row of image i."""
         return {
             "holds_for": self.holds_for,
             "abstained": bool(self.abstained[i]),

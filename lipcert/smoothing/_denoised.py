@@ -10,21 +10,21 @@ from lipcert.model import Model
 
 
 class Denoised(Model):
-    """A model whose images go through a denoiser first: ``model(denoiser(images))``.
+    """A model with a denoiser in front: ``model(denoiser(images))``.
 
-    The smoothed classifier is that of the two together, so any denoiser is safe; a good one gives large radii. Its
-    weights are a part of the model's, and so of the hash that results hold.
+    The smoothed classifier is that of the composition, so any denoiser is safe; a good one gives large radii. Its
+    weights belong to the model's weights, and so to the hash in results.
 
     Source: Salman, Sun, Yang, Kapoor and Kolter, "Denoised smoothing: a provable defense for pretrained classifiers",
     NeurIPS 2020.
 
     Args:
         model: the model; its weights are shared.
-        denoiser: from images in [0, 1] with noise to images of the same shape.
-        name: what the recipe calls the denoiser.
+        denoiser: maps images in [0, 1] with noise to images of the same shape.
+        name: the denoiser's name in the recipe.
 
     Raises:
-        InputError: a denoiser that does not give images of the model's shape.
+        InputError: the denoiser does not return images of the model's shape.
     """
 
     def __init__(self, model: Model, denoiser: nn.Module, name: str | None = None):
@@ -43,7 +43,7 @@ class Denoised(Model):
         try:
             with torch.no_grad():
                 shape = tuple(self.denoiser(grey).shape)
-        except Exception as error:  # whatever foreign code raises
+        except Exception as error:  # a user's code may raise anything
             raise InputError(f"the denoiser fails on images of {model.input_size}: {first_line(error)}") from error
         if shape != tuple(grey.shape):
             raise InputError(

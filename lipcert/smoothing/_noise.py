@@ -1,15 +1,16 @@
-"""Gaussian noise as a function of (seed, image, draw), whatever the batch, the shard or the device.
+"""Gaussian noise as a function of (seed, image, draw), independent of batch, shard and device.
 
 The bits are those of Philox 4×64 with 10 rounds, the counter-based generator of Salmon, Moraes, Dror and Shaw,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011, in NumPy's implementation, whose bit streams are fixed. The key
-is (seed, image), the counter says which draw and which pixel. Box and Muller's transform makes two normal numbers of
-two integers.
+is (seed, image), and the counter encodes draw and pixel. The Box–Muller transform maps two integers to two normal
+numbers.
 
-What is assumed of it. A bound of :mod:`lipcert.smoothing` counts how often a network gives a class, and its failure
-probability is over independent exactly normal noise. Here the noise is pseudo-random; the transform is computed in
-float32, so each number is off by a few parts in 10⁷, and none is larger than 6.7, which a true one is with probability
-2e-11; and the sum of pixel and noise is rounded to float32. That none of this changes a class's probability by more
-than the bound has left is assumed, as it is by everyone who samples in floating point; it is not proved.
+Assumption. A bound of :mod:`lipcert.smoothing` counts how often a network gives a class, and its failure probability
+refers to independent, exactly normal noise. Here the noise is pseudo-random. The transform is computed in float32, so
+each number has a relative error of a few parts in 10⁷, and none is larger than 6.7, which an exact one exceeds with
+probability 2e-11. The sum of pixel and noise is rounded to float32. We assume that none of this changes a class's
+probability by more than the slack of the bound. This assumption is common to all floating-point sampling; it is not
+proved.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 from numpy.random import Philox
 from torch import Tensor
 
-# Normal numbers that are made at once: they stay in a processor's cache.
+# The number of normal numbers computed at once, so that they fit into a processor's cache.
 _AT_ONCE = 2**17
-# A step of the counter gives four words of 64 bits, of which eight normal numbers are made.
+# A step of the counter gives four words of 64 bits, which become eight normal numbers.
 _PER_STEP = 8
 
 
@@ -32,11 +33,11 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
     """The noise of consecutive draws for one image.
 
     Args:
-        seed: of the run, from 0 to 2⁶⁴ − 1.
+        seed: seed of the run, from 0 to 2⁶⁴ − 1.
         image: index of the image in its data set, likewise.
-        draws: numbers of the draws, consecutive and from 0.
-        shape: of one draw, such as (C, H, W).
-        device: where the noise is wanted.
+        draws: consecutive indices of draws, ≥ 0.
+        shape: shape of one draw, such as (C, H, W).
+        device: device of the result.
 
     Returns:
         Standard normal numbers, float32, shape (len(draws), *shape).
@@ -50,7 +51,7 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
     for part in found.split(max(1, _AT_ONCE // numbers)):
         words = bits.random_raw(len(part) * steps * 4)
         integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4"))
-        if found.is_cuda:  # from pinned memory, so that the next bits are drawn while these are copied
+        if found.is_cuda:  # pinned memory lets the copy run while the next bits are drawn
             integers = integers.pin_memory()
         integers = integers.to(device, non_blocking=True)
         part.copy_(_box_muller(integers.view(len(part), 2, -1)).flatten(1)[:, :numbers])
@@ -58,7 +59,7 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
 
 
 def _box_muller(integers: Tensor) -> Tensor:
-    """Two normal numbers for each pair of 32-bit integers, shape (N, 2, M): one gives the radius, one the angle."""
+    """Two normal numbers from each pair of 32-bit integers, shape (N, 2, M); one gives the radius, one the angle."""
     first, second = integers.float().unbind(1)
     # (|i| + ½)/2³¹ lies between 2⁻³² and 1; in float32 the steps near 0, where the tails come from, stay as fine.
     radius = first.abs_().add_(0.5).mul_(2.0**-31).log_().mul_(-2).clamp_(min=0).sqrt_()

@@ -1,4 +1,4 @@
-"""The standard normal distribution with directed rounding, and radii of smoothed classifiers from it."""
+"""The standard normal distribution with directed rounding, and radii of smoothed classifiers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STEP = 2.0**-50
 def cdf(z: float | Decimal) -> Decimal:
     """Φ(z) for z ≥ 0, rounded up.
 
-    Φ(z) = ½ + φ(z) (z + z³/3 + z⁵/15 + …), term after term times z²/3, z²/5, …: all positive. Once the next factor r is
-    below 1, the rest of the series is at most the last term times r/(1 − r). The exponential of decimals is rounded to
-    nearest, so the next number up bounds it.
+    Φ(z) = ½ + φ(z) (z + z³/3 + z⁵/15 + …). All terms are positive; successive terms are multiplied by z²/3, z²/5, ….
+    Once the next factor r is below 1, the rest of the series is at most the last term times r/(1 − r). The decimal
+    exponential is rounded to nearest, so the next larger number bounds it.
     """
     exact = Decimal(z)
     if exact < 0:
@@ -48,7 +48,7 @@ def cdf(z: float | Decimal) -> Decimal:
 def quantile(p: float) -> float:
     """Φ⁻¹(p), rounded down; 0 for p ≤ ½.
 
-    The standard library's value is a guess; it is lowered until Φ of it, rounded up, is no larger than p.
+    The standard library's value is only a first guess. It is lowered until Φ of it, rounded up, is at most p.
 
     Args:
         p: in [0, 1).
@@ -63,7 +63,8 @@ def quantile(p: float) -> float:
 
 
 def radius(p: float, sigma: float, stretch: float = 1.0) -> float:
-    """The radius σ Φ⁻¹(p)/K in which a class of probability p or more under noise stays the likeliest, rounded down.
+    """The radius σ Φ⁻¹(p)/K within which a class of probability at least p under noise stays the likeliest, rounded
+    down.
 
     Source: Cohen, Rosenfeld and Kolter, ICML 2019, theorem 1 with the other classes together at most 1 − p. The class
         is the smoothed classifier's for every image whose ℓ2 distance is smaller than this.
@@ -71,10 +72,10 @@ def radius(p: float, sigma: float, stretch: float = 1.0) -> float:
     Args:
         p: a lower bound on the probability of the class, in [0, 1).
         sigma: standard deviation of the noise at each pixel, or at each entry of a value inside the network.
-        stretch: K, a Lipschitz constant of what comes before that value, as a function of the pixels.
+        stretch: K, a Lipschitz constant of that value as a function of the pixels; 1 for noise on pixels.
 
     Returns:
-        The radius; 0, which is to abstain, for p ≤ ½.
+        The radius; 0, which means to abstain, for p ≤ ½.
     """
     product = DOWN.divide(DOWN.multiply(Decimal(quantile(p)), Decimal(sigma)), Decimal(stretch))
     nearest = float(product)
@@ -82,8 +83,7 @@ def radius(p: float, sigma: float, stretch: float = 1.0) -> float:
 
 
 def needed(eps: float, sigma: float, stretch: float = 1.0) -> float:
-    """A probability p with ``radius(p, sigma) > eps``, within a few roundings of the smallest one; 1 where none is
-    below 1.
+    """A probability p with ``radius(p, sigma) > eps``, within a few roundings of the smallest one; 1 if there is none.
 
     Args:
         eps: ε, at least 0.

@@ -1,4 +1,4 @@
-"""Noise inside a network: its first stages have a Lipschitz constant, and the rest is smoothed."""
+"""Noise inside a network: the first layers have a Lipschitz constant, and the rest is smoothed."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from lipcert.errors import InputError
 from lipcert.graph import Node, cuts, run
 from lipcert.model import Model
 
-# How close the module's output must come to the value in the graph, relative to the largest entry: both are float64.
+# Tolerance between the module's output and the value in the graph, relative to the largest entry; both are float64.
 _SAME = 1e-9
 
 
 class Prefix:
     """A network f = rest ∘ prefix at the output of a module, and the Lipschitz constant K of the prefix.
 
-    What is certified is g(x) = the class that rest gives most often at prefix(x) + N(0, σ²I). Smoothing makes it
-    constant in a ball of radius r around prefix(x), for any function rest. The prefix moves by at most K ‖x′ − x‖, so g
-    is constant for ‖x′ − x‖ < r/K. K holds in real arithmetic; that the prefix as it runs changes the probabilities by
-    no more than the bound has left is assumed, as it is of the noise.
+    The certified function is g(x) = the class that rest gives most often at prefix(x) + N(0, σ²I). Smoothing certifies
+    that it is constant on a ball of radius r around prefix(x), for any function rest. The prefix moves by at most K
+    ‖x′ − x‖, so g is constant for ‖x′ − x‖ < r/K. K holds in real arithmetic. As for the noise, we assume that rounding
+    in the prefix changes the probabilities by no more than the slack of the bound.
 
     Source: Zhong and Tandon, "SPLITZ: certifiable robustness via split Lipschitz randomized smoothing", 2024 (arXiv
     2407.02811), theorem 1.
 
     Attributes:
         constant: K, rounded up.
-        shape: of the value for one image.
+        shape: shape of the value for one image.
 
     Args:
-        model: the model, in which the noise will be added.
-        path: of the module.
+        model: the model in which the noise will be added.
+        path: path of the module.
 
     Raises:
-        InputError: there is no such module, its output is not one tensor, a later value depends on the image in another
-            way too, or the constant is infinite.
+        InputError: there is no such module, its output is not one tensor, a later value also depends on the image in
+            another way, or the constant is infinite.
         UnsupportedOperation: the network has operations without a rule.
     """
 
@@ -60,7 +60,7 @@ class Prefix:
         self.shape = node.shape[1:]
 
     def _node(self, real: Model, graph: Any, path: str) -> Node:
-        """The value of the graph that is the module's output, through which all that follows depends on the image."""
+        """The node of the module's output, through which all later values depend on the image."""
         seen: list[Any] = []
         images = torch.rand(2, *real.input_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         handle = real.net.get_submodule(self._path).register_forward_hook(lambda _, __, output: seen.append(output))

@@ -1,4 +1,4 @@
-"""Certifying the smoothed classifier of any network."""
+"""Certifies the smoothed classifier of any network."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lipcert.smoothing._votes import Plan, Votes
 if TYPE_CHECKING:
     from lipcert.data import Batch
 
-# Pixels that go through the network at once.
+# The number of pixels in one batch of the network.
 _PIXELS = {"cpu": 32 * 224 * 224 * 3, "cuda": 1024 * 224 * 224 * 3}
 _DRAWS = {"cpu": 256, "cuda": 4096}
 _MOST_IMAGES = 64
-# How much logits of an image may change, relative to the largest, with the other images of a batch: rounding does less.
+# The tolerance for changes of an image's logits with the batch, relative to the largest logit; rounding is smaller.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_HALF = 0.05
-# Standard deviations of the noise in the images that a network is tried on: unlike images show what mixes a batch.
+# Standard deviations of the noise in the test images; different images reveal networks that mix a batch.
 _SPREAD = (0.1, 0.5, 2.0)
 
 Wanted = Sequence[tuple[Tensor, int, range]]
@@ -46,30 +46,30 @@ class Smoothing:
 
     With ``smooth_at`` the noise is added inside the network, see :class:`lipcert.smoothing._prefix.Prefix`.
 
-    Any module is taken as it is: nothing is captured and no operation needs a rule. For each image some draws select a
-    class; further draws bound the probability of that class from below, and the radius is σ Φ⁻¹ of the bound: every
-    image nearer than that has the same g. The noise is a function of seed, image and draw
-    (:mod:`lipcert.smoothing._noise`, which says what is assumed of it), so results are those of the image, whatever the
-    batch, the shard and the device, as far as the network's own rounding gives each draw the same class there.
+    Any module is accepted: the network is not captured, and no operation needs a rule. For each image the first draws
+    select a class. Further draws give a lower bound on the probability of that class, and the radius is σ Φ⁻¹ of the
+    bound: g is the same at every image closer than that. The noise is a function of seed, image and draw
+    (:mod:`lipcert.smoothing._noise` states its assumptions). So results do not depend on batch, shard or device, as
+    long as the network's rounding gives each draw the same class.
 
     Attributes:
-        together: how many images are certified at once, so that their draws fill batches.
-        batch: how many draws go through the network at once; halved where memory ends.
+        together: number of images certified at once, so that their draws fill batches.
+        batch: number of draws computed at once; halved if memory runs out.
 
     Args:
-        model: the model; it is not changed, and later changes to it do not reach the certifier.
-        eps: ε in ℓ2 on pixels in [0, 1], what the verdict is about; or all settings, with method ``"smoothing"``.
-        batch: how many draws go through the network at once; None for what suits the device.
+        model: the model; it is not changed, and later changes to it do not affect the certifier.
+        eps: the ε of the verdict, in ℓ2 on pixels in [0, 1]; or all settings, with method ``"smoothing"``.
+        batch: number of draws computed at once; None chooses it by device.
         **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
-            ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at``, ``channels_last`` and ``dtype``, in which
-            the network that is smoothed runs; ``"real"`` is the type of its weights.
+            ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at``, ``channels_last`` and ``dtype``, the type
+            in which the network runs; ``"real"`` means the type of its weights.
 
     Raises:
-        InputError: settings that cannot be used, weights that are NaN, a network that draws random numbers or whose
-            logits for an image depend on the other images of a batch.
+        InputError: settings or weights are not valid, the network draws random numbers, or its logits for an image
+            depend on other images of a batch.
     """
 
-    # What a certifier of the network itself has, and this has not.
+    # Attributes that certifiers of the network itself use; they are not used here.
     bound = None
     watch: Callable[[str, float], None] | None = None
 
@@ -103,7 +103,7 @@ class Smoothing:
         self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
 
     def run_batch(self, batch: Batch) -> SmoothedCertificates:
-        """:meth:`run` for images of a data set, whose noise goes by their indices there."""
+        """:meth:`run` for images of a data set, with noise drawn by their indices in it."""
         return self.run(batch.images, batch.labels, batch.indices)
 
     @torch.no_grad()
@@ -115,20 +115,20 @@ class Smoothing:
         Args:
             images: pixels in [0, 1], shape (N, C, H, W).
             labels: true classes, shape (N,), or None.
-            indices: of the images in their data set, by which their noise is drawn; 0 to N − 1 where it is left out.
+            indices: indices of the images in their data set, which determine their noise; 0 to N − 1 by default.
 
         Raises:
-            InputError: images of a wrong shape or outside [0, 1]; labels that do not fit; one draw that alone does not
-                fit into memory.
+            InputError: images or labels are not valid, or a single draw does not fit into memory.
         """
         numbers = range(len(images)) if indices is None else indices
         return self._run(images, labels, numbers, [Votes(self.plan, self.classes) for _ in numbers])
 
     @torch.no_grad()
     def again(self, batch: Batch, claimed: Sequence[tuple[int, int]]) -> SmoothedCertificates:
-        """Counts so many samples for such a class as ``claimed``, of each image, has them; else as :meth:`run`.
+        """Like :meth:`run`, but for each image with the class and the number of samples in ``claimed``.
 
-        On another machine a draw may round to another class, and draws would end elsewhere; these end where they ended.
+        On another machine a draw may round to another class, and drawing would stop at another time. Here the number of
+        draws is fixed.
         """
         votes = [Votes(self.plan, self.classes, claim) for claim in claimed]
         return self._run(batch.images, batch.labels, batch.indices, votes)
@@ -177,7 +177,7 @@ class Smoothing:
             )
 
     def _classes(self, wanted: Wanted) -> list[NDArray[np.int64]]:
-        """The class of each draw, -1 where a logit is NaN: one array for each image."""
+        """The class of each draw, -1 if a logit is NaN: one array per image."""
         found: list[list[NDArray[np.int64]]] = [[] for _ in wanted]
         for pieces in _packed([draws for _, _, draws in wanted], self.batch):
             images = torch.cat([wanted[i][0].expand(len(draws), *wanted[i][0].shape) for i, draws in pieces])
@@ -192,7 +192,7 @@ class Smoothing:
         return normal(self.settings.seed, index, draws, shape, self.model.device).mul_(self.plan.sigma)
 
     def _predict(self, images: Tensor, noise: Tensor) -> Tensor:
-        """Classes of images under noise, in parts where memory does not hold the whole; -1 where a logit is NaN."""
+        """Classes of images under noise, in parts if memory runs out; -1 if a logit is NaN."""
         try:
             if self.prefix is None:
                 logits = self.model((images + noise).to(self.model.dtype, memory_format=self.format))
@@ -211,7 +211,7 @@ class Smoothing:
 
 
 def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, range]]]:
-    """The ranges cut into pieces, put together to no more than ``size`` draws, each with the number of its range."""
+    """Splits ranges into pieces and yields groups of at most ``size`` draws, as (index of the range, piece) pairs."""
     pack: list[tuple[int, range]] = []
     room = size
     for i, draws in enumerate(ranges):
@@ -227,7 +227,7 @@ def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, rang
 
 
 def _check_reach(plan: Plan) -> None:
-    """Refuses a plan under which nothing could be certified, even if all draws agreed."""
+    """Refuses a plan that cannot certify anything, even if all draws agree."""
     best = plan.radius(plan.samples, plan.samples)
     if not best:
         raise InputError(
@@ -241,9 +241,10 @@ def _check_reach(plan: Plan) -> None:
 
 
 def _check_network(model: Model) -> None:
-    """Refuses a network that is no function of one image: draws would not be independent, and no bound would hold.
+    """Refuses a network that is not a fixed function of one image: draws would not be independent, and no bound valid.
 
-    Runs it on a few noisy images: twice, with the states of the random number generators compared, and one by one.
+    Runs it on a few noisy images twice, compares the states of the random number generators, and runs it on each image
+    alone.
     """
     spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
     images = (0.5 + spread * normal(0, 0, range(len(_SPREAD)), model.input_size, model.device)).to(model.dtype)

@@ -1,4 +1,4 @@
-"""How one image's draws are counted, and when they are enough."""
+"""Counts the draws of one image and decides when to stop."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from numpy.typing import NDArray
 from lipcert.smoothing._binomial import clopper_pearson, rejects, robbins
 from lipcert.smoothing._normal import needed, radius
 
-# The most draws that select a class, as in the experiments of Cohen, Rosenfeld and Kolter.
+# The maximum number of draws that select a class, as in the experiments of Cohen, Rosenfeld and Kolter.
 SELECTION = 100
-# Draws between two looks at the first votes; later a quarter of those counted so far.
+# The number of draws between checks at the beginning; later it is a quarter of the draws counted so far.
 _STEP = 16
-# A class that leads by so many votes is selected without further draws. This costs no guarantee: the bound is on the
-# draws that follow, whichever class it is about.
+# A class that leads by this many votes is selected without further draws. The guarantee does not depend on this: the
+# bound uses only later draws, whatever class was selected.
 _LEAD = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of every image: which draws there are, and when to stop.
+    """The sampling plan for every image: which draws there are, and when to stop.
 
-    Draws are numbered: the first ones select a class, the others are counted. Which of them are looked at
-    together is a function of the counts of this image alone, so the verdict does not depend on how draws are batched.
+    Draws are numbered. The first ones select a class; the others are counted. The times of the checks depend only on
+    the counts of this image, so the verdict does not depend on batching.
 
     Attributes:
         eps: ε in ℓ2 on pixels.
         sigma: standard deviation of the noise at each pixel.
-        samples: the most draws that are counted.
-        alpha: α, the probability at most with which a radius is too large.
-        all_samples: whether to count all samples, for the largest radius; else only as many as the verdict at ε takes.
-        stretch: a Lipschitz constant of what comes before the noise.
-        threshold: a probability with which a class is certified at ε; 1 where none is enough.
+        samples: maximum number of counted draws.
+        alpha: α, the largest probability with which a radius is too large.
+        all_samples: whether to count all samples, for the largest radius; otherwise only as many as the verdict at ε
+            needs.
+        stretch: a Lipschitz constant of the layers before the noise.
+        threshold: a probability with which a class is certified at ε; 1 if there is none.
     """
 
     eps: float
@@ -48,9 +49,10 @@ class Plan:
         object.__setattr__(self, "threshold", needed(self.eps, self.sigma, self.stretch))
 
     def radius(self, count: int, samples: int) -> float:
-        """The radius that a class has which won ``count`` of ``samples`` draws; 0 for fewer draws than are asked for.
+        """The radius of a class with ``count`` of ``samples`` draws; with ``all_samples``, 0 for an incomplete number.
 
-        By Clopper and Pearson where the number of draws is fixed beforehand, else by the confidence sequence.
+        The bound is Clopper and Pearson's if the number of draws is fixed in advance, otherwise the confidence
+        sequence.
         """
         if self.all_samples:
             bound = clopper_pearson(count, samples, self.alpha) if samples == self.samples else 0.0
@@ -62,7 +64,7 @@ class Plan:
         return radius(bound, self.sigma, self.stretch)
 
     def decides(self, count: int, samples: int) -> bool:
-        """Whether the confidence sequence has left out the threshold, so that the verdict at ε is known."""
+        """Whether the confidence sequence excludes the threshold, so that the verdict at ε is known."""
         return rejects(count, samples, self.threshold, self.alpha)
 
 
@@ -70,16 +72,16 @@ class Votes:
     """The draws of one image so far.
 
     Attributes:
-        plan: what is asked.
-        wanted: the draws that are wanted next; empty when the verdict is known.
-        predicted: the class that was selected; -1 before.
-        count: how often it was drawn since.
-        samples: how many draws were made since.
-        selected: how many draws selected it.
+        plan: the sampling plan.
+        wanted: the next draws; empty if the verdict is known.
+        predicted: the selected class; -1 before the selection.
+        count: number of draws of that class after the selection.
+        samples: number of draws after the selection.
+        selected: number of draws for the selection.
     """
 
     def __init__(self, plan: Plan, classes: int, claimed: tuple[int, int] | None = None):
-        """Nothing is drawn yet; what is ``claimed`` of the class and the number of samples is to be counted again."""
+        """Starts without draws; ``claimed`` fixes the class and the number of samples to count again."""
         self.plan = plan
         self.predicted = -1
         self.count = self.samples = self.selected = 0
@@ -91,7 +93,7 @@ class Votes:
             self._want(samples)
 
     def take(self, classes: NDArray[np.int64]) -> None:
-        """Counts the draws that were wanted, given the class of each; -1 is none."""
+        """Counts the wanted draws, given the class of each; -1 means no class."""
         if self.predicted < 0:
             self._select(classes)
         else:
@@ -116,6 +118,6 @@ class Votes:
         self._want(0 if decided else max(_STEP, self.samples // 4))
 
     def _want(self, more: int) -> None:
-        """Asks for so many more samples, as far as there are any; they are numbered after the draws that select."""
+        """Requests ``more`` samples, up to the maximum; they are numbered after the draws for the selection."""
         start = SELECTION + self.samples
         self.wanted = range(start, min(start + more, SELECTION + self.plan.samples))
