@@ -162,7 +162,7 @@ def attack(
     for _ in range(steps):
         delta = (eps * delta / delta.norm()).requires_grad_()
         change = (model(x + delta) - base).norm()
-        best = max(best, float(change))
+        best = max(best, float(change.detach()))
         (delta,) = torch.autograd.grad(change, delta)
     return best
 

@@ -1,0 +1,215 @@
+"""The tables and figures that are no training runs: single layers, parameters, hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import lipcert
+from benchmarks.papers import lofast
+from benchmarks.papers.tables import Table
+from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
+from lipcert.certvit import Moments, constrain_matrix
+from lipcert.certvit.behind import Relu
+from lipcert.data import open_images
+from lipcert.networks.lip_convnet import LipConvNet
+from lipcert.surgery import swap
+
+Rows = list[dict[str, Any]]
+_TOKENS, _DIM, _HEADS = 16, 64, 8
+_EPS = (0.01, 0.03, 0.05, 0.07, 0.09, 0.10)
+
+
+def settings(table: Table, small: bool, data: str | None) -> Rows:
+    """Hyper-parameters as the package has them."""
+    return [dict(row) for row in table.settings]
+
+
+def parameters(table: Table, small: bool, data: str | None) -> Rows:
+    """Parameters in millions of each network as timm builds it and with L2 attention."""
+    rows: Rows = []
+    for row in table.rows[: 3 if small else None]:
+        with torch.device("meta"):
+            net = timm.create_model(str(row.model))
+        before = _millions(net)
+        swap(net, attention="l2", norm="keep", initialise=False)
+        rows.append({"name": row.name, "dot-product": before, "L2": _millions(net), "paper": row.paper[:2]})
+    return rows
+
+
+def _millions(net: nn.Module) -> float:
+    return sum(p.numel() for p in net.parameters()) / 1e6
+
+
+def _tokens(norm: float, seed: int = 0) -> Tensor:
+    x = torch.randn(_TOKENS, _DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return norm * x / x.norm(dim=1, keepdim=True)
+
+
+def one_attention(table: Table, small: bool, data: str | None) -> Rows:
+    """Table 3 for orthogonal weights, W^V and W^O of norm 0.5, and tokens of norm 1: an attack and every bound."""
+    layer, x = lofast.trained_like(_DIM, _HEADS, 0.5), _tokens(1.0)
+    quoted = {row.name: row.paper for row in table.rows}
+    return [
+        {"eps": eps, **_bounds(x, layer, eps), "paper": {name: figures[k] for name, figures in quoted.items()}}
+        for k, eps in enumerate(_EPS)
+    ]
+
+
+def _bounds(x: Tensor, layer: AttentionLayer, eps: float) -> dict[str, float]:
+    theorem = lofast.theorem_1(x, layer, eps)
+    ours = float(attention_sensitivity(x[None], layer, eps).change) + eps  # the residual branch by the triangle
+    return {
+        "attack": max(lofast.attack(x, layer, eps, seed=seed) for seed in range(2)),
+        "LoFAST, Theorem 1": theorem.change,
+        "LoFAST with ξ": theorem.loose,
+        "LoFAST, equation 12": theorem.by_norms,
+        "lipcert, attention, and the residual added": ours,
+        "SpecFormer": lofast.specformer(x, layer, eps),
+    }
+
+
+def token_norms(table: Table, small: bool, data: str | None) -> Rows:
+    """Figure 4: attention without its residual branch, where Theorem 1 and lipcert's bound can be compared."""
+    layer = lofast.trained_like(_DIM, _HEADS, 0.5)
+    rows: Rows = []
+    for norm in (0.5, 1.0, 2.0, 4.0):
+        x = _tokens(norm)
+        for eps in (0.01, 0.1, 0.5, 1.0):
+            theorem = lofast.theorem_1(x, layer, eps, residual=False)
+            ours = attention_sensitivity(x[None], layer, eps)
+            rows.append(
+                {
+                    "token norm": norm,
+                    "eps": eps,
+                    "attack": lofast.attack(x, layer, eps, residual=False),
+                    "LoFAST, Theorem 1": theorem.change,
+                    "LoFAST with ξ": theorem.loose,
+                    "lipcert": float(ours.change),
+                    "Theorem 1 over lipcert": theorem.change / float(ours.change),
+                }
+            )
+    return rows
+
+
+def parts(table: Table, small: bool, data: str | None) -> Rows:
+    """Figure 1: the two factors of Δ₂ for one head, with the bounds of section 5.1 over what an attack reaches."""
+    layer, x = lofast.trained_like(_DIM, 1, 0.5), _tokens(1.0)
+    form, mixed = layer.wq @ layer.wk.T, layer.wv @ layer.wo if layer.wo is not None else layer.wv
+    before = layer.weights(x)[0]
+    rows: Rows = []
+    for eps in (0.01, 0.05, 0.1, 0.5, 1.0):
+        bent = eps * float(torch.linalg.matrix_norm(form, 2))
+        weights = _climb(lambda y: layer.weights(y)[0] - before, x, eps)
+        values = _climb(lambda y: torch.linalg.matrix_norm(y @ mixed, 2), x, eps)
+        norm = float(torch.linalg.matrix_norm(mixed, 2))
+        own = float(torch.linalg.matrix_norm(x @ mixed, 2))
+        rows.append(
+            {
+                "eps": eps,
+                "Δ₂₁ attack": weights,
+                "Δ₂₁ with ‖M‖": layer.s * eps * (lofast.scores(x, form) + bent),
+                "Δ₂₁ with ξ": layer.s * eps * (lofast.xi(x, form) + bent),
+                "Δ₂₂ attack": values,
+                "Δ₂₂ LoFAST": own + eps * norm,
+                "Δ₂₂ naive": norm * (float(torch.linalg.matrix_norm(x, 2)) + eps),
+            }
+        )
+    return rows
+
+
+def _climb(value: Callable[[Tensor], Tensor], x: Tensor, eps: float, steps: int = 100) -> float:
+    """The largest norm of a value that projected gradient ascent finds on ‖X' − X‖_F = ε."""
+    delta, best = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64), 0.0
+    for _ in range(steps):
+        delta = (eps * delta / delta.norm()).requires_grad_()
+        reached = value(x + delta).norm()
+        best = max(best, float(reached.detach()))
+        (delta,) = torch.autograd.grad(reached, delta)
+    return best
+
+
+def ablation(table: Table, small: bool, data: str | None) -> Rows:
+    """Figure 3: the bound of Theorem 1 at ε = 0.1 when one weight, or the input, moves by a random matrix."""
+    layer, x = lofast.trained_like(_DIM, _HEADS, 0.5), _tokens(1.0)
+    rows: Rows = []
+    for name in ("wq", "wk", "wv", "wo", "x"):
+        for size in (0.0, 1.0, 2.0):
+            found: list[float] = []
+            for seed in range(2 if small else 10):
+                base = x if name == "x" else getattr(layer, name)
+                step = torch.randn(base.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+                moved = base + size * step / step.norm()
+                weights = {key: getattr(layer, key) for key in ("wq", "wk", "wv", "wo")}
+                other = AttentionLayer(**{**weights, **({} if name == "x" else {name: moved})}, heads=_HEADS)
+                found.append(lofast.theorem_1(moved if name == "x" else x, other, 0.1).change)
+            rows.append({"moved": name, "by": size, "bound, mean": sum(found) / len(found), "samples": len(found)})
+    return rows
+
+
+def behind(table: Table, small: bool, data: str | None) -> Rows:
+    """Equation 10 with and without the ReLU: single layers, a trained ReLU network, and a ResNet of timm.
+
+    The ReLU network is trained on CIFAR-10; the ResNet has random weights, with statistics of the same images.
+    """
+    rows: Rows = [_layer(active, error) for active, error in ((0.04, 0.01), (0.04, 0.1), (0.5, 0.1))]
+    if data is None:
+        return [*rows, {"needs": "networks: --data cifar10=FOLDER, with train.tar and test.tar in it"}]
+    torch.manual_seed(0)
+    relu = LipConvNet(((16, 4, 4, 0), (32, 4, 2, 1)), (128,), act_layer="relu")
+    kwargs: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "input_size": (3, 32, 32)}
+    model = lipcert.load(relu, **kwargs)
+    count = 1000 if small else 50_000
+    batches = [(b.images, b.labels) for b in open_images(f"{data}/train.tar", model, limit=count).batches(100)]
+    lipcert.finetune(model, batches, loss="ce", epochs=12 if small else 40, lr=2e-3)  # type: ignore[arg-type]
+    rows += _networks("ReLU network of 4 layers, trained", model, batches[:5], (0.1, 0.2, 0.4))
+    width: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 8} if small else {}
+    residual = lipcert.load(timm.create_model("resnet10t", num_classes=10, **width), **kwargs)
+    residual.train()
+    with torch.no_grad():
+        for images, _ in batches[:5]:
+            residual(images)
+    name = "resnet10t, random weights" + (", channels of 16 to 128" if small else "")
+    rows += _networks(name, residual.eval(), batches[: 2 if small else 10], (0.1,))
+    return rows
+
+
+def _layer(active: float, error: float) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 64, generator=generator, dtype=torch.float64) * torch.arange(1, 65) ** -0.5
+    weight = torch.randn(64, 64, generator=generator, dtype=torch.float64) / 8
+    offset = -(x @ weight.T).quantile(1 - active, dim=0)
+    relu = Relu(torch.ones(64, dtype=torch.float64), offset)
+    plain, kept = (constrain_matrix(weight, Moments.from_rows(x), error, relu=r) for r in (None, relu))
+    return {
+        "name": f"layer of 64 × 64, {100 * active:.0f} % of outputs active", "error": error,
+        "norm": plain.norm_before, "outputs kept": plain.norm_after, "activations kept": kept.norm_after,
+        "gap": kept.gap,
+    }  # fmt: skip
+
+
+def _networks(name: str, model: lipcert.Model, batches: Sequence[Any], errors: Sequence[float]) -> Rows:
+    rows: Rows = []
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    for error in errors:
+        row: dict[str, Any] = {"name": name, "error": error}
+        for keep in ("outputs", "activations"):
+            model.load_state_dict(weights)
+            report = lipcert.constrain(model, batches, error, keep=keep).constraint
+            assert report is not None
+            row[keep] = {
+                "sum of log10 norms": report.after.log10_norms,
+                "before": report.before.log10_norms,
+                "accuracy": report.after.accuracy,
+                "accuracy before": report.before.accuracy,
+                "top class kept": report.after.agreement,
+                "layers with a ReLU behind": sum(layer.behind is not None for layer in report.layers),
+                "layers": len(report.layers),
+            }
+        rows.append(row)
+        print(row, flush=True)
+    return rows
