@@ -27,6 +27,7 @@ import lipcert
 from benchmarks._env import environment
 from benchmarks.papers import measures
 from benchmarks.papers.tables import LISTED, RECIPES, SCALES, TABLES, Row, Scale, Table, find
+from lipcert._settings import Method
 
 RESULT = Path(__file__).parent.parent / "results" / "papers.json"
 _TRAINING = 3  # a step forward and backward, in passes forward
@@ -92,7 +93,7 @@ def _run(arguments: list[str]) -> str:
     return done.stdout
 
 
-def _certified(model: str, data: str, eps: str, method: str, limit: int) -> dict[str, Any]:
+def _certified(model: str, data: str, eps: str, method: Method, limit: int) -> dict[str, Any]:
     """Shares of the images: right, right under attack, certified; and the global bound."""
     loaded = lipcert.load(model)
     images = lipcert.data.open_images(data, loaded, limit=limit)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from lipcert._constrain_settings import PRESETS
+from lipcert._settings import Method
 
 CIFAR = "cifar10"
 _ACCURACY = ("clean", "pgd", "certified")
@@ -76,7 +77,7 @@ class Recipe:
 
     source: str
     steps: tuple[str, ...]
-    methods: tuple[str, ...]
+    methods: tuple[Method, ...]
 
 
 _TRAIN = "finetune --data {train} --eps {eps} --batch-size {batch} --epochs {epochs} --limit {images}"
