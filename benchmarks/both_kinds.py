@@ -9,7 +9,8 @@ different functions: smoothing the smoothed classifier, with failure probability
 itself. The training is short: the numbers compare the two kinds at this scale, and are no record of either.
 
 Each step leaves its file in the work folder and is not repeated. Seconds are those of a processor, since other work may
-run beside. Results and environment go to benchmarks/results/both_kinds.json.
+run beside, and include the start of a command, some eight. Results and environment go to
+benchmarks/results/both_kinds.json.
 """
 
 from __future__ import annotations
