@@ -401,6 +401,19 @@ def test_columns_behind_smooth_activations(monkeypatch):
         assert bool((above <= below * 1.5).all())
 
 
+def test_rows_of_linear_ways_are_exact():
+    """Rows that are longer, and more, than what is written out for each image by itself."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 3))
+    model = lipcert.load(net, mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 10, 10)).double()
+    method = Anchored(model)
+    anchor = method(torch.rand(2, 3, 10, 10, dtype=torch.float64))
+    (gelu,) = method.network.rules
+    (operand,) = method.network.operands(gelu)
+    longest = model.net[1].weight.norm(dim=1).amax().expand(2)
+    torch.testing.assert_close(anchor.norms.peaks[method.network.source, operand], longest, rtol=1e-8, atol=0)
+
+
 def test_columns_enlarge_radii():
     model, pixels = MODELS["no class token"](), images(3)
     predicted, gaps = margins(model(pixels))

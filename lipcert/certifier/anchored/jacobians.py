@@ -30,8 +30,8 @@ Values = Mapping[Node, Tensor]
 _FEW = 64
 # The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.
 _PROBES = 256
-# Columns with so few entries are written out; of longer ones the norms are bounded by so many products, once for all
-# images.
+# Columns with so few entries are written out, and linear ways as functions of so few entries; of longer columns the
+# norms are bounded by so many products. All are taken once for all images.
 _LONG = 4096
 _COLUMN_PROBES = 512
 # Products that Lanczos takes, as a rule.
@@ -92,8 +92,9 @@ class Jacobians:
         return self.deterministic or min(a.entries, rows) <= _FEW
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
-        """The same for the largest norm of a row."""
-        return self.deterministic or writes_rows(min(a.entries, b.entries))
+        """The same for the largest norm of a row, which of a linear way is taken once for all images."""
+        few = writes_rows(min(a.entries, b.entries))
+        return self.deterministic or few or (a.entries <= _LONG and self.network.linear_way(a, b))
 
     def writes_out_columns(self, b: Node) -> bool:
         """The same for the norms of the columns."""
