@@ -180,8 +180,8 @@ def test_rigor_and_delta(results):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rigor": "estimate"}, "no certificate"),
-        ({"rigor": "probabilistic(e)"}, "no certificate"),
+        ({"rigor": "estimate"}, "does not give"),
+        ({"rigor": "probabilistic(e)"}, "does not give"),
         ({"certified": False}, "contradict"),
         ({"radius": -1.0, "certified": False}, "radius is -1"),
         ({"radius": math.nan, "certified": False}, "radius is nan"),
