@@ -180,13 +180,13 @@ def behind(table: Table, small: bool, data: str | None) -> Rows:
 
 def _layer(active: float, error: float) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1000, 64, generator=generator, dtype=torch.float64) * torch.arange(1, 65) ** -0.5
-    weight = torch.randn(64, 64, generator=generator, dtype=torch.float64) / 8
+    x = torch.randn(500, 32, generator=generator, dtype=torch.float64) * torch.arange(1, 33) ** -0.5
+    weight = torch.randn(32, 32, generator=generator, dtype=torch.float64) / 32**0.5
     offset = -(x @ weight.T).quantile(1 - active, dim=0)
-    relu = Relu(torch.ones(64, dtype=torch.float64), offset)
+    relu = Relu(torch.ones(32, dtype=torch.float64), offset)
     plain, kept = (constrain_matrix(weight, Moments.from_rows(x), error, relu=r) for r in (None, relu))
     return {
-        "name": f"layer of 64 × 64, {100 * active:.0f} % of outputs active", "error": error,
+        "name": f"layer of 32 × 32, {100 * active:.0f} % of outputs active", "error": error,
         "norm": plain.norm_before, "outputs kept": plain.norm_after, "activations kept": kept.norm_after,
         "gap": kept.gap,
     }  # fmt: skip
