@@ -582,8 +582,11 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
 
 
 def _between(result: Tensor) -> float:
-    """The tolerance between kernels for the same operation, relative to the largest entry."""
-    return 1e-4 if not result.is_floating_point() or torch.finfo(result.dtype).bits < 64 else 1e-10
+    """The tolerance between kernels for the same operation, relative to the largest entry.
+
+    Deep networks with random weights differ by 1e-4 in float32. What float64 sees is held to 1e-10.
+    """
+    return 1e-3 if not result.is_floating_point() or torch.finfo(result.dtype).bits < 64 else 1e-10
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
