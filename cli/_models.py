@@ -1,4 +1,4 @@
-"""``lipcert models``: what of timm's zoo is covered, and how."""
+"""``lipcert models``: what of timm's zoo is covered, and how, and the checkpoints that are certified already."""
 
 import dataclasses
 import sys
@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from lipcert.checkpoints import Checkpoint, checkpoints
 from lipcert.errors import InputError
-from lipcert.zoo import Architecture, architectures
+from lipcert.zoo import Architecture, architectures, matches
 
 from ._errors import one_line_errors
 from ._options import AsJson, complete_family
 from ._print import command, print_json, print_table, say
 
+_CERTIFIED = ("checkpoint", "parameters", "eps", "clean", "attacked", "certified", "images", "method", "s/image")
 _COLUMNS = ("architecture", "family", "parameters", "bound", "convert", "certificates")
 
 
@@ -28,9 +30,15 @@ def models(
             help="A file of timm, such as vision_transformer.", show_default=False, autocompletion=complete_family
         ),
     ] = None,
+    certified: Annotated[
+        bool, typer.Option("--certified", help="Show the certified checkpoints that come with lipcert.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which of timm's architectures are covered, what convert does to them, and which certificates work."""
+    if certified:
+        _show_certified(pattern, family, as_json)
+        return
     found = architectures(pattern, family)
     if not found:
         named = " and ".join(text for text in (pattern, family and f"family {family}") if text)
@@ -51,6 +59,30 @@ def models(
     print_table(narrow[0], narrow[1:])
     for line in (*_reasons(found), summary(found), _next(found)):
         print(line)
+
+
+def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> None:
+    """The checkpoints that come with lipcert; of one alone also how it was made and how to certify it again."""
+    if family is not None:
+        raise InputError("--family is for timm's architectures, and --certified for checkpoints; give one of them")
+    found = [one for one in checkpoints() if pattern is None or matches(one.name, pattern)]
+    if not found:
+        raise InputError(f"no checkpoint that comes with lipcert matches {pattern}; see lipcert models --certified")
+    if as_json:
+        print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in found])
+        return
+    print_table(_CERTIFIED, [_certified_row(one) for one in found])
+    for one in found:
+        say(f"{one.name}: {one.data}; {one.rigor}; attacked: PGD on {one.attacked_images} images; card: {one.card}")
+    if len(found) == 1:
+        for line in found[0].trained:
+            say(f"made by: {line}")
+    say(f"next: {found[-1].command}")
+
+
+def _certified_row(one: Checkpoint) -> tuple[str, ...]:
+    shares = (f"{100 * share:.1f} %" for share in (one.clean, one.attacked, one.certified))
+    return (one.name, _short(one.parameters), one.eps, *shares, str(one.images), one.method, f"{one.seconds:.2g}")
 
 
 def summary(found: list[Architecture]) -> str:

@@ -14,17 +14,19 @@ from lipcert._settings import settings_of
 from ._commands import MODEL, OUTPUT
 
 MODEL_HELP = (
-    "A timm name, an hf-hub: id, a path, or bundled; without it the newest lipcert artifact in this folder, "
-    "or, where there is none, the bundled checkpoint."
+    "A timm name, an hf-hub: id, a path, or a name that lipcert models --certified lists; without it the newest "
+    "lipcert artifact in this folder, or, where there is none, the bundled checkpoint."
 )
 _KINDS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 
 def complete_model(incomplete: str) -> list[str]:
     """What a shell offers for MODEL: names of timm's, files of weights, and folders on the way to them."""
+    from lipcert.checkpoints import checkpoints
     from lipcert.zoo import names
 
-    return [*_starting(incomplete, ("bundled", *names())), *_files(incomplete, "*.safetensors")]
+    own = (one.name for one in checkpoints())
+    return [*_starting(incomplete, ("bundled", *own, *names())), *_files(incomplete, "*.safetensors")]
 
 
 def complete_family(incomplete: str) -> list[str]:

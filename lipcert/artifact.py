@@ -28,6 +28,8 @@ from lipcert.model import Model, checked
 from lipcert.surgery import swap
 
 FORMAT = 1
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDE = {"float32": torch.float32, "float64": torch.float64}
 
 _FIELDS: dict[str, type] = {
     "source": dict,
@@ -49,6 +51,10 @@ def save(
     force: bool = False,
 ) -> None:
     """Writes a model to one ``.safetensors`` file. If it fails, an existing file does not change.
+
+    Weights in float32 or float64 that are all numbers of float16, or all of bfloat16, are stored as such and loaded in
+    the type they had. So a model that was rounded, as by ``model.half().float()``, takes half the space, and what is
+    certified is the rounded one.
 
     Args:
         model: a model whose network timm can rebuild: loaded by name, converted or not.
@@ -76,13 +82,17 @@ def save(
         "facts": dict(facts or {}),
         "weights_hash": weights_hash(model),
     }
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.net.state_dict().items()}
+    half = _half(tensors)
+    if half is not None:
+        content["dtype"] = str(model.dtype).removeprefix("torch.")
     try:
         entry = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the model's arguments and facts must be values that JSON can represent: {first_line(error)}"
         ) from error
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.net.state_dict().items()}
+    tensors = {name: (v.to(half) if half and v.is_floating_point() else v.clone()) for name, v in tensors.items()}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
@@ -92,6 +102,14 @@ def save(
         raise InputError(f"cannot write {path}: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _half(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
+    """The type of half precision in which all values of float32 or float64 exist."""
+    floats = [value for value in tensors.values() if value.is_floating_point()]
+    if {value.dtype for value in floats} not in [{wide} for wide in _WIDE.values()]:
+        return None
+    return next((half for half in _HALVES if all(torch.equal(v.to(half).to(v.dtype), v) for v in floats)), None)
 
 
 def check_free(path: Path, architecture: str | None, force: bool) -> None:
@@ -151,7 +169,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         check_described(build, arguments, shapes)
         net = build()
-        _fill(net, path, shapes)
+        _fill(net, path, shapes, _WIDE[content["dtype"]] if "dtype" in content else None)
         model = Model(
             net,
             mean=content["mean"],
@@ -179,8 +197,10 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     return model
 
 
-def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
     """Replaces the network's tensors by those of the file, one by one, so that they are not all in memory twice.
+
+    Floating-point tensors are converted to ``dtype``, where it is given.
 
     Raises:
         ValueError: the file and the network have different tensors, shapes or types.
@@ -194,7 +214,7 @@ def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> 
             value = file.get_tensor(name).clone()
         if value.shape != tensor.shape or value.is_floating_point() != tensor.is_floating_point():
             raise ValueError(f"{name} is of another shape or kind")
-        tensor.data = value
+        tensor.data = value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 
 def is_artifact(path: str | os.PathLike[str]) -> bool:
@@ -213,7 +233,8 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         ``format``, ``lipcert`` and ``timm`` (versions), ``source``, ``data_config``, ``mean``, ``std``, ``input_size``,
-        ``recipe``, ``facts`` and ``weights_hash``.
+        ``recipe``, ``facts`` and ``weights_hash``; ``dtype``, that of the weights, where they are stored in half
+        precision.
 
     Raises:
         LoadError: the file is missing, damaged, changed, not an artifact, or of a newer format.

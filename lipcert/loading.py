@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from lipcert._checkpoint import SUFFIXES, check_finite, load_weights, read_checkpoint
 from lipcert._timm import create_net, is_timm_name, rebuild_recipe
 from lipcert.artifact import is_artifact, load_artifact
+from lipcert.checkpoints import ASSETS, path_of
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
 from lipcert.model import Model, loads_modules, outside_inference_mode
 
-BUNDLED = Path(__file__).parent / "assets" / "digits_vit.safetensors"
+BUNDLED = ASSETS / "digits_vit.safetensors"
 _PIXELS = ("mean", "std", "input_size")
 
 
@@ -40,7 +41,8 @@ def load(
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
-            module, or ``"bundled"`` or None for the checkpoint that comes with lipcert.
+            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.checkpoints`; ``"bundled"`` and
+            None stand for its ``"digits-vit"``.
         pretrained: whether timm loads the weights of the name, from its cache or the hub.
         checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, from which only tensors
             are read.
@@ -102,7 +104,7 @@ def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
         LoadError: if there is no model.
     """
     if model is not None:
-        return BUNDLED if model == "bundled" else model
+        return BUNDLED if model == "bundled" else path_of(os.fspath(model)) or model
     artifacts = [path for path in Path().glob("*.safetensors") if is_artifact(path)]
     if artifacts:
         return max(artifacts, key=lambda path: (path.stat().st_mtime_ns, path.name))

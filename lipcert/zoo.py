@@ -76,12 +76,17 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
 
     known, own, found = _table(), timm.list_models(), []
     for name in [pattern] if pattern in own else own:
-        if pattern is not None and not (fnmatch.fnmatchcase(name, pattern) or pattern in name):
+        if pattern is not None and not matches(name, pattern):
             continue
         one = known.get(name) or Architecture(name, _family(name))
         if family is None or one.family == family:
             found.append(one)
     return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name: a part of it, or the whole of it with ``*``, ``?`` and ``[...]``."""
+    return fnmatch.fnmatchcase(name, pattern) or pattern in name
 
 
 def names() -> tuple[str, ...]:

@@ -89,6 +89,26 @@ def test_round_trip_keeps_the_type(tmp_path, dtype):
     assert torch.equal(again(images), model(images))
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_rounded_weights_take_half_the_space(tmp_path, half):
+    model = tiny()
+    save(model, tmp_path / "whole.safetensors")
+    model.to(half).float()
+    save(model, tmp_path / "rounded.safetensors")
+    again = load_artifact(tmp_path / "rounded.safetensors")
+    images = torch.rand(2, *model.input_size)
+    assert again.dtype == torch.float32
+    assert torch.equal(again(images), model(images))
+    assert weights_hash(again) == weights_hash(model)
+    whole, rounded = ((tmp_path / f"{name}.safetensors").stat().st_size for name in ("whole", "rounded"))
+    assert rounded < whole - model_bytes(model) + 200
+
+
+def model_bytes(model):
+    """Bytes of the weights in half precision."""
+    return 2 * sum(value.numel() for value in model.net.state_dict().values())
+
+
 def test_metadata(saved):
     content = read_metadata(saved)
     assert content["format"] == FORMAT

@@ -11,14 +11,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from lipcert._version import version
+from lipcert.checkpoints import checkpoints
 from lipcert.errors import InputError
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
 from lipcert.results import Run
 
-# The same path as in lipcert.loading, which imports torch.
-_BUNDLED = Path(__file__).parent.parent / "assets" / "digits_vit.safetensors"
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
 
@@ -48,7 +47,7 @@ def model_card(
     data = ModelCardData(
         library_name="lipcert",
         pipeline_tag="image-classification",
-        license=license or ("apache-2.0" if artifact == _BUNDLED else None),
+        license=license or ("apache-2.0" if artifact in _own() else None),
         base_model=base_model or (known if hub == "hf-hub" else None),
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
@@ -87,15 +86,20 @@ def model_info(run: Run) -> dict[str, Any]:
 
 
 def artifact_of(run: Run) -> Path | None:
-    """The file with the run's weights: a local artifact named in its command, or the bundled one; otherwise None."""
+    """The file with the run's weights: a local artifact named in its command, or one of lipcert's; otherwise None."""
     from lipcert.artifact import is_artifact, read_metadata  # they import torch
 
     command = run.summary.get("command") or ""
     words = shlex.split(command) if isinstance(command, str) else command
-    for path in (*(Path(word) for word in words if is_artifact(word)), _BUNDLED):
+    for path in (*(Path(word) for word in words if is_artifact(word)), *_own()):
         if read_metadata(path)["weights_hash"] == run.weights_hash:
             return path
     return None
+
+
+def _own() -> dict[Path, str]:
+    """The files of the checkpoints that come with lipcert, and their names."""
+    return {one.path: one.name for one in checkpoints()}
 
 
 def _hub_data(run: Run) -> list[str]:
@@ -122,7 +126,7 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     parts += [heading(2, "What these figures promise"), items(promises(runs)), heading(2, "Certify it again")]
     smoothing = "".join(f", {key}={value}" for key, value in first.noise.items())
     method = f', method="smoothing"{smoothing}' if first.smoothed else ""
-    source = "bundled" if artifact == _BUNDLED else artifact.name if artifact else first.network
+    source = _own().get(artifact, artifact.name) if artifact else first.network
     use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n"
     use += f'result = lipcert.certify(model, images, labels, eps="{first.eps_typed}"{method})  # images in [0, 1]'
     return "\n\n".join([*parts, code(use), MARK])

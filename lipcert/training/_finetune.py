@@ -291,7 +291,8 @@ class _Run:
     def _optimizer(self) -> torch.optim.Optimizer:
         lr = self.asked.lr
         if self.asked.optimizer == "muon":
-            return Muon(self.parameters, list(matrices(self.model)), lr)
+            dtype = torch.bfloat16 if self.asked.amp else None
+            return Muon(self.parameters, list(matrices(self.model)), lr, dtype=dtype)
         if self.asked.optimizer == "nadam":
             return Lookahead(torch.optim.NAdam(self.parameters, lr=lr))
         return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)

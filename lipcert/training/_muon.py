@@ -30,11 +30,20 @@ class Muon(torch.optim.AdamW):
         lr: the learning rate.
         weight_decay: of the matrices. As updates move all directions alike, it is what keeps those small that nothing
             is learned in: certificates pay for them.
+        dtype: in which updates are made orthogonal; that of the parameters by default.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], matrices: list[Matrix], lr: float, weight_decay: float = 0.5):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        matrices: list[Matrix],
+        lr: float,
+        weight_decay: float = 0.5,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(parameters, lr=lr, weight_decay=0.0)
         self.decay = weight_decay
+        self.dtype = dtype
         trained = {id(p) for p in parameters}
         self.matrices = [m for m in matrices if id(m.parameter) in trained]
 
@@ -53,7 +62,7 @@ class Muon(torch.optim.AdamW):
                 momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - _MOMENTUM)
                 ahead[p] = torch.empty_like(p).copy_(p.grad.lerp(momentum, _MOMENTUM))
                 p.mul_(1 - group["lr"] * self.decay)
-            update = orthogonal(matrix.part_of(ahead[p]))
+            update = orthogonal(matrix.part_of(ahead[p]).to(self.dtype or p.dtype)).to(p.dtype)
             matrix.value().sub_(update, alpha=group["lr"] * _RMS * max(update.shape[1:]) ** 0.5)
         for p in ahead:
             p.grad = None

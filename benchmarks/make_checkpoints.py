@@ -1,0 +1,105 @@
+"""Puts certified checkpoints into the package: weights, rows of ``lipcert models --certified``, and model cards.
+
+    python -m benchmarks.make_checkpoints digits-vit
+    python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --weights liresnet.safetensors
+
+``--weights`` is what ``finetune`` wrote; its weights are rounded to float16 first, and all that follows is of the
+rounded ones. Certifies all images and attacks some of them, by the commands that a user types; they are printed. Writes
+lipcert/assets/certified.json, and beside it the files that its rows name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lipcert
+from lipcert.checkpoints import ASSETS, TABLE, checkpoints
+
+KINDS: dict[str, dict[str, Any]] = {
+    "digits-vit": {
+        "file": "digits_vit.safetensors", "method": "staged", "attacked_images": 120,
+        "data": "scikit-learn's digits, the 120 images that come with lipcert",
+        "trained": ("python -m benchmarks.make_digits_vit",),
+    },
+    "cifar10-liresnet": {
+        "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 1000, "test": "test.tar",
+        "data": "CIFAR-10, all test images, lightly compressed JPEG files", "trained": (),
+    },
+}  # fmt: skip
+EPS = "36/255"
+
+
+def run(*words: str) -> float:
+    """A lipcert command, printed; the core seconds it takes."""
+    print("lipcert", *words, flush=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "lipcert", *words], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if "radius" in row]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=KINDS)
+    parser.add_argument("--data", type=Path, help="folder with test.tar")
+    parser.add_argument("--weights", type=Path, help="an artifact, which is rounded")
+    parser.add_argument("--trained", action="append", default=[], metavar="COMMAND", help="how it was made")
+    args = parser.parse_args()
+    kind = dict(KINDS[args.name])
+    file, test = ASSETS / kind["file"], kind.pop("test", None)
+    if args.weights is not None:
+        rounded = lipcert.load(args.weights)
+        rounded.half().float()
+        rounded.recipe.append({"step": "round", "to": "float16"})
+        lipcert.save(rounded, file, force=True)
+    model = lipcert.load(file)
+    data = () if test is None else ("--data", str(args.data / test))
+    with tempfile.TemporaryDirectory() as folder:
+        rows, attacked = Path(folder) / f"{args.name}.jsonl", Path(folder) / "attacked.jsonl"
+        common = ("certify", str(file), *data, "--eps", EPS, "--method", kind["method"])
+        few = run(*common, "--limit", "20", "--out", str(Path(folder) / "few.jsonl"))
+        seconds = run(*common, "--out", str(rows))
+        run(*common, "--attack", "--limit", str(kind["attacked_images"]), "--out", str(attacked))
+        found, hit = rows_of(rows), rows_of(attacked)
+        right = [row for row in found if row["predicted"] == row["label"]]
+        method = () if kind["method"] == "staged" else ("--method", kind["method"])
+        row = {
+            "name": args.name,
+            "architecture": model.source["name"],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "images": len(found),
+            "eps": EPS,
+            "clean": len(right) / len(found),
+            "certified": sum(bool(row["certified"]) for row in right) / len(found),
+            "attacked": sum(r["predicted"] == r["label"] and not r["attacked"] for r in hit) / len(hit),
+            "rigor": max(found, key=lambda r: r["delta"] or 0.0)["rigor"],
+            "seconds": round((seconds - few) / (len(found) - 20), 4),
+            "command": " ".join(
+                ["lipcert certify", args.name, *(("--data", f"cifar10/{test}") if test else ()), "--eps", EPS, *method]
+            ),
+            **kind,
+            **({"trained": args.trained} if args.trained else {}),
+        }
+        others = [asdict(one) for one in checkpoints() if one.name != args.name]
+        TABLE.write_text(json.dumps(sorted([*others, row], key=lambda one: one["name"]), indent=1) + "\n")
+        card = Path(folder) / f"{args.name}.md"
+        run("report", str(rows), "--card", str(card), "--license", "apache-2.0")
+        shutil.copy(card, ASSETS)
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What each part of a recipe does to certified accuracy per core hour: one thing changed at a time.
+
+    python -m benchmarks.training_recipes --data ../shared/data/cifar10
+
+Trains a narrow LiResNet on a part of CIFAR-10's training images, from the same random weights and with the same
+batches, and certifies other training images by GloRo at 36/255. A recipe is a base with one setting changed. Results
+and environment go to benchmarks/results/training_recipes.json after each run; what is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lipcert
+from benchmarks._cifar import EPS
+from benchmarks._env import environment
+from lipcert.bounds import MarginBounds, analyze
+from lipcert.data import Images, open_images
+from lipcert.training import Augmentation, Batches
+
+RESULT = Path(__file__).parent / "results" / "training_recipes.json"
+NETWORK: dict[str, Any] = {"width": 16, "depth": 4, "neck": 32, "features": 128}
+COMMON: dict[str, Any] = {"amp": "bfloat16", "channels_last": True}
+BASES: dict[str, dict[str, Any]] = {
+    "nadam": {"loss": "emma", "optimizer": "nadam", "lr": 1e-3, "batch_size": 256},
+    "muon": {"loss": "emma", "optimizer": "muon", "lr": 1e-2, "batch_size": 256},
+}
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "nadam": [{}, {"lr": 3e-3}, {"optimizer": "adamw"}],
+    "muon": [
+        {}, {"lr": 3e-3}, {"temperature": 0.25}, {"ramp": (0.1, 1.5, 0.5)}, {"loss": "gloro"}, {"batch_size": 128},
+        {"crop": "none"}, {"ema": 0.99}, {"lr": 3e-2}, {"loss": "fixed"}, {"loss": "trades"},
+    ],
+}  # fmt: skip
+
+
+def trained(images: Images, held_out: Images, epochs: int, kept: dict[int, Any], asked: dict[str, Any]) -> dict:
+    """The accuracy that a recipe reaches on the images held out, and the core seconds of its training."""
+    settings = {**COMMON, **asked}
+    size = settings.pop("batch_size")
+    torch.manual_seed(0)
+    model = lipcert.load("liresnet_l6w64", pretrained=False, **NETWORK)
+    batches = Batches(images, model, size, Augmentation(settings.pop("crop", "shift")))
+    batches.kept = kept
+    started = time.process_time()
+    lipcert.finetune(model, batches, EPS, epochs=epochs, progress=lambda e: print(e, flush=True), **settings)
+    seconds = time.process_time() - started
+    batch = next(held_out.batches(len(held_out)))
+    result = lipcert.certify(model, batch.images, batch.labels, eps=EPS, method="gloro")
+    return {
+        "clean": float((result.predicted == batch.labels).double().mean()),
+        "certified": result.certified_accuracy,
+        "bound": MarginBounds(analyze(model)).features,
+        "core_seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.tar")
+    parser.add_argument("--images", type=int, default=16384)
+    parser.add_argument("--held-out", type=int, default=2000)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--bases", default="muon,nadam")
+    args = parser.parse_args()
+    about = {
+        "network": {"name": "liresnet_l6w64", **NETWORK},
+        "common": {**COMMON, "images": args.images, "epochs": args.epochs, "crop": "shift", "eps": "36/255"},
+        "held_out": args.held_out,
+    }
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    runs = known["runs"] if {key: known.get(key) for key in about} == about else []
+    model = lipcert.load("liresnet_l6w64", pretrained=False, **NETWORK)
+    images, held_out = (
+        open_images(str(args.data / "train.tar"), model, limit=args.images + args.held_out) for _ in range(2)
+    )
+    assert images.order is not None
+    images.order, held_out.order = images.order[: args.images], images.order[args.images :]
+    kept: dict[int, Any] = {}
+    torch.set_num_threads(1)
+    wanted = [(base, json.loads(json.dumps(change))) for base in args.bases.split(",") for change in CHANGES[base]]
+    for base, change in wanted:
+        if any((run["base"], run["changed"]) == (base, change) for run in runs):
+            continue
+        if not kept:  # decoded before the clock runs
+            whole = Batches(images, model, 1024, False)
+            for _ in whole:
+                pass
+            kept = whole.kept
+        try:
+            found = trained(images, held_out, args.epochs, kept, {**BASES[base], **change})
+        except lipcert.InputError as error:
+            found = {"error": str(error)}
+        runs.append({"base": base, "changed": change, **found})
+        print(json.dumps(runs[-1]), flush=True)
+        RESULT.write_text(json.dumps({**about, "bases": BASES, "runs": runs, "environment": environment()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The certified checkpoints that come with lipcert: their table, their files, and what they certify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.artifact import read_metadata
+from lipcert.checkpoints import Checkpoint, checkpoints, path_of
+from lipcert.cli import app
+from lipcert.data import open_images
+from lipcert.loading import BUNDLED
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+LARGEST = 5_000_000  # bytes
+EACH = pytest.mark.parametrize("row", checkpoints(), ids=lambda row: row.name)
+
+
+def test_there_are_some() -> None:
+    assert path_of("digits-vit") == BUNDLED
+    assert path_of("digits") is None
+    assert len({row.name for row in checkpoints()}) == len(checkpoints())
+
+
+@EACH
+def test_a_row_belongs_to_its_file(row: Checkpoint) -> None:
+    assert row.path.stat().st_size < LARGEST
+    content = read_metadata(row.path)
+    assert content["source"]["name"] == row.architecture
+    assert content["weights_hash"] in row.card.read_text()
+    model = lipcert.load(row.name)
+    assert sum(p.numel() for p in model.parameters()) == row.parameters
+    assert row.certified <= row.attacked + 0.05  # of fewer images
+    assert row.attacked <= row.clean + 0.05
+    assert row.command.startswith(f"lipcert certify {row.name} ")
+    assert row.trained
+
+
+def test_the_command_lists_them() -> None:
+    said = CliRunner().invoke(app, ["models", "--certified", "--json"])
+    assert said.exit_code == 0
+    listed = json.loads(said.stdout)
+    assert [one["name"] for one in listed] == [row.name for row in checkpoints()]
+    assert all(Path(one["path"]).is_file() and Path(one["card"]).is_file() for one in listed)
+    one = CliRunner().invoke(app, ["models", "digits-*", "--certified"])
+    assert "89.2 %" in one.stdout
+    assert "make_digits_vit" in one.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["banana", "--certified"], "no checkpoint that comes with lipcert matches banana"),
+        (["--certified", "--family", "swin"], "give one of them"),
+    ],
+)
+def test_what_there_is_not_is_said_in_one_line(arguments: list[str], says: str) -> None:
+    said = CliRunner().invoke(app, ["models", *arguments])
+    assert said.exit_code == 2
+    assert says in said.stderr.replace("\n", " ")
+
+
+@pytest.mark.slow
+@EACH
+def test_a_row_prints_again_on_100_images(row: Checkpoint) -> None:
+    words = row.command.split()
+    data = None
+    if "--data" in words:
+        data = str(DATA / words[words.index("--data") + 1])
+        if not Path(data).exists():
+            pytest.skip(f"there is no {data}")
+    model = lipcert.load(row.name)
+    batch = next(open_images(data, model, limit=100).batches(100))
+    result = lipcert.certify(model, batch.images, batch.labels, eps=row.eps, method=row.method)
+    assert result.correct is not None
+    assert result.certified_accuracy is not None
+    clean = float(result.correct.double().mean())
+    print(f"{row.name}: clean {clean:.3f}, certified {result.certified_accuracy:.3f} of 100 images")
+    spread = 0.1 if data is None else 0.2  # four standard deviations of a share of 100 images
+    assert abs(clean - row.clean) < spread
+    assert abs(result.certified_accuracy - row.certified) < spread
