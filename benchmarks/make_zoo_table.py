@@ -1,6 +1,7 @@
 """What lipcert covers of timm's zoo: writes the table behind ``lipcert models``.
 
-    python -m benchmarks.make_zoo_table [--work build/zoo] [--resume] [--match 'vit_*']
+    python -m benchmarks.make_zoo_table [--work build/zoo] [--resume]
+    python -m benchmarks.make_zoo_table --match 'liresnet_*,lip_convnet_*' --keep
 
 First every architecture is built and captured on the meta device, without weights: which operations it uses, with
 which operands, and of which classes its modules are. This does not depend on the rules, takes about a second each, and
@@ -379,6 +380,21 @@ def table(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> 
     return {"timm": timm.__version__, "texts": list(texts), "rows": lines}
 
 
+def with_others(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A table with the rows of another one for the architectures that it does not have."""
+    other = json.loads(path.read_text())
+    texts = {item: i for i, item in enumerate(content["texts"])}
+
+    def again(index: int) -> int:
+        return texts.setdefault(other["texts"][index], len(texts))
+
+    rows = {row[0]: row for row in content["rows"]}
+    for name, family, size, logits, log10, *reasons, attention, norms, kept in other["rows"]:
+        pairs = [[[again(a), again(b)] for a, b in found] for found in (attention, norms, kept)]
+        rows.setdefault(name, [name, again(family), size, logits, log10, *map(again, reasons), *pairs])
+    return {**content, "texts": list(texts), "rows": [rows[name] for name in sorted(rows)]}
+
+
 def write(content: dict[str, Any], path: Path) -> None:
     """JSON with a line for each architecture, so that a change shows as one."""
     rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in content["rows"])
@@ -389,15 +405,17 @@ def write(content: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("build/zoo"))
-    parser.add_argument("--match", default="*", help="architectures, such as 'vit_*'; the others are left out")
+    parser.add_argument("--match", default="*", help="architectures, such as 'vit_*,swin_*'; the others are left out")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of the others in the table that is there")
     parser.add_argument("--resume", action="store_true", help="ask again only where an answer was missing")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, after which the rest is left unasked")
     parser.add_argument("--out", type=Path, default=TABLE)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = describe_all(timm.list_models(options.match), options.work)
-    write(table(rows, answer_all(rows, options.work, options.resume, options.limit)), options.out)
+    rows = describe_all(timm.list_models(options.match.split(",")), options.work)
+    content = table(rows, answer_all(rows, options.work, options.resume, options.limit))
+    write(with_others(content, options.out) if options.keep else content, options.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Checkpoint:
         attacked_images: how many images were attacked.
         method: the certificate.
         rigor: what it promises, see :class:`lipcert.Rigor`.
-        seconds: core seconds to certify one image, without the start of the process.
+        seconds: to certify one image on one core, without the start of the process.
         trained: how it was made, a command a line.
         command: what prints the certified share.
     """
