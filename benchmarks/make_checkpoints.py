@@ -1,11 +1,11 @@
 """Puts certified checkpoints into the package: weights, rows of ``lipcert models --certified``, and model cards.
 
     python -m benchmarks.make_checkpoints digits-vit
-    python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --weights liresnet.safetensors
+    python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --work liresnet
 
-``--weights`` is what ``finetune`` wrote; its weights are rounded to float16 first, and all that follows is of the
-rounded ones. Certifies all images and attacks some of them, by the commands that a user types; they are printed. Writes
-lipcert/assets/certified.json, and beside it the files that its rows name.
+The work folder of the LiResNet is that of ``benchmarks.liresnet_cifar``, with the model, rounded to float16, and its
+rows. Certifies all images and attacks some of them, by the commands that a user types; they are printed, and go on
+where they were stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "cifar10-liresnet": {
         "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 200, "test": "test.tar",
-        "data": "CIFAR-10, all test images, lightly compressed JPEG files", "trained": (),
+        "data": "CIFAR-10, all test images, lightly compressed JPEG files",
+        "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
 }  # fmt: skip
 EPS = "36/255"
@@ -52,48 +52,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=KINDS)
     parser.add_argument("--data", type=Path, help="folder with test.tar")
-    parser.add_argument("--weights", type=Path, help="an artifact, which is rounded")
-    parser.add_argument("--trained", action="append", default=[], metavar="COMMAND", help="how it was made")
+    parser.add_argument("--work", type=Path, required=True, help="folder for rows; with rounded.safetensors or without")
     args = parser.parse_args()
     kind = dict(KINDS[args.name])
     file, test = ASSETS / kind["file"], kind.pop("test", None)
-    if args.weights is not None:
-        rounded = lipcert.load(args.weights)
-        rounded.half().float()
-        rounded.recipe.append({"step": "round", "to": "float16"})
-        lipcert.save(rounded, file, force=True)
+    args.work.mkdir(exist_ok=True)
+    if (args.work / "rounded.safetensors").exists():
+        shutil.copy(args.work / "rounded.safetensors", file)
     model = lipcert.load(file)
     data = () if test is None else ("--data", str(args.data / test))
-    with tempfile.TemporaryDirectory() as folder:
-        rows, attacked = Path(folder) / f"{args.name}.jsonl", Path(folder) / "attacked.jsonl"
-        common = ("certify", str(file), *data, "--eps", EPS, "--method", kind["method"])
-        run(*common, "--out", str(rows))
-        run(*common, "--attack", "--limit", str(kind["attacked_images"]), "--out", str(attacked))
-        found, hit = rows_of(rows), rows_of(attacked)
-        right = [row for row in found if row["predicted"] == row["label"]]
-        method = () if kind["method"] == "staged" else ("--method", kind["method"])
-        row = {
-            "name": args.name,
-            "architecture": model.source["name"],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "images": len(found),
-            "eps": EPS,
-            "clean": len(right) / len(found),
-            "certified": sum(bool(row["certified"]) for row in right) / len(found),
-            "attacked": sum(r["predicted"] == r["label"] and not r["attacked"] for r in hit) / len(hit),
-            "rigor": max(found, key=lambda r: r["delta"] or 0.0)["rigor"],
-            "seconds": float(f"{fmean(row['seconds'] for row in found):.2g}"),
-            "command": " ".join(
-                ["lipcert certify", args.name, *(("--data", f"cifar10/{test}") if test else ()), "--eps", EPS, *method]
-            ),
-            **kind,
-            **({"trained": args.trained} if args.trained else {}),
-        }
-        others = [asdict(one) for one in checkpoints() if one.name != args.name]
-        TABLE.write_text(json.dumps(sorted([*others, row], key=lambda one: one["name"]), indent=1) + "\n")
-        card = Path(folder) / f"{args.name}.md"
-        run("report", str(rows), "--card", str(card), "--license", "apache-2.0")
-        shutil.copy(card, ASSETS)
+    rows, attacked, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".attacked.jsonl", ".md"))
+    common = ("certify", str(file), *data, "--eps", EPS, "--method", kind["method"])
+    run(*common, "--out", str(rows))
+    run(*common, "--attack", "--limit", str(kind["attacked_images"]), "--out", str(attacked))
+    found, hit = rows_of(rows), rows_of(attacked)
+    right = [row for row in found if row["predicted"] == row["label"]]
+    method = () if kind["method"] == "staged" else ("--method", kind["method"])
+    row = {
+        "name": args.name,
+        "architecture": model.source["name"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "images": len(found),
+        "eps": EPS,
+        "clean": len(right) / len(found),
+        "certified": sum(bool(row["certified"]) for row in right) / len(found),
+        "attacked": sum(r["predicted"] == r["label"] and not r["attacked"] for r in hit) / len(hit),
+        "rigor": max(found, key=lambda r: r["delta"] or 0.0)["rigor"],
+        "seconds": float(f"{fmean(row['seconds'] for row in found):.2g}"),
+        "command": " ".join(
+            ["lipcert certify", args.name, *(("--data", f"cifar10/{test}") if test else ()), "--eps", EPS, *method]
+        ),
+        **kind,
+    }
+    others = [asdict(one) for one in checkpoints() if one.name != args.name]
+    TABLE.write_text(json.dumps(sorted([*others, row], key=lambda one: one["name"]), indent=1) + "\n")
+    run("report", str(rows), "--card", str(card), "--license", "apache-2.0")
+    shutil.copy(card, ASSETS)
     print(json.dumps(row, indent=1))
 
 

@@ -241,3 +241,26 @@ def test_an_infinite_bound_says_which_operation() -> None:
         TrainingBound(model_of(Unbounded))
     with pytest.raises(UnsupportedOperation):
         TrainingBound(model_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.RReLU())))
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "muon"])
+@pytest.mark.parametrize("parametrised", [orthogonal, weight_norm, spectral_norm])
+def test_parametrised_layers_train_and_certify(parametrised: Callable[[nn.Module], nn.Module], optimizer: str) -> None:
+    """An update changes what the weight is computed from, and no radius is above that by the exact norms."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), parametrised(nn.Linear(16, 8)), nn.ReLU(), nn.Linear(8, 3))
+    model = lipcert.load(net, mean=(0.5,), std=(0.25,), input_size=(1, 4, 4))
+    images, labels = torch.rand(8, 1, 4, 4), torch.randint(3, (8,))
+    before = [p.detach().clone() for p in model.parameters()]
+    lipcert.finetune(model, [(images, labels)], 0.1, loss="emma", epochs=1, lr=0.05, optimizer=optimizer)
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    result = lipcert.certify(model, images, labels, eps=0.1, method="gloro")
+    with torch.no_grad():
+        first, head = net[1].weight.double(), net[3].weight.double()
+        logits = model(images).double()
+        steepest = 4 * torch.linalg.matrix_norm(first, 2)  # the pixels are divided by a quarter
+        best = logits.gather(1, result.predicted[:, None])
+        slopes = steepest * (head[result.predicted][:, None] - head).norm(dim=2)
+        exact = torch.where(slopes > 0, (best - logits) / slopes, torch.inf).amin(1)
+    assert (result.radius <= exact * (1 + 1e-5)).all()
+    assert (result.radius >= exact * 0.99).all()
