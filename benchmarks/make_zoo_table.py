@@ -381,17 +381,17 @@ def table(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> 
 
 
 def with_others(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A table with the rows of another one for the architectures that it does not have."""
+    """A table with the rows of another one for the architectures that it does not have; those keep their texts."""
     other = json.loads(path.read_text())
-    texts = {item: i for i, item in enumerate(content["texts"])}
+    texts = {item: i for i, item in enumerate(other["texts"])}
 
     def again(index: int) -> int:
-        return texts.setdefault(other["texts"][index], len(texts))
+        return texts.setdefault(content["texts"][index], len(texts))
 
-    rows = {row[0]: row for row in content["rows"]}
-    for name, family, size, logits, log10, *reasons, attention, norms, kept in other["rows"]:
+    rows = {row[0]: row for row in other["rows"]}
+    for name, family, size, logits, log10, *reasons, attention, norms, kept in content["rows"]:
         pairs = [[[again(a), again(b)] for a, b in found] for found in (attention, norms, kept)]
-        rows.setdefault(name, [name, again(family), size, logits, log10, *map(again, reasons), *pairs])
+        rows[name] = [name, again(family), size, logits, log10, *map(again, reasons), *pairs]
     return {**content, "texts": list(texts), "rows": [rows[name] for name in sorted(rows)]}
 
 
