@@ -41,8 +41,8 @@ def load(
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
-            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.checkpoints`; ``"bundled"`` and
-            None stand for its ``"digits-vit"``.
+            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.checkpoints`; ``"bundled"``
+            and None stand for its ``"digits-vit"``.
         pretrained: whether timm loads the weights of the name, from its cache or the hub.
         checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, from which only tensors
             are read.
