@@ -2,7 +2,7 @@
 
     python -m benchmarks.liresnet_cifar --data ../shared/data/cifar10 --work liresnet
 
-Trains from random weights, rounds the weights to float16, and certifies all test images at 36/255, deterministically,
+Trains from random weights, rounds the weights to float16, and certifies test images at 36/255, deterministically,
 by the two commands that a user types; they are printed. Both leave their files in the work folder and go on from there.
 What each epoch said, the certified accuracy at several ε, the environment and the commands go to
 benchmarks/results/liresnet_cifar.json; ``benchmarks.make_checkpoints`` puts the rounded model into the package.
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="channels of the residual blocks")
     parser.add_argument("--epochs", type=int, default=11)
     parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--limit", type=int, help="certify that many test images of a fixed shuffle, and not all")
     parser.add_argument("--note", help="a line for the result file")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
@@ -67,7 +68,7 @@ def main() -> None:
     ]  # fmt: skip
     certify = [
         "certify", str(model), "--data", str(args.data / "test.tar"), "--eps", "36/255", "--method", "gloro",
-        "--out", str(rows),
+        *(("--limit", str(args.limit)) if args.limit else ()), "--out", str(rows),
     ]  # fmt: skip
     if not model.exists():
         run(train, log)

@@ -4,7 +4,7 @@
     python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --work liresnet
 
 The work folder of the LiResNet is that of ``benchmarks.liresnet_cifar``, with the model, rounded to float16, and its
-rows. Certifies all images and attacks some of them, by the commands that a user types; they are printed, and go on
+rows. Certifies images and attacks some of them, by the commands that a user types; they are printed, and go on
 where they were stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
 """
 
@@ -30,8 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.make_digits_vit",),
     },
     "cifar10-liresnet": {
-        "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 200, "test": "test.tar",
-        "data": "CIFAR-10, all test images, lightly compressed JPEG files",
+        "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 200,
+        "test": "test.tar", "limit": 2000,
+        "data": "CIFAR-10, 2,000 test images of a fixed shuffle, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
 }  # fmt: skip
@@ -56,6 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     kind = dict(KINDS[args.name])
     file, test = ASSETS / kind["file"], kind.pop("test", None)
+    limit = ("--limit", str(kind.pop("limit"))) if "limit" in kind else ()
     args.work.mkdir(exist_ok=True)
     if (args.work / "rounded.safetensors").exists():
         shutil.copy(args.work / "rounded.safetensors", file)
@@ -63,7 +65,7 @@ def main() -> None:
     data = () if test is None else ("--data", str(args.data / test))
     rows, attacked, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".attacked.jsonl", ".md"))
     common = ("certify", str(file), *data, "--eps", EPS, "--method", kind["method"])
-    run(*common, "--out", str(rows))
+    run(*common, *limit, "--out", str(rows))
     run(*common, "--attack", "--limit", str(kind["attacked_images"]), "--out", str(attacked))
     found, hit = rows_of(rows), rows_of(attacked)
     right = [row for row in found if row["predicted"] == row["label"]]
@@ -80,7 +82,15 @@ def main() -> None:
         "rigor": max(found, key=lambda r: r["delta"] or 0.0)["rigor"],
         "seconds": float(f"{fmean(row['seconds'] for row in found):.2g}"),
         "command": " ".join(
-            ["lipcert certify", args.name, *(("--data", f"cifar10/{test}") if test else ()), "--eps", EPS, *method]
+            [
+                "lipcert certify",
+                args.name,
+                *(("--data", f"cifar10/{test}") if test else ()),
+                "--eps",
+                EPS,
+                *method,
+                *limit,
+            ]
         ),
         **kind,
     }

@@ -73,7 +73,8 @@ def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> N
         return
     print_table(_CERTIFIED, [_certified_row(one) for one in found])
     for one in found:
-        say(f"{one.name}: {one.data}; {one.rigor}; attacked: PGD on {one.attacked_images} images; card: {one.card}")
+        attack = f"; attacked: PGD on {one.attacked_images} images" if one.attacked_images else ""
+        say(f"{one.name}: {one.data}; {one.rigor}{attack}; card: {one.card}")
     if len(found) == 1:
         for line in found[0].trained:
             say(f"made by: {line}")
@@ -81,7 +82,7 @@ def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> N
 
 
 def _certified_row(one: Checkpoint) -> tuple[str, ...]:
-    shares = (f"{100 * share:.1f} %" for share in (one.clean, one.attacked, one.certified))
+    shares = ("–" if share is None else f"{100 * share:.1f} %" for share in (one.clean, one.attacked, one.certified))
     return (one.name, _short(one.parameters), one.eps, *shares, str(one.images), one.method, f"{one.seconds:.2g}")
 
 

@@ -28,7 +28,7 @@ class Checkpoint:
         eps: ε in ℓ2 on pixels in [0, 1], as it was typed.
         clean: share of them that are classified right.
         certified: share of them that are classified right with a certified radius above ε.
-        attacked: share of ``attacked_images`` images that are still right after PGD at ε.
+        attacked: share of ``attacked_images`` images that are still right after PGD at ε; None where none was.
         attacked_images: how many images were attacked.
         method: the certificate.
         rigor: what it promises, see :class:`lipcert.Rigor`.
@@ -46,7 +46,7 @@ class Checkpoint:
     eps: str
     clean: float
     certified: float
-    attacked: float
+    attacked: float | None
     attacked_images: int
     method: str
     rigor: str
