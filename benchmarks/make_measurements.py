@@ -142,7 +142,8 @@ def _recipes() -> str:
         changed = ", ".join(f"{name} {value}" for name, value in run["changed"].items()) or "–"
         rows.append([base, changed, _percent(run["clean"]), _percent(run["certified"]), f"{run['core_seconds']:.0f}"])
     text = f"""A LiResNet of width {found["network"]["width"]} with the loss `emma`, {common["epochs"]} epochs of
-{common["images"]:,} images of CIFAR-10 in batches of 256, certified by `gloro` at ε = 36/255 on {found["held_out"]:,} other training images.
+{common["images"]:,} images of CIFAR-10 in batches of 256, certified by `gloro` at ε = 36/255 on
+{found["held_out"]:,} other training images.
 """
     columns = ["optimizer", "changed", "clean", "certified", "core seconds"]
     return _section("One setting of a training changed at a time", columns, rows, text)
