@@ -33,7 +33,7 @@ MODULES = {
     "__main__": "cli",
     "testing": "testing",
     "model": "model",
-    **dict.fromkeys(("artifact", "data", "loading", "zoo", "assets"), "loading"),
+    **dict.fromkeys(("artifact", "checkpoints", "data", "loading", "zoo", "assets"), "loading"),
     **dict.fromkeys(("_checkpoint", "_construction", "_named_data", "_preprocessing", "_timm"), "loading"),
     **dict.fromkeys(
         ("_certificates", "_constrain_settings", "_finetune_settings", "_processes", "_settings"), "settings"
