@@ -86,12 +86,12 @@ def model_info(run: Run) -> dict[str, Any]:
 
 
 def artifact_of(run: Run) -> Path | None:
-    """The file with the run's weights: one of lipcert's, or a local artifact named in its command; otherwise None."""
+    """The file with the run's weights: a local artifact named in its command, or one of lipcert's; otherwise None."""
     from lipcert.artifact import is_artifact, read_metadata  # they import torch
 
     command = run.summary.get("command") or ""
     words = shlex.split(command) if isinstance(command, str) else command
-    for path in (*_own(), *(Path(word) for word in words if is_artifact(word))):
+    for path in (*(Path(word) for word in words if is_artifact(word)), *_own()):
         if read_metadata(path)["weights_hash"] == run.weights_hash:
             return path
     return None
