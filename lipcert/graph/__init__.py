@@ -7,9 +7,10 @@ no bounds.
 
 from lipcert.graph._capture import capture, outline
 from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, map_nodes, run
+from lipcert.graph._looks import across_types, close, only_in
 from lipcert.graph._passes import passed, passes
 from lipcert.graph._stages import Replay, cuts, explicit_attention, needed
-from lipcert.graph._witness import across_types, close, confirm, examine, examples, first_run, only_in
+from lipcert.graph._witness import confirm, examine, examples, first_run
 
 __all__ = [
     "PIECES", "REARRANGING", "Graph", "Node", "Replay", "across_types", "canonical", "capture", "close",

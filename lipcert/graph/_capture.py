@@ -17,8 +17,9 @@ from lipcert._memory import is_out_of_memory
 from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
+from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
-from lipcert.graph._witness import Look, as_captured, close, examine, module_calls, watched, write_count
+from lipcert.graph._witness import as_captured, examine, module_calls, watched, write_count
 
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -43,6 +42,7 @@ from lipcert._random_states import random_states
 from lipcert._real import RealArithmetic
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
+from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, same
 from lipcert.graph._passes import passed
 
 # Kernels whose result depends on values, in addition to those that torch tags as data dependent.
@@ -76,48 +76,6 @@ _DROPPING = {
 }
 # Functions that torch computes in float32 for narrower types. Their rounding rules hold for that as well.
 _WIDENING = (F.rms_norm, torch.rms_norm)
-# Kernels that change no value. Which of them run depends on types and memory layout.
-_MOVING = frozenset(
-    ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_unsafe_view", "view")
-)  # fmt: skip
-
-
-@dataclass
-class Step:
-    """A kernel call with an argument that depends on the image.
-
-    Attributes:
-        name: the kernel's name, without overload and without the trailing underscore of in-place kernels.
-        form: sizes of its tensors, and its numeric arguments; without types.
-        constants: operands that do not depend on the image; copied unless the module holds them.
-        path: dotted path of the module.
-        types: floating-point types of its operands and results that depend on the image.
-    """
-
-    name: str
-    form: tuple[Any, ...]
-    constants: list[Tensor]
-    path: str
-    types: frozenset[torch.dtype] = frozenset()
-
-
-@dataclass
-class Look:
-    """One run of a network on one image.
-
-    Attributes:
-        image: the input, shape (1, C, H, W).
-        steps: the kernel calls with an argument that depends on the image, in order.
-        result: the network's output.
-        problems: (description, module path) pairs.
-        kept: the module attributes that hold tensors that depend on the image.
-    """
-
-    image: Tensor
-    steps: list[Step] = field(default_factory=list)
-    result: Any = None
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    kept: set[str] = field(default_factory=set)
 
 
 class _Dependent:
@@ -410,8 +368,8 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         raise UnsupportedCode([(f"code that fails for some {str(image.dtype)[6:]} images ({why})", "")]) from error
     problems = list(dict.fromkeys(problem for found in (first, *others, again) for problem in found.problems))
     for found in (*others, again):
-        problems += _differences(first, found, "for another image")
-    if not isinstance(plain, Tensor) or not close(first.result, plain, _between(plain)):
+        problems += differences(first, found, "for another image")
+    if not isinstance(plain, Tensor) or not close(first.result, plain, kernel_tolerance(plain)):
         problems.append(("forward code that behaves differently while it is recorded", ""))
     if not same(first.result, again.result) or not same(plain, repeated):
         problems.append(("forward code that gives two results for one image", ""))
@@ -453,7 +411,7 @@ def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> boo
             if is_out_of_memory(error):
                 raise
             continue
-        if not close(found.detach(), plain, _between(plain)):
+        if not close(found.detach(), plain, kernel_tolerance(plain)):
             return False
     return True
 
@@ -473,8 +431,8 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
     first, *_ = examine(module, image, real)
     with RealArithmetic() if real else nullcontext():
         found = look(module, image)
-        problems = found.problems + _differences(first, found, "for another image")
-        if not close(graph.replay(image), found.result, _between(found.result)):
+        problems = found.problems + differences(first, found, "for another image")
+        if not close(graph.replay(image), found.result, kernel_tolerance(found.result)):
             problems.append(("forward code that behaves differently when it is captured", ""))
     if problems:
         raise UnsupportedCode(problems)
@@ -486,107 +444,9 @@ def as_captured(first: Look, captured: Look) -> None:
     Raises:
         UnsupportedCode: the code treats a tensor differently from the value that records operations.
     """
-    problems = _differences(captured, first, "for a tensor but not when it is captured", types=True)
+    problems = differences(captured, first, "for a tensor but not when it is captured", types=True)
     if problems:
         raise UnsupportedCode(problems)
-
-
-def only_in(dtype: torch.dtype, found: Look) -> None:
-    """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast.
-
-    Raises:
-        UnsupportedCode: an operation uses another type; names the first.
-    """
-    for step in found.steps:
-        for other in step.types - {dtype}:
-            raise UnsupportedCode([(f"{step.name} in {str(other)[6:]} in a network in {str(dtype)[6:]}", step.path)])
-
-
-def across_types(first: Look, other: Look) -> None:
-    """Compares the runs of one network in two floating-point types.
-
-    Casts, copies and views may differ. Everything else must be equal, numbers and tensors up to the rounding of the
-    types.
-
-    Raises:
-        UnsupportedCode: the code does something different in the other type.
-    """
-    problems = _differences(first, other, "in another floating-point type", types=True)
-    if problems:
-        raise UnsupportedCode(problems)
-
-
-def _differences(first: Look, other: Look, when: str, types: bool = False) -> list[tuple[str, str]]:
-    ours, theirs = first.steps, other.steps
-    if types:
-        ours, theirs = ([step for step in steps if step.name not in _MOVING] for steps in (ours, theirs))
-    for one, two in zip(ours, theirs, strict=False):
-        if one.name != two.name:
-            return [(f"{two.name} in place of {one.name} {when}", two.path)]
-        if one.form != two.form and not (types and _alike(one.form, two.form)):
-            return [(f"{one.name} with {_first_difference(two.form, one.form)} {when}", two.path)]
-        if len(one.constants) != len(two.constants):
-            return [(f"{one.name} of other tensors {when}", two.path)]
-        for mine, its in zip(one.constants, two.constants, strict=True):
-            if mine is not its and not (close(mine, its) if types else same(mine, its)):
-                return [(f"{one.name} with other constants {when}", two.path)]
-    if len(ours) != len(theirs):
-        step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
-        return [(f"{step.name} {when} or not", step.path)]
-    return []
-
-
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two forms differ at most by rounding to float32, the lowest precision in which kernels compute."""
-    unit = torch.finfo(torch.float32).eps
-    both = [(*form[0], *form[1]) for form in (one, other)]
-    return len(both[0]) == len(both[1]) and all(
-        a == b or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= unit * abs(b))
-        for a, b in zip(*both, strict=True)
-    )
-
-
-def _first_difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """A description of the first difference between two forms."""
-    for mine, its in zip((*one[0], *one[1]), (*other[0], *other[1]), strict=False):
-        if mine != its:
-            return f"{'size ' if isinstance(mine, tuple) else ''}{mine} in place of {its}"
-    return "other arguments"
-
-
-def same(one: Any, two: Any) -> bool:
-    """Whether two results are equal bit for bit; on a GPU, where the order of sums varies, up to rounding."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return type(one) is type(two)
-    if one.shape != two.shape or one.dtype != two.dtype:
-        return False
-    if one.device.type != "cpu" and one.is_floating_point():
-        return close(one, two, _between(one))
-    equal = one == two
-    return bool((equal | (one.isnan() & two.isnan()) if one.is_floating_point() else equal).all())
-
-
-def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
-    """Equality up to ``tolerance`` times the largest entry; the default is 256 roundings of the coarser type."""
-    if one.shape != two.shape or one.is_floating_point() != two.is_floating_point():
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, two.to(one.dtype))
-    if tolerance is None:
-        tolerance = 256 * max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
-    one, two = one.double(), two.double()
-    equal = (one == two) | (one.isnan() & two.isnan())
-    finite = two[two.isfinite()].abs()
-    scale = finite.max().item() if finite.numel() else 0.0
-    return bool((equal | ((one - two).abs() <= tolerance * scale)).all())
-
-
-def _between(result: Tensor) -> float:
-    """The tolerance between kernels for the same operation, relative to the largest entry.
-
-    Deep networks with random weights differ by 1e-4 in float32. What float64 sees is held to 1e-10.
-    """
-    return 1e-3 if not result.is_floating_point() or torch.finfo(result.dtype).bits < 64 else 1e-10
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

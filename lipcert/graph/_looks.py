@@ -1,0 +1,152 @@
+"""What was seen of one run of a network, and how two runs are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert.errors import UnsupportedCode
+
+# Kernels that change no value. Which of them run depends on types and memory layout.
+_MOVING = frozenset(
+    ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_unsafe_view", "view")
+)  # fmt: skip
+
+
+@dataclass
+class Step:
+    """A kernel call with an argument that depends on the image.
+
+    Attributes:
+        name: the kernel's name, without overload and without the trailing underscore of in-place kernels.
+        form: sizes of its tensors, and its numeric arguments; without types.
+        constants: operands that do not depend on the image; copied unless the module holds them.
+        path: dotted path of the module.
+        types: floating-point types of its operands and results that depend on the image.
+    """
+
+    name: str
+    form: tuple[Any, ...]
+    constants: list[Tensor]
+    path: str
+    types: frozenset[torch.dtype] = frozenset()
+
+
+@dataclass
+class Look:
+    """One run of a network on one image.
+
+    Attributes:
+        image: the input, shape (1, C, H, W).
+        steps: the kernel calls with an argument that depends on the image, in order.
+        result: the network's output.
+        problems: (description, module path) pairs.
+        kept: the module attributes that hold tensors that depend on the image.
+    """
+
+    image: Tensor
+    steps: list[Step] = field(default_factory=list)
+    result: Any = None
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+
+
+def only_in(dtype: torch.dtype, found: Look) -> None:
+    """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast.
+
+    Raises:
+        UnsupportedCode: an operation uses another type; names the first.
+    """
+    for step in found.steps:
+        for other in step.types - {dtype}:
+            raise UnsupportedCode([(f"{step.name} in {str(other)[6:]} in a network in {str(dtype)[6:]}", step.path)])
+
+
+def across_types(first: Look, other: Look) -> None:
+    """Compares the runs of one network in two floating-point types.
+
+    Casts, copies and views may differ. Everything else must be equal, numbers and tensors up to the rounding of the
+    types.
+
+    Raises:
+        UnsupportedCode: the code does something different in the other type.
+    """
+    problems = differences(first, other, "in another floating-point type", types=True)
+    if problems:
+        raise UnsupportedCode(problems)
+
+
+def differences(first: Look, other: Look, when: str, types: bool = False) -> list[tuple[str, str]]:
+    ours, theirs = first.steps, other.steps
+    if types:
+        ours, theirs = ([step for step in steps if step.name not in _MOVING] for steps in (ours, theirs))
+    for one, two in zip(ours, theirs, strict=False):
+        if one.name != two.name:
+            return [(f"{two.name} in place of {one.name} {when}", two.path)]
+        if one.form != two.form and not (types and _alike(one.form, two.form)):
+            return [(f"{one.name} with {_first_difference(two.form, one.form)} {when}", two.path)]
+        if len(one.constants) != len(two.constants):
+            return [(f"{one.name} of other tensors {when}", two.path)]
+        for mine, its in zip(one.constants, two.constants, strict=True):
+            if mine is not its and not (close(mine, its) if types else same(mine, its)):
+                return [(f"{one.name} with other constants {when}", two.path)]
+    if len(ours) != len(theirs):
+        step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
+        return [(f"{step.name} {when} or not", step.path)]
+    return []
+
+
+def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two forms differ at most by rounding to float32, the lowest precision in which kernels compute."""
+    unit = torch.finfo(torch.float32).eps
+    both = [(*form[0], *form[1]) for form in (one, other)]
+    return len(both[0]) == len(both[1]) and all(
+        a == b or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= unit * abs(b))
+        for a, b in zip(*both, strict=True)
+    )
+
+
+def _first_difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """A description of the first difference between two forms."""
+    for mine, its in zip((*one[0], *one[1]), (*other[0], *other[1]), strict=False):
+        if mine != its:
+            return f"{'size ' if isinstance(mine, tuple) else ''}{mine} in place of {its}"
+    return "other arguments"
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two results are equal bit for bit; on a GPU, where the order of sums varies, up to rounding."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return type(one) is type(two)
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if one.device.type != "cpu" and one.is_floating_point():
+        return close(one, two, kernel_tolerance(one))
+    equal = one == two
+    return bool((equal | (one.isnan() & two.isnan()) if one.is_floating_point() else equal).all())
+
+
+def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
+    """Equality up to ``tolerance`` times the largest entry; the default is 256 roundings of the coarser type."""
+    if one.shape != two.shape or one.is_floating_point() != two.is_floating_point():
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, two.to(one.dtype))
+    if tolerance is None:
+        tolerance = 256 * max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
+    one, two = one.double(), two.double()
+    equal = (one == two) | (one.isnan() & two.isnan())
+    finite = two[two.isfinite()].abs()
+    scale = finite.max().item() if finite.numel() else 0.0
+    return bool((equal | ((one - two).abs() <= tolerance * scale)).all())
+
+
+def kernel_tolerance(result: Tensor) -> float:
+    """The tolerance between kernels for the same operation, relative to the largest entry.
+
+    Deep networks with random weights differ by 1e-4 in float32. What float64 sees is held to 1e-10.
+    """
+    return 1e-3 if not result.is_floating_point() or torch.finfo(result.dtype).bits < 64 else 1e-10
