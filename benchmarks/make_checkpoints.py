@@ -31,8 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "cifar10-liresnet": {
         "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 200,
-        "test": "test.tar", "limit": 2000,
-        "data": "CIFAR-10, 2,000 test images of a fixed shuffle, lightly compressed JPEG files",
+        "test": "test.tar",
+        "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
 }  # fmt: skip
@@ -57,7 +57,6 @@ def main() -> None:
     args = parser.parse_args()
     kind = dict(KINDS[args.name])
     file, test = ASSETS / kind["file"], kind.pop("test", None)
-    limit = ("--limit", str(kind.pop("limit"))) if "limit" in kind else ()
     args.work.mkdir(exist_ok=True)
     if (args.work / "rounded.safetensors").exists():
         shutil.copy(args.work / "rounded.safetensors", file)
@@ -65,7 +64,7 @@ def main() -> None:
     data = () if test is None else ("--data", str(args.data / test))
     rows, attacked, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".attacked.jsonl", ".md"))
     common = ("certify", str(file), *data, "--eps", EPS, "--method", kind["method"])
-    run(*common, *limit, "--out", str(rows))
+    run(*common, "--out", str(rows))
     run(*common, "--attack", "--limit", str(kind["attacked_images"]), "--out", str(attacked))
     found, hit = rows_of(rows), rows_of(attacked)
     right = [row for row in found if row["predicted"] == row["label"]]
@@ -89,7 +88,6 @@ def main() -> None:
                 "--eps",
                 EPS,
                 *method,
-                *limit,
             ]
         ),
         **kind,

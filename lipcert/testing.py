@@ -406,7 +406,7 @@ def _check_gains(module: nn.Module, images: Tensor) -> float | None:
     shares = []
     for node in graph.nodes[1:]:
         rule = RULES[node.op].jacobian if node.op in RULES else None
-        if rule is None or RULES[node.op].linear is not None and len(node.operands) < 2:
+        if rule is None or not rule.covers(node):
             continue
         values = {o: torch.stack([known[o] for known in runs]) for o in (*node.operands, node)}
         for operand in dict.fromkeys(node.operands):

@@ -290,7 +290,7 @@ def test_maps_are_multiplied_out_only_while_their_norm_is_computed() -> None:
     weights = 8 * sum(parameter.numel() for parameter in net.parameters())
     before = float64_bytes()
     seen: list[int] = []
-    analysis = analyze(net, (3, 10, 10), lambda done, total: seen.append(float64_bytes() - before))
+    analysis = analyze(net, (3, 10, 10), lambda *step: seen.append(float64_bytes() - before))
     assert analysis.output.lip.finite
     assert len(seen) > 20
     assert max(*seen, float64_bytes() - before) < weights / 10
@@ -302,11 +302,11 @@ def test_input_size_is_needed_without_a_model() -> None:
 
 
 def test_progress_is_reported() -> None:
-    seen: list[tuple[int, int]] = []
-    lipschitz(
-        nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval(), (3, 2, 2), lambda done, total: seen.append((done, total))
-    )
-    assert [done for done, _ in seen] == list(range(1, seen[0][1]))
+    seen: list[tuple[int, int, str]] = []
+    lipschitz(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval(), (3, 2, 2), lambda *step: seen.append(step))
+    bounded = [(done, total) for done, total, text in seen if text == "bounding the network"]
+    assert [done for done, _ in bounded] == list(range(1, bounded[0][1]))
+    assert seen[0] == (0, seen[0][1], "reading the network")
 
 
 def test_missing_rules_are_collected_over_the_whole_network() -> None:

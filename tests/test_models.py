@@ -109,9 +109,7 @@ def test_every_architecture_of_this_timm_is_answered_with_a_bound() -> None:
     if json.loads(zoo.TABLE.read_text())["timm"] != timm.__version__:
         pytest.skip("the table was made with another timm")
     found = zoo.architectures()
-    ours = {name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("lipcert.")}
-    assert ours
-    assert {one.name for one in found if not one.checked} == ours
+    assert not [one.name for one in found if not one.checked]
     assert [(one.name, one.reason) for one in found if one.checked and not one.covered] == []
     sets = json.loads((Path(__file__).parent.parent / "benchmarks" / "zoo_sets.json").read_text())
     assert len(sets["signatures"]) == 338
@@ -252,7 +250,7 @@ def test_answers_to_all_questions_that_hold(constant) -> None:
         ({"box": _moves_by(0.5)}, "leaves its box"),
         ({"remainder": _curved(1)}, "the remainder of doubled: its norm is"),
         ({"linear": True}, "doubled is registered as linear but is not"),
-        ({"rounding": lambda node, operands, fmt: 0 * operands[0].most}, "doubled in torch.float32 is off by"),
+        ({"rounding": lambda node, operands, fmt: 0 * operands[0].most}, "doubled in torch.float32 exceeds its bound"),
     ],
     ids=["box", "remainder", "linear", "rounding"],
 )

@@ -93,10 +93,12 @@ class Jacobian:
         bounds: ``bounds(node, place, values)``, the pair (A, κ) for the operand with index ``place``.
         absolute: the rounding error of the result is at most γ₀(‖result‖ + absolute · ‖operand‖); None if κ implies a
             bound.
+        covers: whether the bounds hold for a captured operation, by its operands.
     """
 
     bounds: Callable[..., Any]
     absolute: float | None
+    covers: Callable[[Node], bool]
 
 
 RULES: dict[Any, Rule] = {}
@@ -153,11 +155,13 @@ def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node:
     return register
 
 
-def jacobian(*targets: Any, absolute: float | None = None) -> Callable[[Answer], Answer]:
+def jacobian(
+    *targets: Any, absolute: float | None = None, covers: Callable[[Node], bool] | None = None
+) -> Callable[[Answer], Answer]:
     """Registers bounds on Jacobians at computed values; see :class:`Jacobian`."""
 
     def register(bounds: Answer) -> Answer:
-        _register("jacobian", targets, Jacobian(bounds, absolute))
+        _register("jacobian", targets, Jacobian(bounds, absolute, covers or _always))
         return bounds
 
     return register
@@ -170,6 +174,11 @@ def rounding(*targets: Any) -> Callable[[Answer], Answer]:
 
 def _always(node: Node) -> bool:
     return True
+
+
+def in_two_operands(node: Node) -> bool:
+    """For products of two values, without constants that a third operand could scale."""
+    return len(node.operands) == 2
 
 
 def in_one_operand(node: Node) -> bool:

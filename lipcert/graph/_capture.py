@@ -19,7 +19,7 @@ from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
-from lipcert.graph._witness import as_captured, examine, module_calls, watched, write_count
+from lipcert.graph._witness import as_captured, examine, frozen, module_calls, watched, write_count
 
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(
@@ -519,7 +519,8 @@ def capture(
         if not isinstance(truth, Tensor):
             raise InputError(f"the model must return one tensor of logits, it returns {type(truth).__name__}")
         looks = examine(module, images, real)
-        outcome, captured = recorder.watch(module, images)
+        with frozen(module):
+            outcome, captured = recorder.watch(module, images)
         passed()
         as_captured(looks[0], captured)
         graph = recorder.graph(outcome)

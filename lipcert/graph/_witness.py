@@ -353,7 +353,7 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
 def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     chance = random_states()
     try:
-        with _frozen(module):
+        with frozen(module):
             first, *others = [look(module, example) for example in examples(image)]
             state = _state(module)
             again = look(module, image)
@@ -389,7 +389,7 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
 
 
 @contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
+def frozen(module: nn.Module) -> Iterator[None]:
     """No parameter requires a gradient: ``torch.matmul`` chooses its kernels by that."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:

@@ -17,7 +17,17 @@ from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled, unknown
 from lipcert.bounds._jacobian import Bounds, bilinear, copies
-from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
+from lipcert.bounds._registry import (
+    Call,
+    NoAnswer,
+    box,
+    in_one_operand,
+    in_two_operands,
+    jacobian,
+    remainder,
+    rounding,
+    rule,
+)
 from lipcert.bounds._remainder import Against, known, per_image, worst
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
@@ -295,7 +305,7 @@ class Gate:
         return lambda rho: largest * rho[0] * rho[1]
 
 
-@jacobian("mul")
+@jacobian("mul", covers=in_two_operands)
 def mul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """The other factor's largest entry, for each copy that a broadcast makes of this one."""
     operand, other = node.operands[place], node.operands[1 - place]
@@ -411,7 +421,7 @@ class Quotient:
         return bound
 
 
-@jacobian("div")
+@jacobian("div", covers=in_two_operands)
 def div_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """1/y for the numerator, and (x/y)/y for the denominator."""
     gain = copies(node, node.operands[place]) / per_image(values[node.operands[1]]).abs().amin(1)

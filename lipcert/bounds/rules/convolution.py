@@ -16,7 +16,17 @@ from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, per_axis
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
-from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
+from lipcert.bounds._registry import (
+    Call,
+    NoAnswer,
+    box,
+    in_one_operand,
+    in_two_operands,
+    jacobian,
+    remainder,
+    rounding,
+    rule,
+)
 from lipcert.bounds._remainder import Bilinear
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
@@ -91,11 +101,9 @@ class DynamicConvolution(Bilinear):
         self.factors = (node.operands.index(x), node.operands.index(weight))
 
 
-@jacobian("conv1d", "conv2d", "conv3d")
+@jacobian("conv1d", "conv2d", "conv3d", covers=in_two_operands)
 def convolution_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """Every entry of one operand meets one of the other at most once for each position in the kernel."""
-    if len(node.operands) != 2:
-        raise NoAnswer("not of two operands")
     operand, other = node.operands[place], node.operands[1 - place]
     gain = lengths(values[other]) * math.sqrt(math.prod(node.operands[1].shape[2:]))
     return bilinear(gain, sum(operand.shape) + sum(node.shape) + math.prod(operand.shape[1:]))

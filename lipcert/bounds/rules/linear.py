@@ -20,7 +20,17 @@ from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
-from lipcert.bounds._registry import Call, NoAnswer, box, in_one_operand, jacobian, remainder, rounding, rule
+from lipcert.bounds._registry import (
+    Call,
+    NoAnswer,
+    box,
+    in_one_operand,
+    in_two_operands,
+    jacobian,
+    remainder,
+    rounding,
+    rule,
+)
 from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, per_image
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
@@ -206,7 +216,7 @@ class MatrixProduct:
         return Contracted((form,), lambda rho, sizes: sizes[0] * x * rho[0])
 
 
-@jacobian("matmul")
+@jacobian("matmul", covers=in_two_operands)
 def matmul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """The other factor's sum of squares, by Cauchy and Schwarz, for every copy that a broadcast makes of this one."""
     operand, other = node.operands[place], node.operands[1 - place]
@@ -372,11 +382,9 @@ class Contraction(Bilinear):
         self.factor = math.sqrt(math.prod(repeats(equation, node.operands)))
 
 
-@jacobian("einsum")
+@jacobian("einsum", covers=in_two_operands)
 def einsum_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """The other operand's sum of squares, times the copies that are made of either along axes where it has size 1."""
-    if len(node.operands) != 2:
-        raise NoAnswer("not of two operands")
     operand, other = node.operands[place], node.operands[1 - place]
     gain = lengths(values[other]) * math.sqrt(math.prod(repeats(node.args[0], node.operands)))
     return bilinear(gain, sum(operand.shape) + sum(node.shape) + sum(other.shape))

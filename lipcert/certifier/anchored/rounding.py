@@ -101,7 +101,8 @@ class OperationRounding:
         return bool(self.kinds[link.node]) or self._rule(link.node) is not None
 
     def _rule(self, node: Node) -> Jacobian | None:
-        return RULES[node.op].jacobian if node.op in RULES else None
+        rule = RULES[node.op].jacobian if node.op in RULES else None
+        return rule if rule is not None and rule.covers(node) else None
 
     @torch.no_grad()
     def __call__(self, values: Mapping[Node, Tensor], norms: Mapping[Link, Tensor] = MappingProxyType({})) -> Errors:
