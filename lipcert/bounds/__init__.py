@@ -17,7 +17,7 @@ from lipcert.bounds._global import (
     global_values,
     lipschitz,
 )
-from lipcert.bounds._jacobian import gamma, lengths
+from lipcert.bounds._jacobian import WINDOW, gamma, lengths
 from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, bottom_logit, margins, radii, row_distances
 from lipcert.bounds._masked import Core
 from lipcert.bounds._registry import (
@@ -46,9 +46,9 @@ from lipcert.bounds.forms import canonical_forms
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Contracted", "Core", "Dense",
     "Estimate", "Form", "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Progress",
-    "Remainder", "Rule", "State", "Value", "Walk", "analyze", "analyze_for_training", "answer_of", "arguments",
-    "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "contracted", "coverage", "flat",
-    "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths", "lipschitz",
+    "Remainder", "Rule", "State", "Value", "WINDOW", "Walk", "analyze", "analyze_for_training", "answer_of",
+    "arguments", "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "contracted", "coverage",
+    "flat", "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths", "lipschitz",
     "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
     "row_distances", "rule", "rule_for", "total",
 ]  # fmt: skip

@@ -24,7 +24,8 @@ from lipcert.graph import Node, run
 
 Bounds = tuple[Tensor | float, Tensor | float]
 
-# The number of roundings in a kernel besides its sums (products, scales, library functions), and of window entries.
+# The number of roundings in a kernel besides its sums (products, scales, library functions), and the largest number of
+# entries in a window of pooling, folding or bicubic interpolation.
 _ROUNDINGS = 16
 WINDOW = 512
 

@@ -59,7 +59,7 @@ import torch
 from torch import Tensor
 
 from lipcert._numerics import SMALLEST_NORMAL, at_most
-from lipcert.bounds import RULES, Jacobian, NoAnswer, gamma, lengths, remainder_of
+from lipcert.bounds import RULES, WINDOW, Jacobian, NoAnswer, gamma, lengths, remainder_of
 from lipcert.certifier.anchored.chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
@@ -68,8 +68,6 @@ _SHARE = 1e-6
 _ATTEMPTS = 12
 # Norms beyond count as infinite.
 _HUGE = 1e140
-# Entries of a window of pooling or folding, and of bicubic interpolation.
-_WINDOW = 512
 # Relative error of a product with an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
@@ -201,7 +199,7 @@ def _found(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Te
 
 def _lost(node: Node) -> float:
     """What underflow may take of all entries of a result, as a norm."""
-    return SMALLEST_NORMAL * _WINDOW * math.sqrt(max(1, math.prod(node.shape)))
+    return SMALLEST_NORMAL * WINDOW * math.sqrt(max(1, math.prod(node.shape)))
 
 
 def _terms(node: Node, operand: Node) -> int:
@@ -220,9 +218,9 @@ def _terms(node: Node, operand: Node) -> int:
             conv = isinstance(node.op, str) and node.op.startswith("conv")
             count = max(count, (shape[0] + shape[1]) * math.prod(shape[2:]) if conv else sum(shape))
     if any(word in node.name for word in ("pool", "fold", "interpolate")):
-        count += _WINDOW
-    lengths = sorted((max(1, math.prod(node.shape)), max(1, math.prod(operand.shape))))
-    return count + 2 * (lengths[1] // lengths[0])
+        count += WINDOW
+    fewer, more = sorted((max(1, math.prod(node.shape)), max(1, math.prod(operand.shape))))
+    return count + 2 * (more // fewer)
 
 
 def _tree(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -370,7 +368,7 @@ class Ways:
     def off_by(self) -> Tensor:
         """S for all (a, b), shape (N, values, values)."""
         ways = self.bounds.clamp_max(_HUGE)
-        first = torch.full_like(ways, SMALLEST_NORMAL * _WINDOW)
+        first = torch.full_like(ways, SMALLEST_NORMAL * WINDOW)
         endless = bool((self.bounds >= _HUGE).any())
         for link, kappa in self.off.items():
             o, w = self.place[link.operand], self.place[link.node]
