@@ -391,9 +391,29 @@ def test_a_graph_is_held_against_every_image_it_is_confirmed_on():
     net = Code(lambda z, x: z.relu()).double()
     graph = capture(net, torch.rand(1, *SIZE).double())
     confirm(net, graph, torch.rand(1, *SIZE).double(), real=True)
-    net.head.weight.data += 1
+    other = copy.deepcopy(net)
+    other.head.weight.data += 1
     with pytest.raises(UnsupportedCode):
-        confirm(net, graph, torch.rand(1, *SIZE).double(), real=True)
+        confirm(other, graph, torch.rand(1, *SIZE).double(), real=True)
+
+
+@pytest.mark.parametrize("held", ["parameter", "view of a parameter", "buffer"])
+def test_code_that_writes_to_its_weights_and_restores_them_is_refused(held):
+    """The write counts stay as they were, since ``data`` has its own."""
+
+    class Restores(Code):
+        def forward(self, x):
+            weight = {"parameter": self.head.weight, "view of a parameter": self.head.weight.t()}.get(held, self.table)
+            kept = weight.detach().clone()
+            weight.data.mul_(2 if x.dtype == torch.float32 else 1)
+            result = super().forward(x) + self.table
+            weight.data.copy_(kept)
+            return result
+
+    net = Restores(lambda z, x: z.relu())
+    net.register_buffer("table", torch.ones(1))
+    with pytest.raises(UnsupportedCode, match="writes to a parameter or buffer"):
+        examine(net, torch.rand(1, *SIZE))
 
 
 def test_a_module_may_be_captured_with_one_image_after_the_other():

@@ -23,7 +23,7 @@ class Step:
     Attributes:
         name: the kernel's name, without overload and without the trailing underscore of in-place kernels.
         form: sizes of its tensors, and its numeric arguments; without types.
-        constants: operands that do not depend on the image; copied unless the module holds them.
+        constants: operands that do not depend on the image; copied unless they lie in a parameter or buffer.
         path: dotted path of the module.
         types: floating-point types of its operands and results that depend on the image.
     """
@@ -91,12 +91,24 @@ def differences(first: Look, other: Look, when: str, types: bool = False) -> lis
         if len(one.constants) != len(two.constants):
             return [(f"{one.name} of other tensors {when}", two.path)]
         for mine, its in zip(one.constants, two.constants, strict=True):
-            if mine is not its and not (close(mine, its) if types else same(mine, its)):
+            if not _one_memory(mine, its) and not (close(mine, its) if types else same(mine, its)):
                 return [(f"{one.name} with other constants {when}", two.path)]
     if len(ours) != len(theirs):
         step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
         return [(f"{step.name} {when} or not", step.path)]
     return []
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a dense tensor lies, storage first: tensors that live at the same time and agree in this are equal."""
+    if tensor.layout != torch.strided:
+        return ()
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _one_memory(one: Tensor, two: Tensor) -> bool:
+    return one is two or bool(memory_of(one) and memory_of(one) == memory_of(two))
 
 
 def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -125,6 +137,8 @@ def same(one: Any, two: Any) -> bool:
         return False
     if one.device.type != "cpu" and one.is_floating_point():
         return close(one, two, kernel_tolerance(one))
+    if torch.equal(one, two):  # the other comparison takes NaN for equal
+        return True
     equal = one == two
     return bool((equal | (one.isnan() & two.isnan()) if one.is_floating_point() else equal).all())
 
@@ -138,6 +152,8 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
     if tolerance is None:
         tolerance = 256 * max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
     one, two = one.double(), two.double()
+    if torch.equal(one, two):
+        return True
     equal = (one == two) | (one.isnan() & two.isnan())
     finite = two[two.isfinite()].abs()
     scale = finite.max().item() if finite.numel() else 0.0

@@ -42,7 +42,7 @@ from lipcert._random_states import random_states
 from lipcert._real import RealArithmetic
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
-from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, same
+from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, memory_of, same
 from lipcert.graph._passes import passed
 
 # Kernels whose result depends on values, in addition to those that torch tags as data dependent.
@@ -98,10 +98,10 @@ class _Dependent:
 class _Kernels(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, look: Look, held: set[int], dependent: _Dependent, stack: list[str]):
+    def __init__(self, look: Look, module: nn.Module, dependent: _Dependent, stack: list[str]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.look = look
-        self.held = held
+        self.held = {memory_of(tensor)[:1]: tensor for tensor in (*module.parameters(), *module.buffers())}
         self.dependent = dependent
         self.stack = stack
         self.precision = matmul_precision()
@@ -109,6 +109,13 @@ class _Kernels(TorchDispatchMode):
 
     def problem(self, what: str) -> None:
         self.look.problems.append((what, (self.stack or [""])[-1]))
+
+    def kept(self, constant: Tensor) -> Tensor:
+        """The constant itself if it lies in a parameter or buffer, which nothing may write to; otherwise a copy."""
+        return constant if self.is_held(constant) else constant.clone()
+
+    def is_held(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and memory_of(tensor)[:1] in self.held
 
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,16 +140,18 @@ class _Kernels(TorchDispatchMode):
             self.problem("code that changes the precision of float32 products")
         step = Step(name.rstrip("_"), (), [], (self.stack or [""])[-1])
         if touched:
-            step.constants = [t if id(t) in self.held else t.clone() for t in tensors if t not in self.dependent]
+            step.constants = [self.kept(tensor) for tensor in tensors if tensor not in self.dependent]
         try:
             outcome = kernel(*args, **kwargs)
         except Exception:
             if touched:
                 self.problem(f"{name}, which raises an error for some values")
             raise
+        written = [leaf for leaf in tree_leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(self.is_held(tensor) for tensor in written):
+            self.problem(f"{name}, which writes to a parameter or buffer")
         if touched:
             made = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
-            written = [leaf for leaf in tree_leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
             if any(tensor.layout != torch.strided for tensor in made):
                 self.problem(f"{name}, whose result is not a dense tensor")
             for tensor in (*made, *written):
@@ -203,6 +212,8 @@ def _in(tensor: Any, tensors: list[Tensor]) -> bool:
 
 def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that a kernel writes to."""
+    if not kernel._schema.is_mutable:
+        return []
     return [
         args[place] if place < len(args) else kwargs.get(parameter.name)
         for place, parameter in enumerate(kernel._schema.arguments)
@@ -253,7 +264,7 @@ def watched(module: nn.Module, given: Tensor, stack: list[str]) -> Iterator[_Ker
     """
     dependent = _Dependent()
     dependent.add(given)
-    kernels = _Kernels(Look(given.clone()), {id(tensor) for _, tensor in _held(module)}, dependent, stack)
+    kernels = _Kernels(Look(given.clone()), module, dependent, stack)
     with torch.no_grad(), _one_kernel_for_all_types(), kernels:
         yield kernels
 
