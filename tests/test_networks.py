@@ -75,6 +75,22 @@ def test_residual_blocks_are_bounded_as_one_operator() -> None:
         assert exact <= gain + 1e-9 <= exact + 0.06
 
 
+@pytest.mark.parametrize("block", ["residual", "conv"])
+def test_other_blocks_are_built_and_bounded(block: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "width": 4, "depth": 2, "neck": 4, "features": 8}
+    model = lipcert.load("liresnet_l6w64", pretrained=False, block=block, **sizes)
+    if block == "residual":
+        for module in model.net.blocks[::2]:
+            torch.nn.init.normal_(module.beta)
+    images = torch.rand(8, 3, 8, 8)
+    moved = images + 0.01 * torch.randn_like(images)
+    change = (model(moved) - model(images)).norm(dim=1) / (moved - images).flatten(1).norm(dim=1)
+    assert change.max() <= 10 ** lipcert.lipschitz(model).log10
+    with pytest.raises(LoadError, match="there is no block 'plain'"):
+        lipcert.load("liresnet_l6w64", pretrained=False, block="plain", **sizes)
+
+
 def test_the_heads_rows_have_norm_one() -> None:
     head = NormalizedLinear(6, 4).double()
     x = torch.randn(3, 6).double()

@@ -13,7 +13,8 @@ import lipcert
 from benchmarks import make_readme
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import measures
-from benchmarks.papers.tables import LISTED, RECIPES, SCALES, TABLES, find
+from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, values_of
+from benchmarks.papers.tables import LISTED, TABLES, find
 from lipcert.cli import app
 
 assert lipcert.networks  # registers the papers' architectures
@@ -31,15 +32,37 @@ def test_every_row_has_a_network_a_recipe_and_its_figures():
             assert row.model is None or timm.is_model(row.model), row.model
 
 
+@pytest.mark.parametrize("scale", sorted(SCALES))
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_the_commands_of_a_recipe_are_understood(name):
-    commands = get_command(app)
-    values = {"train": "D", "eps": "0.1", "batch": 8, "epochs": 1, "images": 8, "calibration": 8, "preset": "cifar10"}
-    for step in RECIPES[name].steps:
-        command, *options = (part.format(**values) for part in step.split())
-        known = commands.get_command(Context(commands), command)
-        context = known.make_context(command, ["MODEL", *options], resilient_parsing=False)
-        assert context.params["model"] == "MODEL"
+def test_the_commands_of_a_recipe_are_understood(name, scale):
+    """Of the last row that has the recipe, whose training is not the commonest."""
+    known = get_command(app)
+    row = [row for table in TABLES for row in table.rows if row.recipe == name][-1]
+    steps = papers.commands(row, SCALES[scale], "D")
+    assert len(steps) == len(RECIPES[name].steps)
+    assert ("--no-pretrained" in steps[0]) is not RECIPES[name].pretrained
+    for command, *options in steps:
+        one = known.get_command(Context(known), command)
+        context = one.make_context(command, list(options), resilient_parsing=False)
+        assert context.params["model"] in ("MODEL", row.model)
+
+
+def test_full_scale_takes_the_numbers_of_the_papers_tables():
+    rows = {(table.paper, table.number, row.name): row for table in TABLES for row in table.rows}
+    stated = {
+        ("certvit", "1", "MNIST, CertViT 4C3F"): {"batch": 512, "epochs": 100, "schedule": "multistep"},
+        ("certvit", "1", "CIFAR-10, GloRo 4C3F"): {"batch": 512, "epochs": 800, "over": "1.133"},
+        ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "until": 0.667},
+        ("certvit", "3", "vit_base_patch8_224"): {"batch": 128, "epochs": 70, "preset": "vit_base_patch8"},
+        ("liresnet", "1", "ImageNet, LiResNet L12W588"): {"batch": 1024, "epochs": 400},
+        ("local-lip", "2", "CIFAR-10, Local-Lip-B 6C2F"): {"batch": 256, "epochs": 800, "over": "1.099"},
+        ("local-lip", "6", "λ_sparse 0.03"): {"batch": 128, "lr": 2.5e-4, "sparsity": 0.03},
+    }
+    for key, expected in stated.items():
+        found = values_of(rows[key], SCALES["full"], "D")
+        assert {name: found[name] for name in expected} == expected, key
+    for row in rows.values():
+        assert row.training is None or row.data in TRAININGS[row.training], row.name
 
 
 def test_rows_that_cannot_be_run_say_what_they_need(tmp_path, monkeypatch, capsys):
@@ -51,6 +74,9 @@ def test_rows_that_cannot_be_run_say_what_they_need(tmp_path, monkeypatch, capsy
     assert "needs the data set mnist" in rows["MNIST, Standard 4C3F"]["here"]
     assert rows["MNIST, BCP 4C3F"]["here"].startswith("quoted")
     assert rows["CIFAR-10, CertViT ViT"]["paper"]["certified"] == 33.1
+    (needs, first, *_) = papers.table(find("certvit", "3"), "full", {}, None)
+    assert "ImageNet" in needs["needs"]
+    assert first["commands"][0].startswith("lipcert convert vit_tiny_patch16_224 ")
     assert "Treebank" in papers.table(find("lofast", "figure 5"), "small", {})[0]["needs"]
     with pytest.raises(SystemExit, match="no table 99 of certvit here; there are 1, 2"):
         find("certvit", "99")
@@ -76,6 +102,7 @@ def test_hyper_parameters_and_parameters_are_those_of_the_package(monkeypatch, t
         ("MNIST, CertViT ViT", (1, 28, 28)),
         ("TinyImageNet, GloRo 8C2F", (3, 64, 64)),
         ("CIFAR-100, Standard ViT", (3, 32, 32)),
+        ("CIFAR-100, Standard 8C2F", (3, 32, 32)),
     ],
 )
 def test_networks_fit_their_data_sets(name, images):
@@ -88,8 +115,15 @@ def test_networks_fit_their_data_sets(name, images):
     assert model(torch.rand(1, *images)).shape == (1, classes)
 
 
-def test_every_scale_names_epochs_for_every_paper():
-    assert all(set(scale.epochs) == set(LISTED) for scale in SCALES.values())
+@pytest.mark.parametrize("number", ["4", "5", "6"])
+def test_networks_have_the_sizes_of_the_papers_tables(number):
+    for row in measures.architectures(find("certvit", number), True, None):
+        assert row["here"] == row["paper"], row["name"]
+
+
+def test_no_slope_of_gelu_passes_its_constant_but_the_papers():
+    (row,) = measures.gelu(find("certvit", "figure 2"), True, None)
+    assert row["paper"][0] < row["slope found"] <= row["lipcert"]
 
 
 def test_committed_figures_keep_their_order():

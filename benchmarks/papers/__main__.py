@@ -26,7 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import lipcert
 from benchmarks._env import environment
 from benchmarks.papers import measures
-from benchmarks.papers.tables import LISTED, RECIPES, SCALES, TABLES, Row, Scale, Table, find
+from benchmarks.papers.recipes import IMAGES, RECIPES, SCALES, TRAININGS, Row, Scale, Table, values_of
+from benchmarks.papers.tables import LISTED, TABLES, find
 from lipcert._settings import Method
 
 RESULT = Path(__file__).parent.parent / "results" / "papers.json"
@@ -35,47 +36,63 @@ _TRAINING = 3  # a step forward and backward, in passes forward
 
 def table(found: Table, scale: str, folders: dict[str, str], only: str | None = None) -> list[dict[str, Any]]:
     """The rows of a table: what was found here, and the paper's figures."""
-    if found.needs:
-        return [{"needs": found.needs}, *({"name": row.name, "paper": row.paper} for row in found.rows)]
     if found.measure is not None:
         rows: list[dict[str, Any]] = getattr(measures, found.measure)(found, scale == "small", folders.get("cifar10"))
         return rows
+    lacking: list[dict[str, Any]] = [{"needs": found.needs}] if found.needs else []
     with tempfile.TemporaryDirectory() as work:
-        return [row(one, found, SCALES[scale], folders, Path(work)) for one in found.rows if only in (None, one.name)]
+        chosen = [one for one in found.rows if only in (None, one.name)]
+        return lacking + [row(one, found, SCALES[scale], folders, Path(work)) for one in chosen]
 
 
 def row(one: Row, of: Table, scale: Scale, folders: dict[str, str], work: Path) -> dict[str, Any]:
     """One line: the commands of its recipe, and what the last model reaches."""
-    known: dict[str, Any] = {"name": one.name, "paper": dict(zip(of.columns, one.paper, strict=False))}
+    known: dict[str, Any] = {"name": one.name, "paper": dict(zip(of.columns, one.paper, strict=True))}
     if one.recipe is None or one.model is None:
         return {**known, "here": "quoted: lipcert has no such method or network"}
-    if one.data not in folders and scale.data is not None:
-        return {**known, "here": f"needs the data set {one.data}: --data {one.data}=FOLDER, or --scale full"}
-    print(one.name, flush=True)
-    started = time.perf_counter()
     recipe, (train, test) = RECIPES[one.recipe], _splits(str(one.data), folders)
-    values = {
-        "train": train, "eps": one.eps, "batch": scale.batch, "epochs": scale.epochs[of.paper],
-        "images": scale.images, "calibration": scale.calibration,
-        "preset": one.data if one.data in ("mnist", "cifar10", "cifar100", "tinyimagenet") else "cifar10",
-    }  # fmt: skip
-    model, steps = one.model, []
+    steps = commands(one, scale, train)
+    if one.data not in folders and (of.needs or scale.data is not None):
+        here = f"needs the data set {one.data}: --data {one.data}=FOLDER" + ("" if of.needs else ", or --scale full")
+        return {**known, "here": here, "commands": [" ".join(["lipcert", *step]) for step in steps]}
+    print(one.name, flush=True)
+    model, done, seconds = one.model, [], []
     try:
-        for number, step in enumerate(recipe.steps):
-            command, *options = step.split()
+        for number, (command, _, *options) in enumerate(steps):
             out = work / f"{number}.lipcert.safetensors"
-            fresh = ["--no-pretrained", "--model-args", one.model_args] if number == 0 else []
-            arguments = [command, model, *fresh, *(option.format(**values) for option in options)]
-            steps.append(" ".join(["lipcert", *arguments]).replace(str(work), "WORK"))
+            arguments = [command, model, *options]
+            done.append(" ".join(["lipcert", *arguments]).replace(str(work), "WORK"))
+            started = time.perf_counter()
             _run([*arguments, "--out", str(out), "--force"])
+            seconds.append(time.perf_counter() - started)
             model = str(out)
         results = {name: _certified(model, test, one.eps, name, scale.tested) for name in recipe.methods}
     except subprocess.CalledProcessError as error:
-        return {**known, "here": error.stderr.strip().splitlines()[-1], "commands": steps}
+        return {**known, "here": error.stderr.strip().splitlines()[-1], "commands": done}
     return {
-        **known, "here": {**_facts(model, steps, scale, of), "certified": results},
-        "source": recipe.source, "commands": steps, "seconds": time.perf_counter() - started,
+        **known, "here": {**_facts(one, model, steps, scale, train), "certified": results},
+        "source": sources(one), "commands": done, "seconds of each": seconds,
     }  # fmt: skip
+
+
+def commands(one: Row, scale: Scale, train: str) -> list[list[str]]:
+    """The arguments of each command; the model of all but the first is written MODEL."""
+    assert one.recipe is not None
+    assert one.model is not None
+    recipe, values, made = RECIPES[one.recipe], values_of(one, scale, train), []
+    for number, step in enumerate(recipe.steps):
+        command, *options = step.format(**values).split()
+        fresh = [] if recipe.pretrained or number else ["--no-pretrained"]
+        fresh += [] if number or not one.model_args else ["--model-args", one.model_args]
+        made.append([command, "MODEL" if number else one.model, *fresh, *options])
+    return made
+
+
+def sources(one: Row) -> str:
+    """Equations and tables that the commands are from."""
+    assert one.recipe is not None
+    stated = TRAININGS[one.training][str(one.data)].source if one.training else "CertViT, table 10"
+    return f"{RECIPES[one.recipe].source}; {stated}"
 
 
 def _splits(data: str, folders: dict[str, str]) -> tuple[str, str]:
@@ -112,17 +129,17 @@ def _certified(model: str, data: str, eps: str, method: Method, limit: int) -> d
     }  # fmt: skip
 
 
-def _facts(model: str, steps: list[str], scale: Scale, of: Table) -> dict[str, Any]:
+def _facts(one: Row, model: str, steps: list[list[str]], scale: Scale, train: str) -> dict[str, Any]:
     loaded = lipcert.load(model)
     weights = [p for p in loaded.net.parameters() if p.dim() > 1]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         loaded(torch.zeros(1, *loaded.input_size, dtype=loaded.dtype))
-    passes = scale.images * scale.epochs[of.paper] * sum("finetune" in step for step in steps)
+    epochs = int(str(values_of(one, scale, train)["epochs"])) * sum(step[0] == "finetune" for step in steps)
     return {
         "parameters": sum(p.numel() for p in loaded.net.parameters()),
         "sparsity": sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights),
         "log10 bound": lipcert.lipschitz(loaded).log10,
-        "training flops": _TRAINING * counter.get_total_flops() * passes,
+        "training flops": _TRAINING * counter.get_total_flops() * epochs * (scale.images or IMAGES[str(one.data)]),
     }
 
 

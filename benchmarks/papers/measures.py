@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks.papers import lofast
-from benchmarks.papers.tables import Table
+from benchmarks.papers.recipes import Table
 from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.certvit import Moments, constrain_matrix
 from lipcert.certvit.behind import Relu
@@ -43,6 +43,44 @@ def parameters(table: Table, small: bool, data: str | None) -> Rows:
 
 def _millions(net: nn.Module) -> float:
     return sum(p.numel() for p in net.parameters()) / 1e6
+
+
+def architectures(table: Table, small: bool, data: str | None) -> Rows:
+    """What the networks have, beside the paper's figures."""
+    rows: Rows = []
+    for row in table.rows:
+        with torch.device("meta"):
+            net = timm.create_model(str(row.model))
+        found = _sizes(net)
+        paper = dict(zip(table.columns, row.paper, strict=True))
+        rows.append({"name": row.name, "here": {key: found[key] for key in paper}, "paper": paper})
+    return rows
+
+
+def _sizes(net: Any) -> dict[str, float]:
+    """Sizes of a ViT or a Swin, by the papers' names."""
+    embed, stages = net.patch_embed, getattr(net, "layers", None)
+    found = {"image": embed.img_size[0], "channels": embed.proj.in_channels, "patch": embed.patch_size[0],
+             "width": net.embed_dim}  # fmt: skip
+    if stages is None:
+        first = net.blocks[0]
+        ratio = first.mlp.fc1.out_features / net.embed_dim
+        return {**found, "layers": len(net.blocks), "heads": first.attn.num_heads, "MLP ratio": ratio}
+    for k, stage in enumerate(stages, 1):
+        found |= {f"layers {k}": len(stage.blocks), f"heads {k}": stage.blocks[0].attn.num_heads}
+    return {**found, "window": stages[0].blocks[0].window_size[0]}
+
+
+def gelu(table: Table, small: bool, data: str | None) -> Rows:
+    """Figure 2: lipcert's constant of GELU, which no slope passes, and the largest slope on a grid, which does 1.12."""
+    grid = torch.linspace(-6, 6, 120_001, dtype=torch.float64).requires_grad_()
+    (slopes,) = torch.autograd.grad(nn.functional.gelu(grid).sum(), grid)
+    bound = lipcert.lipschitz(
+        lipcert.load(nn.Sequential(nn.Flatten(), nn.GELU()), input_size=(1, 2, 2), mean=(0.0,), std=(1.0,))
+    )
+    return [
+        {"name": "GELU", "slope found": float(slopes.max()), "lipcert": 10**bound.log10, "paper": table.rows[0].paper}
+    ]
 
 
 def _tokens(norm: float, seed: int = 0) -> Tensor:

@@ -7,6 +7,7 @@ counts have it (its text says 2W), and an activation follows the neck's dense la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,13 +35,36 @@ class LinearResidual(nn.Module):
         return x + F.conv2d(x, weight, self.conv.bias * factor, padding=self.conv.padding)
 
 
+class Residual(nn.Module):
+    """x + β ∘ Conv(act(Conv(x))): the conventional block of appendix D, whose β starts at 0."""
+
+    def __init__(self, channels: int, act_layer: str):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.act = activation(act_layer, channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.beta = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.second.weight * self.beta.view(-1, 1, 1, 1)
+        return x + F.conv2d(self.act(self.first(x)), weight, self.bias * self.beta, padding=1)
+
+
+BLOCKS: dict[str, Callable[[int, int, str], nn.Module]] = {
+    "linear": lambda width, depth, act_layer: LinearResidual(width, depth),
+    "residual": lambda width, depth, act_layer: Residual(width, act_layer),
+    "conv": lambda width, depth, act_layer: nn.Conv2d(width, width, 3, padding=1),
+}
+
+
 def stem_and_blocks(
-    in_chans: int, width: int, depth: int, stem: tuple[int, int, int], act_layer: str
+    in_chans: int, width: int, depth: int, stem: tuple[int, int, int], act_layer: str, block: str = "linear"
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    """The stem, a convolution of (kernel, stride, padding), and the linear residual blocks, with their activations."""
+    """The stem, a convolution of (kernel, stride, padding), and the blocks, with their activations."""
     kernel, stride, padding = stem
     first = nn.Sequential(nn.Conv2d(in_chans, width, kernel, stride, padding), activation(act_layer, width))
-    blocks = [(LinearResidual(width, depth), activation(act_layer, width)) for _ in range(depth)]
+    blocks = [(BLOCKS[block](width, depth, act_layer), activation(act_layer, width)) for _ in range(depth)]
     return first, nn.Sequential(*(module for block in blocks for module in block))
 
 
@@ -54,12 +78,14 @@ class LiResNet(Classifier):
         features: of the neck's dense layer.
         stem: kernel, stride and padding of the first convolution.
         act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
+        block: ``linear``; or, to compare with, ``residual`` for the conventional block (appendix D) or ``conv`` for a
+            convolution without a residual connection (appendix C).
         num_classes: of the head.
         in_chans: channels of the images.
         img_size: their side.
 
     Raises:
-        InputError: sizes that do not fit.
+        InputError: sizes that do not fit, or an unknown block.
     """
 
     def __init__(
@@ -70,6 +96,7 @@ class LiResNet(Classifier):
         features: int = 2048,
         stem: tuple[int, int, int] = (5, 2, 2),
         act_layer: str = "maxmin",
+        block: str = "linear",
         num_classes: int = 10,
         in_chans: int = 3,
         img_size: int | tuple[int, int] = 32,
@@ -79,8 +106,10 @@ class LiResNet(Classifier):
         sides = [(side + 2 * padding - kernel) // stride + 1 for side in to_2tuple(img_size)]
         if depth < 1 or min(sides) < 4:
             raise InputError(f"LiResNet has at least 1 block on 4×4 positions, got depth={depth}, img_size={img_size}")
+        if block not in BLOCKS:
+            raise InputError(f"there is no block {block!r}; choose one of {', '.join(BLOCKS)}")
         self.num_classes, self.num_features = num_classes, features
-        self.stem, self.blocks = stem_and_blocks(in_chans, width, depth, stem, act_layer)
+        self.stem, self.blocks = stem_and_blocks(in_chans, width, depth, stem, act_layer, block)
         neck = neck or width
         self.neck = nn.Sequential(
             nn.Conv2d(width, neck, 4, 4),
