@@ -9,7 +9,7 @@ from torch import nn
 
 import lipcert
 from lipcert import certify
-from lipcert.bounds import contracted, margins
+from lipcert.bounds import margins
 from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier
 from lipcert.certifier._lofast import (
     AttentionLayer,
@@ -537,14 +537,14 @@ def test_weighed_curvature(name):
     pixels = images(2)
     anchor = Anchored(model)(pixels)
     method, rules = anchor.method, anchor.linearization.remainders
-    nodes = [v for v in method.network.rules if hasattr(rules[v], "contracted")]
+    nodes = [v for v in method.network.rules if rules[v].contracts]
     predicted, gaps = margins(model(pixels))
     rivals = gaps.argmin(1)
     toward = RivalMargin(anchor.linearization, rivals, predicted, gaps)
     eps = 1.5 * toward.radius()
     moved = anchor.deviations(eps).operands
     everyone = torch.arange(len(pixels))
-    forms = {v: (contracted(rules[v], toward.at_nodes[v], moved[v]), everyone) for v in nodes}
+    forms = {v: (rules[v].contracted(toward.at_nodes[v], moved[v]), everyone) for v in nodes}
     gains = curvature_norms(anchor.linearization, forms, 0)
     assert set(gains) == set(nodes)
     found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains, forms), toward.left(eps)

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import lipcert
-from lipcert.bounds import NoAnswer, Value, answer_of, box, kept_whole, remainder, remainder_of, rounding, rule
+from lipcert.bounds import (
+    NoAnswer,
+    Remainder,
+    Value,
+    answer_of,
+    box,
+    kept_whole,
+    remainder,
+    remainder_of,
+    rounding,
+    rule,
+)
 from lipcert.bounds._registry import RULES
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Node
@@ -75,10 +86,15 @@ def test_a_class_is_kept_whole_for_the_questions_that_it_answers(monkeypatch: py
     assert kept_whole(Folded())
     assert not kept_whole(Folded(), "remainder")
     monkeypatch.setattr(Folded, "forward", lambda self, x: 3 * x)
-    remainder(Folded)(type("Answer", (), {}))
+    remainder(Folded)(type("Answer", (Remainder,), {}))
     assert kept_whole(Folded(), "remainder")
     assert not kept_whole(Folded()), "its method is another one than when that answer was registered"
     assert torch.equal(Folded()(torch.ones(1)), torch.full((1,), 3.0))
+
+
+def test_a_remainder_must_have_the_base_class() -> None:
+    with pytest.raises(TypeError, match=r"subclass of lipcert\.bounds\.Remainder"):
+        remainder(Folded)(type("Answer", (), {}))
 
 
 def test_the_table_of_operations_is_what_the_registry_says() -> None:

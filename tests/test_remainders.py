@@ -1,5 +1,6 @@
 """The contract of the remainder rules: no deviation, however chosen, leaves the linearisation by more than they say."""
 
+import inspect
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipcert.bounds import NoAnswer, contracted, remainder_of, total
+from lipcert._numerics import at_most
+from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._registry import answers
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import Gelu, secant_relu
@@ -227,6 +229,10 @@ LOCAL = {"div", "pow", "sqrt", "rsqrt"}
 NAMED = [(key, index) for key, cases in CASES.items() for index in range(len(cases))]
 
 
+def overrides(rule, name):
+    return inspect.getattr_static(rule, name) is not inspect.getattr_static(Remainder, name)
+
+
 def test_every_rule_has_a_case():
     assert set(REMAINDERS) == set(CASES)
 
@@ -262,11 +268,7 @@ def test_remainder_against_a_direction(key, index):
         site.check_against(g, RADII[::2])
 
 
-BLOCKWISE = [
-    (key, index)
-    for key, index in NAMED
-    if getattr(REMAINDERS[key], "entrywise", False) or hasattr(REMAINDERS[key], "block")
-]
+BLOCKWISE = [(k, i) for k, i in NAMED if REMAINDERS[k].entrywise or overrides(REMAINDERS[k], "block")]
 
 
 def cut_to(most, block=1):
@@ -287,7 +289,7 @@ def cut_to(most, block=1):
 def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
     """No deviation of norm at most ρ whose entries, or rows, are all at most p leaves the linearisation by more."""
     site = Site(key, index)
-    block = site.rule.block(site.node) if hasattr(site.rule, "block") else 1
+    block = site.rule.block(site.node)
     if not block:
         pytest.skip("its rows do not lie one behind the other")
     g = seeded(*site.result.shape, seed=3)
@@ -331,7 +333,7 @@ def test_remainder_by_contracted_forms(key, index):
         for rho in RADII:
             radii = site.radii(rho)
             given = site.given(radii)
-            answer = contracted(site.rule, g, given)
+            answer = site.rule.contracted(g, given)
             assert (answer is not None) == (key in CONTRACTED)
             if answer is None:
                 return
@@ -354,7 +356,7 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
     """Along the direction in which M is largest, the second derivative takes that much."""
     site = Site(key, 0)
     g, rho = seeded(*site.result.shape, seed=3), 1e-4
-    answer = contracted(site.rule, g, site.given([rho]))
+    answer = site.rule.contracted(g, site.given([rho]))
     found = site.worst(against(g), [rho], 60)
     most = answer.bound(site.given([rho]), [form.norm * rho for form in answer.forms])
     assert bool((found <= most * (1 + 1e-6)).all())
@@ -364,8 +366,12 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
 SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | {"hardswish"}]
 
 
-def test_which_rules_have_a_total():
-    assert {key for key, _ in NAMED if hasattr(REMAINDERS[key], "total")} == {key for key, _ in SUMMED}
+def test_rules_declare_their_optional_answers():
+    assert {key for key, _ in NAMED if REMAINDERS[key].sums} == {key for key, _ in SUMMED}
+    assert {key for key, _ in NAMED if REMAINDERS[key].contracts} == CONTRACTED
+    for rule in answers("remainder").values():
+        assert rule.sums == overrides(rule, "total")
+        assert overrides(rule, "contracted") or not rule.contracts
 
 
 @pytest.mark.parametrize(("key", "index"), SUMMED)
@@ -379,13 +385,13 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
         for rho in RADII:
             peak = share * rho
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
-            bound = total(site.rule, flat, given, torch.full_like(given[0], math.inf))
+            bound = at_most(site.rule.total(flat, given, torch.full_like(given[0], math.inf)))
             slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
             summed = lambda rest, weight=weight: (rest.abs() * repeated(weight, rest)).flatten(1).sum(1)  # noqa: E731
             for rest, (delta,) in site.ascent(summed, [rho], 3, cut_to(peak)):
                 found = summed(rest).reshape(-1, POINTS)
                 sizes = norms(delta * repeated(weight, delta).sqrt()).reshape(-1, POINTS)
-                weighed = torch.stack([total(site.rule, flat, given, size) for size in sizes])
+                weighed = torch.stack([at_most(site.rule.total(flat, given, size)) for size in sizes])
                 for limit in (bound, weighed):
                     assert bool(((found <= limit * (1 + 1e-9) + slack) | limit.isinf()).all()), (rho, found, limit)
 
@@ -489,7 +495,7 @@ def test_remainder_of_a_secant(name, share):
     site = SecantSite(name)
     for width in WIDTHS:
         rule = site.at(width)
-        entrywise = getattr(rule, "entrywise", False)
+        entrywise = rule.entrywise
         g = seeded(*site.result.shape, seed=3)
         directions = (g, -g, g.abs(), -g.abs())
         for rho in RADII[::2]:
@@ -547,7 +553,7 @@ def attack_tokens(site, rule, share):
                     assert bool((inside <= most * (1 + 1e-9) + slack).all()), rho
 
 
-TURNED = [(key, index) for key, index in NAMED if hasattr(REMAINDERS[key], "token")]
+TURNED = [(key, index) for key, index in NAMED if overrides(REMAINDERS[key], "token")]
 
 
 @pytest.mark.parametrize(("key", "index"), TURNED, ids=lambda value: getattr(value, "__name__", str(value)))

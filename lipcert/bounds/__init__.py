@@ -33,12 +33,11 @@ from lipcert.bounds._registry import (
     kept_whole,
     key_of,
     refusal,
-    remainder,
     rounding,
     rule,
     rule_for,
 )
-from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, contracted, per_image, remainder_of, total
+from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, per_image, remainder, remainder_of
 from lipcert.bounds._rounding import Operand, local_error
 from lipcert.bounds._value import COMPOSED, Dense, Value
 from lipcert.bounds.forms import canonical_forms
@@ -47,8 +46,8 @@ __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Contracted", "Core", "Dense",
     "Estimate", "Form", "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Progress",
     "Remainder", "Rule", "State", "Value", "WINDOW", "Walk", "analyze", "analyze_for_training", "answer_of",
-    "arguments", "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "contracted", "coverage",
+    "arguments", "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "coverage",
     "flat", "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths", "lipschitz",
     "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
-    "row_distances", "rule", "rule_for", "total",
+    "row_distances", "rule", "rule_for",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ class Rule:
         linear: whether a call of the operation is affine in its image-dependent operands, so that it has no remainder.
             ``linear(node) -> bool`` raises :class:`NoAnswer` for forms that are refused. Registered by :func:`rule`.
         remainder: the distance of the operation from its linearisation: a subclass of
-            :class:`~lipcert.bounds.Remainder`. Registered by :func:`remainder`.
+            :class:`~lipcert.bounds.Remainder`. Registered by :func:`~lipcert.bounds.remainder`.
         secant: a linearisation with secant slopes at kinks. Registered by :func:`secant`.
         jacobian: bounds on the Jacobian at values computed in float64. Registered by :func:`jacobian`. Without one, the
             norm of an operation with a remainder is computed separately.
@@ -137,12 +137,7 @@ def rule(*targets: Any, linear: bool | Callable[[Node], bool] | None = None) -> 
 
 def box(*targets: Any) -> Callable[[Answer], Answer]:
     """Registers the range of each entry of an operation's result in a ball; targets as for :func:`rule`."""
-    return partial(_registered, "box", targets)
-
-
-def remainder(*targets: Any) -> Callable[[Answer], Answer]:
-    """Registers bounds on the remainder of an operation's linearisation; targets as for :func:`rule`."""
-    return partial(_registered, "remainder", targets)
+    return partial(registered, "box", targets)
 
 
 def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()) -> Callable[[Answer], Answer]:
@@ -169,7 +164,7 @@ def jacobian(
 
 def rounding(*targets: Any) -> Callable[[Answer], Answer]:
     """Registers bounds on the rounding errors of operations; targets as for :func:`rule`."""
-    return partial(_registered, "rounding", targets)
+    return partial(registered, "rounding", targets)
 
 
 def _always(node: Node) -> bool:
@@ -186,7 +181,8 @@ def in_one_operand(node: Node) -> bool:
     return len(node.operands) == 1
 
 
-def _registered(question: str, targets: tuple[Any, ...], answer: Answer) -> Answer:
+def registered(question: str, targets: tuple[Any, ...], answer: Answer) -> Answer:
+    """Registers the answer to a question for all targets, and returns it."""
     _register(question, targets, answer)
     return answer
 

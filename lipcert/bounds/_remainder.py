@@ -1,67 +1,140 @@
-"""The remainder question: how far is an operation from its linearisation at the nominal point?
+"""How far is an operation from its linearisation at the nominal point? The shared part of the remainder rules.
 
-For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ. A remainder rule is made at the
-nominal point and then answers, for operands known to deviate by at most ρ in ℓ2,
+For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ with J the Jacobian of f at h.
+Linear operations have R = 0 and need no rule. :class:`Remainder` is the base class of all rules; :class:`Smooth`,
+:class:`Kinked`, :class:`Bilinear`, :class:`Radial` and :class:`RadialKink` are bounds that several rules share.
 
-* ``norm(ρ)``: an upper bound on ‖R‖;
-* ``against(g)``: for a direction g at the output, a function ρ ↦ upper bound on −⟨g, R⟩. It is smaller than ‖g‖ ·
-  norm(ρ), as curvature where g vanishes, or that bends the function the other way, costs nothing;
-* ``contracted(g, ρ)``, where a rule has it: linear maps M of its operands' deviations δ and a bound on −⟨g, R⟩ by the
-  norms ‖Mδ‖ for deviations within ρ. M knows how g and the operation's second derivative lie to each other, and of a
-  Jacobian G in front of it the norm ‖MG‖ is taken, which is often much less than ‖M‖‖G‖;
-* ``total(w, ρ, s)``, where a rule has it: for weights w ≥ 0 an upper bound on Σ w_i |R_i|, if also ‖√w ∘ δ‖ ≤ s for
-  the deviation δ of its operand. What R becomes behind a linear map A has norm at most Σ ‖column i of A‖ |R_i|, which
-  is often much less than ‖A‖ · norm(ρ): A stretches few directions as far as its norm, and R can't lie in one of them
-  and in a few entries.
-
-Linear operations have R = 0 and need no rule. Tensors carry the image as their first axis: nominal values have shape
-(N, ...), every ρ and every answer shape (N,). All quantities are non-negative float64 numbers made by sums and products
-of such, so that rounding is relative and far below the 1e-6 by which the certificate is reduced in the end.
+The first axis of every tensor is the image: nominal values have shape (N, ...), every ρ and every answer has shape
+(N,). The bounds are sums and products of non-negative float64 numbers, so their rounding errors are relative and far
+below the 1e-6 by which the certificate is reduced in the end.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from lipcert._numerics import UNIT
-from lipcert.bounds._registry import RULES, NoAnswer, answer_of, remainder
+from lipcert._numerics import UNIT, at_most
+from lipcert.bounds._registry import RULES, NoAnswer, answer_of, registered
 from lipcert.graph import Node
 
 Against = Callable[[Sequence[Tensor]], Tensor]
+RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")
 
 _TINY = 1e-150
 # Far more than rounding in float64 takes of the entries of a 2 × 2 matrix and its eigenvectors.
 _ROUNDED = 1e-9
 
 
-class Remainder(Protocol):
-    """One nonlinear operation at the nominal point of N images.
+class Remainder(ABC):
+    """One nonlinear operation, linearised at the nominal point of N images: upper bounds on its remainder R.
 
-    Made with the captured node, the nominal values of its operands in the order of ``node.operands``, and its result.
+    A rule must define :meth:`norm` and :meth:`against`. The other answers are optional and let certificates use more
+    of what the rule knows. Every answer must be non-decreasing in every ρ.
+
+    Attributes:
+        entrywise: the operation is applied entry by entry to one operand, and the rule uses a bound on the deviation of
+            any single entry.
+        sums: the rule defines :meth:`total`.
+        contracts: the rule defines :meth:`contracted`.
+        units: the unit vectors of the tokens, in the shape of the operand, where :meth:`token` is not 0.
+
+    Args:
+        node: the captured operation.
+        operands: the nominal values of ``node.operands``, each of shape (N, ...).
+        result: the nominal value of the result, shape (N, ...).
+
+    Raises:
+        NoAnswer: the rule does not cover these arguments of the operation.
     """
 
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor): ...
+    entrywise: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    contracts: ClassVar[bool] = False
+    units: Tensor
 
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):  # noqa: B027
+        """Keeps what the bounds need of the nominal values."""
+
+    @classmethod
+    def block(cls, node: Node) -> int:
+        """The number of consecutive entries of the operand for which the rule uses a separate bound; 0 for none.
+
+        The blocks start at the first entry. If a bound on the norm of the deviation of every block is known, it is
+        appended to the ``rho`` of all answers.
+        """
+        return int(cls.entrywise)
+
+    @classmethod
+    def token(cls, node: Node) -> int:
+        """The number of consecutive entries of a token of the operand, if the rule uses bounds on tokens; 0 if not.
+
+        If bounds are known on ⟨unit_t, δ_t⟩, the deviations of the tokens along their unit vectors, two are appended to
+        the ``rho`` of all answers: on the norm over all tokens, and on the largest absolute value.
+        """
+        return 0
+
+    @abstractmethod
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        """Upper bound on ‖R‖, shape (N,), for operands that deviate by at most rho[i], shape (N,).
+        """An upper bound on ‖R‖, shape (N,).
 
-        A rule with an attribute ``entrywise`` that is true works entry by entry on one operand, and may find behind its
-        ρ a bound on the deviation of any single entry. One with a method ``block(node)`` may find there a bound for any
-        so many entries of the operand that lie one behind the other, from the first on; 0 says that it does not ask.
-
-        A rule on tokens, of ``token(node)`` entries that lie one behind the other, with their unit vectors ``units`` of
-        the operand's shape, may find behind its ρ two bounds on what tokens deviate by along these, ⟨unit_t, δ_t⟩: on
-        the norm over all tokens, and on the absolute value of one. Again 0 says that it does not ask.
+        Args:
+            rho: upper bounds on the norms of the deviations of the operands, each of shape (N,), followed by the bounds
+                for :meth:`block` or :meth:`token` where they are known.
         """
 
+    @abstractmethod
     def against(self, direction: Tensor) -> Against:
-        """ρ ↦ upper bound on −⟨direction, R⟩, at least 0; direction has the shape of the result."""
+        """A function ρ ↦ upper bound on −⟨direction, R⟩, at least 0, shape (N,).
+
+        It is smaller than ‖direction‖ · norm(ρ): curvature counts neither where the direction vanishes, nor where it
+        changes the inner product in the other sense.
+
+        Args:
+            direction: has the shape of the result.
+        """
+
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+        """A bound on −⟨direction, R⟩ by norms ‖Mδ‖ of linear maps M of the deviations, within ``rho``; None if unknown.
+
+        M combines the direction with the second derivative of the operation. With a Jacobian G in front of the
+        operation, ‖M G‖ is often much smaller than ‖M‖ ‖G‖.
+        """
+        return None
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
+        """An upper bound on Σ w_i |R_i|, shape (N,); ∞ if unknown.
+
+        After a linear map A, the remainder has norm at most Σ_i ‖column i of A‖ |R_i|. That is often much smaller than
+        ‖A‖ · norm(ρ): A stretches only few directions by its norm, and they are no single entries.
+
+        Args:
+            weight: w ≥ 0, shape (N, entries).
+            rho: as for :meth:`norm`.
+            size: an upper bound on ‖√w ∘ δ‖ for the deviation δ of the operand, shape (N,).
+        """
+        return torch.full_like(rho[0], math.inf)
+
+
+def remainder(*targets: Any) -> Callable[[RemainderClass], RemainderClass]:
+    """Registers a subclass of :class:`Remainder` for operations; targets as for :func:`~lipcert.bounds.rule`.
+
+    Raises:
+        TypeError: the class is no subclass of :class:`Remainder`.
+    """
+
+    def register(rule: RemainderClass) -> RemainderClass:
+        if not (isinstance(rule, type) and issubclass(rule, Remainder)):
+            raise TypeError(f"a remainder rule must be a subclass of lipcert.bounds.Remainder, got {rule!r}")
+        return registered("remainder", targets, rule)
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -105,28 +178,6 @@ class Contracted:
     bound: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-def contracted(rule: Remainder, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
-    """How direction and second derivative lie to each other, for deviations within ρ, if the rule says that."""
-    found = getattr(rule, "contracted", None)
-    return None if found is None else found(direction, rho)
-
-
-def total(rule: Remainder, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-    """An upper bound on Σ w_i |R_i|, shape (N,), ∞ if the rule has none.
-
-    Args:
-        rule: the rule.
-        weight: w ≥ 0, shape (N, entries).
-        rho: as for its other answers.
-        size: an upper bound on ‖√w ∘ δ‖, shape (N,).
-    """
-    bound = getattr(rule, "total", None)
-    if bound is None:
-        return torch.full_like(rho[0], math.inf)
-    found: Tensor = bound(weight, rho, size)
-    return found.nan_to_num(nan=math.inf, posinf=math.inf)  # 0 · ∞: nothing is known
-
-
 def remainder_of(node: Node) -> type[Remainder] | None:
     """The remainder rule of a captured operation; None if it is affine in what depends on the image.
 
@@ -146,17 +197,12 @@ def per_image(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
-def known(bound: Tensor) -> Tensor:
-    """+inf in place of 0 · ∞."""
-    return bound.nan_to_num(nan=math.inf, posinf=math.inf)
-
-
 def worst(weights: Tensor, factors: Tensor) -> Tensor:
     """max(weights · factors), +inf where a weight is."""
-    return known(weights * factors).amax(1)
+    return at_most(weights * factors).amax(1)
 
 
-class Smooth:
+class Smooth(Remainder):
     """φ applied entry by entry, |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
 
     With |δ_i| ≤ p, ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. ξ_i is within p of z_i, so c_i may be the supremum over
@@ -168,7 +214,7 @@ class Smooth:
 
     curvature: ClassVar[float]
     downward: ClassVar[float] = math.inf  # an upper bound on −φ'', if there is one below ``curvature``
-    entrywise = True
+    entrywise = sums = contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.z = per_image(operands[0])
@@ -224,7 +270,7 @@ def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
     )
 
 
-class Kinked:
+class Kinked(Remainder):
     """Piecewise linear, with the kink of unit i at distance k_i: |R_i| ≤ s·(|δ_i| − k_i)₊, s the change of slope there.
 
     With |δ_i| ≤ p, (|δ_i| − k_i)₊ ≤ (1 − k_i/p)₊ |δ_i|: so ‖R‖ ≤ s (1 − min k/p)₊ ρ, and against g the sum is at most
@@ -238,7 +284,6 @@ class Kinked:
     slope = 1.0
     bends = 0  # 1 for convex functions, −1 for concave ones
     spread = 1.0  # Σ δ_i² ≤ spread² ρ²
-    entrywise = False
 
     def __init__(self, distance: Tensor):
         self.distance, self.order = per_image(distance).sort(dim=1)
@@ -274,7 +319,7 @@ class Kinked:
         return bound
 
 
-class Bilinear:
+class Bilinear(Remainder):
     """f(x, y) linear in each: R = f(δx, δy), with ‖f(x, y)‖ ≤ K‖x‖‖y‖; against g at most ‖g‖ of that.
 
     ``factors`` are the numbers of x and y among the operands.
@@ -292,7 +337,7 @@ class Bilinear:
         return lambda rho: size * self.norm(rho)
 
 
-class Radial:
+class Radial(Remainder):
     """weight ∘ gain · u(h) with u(h) = h/√(1 + ‖h‖²/R²) on centred or plain tokens h: LayerNorm, SmoothProject.
 
     √d h/√(‖h‖² + d·eps) is of this form with R = √(d·eps) and gain √d/R. For R = 1, n = ‖h‖ and a unit direction v at
@@ -316,6 +361,8 @@ class Radial:
     times that: by Taylor's theorem what is left of −⟨g, R⟩ is at most Σ_t ‖a_t‖ sup ‖D³u‖ ρ_t³/6. Where the computed h
     is off by η, within ρ, D²u is off by sup ‖D³u‖ η at most.
     """
+
+    contracts = True
 
     def __init__(
         self, h: Tensor, radius: float, gain: float, weight: Tensor | None, axis: int, *, centred: bool = False
@@ -406,6 +453,8 @@ class RadialKink(Radial):
     over the way: ‖R_t‖ ≤ ½ c ρ_t² + (ρ_t − k)₊. The first part is summed as in :class:`Radial`, the second as in
     :class:`Kinked`.
     """
+
+    contracts = False
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, remainder, rounding, rule, secant
-from lipcert.bounds._remainder import Against, Contracted, Kinked, Smooth, per_image, smooth
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, rounding, rule, secant
+from lipcert.bounds._remainder import Against, Contracted, Kinked, Remainder, Smooth, per_image, remainder, smooth
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
@@ -200,7 +200,7 @@ def secant_relu(z: Tensor, width: Tensor) -> Tensor:
 
 
 @remainder(secant_relu)
-class SecantRelu:
+class SecantRelu(Remainder):
     """Entry by entry; the slope changes by 1."""
 
     entrywise = True
@@ -358,6 +358,7 @@ class HardSwish(Smooth):
     """
 
     curvature = 1 / 3
+    contracts = False
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)

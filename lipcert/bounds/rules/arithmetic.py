@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipcert._estimate import held
 from lipcert._format import Format
-from lipcert._numerics import INFLATE
+from lipcert._numerics import INFLATE, at_most
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled, unknown
@@ -24,11 +24,10 @@ from lipcert.bounds._registry import (
     in_one_operand,
     in_two_operands,
     jacobian,
-    remainder,
     rounding,
     rule,
 )
-from lipcert.bounds._remainder import Against, known, per_image, worst
+from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, worst
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
@@ -289,7 +288,7 @@ def _times(call: Call, x: Value, constant: Any) -> Value:
 
 
 @remainder("mul")
-class Gate:
+class Gate(Remainder):
     """x ∘ y: R = δx ∘ δy. ‖R‖ ≤ ‖δx‖‖δy‖; an operand that is broadcast m times deviates by √m as much."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -376,7 +375,7 @@ def _over_total(call: Call, x: Value, y: Value) -> Value | None:
 
 
 @remainder("div")
-class Quotient:
+class Quotient(Remainder):
     """a/b: with deviations α, β and q = a/b exactly R = β(qβ − α)/(b(b + β)), as multiplying out shows.
 
     With c_i = 1/(|b_i|(|b_i| − ρ_b)): ‖R‖ ≤ ρ_b (max c ρ_a + max(c|q|) ρ_b), and against g with |g_i|c_i in place of
@@ -408,7 +407,7 @@ class Quotient:
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         above, below = self._moved(rho)
         weights = self._weights(rho[self.below])
-        return known(below * (weights.amax(1) * above + worst(weights, self.q) * below))
+        return at_most(below * (weights.amax(1) * above + worst(weights, self.q) * below))
 
     def against(self, direction: Tensor) -> Against:
         size = per_image(direction).abs()
@@ -416,7 +415,7 @@ class Quotient:
         def bound(rho: Sequence[Tensor]) -> Tensor:
             above, below = self._moved(rho)
             weights = self._weights(rho[self.below])
-            return known(below * (worst(weights, size) * above + worst(weights, size * self.q) * below))
+            return at_most(below * (worst(weights, size) * above + worst(weights, size * self.q) * below))
 
         return bound
 

@@ -13,8 +13,8 @@ from lipcert._format import EXTRA, Format
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import Bounds, gamma
-from lipcert.bounds._registry import Call, NoAnswer, jacobian, remainder, rounding, rule
-from lipcert.bounds._remainder import Against, Contracted, Form, largest_share, per_image
+from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
+from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, largest_share, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
 from lipcert.graph import Node
@@ -41,7 +41,7 @@ _SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
 
 
 @remainder("softmax")
-class Softmax:
+class Softmax(Remainder):
     """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V),
     V = Var_p(w).
 
@@ -69,6 +69,8 @@ class Softmax:
     max c − min c, |C| ≤ r, |X| ≤ √2‖w‖ and |E[C X]| ≤ ½ r √V (Popoviciu), it is at most r V (√2‖w‖ + (3/2)√V), and V ≤
     κ‖w‖². By Taylor's theorem a sixth of that is left, r κ (√2 + (3/2)√κ)‖w‖³/6 for a row, with the κ over the ball.
     """
+
+    contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.dim = self._dim(node) + 1
@@ -164,7 +166,7 @@ def log_sum_exp(call: Call, x: Value, dim: int, keepdim: bool = False) -> Value:
 
 
 @remainder("logsumexp")
-class LogSumExp:
+class LogSumExp(Remainder):
     """Rows under a deviation w: R = ½ wᵀ(diag(p) − ppᵀ)w for a p on the way, so 0 ≤ R ≤ ½ κ‖w‖², κ of :class:`Softmax`.
 
     Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only rows with g < 0 count.

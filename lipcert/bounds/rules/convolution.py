@@ -23,11 +23,10 @@ from lipcert.bounds._registry import (
     in_one_operand,
     in_two_operands,
     jacobian,
-    remainder,
     rounding,
     rule,
 )
-from lipcert.bounds._remainder import Bilinear
+from lipcert.bounds._remainder import Bilinear, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
 from lipcert.bounds.rules.linear import matrix_rounding, still_arguments

@@ -27,11 +27,10 @@ from lipcert.bounds._registry import (
     in_one_operand,
     in_two_operands,
     jacobian,
-    remainder,
     rounding,
     rule,
 )
-from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, per_image
+from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, Remainder, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.bounds.rules.structure import expand
@@ -172,13 +171,15 @@ def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
 
 
 @remainder("matmul")
-class MatrixProduct:
+class MatrixProduct(Remainder):
     """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
 
     An operand whose matrices are broadcast m times deviates by √m as much.
 
     Contracted: ⟨G, δX δY⟩ = ⟨G δYᵀ, δX⟩, at most ‖G δYᵀ‖_F ‖δX‖_F.
     """
+
+    contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         if len(operands) != 2:

@@ -13,8 +13,8 @@ from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import of_entries
-from lipcert.bounds._registry import Call, NoAnswer, jacobian, remainder, rounding, rule
-from lipcert.bounds._remainder import Against, Smooth, per_image, smooth, worst
+from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
+from lipcert.bounds._remainder import Against, Smooth, per_image, remainder, smooth, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.bounds.rules.arithmetic import _copies

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lipcert._format import EXTRA, Format
 from lipcert.bounds._jacobian import Bounds, normalising
-from lipcert.bounds._registry import Call, jacobian, remainder, rounding, rule, secant
-from lipcert.bounds._remainder import Against, Radial, RadialKink, per_image
+from lipcert.bounds._registry import Call, jacobian, rounding, rule, secant
+from lipcert.bounds._remainder import Against, Radial, RadialKink, Remainder, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._secants import TINY, Bend, eta
 from lipcert.bounds._value import Value
@@ -56,7 +56,7 @@ def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
 
 
 @remainder(secant_project)
-class SecantProjection:
+class SecantProjection(Remainder):
     """weight ∘ u(h) with u(h) = min(‖h‖, R) ĥ: slope s of the secant along h, and min(n, R)/n across, n = ‖h‖.
 
     For one token let a = ⟨ĥ, Δ⟩, b the length of the rest of Δ, n' = ‖h + Δ‖ = n + e, μ = min(n, R), μ' = min(n', R).

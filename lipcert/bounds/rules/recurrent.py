@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import Call, NoAnswer, remainder, rule
-from lipcert.bounds._remainder import Against, per_image
+from lipcert.bounds._registry import Call, NoAnswer, rule
+from lipcert.bounds._remainder import Against, Remainder, per_image, remainder
 from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node
 from lipcert.norms import dense_norm
@@ -125,7 +125,7 @@ class _Step:
 
 
 @remainder("lstm", "lstm_last_hidden", "lstm_last_cell")
-class Recurrence:
+class Recurrence(Remainder):
     """One layer of LSTM cells, as in :func:`lstm`: its second-order terms, carried through the recurrence.
 
     Norms of step t are over all entries, σ₂ and τ₂ the largest second derivatives of sigmoid and tanh, a prime marks a

@@ -14,8 +14,8 @@ from lipcert._upper import Number, Upper
 from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import nonnegative
 from lipcert.bounds._jacobian import Bounds, gamma, lengths
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, remainder, rounding, rule
-from lipcert.bounds._remainder import Against, per_image, worst
+from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
+from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
@@ -101,7 +101,7 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
 
 
 @remainder("var")
-class Variance:
+class Variance(Remainder):
     """‖C h‖²/d is quadratic: R = ‖C Δ‖²/d for each group, so ‖R‖ ≤ ρ²/d, and against g at most max|g| ρ²/d."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -143,7 +143,7 @@ def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **
 
 
 @remainder("norm", "linalg_vector_norm")
-class Length:
+class Length(Remainder):
     """‖h‖ has second derivative (I − ĥĥᵀ)/‖h‖: R ≤ ½ρ²/(n − ρ) for n = ‖h‖ > ρ; and always R ≤ 2ρ, slopes being ≤ 1.
 
     Over groups Σ_t |g_t| R_t ≤ max(|g_t| c_t) ρ² with c_t the first factor, and ≤ 2‖g‖ρ.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipcert._numerics import SAFETY, at_most
-from lipcert.bounds import Against, Contracted, contracted, row_distances
+from lipcert.bounds import Against, Contracted, row_distances
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
@@ -110,8 +110,7 @@ class RivalMargin:
             bound = self.against[v](rho)
             rest = rest + self.rounding[:, self.place[v]] * at_most(self.at.remainders[v].norm(rho))
             if v in found.weighed:
-                formed = forms[v][0].bound(rho, found.weighed[v])
-                bound = torch.minimum(bound, formed.nan_to_num(nan=math.inf, posinf=math.inf))
+                bound = torch.minimum(bound, at_most(forms[v][0].bound(rho, found.weighed[v])))
             taken = taken + bound
         return self.margin - self.slope * eps - at_most(taken + rest) * (1 + SAFETY)
 
@@ -135,7 +134,7 @@ class RivalMargin:
         moved = self.at.walk(upto).operands
         forms: dict[Node, tuple[Contracted, Tensor]] = {}
         for v, g in self.at_nodes.items():
-            found = contracted(self.at.remainders[v], g, moved[v])
+            found = self.at.remainders[v].contracted(g, moved[v])
             # For each image by itself, so that a radius does not depend on the others.
             worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
             if found is not None and len(worth):

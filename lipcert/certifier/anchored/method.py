@@ -150,7 +150,7 @@ def rounds(plan: NormPlan) -> int:
 
 def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
     """Floating-point operations that the norms of an image take, with those that weigh curvature so many times."""
-    bent = {u for v, wish in plan.wishes.items() if wish.forms for u in plan.network.operands(v)}
+    bent = {u for v, rule in plan.network.rules.items() if rule.contracts for u in plan.network.operands(v)}
     weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in bent)
     return plan.work + weighed
 

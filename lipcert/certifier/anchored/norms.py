@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,9 +209,9 @@ class NormFinder:
         for a, v in plan.weighted:
             found.weighted[a, v] = self._weighted(a, v, values, found)
             report()
-        rules: dict[Node, Any] = {v: self.network.remainder(v, values) for v in plan.tokens}
+        units = {v: self.network.remainder(v, values).units for v in plan.tokens}
         for a, v in plan.along:
-            size = self.jacobians.along(a, v.operands[0], values, rules[v].units, plan.tokens[v])
+            size = self.jacobians.along(a, v.operands[0], values, units[v], plan.tokens[v])
             found.along[a, v] = size + found.slack[a, self.network.operands(v)[0]][:, None]
             report()
         return found

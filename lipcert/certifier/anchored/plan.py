@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
-from lipcert.bounds import Remainder
 from lipcert.certifier.anchored.chains import work
 from lipcert.certifier.anchored.jacobians import GRAMS, passes_for, writes_rows
 from lipcert.certifier.anchored.network import Network
@@ -54,34 +52,6 @@ def anchored_pairs(network: Network) -> Iterator[Pair]:
             yield a, output
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What the remainder rule of an operation can use beside how far its operands deviate.
-
-    Attributes:
-        block: the deviation of any so many entries of the operand that lie one after the other; 0 for none.
-        token: the deviations of tokens of so many entries along themselves; 0 for none.
-        columns: the norms of the columns of the linear way after the operation.
-        forms: the norms of linear maps of the deviations.
-    """
-
-    block: int
-    token: int
-    columns: bool
-    forms: bool
-
-    @classmethod
-    def of(cls, rule: type[Remainder], v: Node) -> Wishes:
-        """As the class of the rule says: see :class:`lipcert.bounds.Remainder`."""
-        block = 1 if getattr(rule, "entrywise", False) else getattr(rule, "block", _none)(v)
-        token = getattr(rule, "token", _none)(v)
-        return cls(block, token, hasattr(rule, "total"), hasattr(rule, "contracted"))
-
-
-def _none(_: Node) -> int:
-    return 0
-
-
 class NormPlan:
     """The norms that every image takes.
 
@@ -97,7 +67,6 @@ class NormPlan:
         tokens: the operations whose rule asks how far tokens of the operand move along themselves, with their entries.
         along: the (a, v) for G(a → u) along the tokens of the operand u of v.
         blocks: the largest blocks by the value that they are entries of, with the operand that has them in that order.
-        wishes: what every rule can use.
 
     Args:
         network: the network.
@@ -110,7 +79,6 @@ class NormPlan:
         self.network = network
         self.whole = passes is None
         self._costs = {node: work([node]) for node in network.graph.nodes}
-        self.wishes = {v: Wishes.of(rule, v) for v, rule in network.rules.items()}
         self.pairs: list[Pair] = []
         self.unconnected: set[Pair] = set()
         for a, b in dict.fromkeys(wanted):
@@ -124,11 +92,11 @@ class NormPlan:
         self.links = [link for link in network.chains.unknown if passes is not None or not network.local.bounded(link)]
         if passes is not None:
             self._spend(passes)
-        summed = {v for v, wish in self.wishes.items() if wish.columns and self.whole}
+        summed = {v for v, rule in network.rules.items() if rule.sums and self.whole}
         self.columns = [(v, u) for v, u in self.pairs if v in summed and network.linear_way(v, u)]
         self.ahead = {v: u for v, u in reversed(self.columns) if u not in network.outputs}
         self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
-        self.tokens = {v: size for v in self.wishes if self.whole and (size := self._token(v))}
+        self.tokens = {v: size for v in network.rules if self.whole and (size := self._token(v))}
         self.along = [(a, v) for v in self.tokens for a, b in self.pairs if b is network.operands(v)[0]]
 
     @property
@@ -199,12 +167,12 @@ class NormPlan:
 
     def block(self, v: Node) -> int:
         """Of how many entries of its operand the rule asks how far they can move; 0 if of all."""
-        block = self.wishes[v].block
+        block = self.network.rules[v].block(v)
         return block if block == 1 or v.entries * block <= GRAMS else 0
 
     def _blocks(self) -> dict[Node, tuple[int, Node]]:
         found: dict[Node, tuple[int, Node]] = {}
-        for v in self.wishes:
+        for v in self.network.rules:
             block = self.block(v)
             if block:
                 (u,) = self.network.operands(v)
@@ -218,7 +186,7 @@ class NormPlan:
 
     def _token(self, v: Node) -> int:
         """Entries of a token of the operand, if the rule asks how far tokens move along themselves; 0 if not."""
-        size = self.wishes[v].token
+        size = self.network.rules[v].token(v)
         return size if size and writes_rows(v.operands[0].entries / size) else 0
 
     def rows(self, v: Node) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lipcert._numerics import at_most
-from lipcert.bounds import Remainder, total
+from lipcert.bounds import Remainder
 from lipcert.certifier.anchored.network import Network, Stage
 from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
 from lipcert.certifier.anchored.plan import NormPlan
@@ -352,7 +352,7 @@ class _StageWalk:
                 return bound
             if u not in summed:
                 weights = columns[v, u].expand(len(norm), -1)
-                summed[u] = total(rule, weights, rho, size if u is ahead else unknown)
+                summed[u] = at_most(rule.total(weights, rho, size if u is ahead else unknown))
             return torch.minimum(bound, summed[u])
 
         return moves
