@@ -5,7 +5,7 @@
 One ViT (the network ``stem`` of ``benchmarks.cifar_pipeline``) is trained under noise of σ = 0.25, for smoothing; that
 network is then converted, constrained and fine-tuned for the anchored certificate. Both are certified on the same test
 images by ``lipcert certify``; a row counts at ε if its class is right and its radius is above ε. The two certify
-different functions: smoothing the smoothed classifier, with failure probability 1e-3 an image, anchored the network
+different functions: smoothing the smoothed classifier, with failure probability 1e-3 per image, anchored the network
 itself. The training is short: the numbers compare the two kinds at this scale, and are no record of either.
 
 Each step leaves its file in the work folder and is not repeated. Seconds are those of a processor, since other work may

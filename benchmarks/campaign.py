@@ -350,7 +350,7 @@ def _counts(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--radii", type=int, default=100_000, help="go on until so many radii are attacked")
-    parser.add_argument("--images", type=int, default=160, help="images a network")
+    parser.add_argument("--images", type=int, default=160, help="images per network")
     parser.add_argument("--seconds", type=float, default=math.inf, help="CPU seconds of this chunk")
     parser.add_argument("--rows", type=Path, default=Path("campaign.jsonl"))
     args = parser.parse_args()

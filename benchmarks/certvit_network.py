@@ -114,7 +114,7 @@ def cost(name: str, data: str, count: int = 512) -> dict[str, Any]:
             "seconds_an_image": collecting,
             "seconds_solving": solving,
         }
-        print(f"{shape}: {number} layers, {collecting:.2f} s an image, {solving:.1f} s to solve", flush=True)
+        print(f"{shape}: {number} layers, {collecting:.2f} s per image, {solving:.1f} s to solve", flush=True)
     collecting = count * (forward + sum(row["layers"] * row["seconds_an_image"] for row in rows.values()))
     solving = sum(row["layers"] * row["seconds_solving"] for row in rows.values())
     minutes = (collecting + solving) / 60

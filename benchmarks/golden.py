@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="record the radii in this file")
     parser.add_argument("--compare", type=Path, help="compare the radii with those in this file")
     parser.add_argument("--networks", type=int, default=500)
-    parser.add_argument("--images", type=int, default=2, help="images a network")
+    parser.add_argument("--images", type=int, default=2, help="images per network")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.write:

@@ -222,7 +222,7 @@ or abstention, and {other["counts of 100,000 draws"]:,} counts of 100,000 draws.
 A CIFAR-10 ViT trained by `finetune --loss noise --sigma {cifar["sigma"]}` for four short epochs: the
 most drawn class is right for {_percent(cifar["most drawn class is right"])} of {cifar["images"]}
 images, {_percent(verdict["certified accuracy at 36/255"])} are certified at 36/255, with a median of
-{verdict["median samples"]:.0f} counted draws of {verdict["samples at most"]:,} an image.
+{verdict["median samples"]:.0f} counted draws of {verdict["samples at most"]:,} per image.
 
 {_both_kinds()}
 {_variants(found)}
@@ -234,7 +234,7 @@ def _both_kinds() -> str:
     """Smoothing and anchored, each on a network trained for it."""
     found = read("both_kinds")
     known, minutes, asked = found["certificates"], found["training, cpu minutes"], found["arguments"]
-    columns = ["certificate", "holds for", "class is right", "36/255", "0.25", "0.5", "CPU s an image"]
+    columns = ["certificate", "holds for", "class is right", "36/255", "0.25", "0.5", "CPU s per image"]
     rows = [
         [
             f"{name}",
@@ -283,7 +283,7 @@ def _cost() -> str:
 takes them: {len(zoo)} got an anchored radius, in {min(seconds):.0f} to {max(seconds):.0f} CPU seconds,
 the median {median(seconds):.0f}; {sum(row["inside"] for row in zoo)} attacks succeeded inside.
 """
-    columns = ["method", "attention", "`--passes`", "CPU s an image", "peak MiB"]
+    columns = ["method", "attention", "`--passes`", "CPU s per image", "peak MiB"]
     return _section("Cost of `vit_tiny_patch16_224` at 224×224, 10 classes, random weights", columns, rows, text)
 
 

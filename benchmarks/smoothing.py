@@ -11,7 +11,7 @@
 - ``soft``: the same network and draws, counted as votes, and as soft outputs with their variance taken as known, which
   is the most that a Lipschitz constant can say of it (Delattre et al. 2024).
 - ``vit``: vit_tiny_patch16_224 with random weights at 224 pixels: noisy images per second and images certified per
-  minute, in float32 and bfloat16, with 64 samples an image at most: what easy verdicts of a trained network take.
+  minute, in float32 and bfloat16, with 64 samples per image at most: what easy verdicts of a trained network take.
 - ``layout``: noisy images per processor second of networks with random weights, with and without ``channels_last``.
 - ``locuslab``: class and radius of ``Smooth.certify`` there, given the same draws of the same network, and its bound
   for counts of 100,000 draws.

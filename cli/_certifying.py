@@ -252,7 +252,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     if outcome.log10_bound is not None:
         facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
     rigors = ["deterministic"] if "deterministic" in tally.rigors else []
-    rigors += [f"probabilistic, δ ≤ {tally.delta:g} an image"] if tally.delta else []
+    rigors += [f"probabilistic, δ ≤ {tally.delta:g} per image"] if tally.delta else []
     facts.append(("rigor", ", ".join(rigors)))
     settings = plan.settings[0]
     if settings.noise:
@@ -260,7 +260,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     else:
         facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
-    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} an image)"))
+    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} per image)"))
     if outcome.path is not None:
         facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     facts.append(("next", _next(plan, out)))

@@ -218,7 +218,7 @@ def stream(
             list, a DataLoader or another iterable that can start again, and not a generator.
         layers: module path → nn.Linear, nn.Conv2d or, for its values, :class:`lipcert.surgery.L2Attention`, in any
             order; None takes all Linear and Conv2d layers of the model.
-        max_bytes: limit for the moments of one group, 8 · G · M² bytes a layer.
+        max_bytes: limit for the moments of one group, 8 · G · M² bytes per layer.
         progress: called as ``progress(pass, passes, images so far)`` after every batch, passes counted from 1.
         sampled: the layers whose moments keep a sample of rows, of at most :func:`sample_size`, in float32.
 

@@ -17,7 +17,7 @@ _NETWORK = (
     "It holds for a forward pass in the dtype named here, rounding included; real means real arithmetic, and then "
     "rounding in a deployment is not covered.",
     "deterministic: it holds with certainty. probabilistic, δ: lipcert's own random start vectors make it fail with "
-    "probability at most δ an image.",
+    "probability at most δ per image.",
 )
 _SMOOTHED = (
     "smoothed(σ): what is certified is another function than the network, the smoothed classifier. It answers with the "
@@ -26,7 +26,7 @@ _SMOOTHED = (
     "To use the smoothed classifier is to draw many noisy images for each answer, and to abstain where none of the "
     "classes wins clearly. The network is sampled in the dtype named here, or else in that of its weights.",
     "probabilistic, δ, of a smoothed classifier: over the draws of the noise a radius is too large with probability at "
-    "most δ an image. The draws are pseudo-random and rounded; that this changes nothing is assumed, not proved.",
+    "most δ per image. The draws are pseudo-random and rounded; that this changes nothing is assumed, not proved.",
 )
 _COMMON = (
     "Shares are exact for these images. Intervals (Wilson, 95 %) say what other images of the same kind may give.",

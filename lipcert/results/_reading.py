@@ -85,7 +85,7 @@ class Run(Tally):
     @property
     def rigor(self) -> str:
         """``deterministic``, or ``probabilistic`` with the largest δ of a row."""
-        return f"probabilistic, δ ≤ {self.delta:g} an image" if self.delta else "deterministic"
+        return f"probabilistic, δ ≤ {self.delta:g} per image" if self.delta else "deterministic"
 
     @property
     def noise(self) -> dict[str, Any]:
