@@ -16,7 +16,7 @@ from lipcert.bounds import margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._nominal import NominalCheck
 from lipcert.certifier.anchored.chains import Link
-from lipcert.certifier.anchored.rounding import Ways
+from lipcert.certifier.anchored.rounding import PathBounds
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 
@@ -166,7 +166,7 @@ def test_products_with_jacobians_are_off_by_no_more_than_is_said(condition: floa
     network_of = method.network
     values = network_of.values(pixels[:, None])
     local = network_of.local(values)
-    ways = Ways(network_of.chains, local.gains, local.off, {})
+    ways = PathBounds(network_of.chains, local.gains, local.off, {})
     before = network_of.graph.output.operands[0].operands[0]  # the last value of six entries
     place = ways.place[network_of.source], ways.place[before]
     said, largest = ways.off_by()[0][place].item(), ways.bounds[0][place].item()

@@ -401,7 +401,7 @@ def test_columns_behind_smooth_activations(monkeypatch):
         assert bool((above <= below * 1.5).all())
 
 
-def test_rows_of_linear_ways_are_exact():
+def test_rows_of_linear_paths_are_exact():
     """Rows that are longer, and more, than what is written out for each image by itself."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 3))
@@ -624,7 +624,7 @@ def test_secants_behind_what_is_perturbed():
 
 
 class Branching(nn.Module):
-    """Ways that part and meet: parts of a tuple, a value added to itself, a gate, values side by side."""
+    """Paths that part and meet: parts of a tuple, a value added to itself, a gate, values side by side."""
 
     def __init__(self):
         super().__init__()
@@ -767,8 +767,8 @@ def test_one_way_alone_costs_nothing():
     chains = Chains(replay, method.network.source)
     first = next(node for node in nodes if node.op == "linear")
     second = next(node for node in nodes if node.op == "silu")
-    assert chains.on_every_way(first, second)
-    assert not chains.on_every_way(second, method.network.graph.output)  # the image is beside it
+    assert chains.on_every_path(first, second)
+    assert not chains.on_every_path(second, method.network.graph.output)  # the image is beside it
     two, three = torch.full((1,), 2.0).double(), torch.full((1,), 3.0).double()
     links = {link: torch.full((1,), 1e6).double() for link in chains.unknown}
     known = {(method.network.source, first): two, (first, second): three}

@@ -1,18 +1,18 @@
-"""The anchored certificate, and what lofast shares with it.
+"""The anchored certificate, and the parts that it shares with LoFAST.
 
-To read from top to bottom:
+Read the modules in this order:
 
 - :mod:`.network`: the captured network, its stages and the remainder rules of its operations;
-- :mod:`.plan`: which norms of Jacobians are taken, in which order and at what cost;
+- :mod:`.plan`: which norms of Jacobians are computed, in which order and at what cost;
 - :mod:`.jacobians`: products with Jacobians, and norms from them;
-- :mod:`.norms`: the norms of a plan at images, and what they are charged with;
-- :mod:`.walk`: how far values move for perturbations of size ε, from norms and remainders;
-- :mod:`.margin`: what is left of a margin;
-- :mod:`.method`: the certificate with its proof, and the order in which rival classes are looked at;
+- :mod:`.norms`: the norms of a plan at images, and their failure probability;
+- :mod:`.walk`: the deviation of every value for perturbations of norm ε, from norms and remainders;
+- :mod:`.margin`: lower bounds on a margin;
+- :mod:`.method`: the certificate with its proof, and the order in which rival classes are examined;
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
-Beside them stand :mod:`.chains` (products in place of norms), :mod:`.secants` (other derivatives at kinks) and
-:mod:`.rounding` (what float64 does to the certifier's own numbers). :mod:`lipcert.certifier._search` looks for radii.
+They use :mod:`.chains` (products of norms as bounds), :mod:`.secants` (secant slopes at kinks) and :mod:`.rounding`
+(rounding errors of the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches for radii.
 """
 
 from lipcert.certifier.anchored.deployed import DeployedAnchored

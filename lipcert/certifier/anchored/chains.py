@@ -1,20 +1,20 @@
-"""Norms of Jacobians without a search for each: products and sums of those that are known.
+"""Bounds on norms of Jacobians by sums and products of known norms.
 
-A certificate may ask for the Jacobians G(a → b) between all n² pairs of nonlinear operations, and each norm takes some
-hundred passes. Here are upper bounds for those that are not worth it. With λ_uo ≥ ‖∂u/∂o‖ for the operands o of an
-operation u alone, the chain rule gives
+A certificate may need the Jacobians G(a → b) between all n² pairs of nonlinear operations. Each norm takes about a
+hundred passes, so some pairs are bounded here instead. With λ_uo ≥ ‖∂u/∂o‖ for the operands o of an operation u, the
+chain rule gives
 
     ‖G(a → u)‖ ≤ Σ_o λ_uo ‖G(a → o)‖,
 
-or the root of the sum of squares where u lays its operands side by side. And if every way from the perturbed value to u
-leads through b, and a is not behind b, then G(a → u) = G(b → u) G(a → b), so that
+or the root of the sum of squares if u concatenates its operands. If every path from the perturbed value to u passes
+through b, and a does not come after b, then G(a → u) = G(b → u) G(a → b), so that
 
     ‖G(a → u)‖ ≤ ‖G(b → u)‖ ‖G(a → b)‖
 
-for each such b with a known norm. Along the order of the network the least of these bounds all Jacobians in one go.
+for each such b with a known norm. One pass in the order of the network takes the smallest of these bounds for every u.
 
-Why every way from a leads through b: a way from a can be preceded by one from the perturbed value to a. The whole leads
-through b; the first part ends at a, and reaches no operation behind a in the order.
+Every path from a to u passes through b, for this reason: prepend to it a path from the perturbed value to a. The whole
+path passes through b. Its first part ends at a and contains no operation after a in the order, so b is in the second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lipcert.norms import SMALLEST
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
 _ADDING = frozenset(("add", "sub", "rsub"))
 
-# What an operation takes beside its arithmetic, in floating-point operations: some 30 microseconds on a core.
+# The overhead of calling an operation, in floating-point operations: about 30 microseconds on a core.
 _CALL = 3e5
 
 
@@ -43,7 +43,7 @@ class Link:
     Attributes:
         operand: the operand.
         node: the operation.
-        path: the operation, and before it those whose results are no values of their own, such as tuples.
+        path: the operation, preceded by those whose results are not single tensors, such as tuples.
     """
 
     operand: Node
@@ -52,7 +52,7 @@ class Link:
 
     @property
     def isometric(self) -> bool:
-        """Whether ∂node/∂operand has norm 1 at most, as can be seen from the operation."""
+        """Whether the kind of the operation implies ‖∂node/∂operand‖ ≤ 1."""
         node = self.node
         if len(self.path) > 1:
             return self.path[0].op in PIECES and node.op in ("part", "getitem")
@@ -64,10 +64,10 @@ class Link:
 
 
 class Chains:
-    """The links of a network behind one value.
+    """The links of a network after one value.
 
     Attributes:
-        links: every operation behind ``source`` as a function of each of its operands, by the operation.
+        links: for every operation after ``source``, the operation as a function of each of its operands.
 
     Args:
         replay: the network.
@@ -77,7 +77,7 @@ class Chains:
     def __init__(self, replay: Replay, source: Node):
         self.replay, self.source = replay, source
         self.links: dict[Node, list[Link]] = {}
-        self._passed: dict[Node, int] = {source: 1 << replay.position[source]}  # a bit for each node on every way
+        self._passed: dict[Node, int] = {source: 1 << replay.position[source]}  # bit set of the nodes on every path
         for node in replay.between(source, [replay.graph.output]):
             if not node.single:
                 continue
@@ -90,11 +90,11 @@ class Chains:
 
     @property
     def unknown(self) -> list[Link]:
-        """The links whose norm has to be found."""
+        """The links whose norm must be computed."""
         return [link for links in self.links.values() for link in links if not link.isometric]
 
-    def on_every_way(self, b: Node, node: Node) -> bool:
-        """Whether every way from the source to ``node`` leads through b."""
+    def on_every_path(self, b: Node, node: Node) -> bool:
+        """Whether every path from the source to ``node`` passes through b."""
         return bool(self._passed[node] >> self.replay.position[b] & 1)
 
     def bounds(
@@ -103,7 +103,7 @@ class Chains:
         known: Mapping[tuple[Node, Node], Tensor],
         links: Mapping[Link, Tensor],
     ) -> dict[tuple[Node, Node], Tensor]:
-        """Upper bounds on ‖G(a → b)‖, shape (N,), for the wanted (a, b), from known ones and the norms of the links."""
+        """Upper bounds on ‖G(a → b)‖, shape (N,), for the requested pairs, from known norms and the norms of links."""
         wanted = list(wanted)
         starts = list(dict.fromkeys(a for a, _ in wanted))
         found = self.table(starts, known, links)
@@ -129,7 +129,7 @@ class Chains:
         for node in (self.source, *self.links):
             bound = self._sum(node, found, links, nothing)
             for b, norm in into.get(node, ()):
-                if self.on_every_way(b, node):
+                if self.on_every_path(b, node):
                     before = (order <= position[b])[:, None]
                     bound = torch.where(before, torch.minimum(bound, _times(norm, found[b])), bound)
                 if b in place:
@@ -152,12 +152,12 @@ class Chains:
 
 
 def _times(norm: Tensor, bound: Tensor) -> Tensor:
-    """0 · ∞ = 0: what does not depend on a value does not move with it. Other products do not vanish by underflow."""
+    """The product with 0 · ∞ = 0: a bound of 0 means that there is no dependence. Underflow does not produce 0."""
     return torch.where(bound > 0, (norm * bound).clamp_min(SMALLEST), 0.0)
 
 
 def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:
-    """The way to an operation from the values that it reads, and these."""
+    """The operations from the values that ``node`` reads to ``node`` itself, and these values."""
     path: list[Node] = [node]
     operands: list[Node] = []
     for operand in dict.fromkeys(node.operands):
@@ -170,7 +170,7 @@ def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:
 
 
 def work(path: Iterable[Node]) -> float:
-    """Floating-point operations that it takes to run operations once for one image, roughly."""
+    """An estimate of the floating-point operations that these operations take for one image."""
     return sum(map(_work, path))
 
 

@@ -1,19 +1,21 @@
-"""The anchored certificate of the deployed network: rounding errors are remainders of a kind.
+"""The anchored certificate of the deployed network, with its rounding errors treated as remainders.
 
-Every operation w of the deployed network leaves its linearisation at the image by R_w(Δ) + e_w: the remainder at the
-deviation Δ of its deployed operands from the nominal ones, and its own rounding error. So the identity of
+Every operation w of the deployed network differs from its linearisation at the image by R_w(Δ) + e_w: the remainder at
+the deviation Δ of its deployed operands from the nominal ones, and its own rounding error. So the identity of
 :mod:`lipcert.certifier.anchored.method` holds for the deployed network with e_w added, linear operations included:
 
     deployed value u deviates from the nominal one by   G(x → u) δ + Σ_v G(v → u) R_v + Σ_w G(w → u) e_w,
     deployed margin m̂_j(x + δ) = m_j + ⟨∇_x m_j, δ⟩ + Σ_v ⟨∇_v m_j, R_v⟩ + Σ_w ⟨∇_w m_j, e_w⟩,
 
-with ‖δ‖ ≤ ε and |⟨∇_w m_j, e_w⟩| ≤ Σ_i |∇_w m_j|_i |e_w|_i. To first order, no norm is multiplied along the depth.
+with ‖δ‖ ≤ ε and |⟨∇_w m_j, e_w⟩| ≤ Σ_i |∇_w m_j|_i |e_w|_i. The first-order part contains no product of norms along
+the depth.
 
-Norms of G are known for the nonlinear v and at the cuts alone. The errors of linear operations are therefore carried
-along their linear ways by the operations' own norms, λ_w = Σ L λ_operand + ‖e_w‖, until they reach a nonlinear v, where
-they count as an error ‖J_v‖ λ_operand put in at its output, or a cut, where they are added to the remainders before it.
+Norms of G are known only for nonlinear v and at cuts. The errors of linear operations are therefore propagated with the
+norms of single operations, λ_w = Σ L λ_operand + ‖e_w‖, up to the next nonlinear v or cut. At v they count as an error
+‖J_v‖ λ_operand at its output; at a cut they are added to the earlier remainders.
 
-Rounding errors are measured once, for the largest ε, and hold for all smaller ones, since every bound increases with ρ.
+Rounding errors are bounded once, for the largest ε. The bounds hold for all smaller ε, because all of them increase
+with ρ.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from lipcert.model import Model
 from lipcert.norms import Ledger, verified_norms
 from lipcert.roundoff import Format, Gains, Operand, error_norm, local_error, passes
 
-# Of the radius in real arithmetic: where rounding errors are measured.
+# The radii at which rounding errors are bounded, relative to the radius in real arithmetic.
 _SHARES = (1.0, 0.7, 0.4, 0.2)
 _WEIGHINGS = 1 + len(_SHARES)
 
@@ -67,12 +69,12 @@ class DeployedAnchored:
 
     @property
     def count(self) -> int:
-        """How many norms an image takes."""
+        """The number of norms per image."""
         return self.plan.count
 
     @property
     def work(self) -> float:
-        """Floating-point operations that the norms of an image take, roughly."""
+        """An estimate of the floating-point operations for the norms of an image."""
         return work_with_curvature(self.plan, _WEIGHINGS)
 
     def __call__(
@@ -93,10 +95,10 @@ class DeployedAnchor:
         return self.linearization.norms
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
-        """Certified radii for the deployed network, as :meth:`lipcert.certifier.anchored.Anchor.radius`.
+        """Certified radii for the deployed network; arguments as for :meth:`lipcert.certifier.anchored.Anchor.radius`.
 
-        Rounding errors are measured at the radius in real arithmetic, and a radius found with them is valid up to
-        there. Where it comes out much smaller, smaller balls are tried, in which values move less.
+        Rounding errors are bounded for the radius in real arithmetic, and a radius computed with them is valid up to
+        that radius. If it is much smaller, smaller balls are tried, in which rounding errors are smaller too.
         """
         at = self.linearization
         at.rounding, at.weighing = Rounding(), 0
@@ -107,14 +109,14 @@ class DeployedAnchor:
             if not bool(left.any()):
                 break
             self.measure(share * real)
-            at.weighing += 1  # what is measured depends on the norms so far
+            at.weighing += 1  # the rounding errors depend on the norms so far
             found = torch.minimum(linearized_radius(at, predicted, margins, limit), share * real)
             best = torch.where(left, torch.maximum(best, found), best)
         entry = self.method.format.entry(at.images, real)
         return torch.where(best > entry, (best - entry) * (1 - SAFETY), 0.0)
 
     def measure(self, eps: Tensor) -> None:
-        """Sets the rounding errors to what holds for perturbations of norm at most eps, shape (N,)."""
+        """Sets the rounding errors to bounds for perturbations of norm at most eps, shape (N,)."""
         at = self.linearization
         found = MeasuredRounding(at)
         at.rounding = _Measuring(at, eps, self.method.ranges, found)
@@ -124,24 +126,24 @@ class DeployedAnchor:
             at.rounding = found
 
     def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
-        """How far deployed values can move for perturbations of norm at most eps, once errors have been measured."""
+        """Bounds on the deviations of deployed values for perturbations of norm at most eps, after :meth:`measure`."""
         return self.linearization.walk(eps, curvature)
 
     def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor:
-        """What rounding takes of the margins f_y − f_j to first order, once errors have been measured."""
+        """The loss of the margins f_y − f_j by rounding errors, to first order, shape (N,), after :meth:`measure`."""
         found = self.linearization.rounding.lost(rivals, predicted)
         assert found is not None
         return found
 
 
 class MeasuredRounding(Rounding):
-    """Rounding errors of the deployed network around N images, as they have been measured.
+    """Bounds on the rounding errors of the deployed network in balls around N images.
 
     Attributes:
-        local: bounds on |e| of every operation, entry by entry.
-        collected: λ of every value, shape (N,): the errors of the linear operations before it, back to the last
-            nonlinear operation or cut.
-        arising: what arises at the output of every nonlinear operation, shape (N,): its own ‖e‖ and its operands' λ.
+        local: bounds on the entries of |e| of every operation.
+        collected: λ of every value, shape (N,): the errors of the linear operations since the last nonlinear operation
+            or cut.
+        arising: the error at the output of every nonlinear operation, shape (N,): its own ‖e‖ and its operands' λ.
     """
 
     def __init__(self, at: Linearization):
@@ -164,7 +166,7 @@ class MeasuredRounding(Rounding):
             return None
         node = self.at.network.graph.output
         head = per_image(self.local[node]).amax(1, keepdim=True)
-        while node.op != "linear":  # what copies the result of the head rounds too
+        while node.op != "linear":  # operations that copy the result of the head round too
             node = node.operands[0]
             head = head + per_image(self.local[node]).amax(1, keepdim=True)
         return head
@@ -188,16 +190,16 @@ class MeasuredRounding(Rounding):
 
 
 class _Measuring(Rounding):
-    """Measures rounding errors while a walk goes through the network.
+    """Bounds the rounding errors during a walk through the network.
 
     Args:
         at: the linearised network.
-        eps: size of the perturbations, shape (N,).
-        ranges: of all values, and the gains of operations.
-        found: what is filled.
+        eps: the norm of the perturbations, shape (N,).
+        ranges: the ranges of all values, and the Lipschitz constants of operations.
+        found: receives the bounds.
 
     Attributes:
-        moved: ρ of every value, shape (N,): how far the deployed value is from the nominal one.
+        moved: ρ of every value, shape (N,): the distance of the deployed value from the nominal one.
     """
 
     def __init__(self, at: Linearization, eps: Tensor, ranges: Gains, found: MeasuredRounding):
@@ -222,18 +224,18 @@ class _Measuring(Rounding):
         return self.found.put(v)
 
     def enter(self, stage: Stage, moved: Tensor) -> None:
-        """The errors so far are counted at the stage's start."""
+        """The errors so far are counted at the start of the stage."""
         self.stage_start = stage.start
         self.moved[stage.start] = torch.minimum(self.moved[stage.start], moved)
 
     def linear(self, node: Node) -> None:
-        """A linear operation hands on what its operands carry, and adds its own error."""
+        """A linear operation propagates the errors of its operands, and adds its own."""
         gains, error = self._gains(node), self._error(node)
         self.found.collected[node] = self._sum(gains, self._known) + error
         self.moved[node] = self._sum(gains, self.moved.__getitem__) + error
 
     def nonlinear(self, node: Node, rho: Sequence[Tensor]) -> None:
-        """A nonlinear operation collects what its operands carry."""
+        """A nonlinear operation adds up the errors of its operands and its own."""
         for u, bound in zip(node.operands, rho, strict=False):
             self.moved[u] = torch.minimum(self.moved[u], bound)
         remainder = at_most(self.at.remainders[node].norm(rho))
@@ -251,7 +253,8 @@ class _Measuring(Rounding):
     def _gains(self, node: Node) -> dict[Node, Any]:
         """Norms of the operation's Jacobian at the nominal point, by operand.
 
-        Those of the ranges hold everywhere; better ones are ‖Y‖₂ and ‖X‖₂ for XY, and max|γ|/s for LayerNorm.
+        The Lipschitz constants from the ranges hold everywhere. At the nominal point ‖Y‖₂ and ‖X‖₂ are smaller for a
+        product XY, and max|γ|/s for LayerNorm.
         """
         gains: dict[Node, Any] = dict(self.ranges.of(node))
         if node.op == "layer_norm":
@@ -266,7 +269,7 @@ class _Measuring(Rounding):
         return gains
 
     def _standardising(self, node: Node, x: Tensor) -> Tensor:
-        """max|γ| over the smallest √(‖x_t − μ‖²/d + eps) of an image's tokens."""
+        """max|γ| divided by the smallest √(‖x_t − μ‖²/d + eps) over the tokens of an image, shape (N,)."""
         given = arguments(node)
         tokens = x.flatten(-len(given["normalized_shape"]))
         variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean(-1) + given.get("eps", 1e-5)
@@ -275,12 +278,12 @@ class _Measuring(Rounding):
         return per_image(variance).amin(1).rsqrt() * largest * (1 + SAFETY)
 
     def _largest(self, node: Node) -> Tensor:
-        """The largest spectral norm among the matrices of an image."""
+        """The largest spectral norm among the matrices of an image, shape (N,)."""
         matrices = self.at.values[node]
         return verified_norms(matrices.reshape(-1, *matrices.shape[-2:])).reshape(len(matrices), -1).amax(1)
 
     def _error(self, node: Node) -> Tensor:
-        """‖e‖ of the operation."""
+        """A bound on ‖e‖ of the operation, shape (N,)."""
         if passes(node):
             return self.zero
         unlimited = torch.full_like(self.zero, math.inf)

@@ -1,4 +1,4 @@
-"""Products with the Jacobians of a network at nominal values, and norms found from them."""
+"""Products with the Jacobians of a network at nominal values, and norms computed from them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ from lipcert.norms import (
 
 Values = Mapping[Node, Tensor]
 
-# A Jacobian with so few rows or columns is written out: that takes fewer products than Lanczos.
+# A Jacobian with at most this many rows or columns is computed in full, which takes fewer products than Lanczos.
 _FEW = 64
-# The norms of so few rows, or of rows with so few entries, are written out: it takes fewer products than to estimate.
+# Row norms are computed exactly for at most this many rows, or rows with at most this many entries, which takes fewer
+# products than a probabilistic bound.
 _PROBES = 256
-# Columns with so few entries are written out, and linear ways as functions of so few entries; of longer columns the
-# norms are bounded by so many products. All are taken once for all images.
+# For affine paths, which are the same for all images: columns with at most _LONG entries, and Jacobians with at most
+# _LONG columns, are computed in full. The norms of longer columns are bounded with _COLUMN_PROBES products.
 _LONG = 4096
 _COLUMN_PROBES = 512
-# Products that Lanczos takes, as a rule.
+# The usual number of products for Lanczos.
 _PASSES = 100
-# Entries of the Gram matrices of blocks of rows, for an image; beyond, blocks are not told from the whole.
+# The largest number of entries of the Gram matrices of blocks of rows, per image; larger blocks are not bounded
+# separately.
 GRAMS = 2**25
-# Entries of the Jacobians that are written out at once, 1 GiB.
+# The largest number of entries of the Jacobians computed at once, 1 GiB.
 _MOST = 2**27
 
 
 def passes_for(a: Node, b: Node, peak: bool) -> int:
-    """How many products ‖G(a → b)‖ takes, as a rule, or the largest norm of a row."""
+    """The usual number of products for ‖G(a → b)‖, or with ``peak`` for the largest norm of a row."""
     few = min(a.entries, b.entries, _PROBES)
     return few if peak or few <= _FEW else _PASSES
 
 
 def writes_rows(rows: float) -> bool:
-    """Whether so many rows are few enough to be written out."""
+    """Whether this number of rows is small enough to compute all of them."""
     return rows <= _PROBES
 
 
@@ -65,36 +67,36 @@ class Jacobians:
 
     Args:
         network: the network.
-        tolerance: how far a norm may be above what Lanczos has seen.
-        deterministic: write every Jacobian out.
-        seed: of the check that a derivative that looks like 0 is 0.
+        tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
+        deterministic: computes every Jacobian in full.
+        seed: the seed of the check that a derivative which autograd takes for 0 is 0.
     """
 
     def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
 
     def check_sizes(self, pairs: Sequence[tuple[Node, Node]]) -> None:
-        """Refuses Jacobians that are too large to be written out.
+        """Checks that every Jacobian is small enough to be computed in full.
 
         Raises:
-            InputError: says how large the largest is.
+            InputError: states the size of the largest Jacobian.
         """
         a, b = max(pairs, key=lambda pair: pair[0].entries * pair[1].entries)
         rows, columns = b.entries, a.entries
         if rows * columns > _MOST:
             raise InputError(
-                f"deterministic norms write Jacobians out, and one of this network has {rows} x {columns} entries; "
+                f"deterministic norms need full Jacobians, and one of this network has {rows} x {columns} entries; "
                 "use rigor='probabilistic'"
             )
 
     def writes_out(self, a: Node, rows: int) -> bool:
-        """Whether the norm of so many rows of G(a → b) comes from all their entries, and needs no start vector."""
+        """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
         return self.deterministic or min(a.entries, rows) <= _FEW
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
-        """The same for the largest norm of a row, which of a linear way is taken once for all images."""
+        """The same for the largest norm of a row; for an affine path it is computed once for all images."""
         few = writes_rows(min(a.entries, b.entries))
-        return self.deterministic or few or (a.entries <= _LONG and self.network.linear_way(a, b))
+        return self.deterministic or few or (a.entries <= _LONG and self.network.affine_path(a, b))
 
     def writes_out_columns(self, b: Node) -> bool:
         """The same for the norms of the columns."""
@@ -110,15 +112,21 @@ class Jacobians:
         form: Form | None = None,
         path: Sequence[Node] | None = None,
     ) -> LinearOperator:
-        """M G(a → b) by autograd, with M of a ``form``; on several vectors at once if that is said.
+        """M G(a → b) by autograd.
 
-        With a ``path``, G is the Jacobian along these operations alone.
+        If b does not depend on a, for instance because the value is overwritten, then Gᵀw does not depend on w for
+        autograd. A derivative that was detached looks the same. So G = 0 is checked on a random w.
 
-        Where nothing of a arrives at b, as when all of it is overwritten, Gᵀw is no function of w for autograd. G must
-        be 0 then, which is checked on a random w, as a derivative that was cut off would look the same.
+        Args:
+            a: the value with respect to which is differentiated.
+            b: the value that is differentiated.
+            values: nominal values.
+            several: whether the products take several vectors at once.
+            form: M; the identity by default.
+            path: restricts G to the Jacobian along these operations.
 
         Raises:
-            UnsupportedOperation: the derivative of an operation on the way cannot be differentiated.
+            UnsupportedOperation: the derivative of an operation between a and b cannot be differentiated.
         """
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
@@ -129,7 +137,7 @@ class Jacobians:
         if not pulled.requires_grad:
             chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
             if torch.autograd.grad(target, source, chance.to(target), retain_graph=True)[0].any():
-                raise UnsupportedOperation([(f"{b.name} behind a derivative that cannot be differentiated", b.path)])
+                raise UnsupportedOperation([(f"{b.name} after a derivative that cannot be differentiated", b.path)])
 
         def adjoint(u: Tensor) -> Tensor:
             u = u.reshape(*u.shape[:-1], *target.shape[1:])
@@ -155,9 +163,9 @@ class Jacobians:
         form: Form | None = None,
         path: Sequence[Node] | None = None,
     ) -> Tensor:
-        """Upper bounds on ‖M G(a → b)‖, shape (N,), with M of a ``form``, the identity by default.
+        """Upper bounds on ‖M G(a → b)‖, shape (N,), before rounding errors are added.
 
-        With a ``path``, G is the Jacobian along these operations alone. Without a ``draw`` it is written out.
+        Arguments as for :meth:`operator`. Without a ``draw`` the Jacobian is computed in full.
         """
         images, rows, columns = len(values[a]), rows_of(b, values, form), a.entries
         if not rows * columns:  # such as the tokens of a class where there are none
@@ -166,8 +174,8 @@ class Jacobians:
         found = []
         for i, part in _parts(values, images, together):
             some = None if form is None else form.only(slice(i, i + together))
-            way = self.operator(a, b, part, several=draw is None, form=some, path=path)
-            forth, back, size = (*way, columns) if columns <= rows else (way.adjoint, way.product, rows)
+            jacobian = self.operator(a, b, part, several=draw is None, form=some, path=path)
+            forth, back, size = (*jacobian, columns) if columns <= rows else (jacobian.adjoint, jacobian.product, rows)
             count, device = len(part[a]), part[a].device
             if draw is None:
                 found.append(explicit_norm(forth, count, size, device=device))
@@ -176,36 +184,36 @@ class Jacobians:
         return torch.cat(found)
 
     def largest_row(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
-        """Upper bounds on the largest norm of a row of G(a → b), or of a block of so many rows, shape (N,)."""
+        """Upper bounds on the largest norm of a block of ``block`` consecutive rows of G(a → b), shape (N,)."""
         images, rows, columns = len(values[a]), b.entries, a.entries
         if not rows * columns:
             return values[a].new_zeros(images, dtype=torch.float64)
         together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, rows) else images
         found = []
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
-            way = self.operator(a, b, part, several=True)
+            jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
             if rows <= _PROBES:
-                found.append(longest_row(way.adjoint, count, rows, block=block, device=device))
+                found.append(longest_row(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
-                found.append(explicit_row_norm(way.product, count, columns, block=block, device=device))
+                found.append(explicit_row_norm(jacobian.product, count, columns, block=block, device=device))
             else:
-                found.append(row_norm(way.product, count, columns, draw=draw, block=block, device=device))
+                found.append(row_norm(jacobian.product, count, columns, draw=draw, block=block, device=device))
         return torch.cat(found)
 
     def columns(self, a: Node, b: Node, values: Values, draw: Draw | None) -> Tensor:
-        """Upper bounds on the norms of the columns of G(a → b), shape (1, entries of a), for a linear way."""
-        way = self.operator(a, b, values, several=True)
+        """Upper bounds on the norms of the columns of G(a → b), shape (1, entries of a), for an affine path."""
+        jacobian = self.operator(a, b, values, several=True)
         rows = b.entries
         if draw is None:
-            return explicit_row_norms(way.adjoint, 1, rows, device=values[b].device)
-        return row_norms(way.adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
+            return explicit_row_norms(jacobian.adjoint, 1, rows, device=values[b].device)
+        return row_norms(jacobian.adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
 
     def along(self, a: Node, u: Node, values: Values, units: Tensor, token: int) -> Tensor:
-        """Upper bounds on ‖D G(a → u)‖ and on the norms of its rows, shape (N, 2).
+        """Upper bounds on ‖D G(a → u)‖ and on the largest norm of its rows, shape (N, 2).
 
-        Row t of D is the unit vector of token t of u, of ``units``, in the entries of that token. So D has norm 1 at
-        most. What is left of G after D may be small against G, and products are off by some 1e-14 ‖G‖.
+        Row t of D has the unit vector of token t of u, from ``units``, at the entries of that token, and 0 elsewhere.
+        So ‖D‖ ≤ 1. D G may be much smaller than G, while the products have errors of about 1e-14 ‖G‖.
         """
         rows, images = u.entries // token, len(units)
         together = max(1, min(images, _MOST // (rows * a.entries)))
@@ -213,18 +221,18 @@ class Jacobians:
         form = Form(lambda moved, unit: (moved * unit).reshape(len(unit), -1, token).sum(2), (units,), once, once)
         found = []
         for i, part in _parts(values, images, together):
-            way = self.operator(a, u, part, several=True, form=form.only(slice(i, i + together)))
-            found.append(torch.stack(explicit_rows(way.adjoint, len(part[a]), rows, device=units.device), 1))
+            jacobian = self.operator(a, u, part, several=True, form=form.only(slice(i, i + together)))
+            found.append(torch.stack(explicit_rows(jacobian.adjoint, len(part[a]), rows, device=units.device), 1))
         return torch.cat(found)
 
 
 def rows_of(b: Node, values: Values, form: Form | None) -> int:
-    """How many rows M G(a → b) has, with M of a form, the identity by default."""
+    """The number of rows of M G(a → b), with M given by a form, the identity by default."""
     return b.entries if form is None else form(values[b])[0].numel()
 
 
 def _parts(values: Values, images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:
-    """The values of so many images at a time, each with the number of its first one."""
+    """Splits the values into parts of ``together`` images; yields each part with the index of its first image."""
     for i in range(0, images, together):
         yield i, {node: value[i : i + together] for node, value in values.items()}
 
@@ -232,11 +240,11 @@ def _parts(values: Values, images: int, together: int) -> Iterator[tuple[int, di
 def margin_gradients(
     network: Network, values: Values, nodes: Sequence[Node], rivals: Tensor, predicted: Tensor
 ) -> tuple[Tensor, dict[Node, Tensor]]:
-    """∇m at the source, shape (N, entries), and at the results of operations, for margins m = f_y − f_j.
+    """∇m with respect to the source, shape (N, entries), and to results of operations, for margins m = f_y − f_j.
 
     Args:
         network: the network.
-        values: nominal values, those of the widths of secants included.
+        values: nominal values, including the widths of secants.
         nodes: the operations.
         rivals: the classes j, shape (N,).
         predicted: the classes y, shape (N,).

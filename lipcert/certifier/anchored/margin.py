@@ -1,4 +1,4 @@
-"""How much margins can lose: all of them from how far the logits move, one of them from its own gradient."""
+"""Lower bounds on margins in a ball: for all rivals from the deviation of the logits, for one from its gradient."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
 
-# What rules say with forms, and for which images, given by their numbers.
+# The contracted answers of rules, each with the indices of the images for which it is used.
 Forms = Mapping[Node, tuple[Contracted, Tensor]]
 NO_FORMS: Forms = MappingProxyType({})
 
-# How far beyond the radius without it curvature is weighed, and from which share of the margin on.
+# The contracted forms hold up to this multiple of the radius without them, and are used for operations whose remainder
+# takes at least this share of the margin.
 FURTHER = 2.0
 _WORTH = 0.02
 
 
 def spreads(at: Linearization, predicted: Tensor) -> Tensor | None:
-    """‖w_y − w_j‖ for a linear head with rows w, from above, shape (N, classes); None without one."""
+    """Upper bounds on ‖w_y − w_j‖ for a linear head with rows w, shape (N, classes); None without a linear head."""
     if at.network.head is None:
         return None
     weight = at.network.head[1]
@@ -51,7 +52,7 @@ def change(at: Linearization, found: Deviations, spread: Tensor | None) -> Tenso
 
 
 def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
-    """Norms with the forms of operations, each for some of the images, given by their numbers; ∞ for the others."""
+    """Upper bounds on ‖M G(a → u)‖ for the given forms M; ∞ for images for which a form is not used."""
     network, ledger = at.network, at.norms.ledger.part("weighed", at.weighing, round)
     unknown = torch.full_like(at.logits[:, 0], math.inf, dtype=torch.float64)
     found: dict[Node, list[FormNorms]] = {}
@@ -77,7 +78,7 @@ def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
 
 
 class RivalMargin:
-    """The margins f_y − f_j over one rival class j for each image, from their own gradients.
+    """The margins f_y − f_j toward one rival class j per image, bounded with their own gradients.
 
     Args:
         at: the network linearised at N images.
@@ -102,10 +103,10 @@ class RivalMargin:
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
 
     def left(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
-        """What is left of the margin within ε at least, shape (N,)."""
+        """A lower bound on the margin within distance ε, shape (N,)."""
         found = self.at.walk(eps, curvature)
         taken = torch.zeros_like(eps)
-        rest = self.rounding[:, 0] * eps  # what rounding hides of the gradients
+        rest = self.rounding[:, 0] * eps  # rounding errors of the gradients
         for v, rho in found.operands.items():
             bound = self.against[v](rho)
             rest = rest + self.rounding[:, self.place[v]] * at_most(self.at.remainders[v].norm(rho))
@@ -115,7 +116,7 @@ class RivalMargin:
         return self.margin - self.slope * eps - at_most(taken + rest) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
-        """Radii without weights, shape (N,); ``enough`` where they are that or more, which saves the search."""
+        """Radii without contracted forms, shape (N,), cut off at ``enough``, where no search is needed."""
         guess = self.margin / self.slope
         known = torch.zeros_like(guess, dtype=torch.bool) if enough is None else torch.isfinite(enough)
         if enough is None or not bool(known.any()):
@@ -124,18 +125,18 @@ class RivalMargin:
         return enough if bool(known.all()) else torch.where(known, enough, search(self.left, guess))
 
     def weighed(self, least: Tensor, round: int) -> Tensor:
-        """Radii with curvature weighed, shape (N,).
+        """Radii with contracted forms, shape (N,), at least ``least``.
 
         Args:
-            least: radii that hold, shape (N,).
-            round: how many rival classes were weighed before.
+            least: valid radii, shape (N,).
+            round: the number of rival classes examined before; it identifies the start vectors.
         """
         upto = FURTHER * least
         moved = self.at.walk(upto).operands
         forms: dict[Node, tuple[Contracted, Tensor]] = {}
         for v, g in self.at_nodes.items():
             found = self.at.remainders[v].contracted(g, moved[v])
-            # For each image by itself, so that a radius does not depend on the others.
+            # Decided per image, so that a radius does not depend on the other images.
             worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
             if found is not None and len(worth):
                 forms[v] = found, worth

@@ -1,50 +1,53 @@
-"""The anchored certificate: one linearisation of the network at the image, and what nonlinearities add to it.
+"""The anchored certificate: one linearisation of the network at the image, and bounds on the remainders.
 
-Let the operations v of the network be linearised at the image x. For a perturbation δ, operation v leaves its
-linearisation by a remainder R_v, and everything behind it sees that as an error put in at its output. With G(a → b) the
-Jacobian at x of the value b with respect to the value a, for every δ exactly
+Let the operations v of the network be linearised at the image x. For a perturbation δ, operation v differs from its
+linearisation by a remainder R_v, which acts on all later operations as an error at the output of v. Let G(a → b) be
+the Jacobian at x of the value b with respect to the value a. For every δ exactly,
 
     value u deviates by       G(x → u) δ + Σ_v G(v → u) R_v,
     margin m_j changes by     ⟨∇_x m_j, δ⟩ + Σ_v ⟨∇_v m_j, R_v⟩,
 
-by induction over the operations in their order: each is its linear part plus R_v, and G composes linear parts.
-Therefore, if ‖δ‖ ≤ ε, with r_v ≥ ‖R_v‖ and d_v ≥ |⟨∇_v m_j, R_v⟩| from the remainder rules (lipcert.bounds._remainder),
+by induction over the operations in order: each is its linear part plus R_v, and G composes linear parts. Therefore, if
+‖δ‖ ≤ ε, with r_v ≥ ‖R_v‖ and d_v ≥ −⟨∇_v m_j, R_v⟩ from the remainder rules (lipcert.bounds._remainder),
 
     ρ_u = ‖G(x → u)‖ ε + Σ_v ‖G(v → u)‖ r_v(ρ),
     m_j(x + δ) ≥ m_j − ‖∇_x m_j‖ ε − Σ_v d_v(ρ),
 
-evaluated in the order of the network, so that every ρ is known before it is used. No norm is multiplied along the depth
-for the first-order part: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j‖.
+evaluated in the order of the network, so that every ρ is known before it is used. The first-order part contains no
+product of norms along the depth: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j‖.
 
-Stages keep the number of norms small. If c is a value through which everything later depends on the image (a cut), then
-G(v → u) = G(c → u) G(v → c) for v before and u behind it, and the remainders before c are added up at c.
+**Stages** keep the number of norms small. If everything after a value c depends on the image only through c (a cut),
+then G(v → u) = G(c → u) G(v → c) for v before and u after c. The remainders before c are added up at c.
 
-The errors Σ_v ‖G(v → u)‖ r_v feed on themselves: they are part of the ρ that the next remainders grow with, and so they
-set how far a radius can reach. Where the way from a smooth activation v to u is linear, its remainder moves u by
-‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with w_i the norms of the columns, and with |R_i| ≤ ½ c δ_i² that is at
-most ½ c ‖√w ∘ δ‖², by the same sums as below for ‖s ∘ δ‖ with s = √w. Both are far below ‖G(v → u)‖ · ½ c max|δ_i| ‖δ‖,
-as few columns are near the norm of a trained matrix. Columns belong to the network, and are taken once.
+**Columns.** The errors Σ_v ‖G(v → u)‖ r_v are part of the ρ with which the later remainders grow, so they limit the
+radius. If the path from a smooth activation v to u is affine, the remainder moves u by at most
+‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with the norms w_i of the columns. With |R_i| ≤ ½ c δ_i² this is at
+most ½ c ‖√w ∘ δ‖², and ‖√w ∘ δ‖ is bounded as ‖Mδ‖ below. Both are much smaller than ‖G(v → u)‖ · ½ c max|δ_i| ‖δ‖,
+because few columns of a trained matrix are nearly as long as its norm. Columns do not depend on the image, so their
+norms are computed once.
 
-Curvature is where most of a margin goes. Where a rule knows a linear map M of the deviation δ of v's operand u with
-−⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order (:class:`lipcert.bounds.Contracted`), or the like for products,
+**Curvature** takes most of a margin. A rule may know a linear map M of the deviation δ of v's operand u with
+−⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order, or a similar bound for products
+(:meth:`lipcert.bounds.Remainder.contracted`). Then
 
     ‖Mδ‖ ≤ ‖M G(x → u)‖ ε + Σ_v ‖M G(v → u)‖ r_v(ρ),
 
-which is several times less than ‖M‖ ρ_u: M contracts the second derivative with the gradient, and few deviations that
-G lets through lie in the directions that both see. For smooth entrywise functions M is diagonal and knows which entries
-the gradient weighs; for projections and normalisations it is the positive part of the second derivative of ⟨∇_v m_j, ·⟩
-token by token; for softmax the covariance under the actual weights; for products one factor is contracted with the
-gradient. It takes norms for one rival class j, so it is done for the classes that allow the least, one after the other.
-Forms that hold up to some ε give a radius up to there.
+which is several times less than ‖M‖ ρ_u: M contracts the second derivative with the gradient, and the largest
+directions of M and G rarely agree. For smooth entrywise functions M is diagonal and weights entries by the gradient.
+For projections and normalisations it is the positive part of the second derivative of ⟨∇_v m_j, ·⟩, per token. For
+softmax it is the covariance under the nominal probabilities. For products, one factor is contracted with the gradient.
+The norms with M are for one rival class j, so they are computed for the classes with the smallest radii, one after the
+other. A form that is valid up to some ε gives a radius up to that ε.
 
-Nothing here needs the Jacobians: any linear map may stand for that of an operation, R_v being what it leaves out. At
-kinks, slopes between those on the two sides leave less (:mod:`lipcert.bounds._secants`). How far they should
-lie apart follows from the radius that the Jacobians give; the larger of the two radii counts, each with half of δ.
+**Secants.** The identities hold for any linear map in place of the Jacobian of an operation, with R_v the difference
+from that map. At kinks, slopes between the two sides have smaller remainders (:mod:`lipcert.bounds._secants`).
+The width of the secants follows from the radius with Jacobians. The larger of the two radii counts; each uses half of
+the failure probability.
 
-The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability δ of an
-image (lipcert.norms._ledger). Sums and products here are of non-negative float64 numbers, for which the certificate is
-reduced by a relative 1e-6. Rounding of nominal values, of gradients and of products with Jacobians has terms of its
-own, as cancellation makes it as large as what is computed: :mod:`lipcert.certifier.anchored.rounding`.
+The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
+(lipcert.norms._ledger). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
+a relative 1e-6 for them. Rounding errors of nominal values, gradients and products with Jacobians have terms of their
+own, because cancellation can make them as large as the computed number: :mod:`lipcert.certifier.anchored.rounding`.
 """
 
 from __future__ import annotations
@@ -66,11 +69,12 @@ from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations,
 from lipcert.model import Model
 from lipcert.norms import Ledger
 
-# For how many rival classes curvature is weighed.
+# The number of rival classes for which contracted forms are used.
 ROUNDS = 4
-# Entries of the values that rival classes looked at together have for themselves, 256 MiB.
+# The largest number of entries in the values of rival classes examined together, 256 MiB.
 _ENTRIES = 2**25
-# Radii come out larger with secants, whose widths are therefore so much more than values move within the one without.
+# The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
+# secants is larger.
 _WIDENED = 1.5
 
 
@@ -78,15 +82,15 @@ class Anchored:
     """The anchored certificate of one model.
 
     Attributes:
-        finder: the norms of the network linearised with its Jacobians.
-        secant: those of the network with secants at kinks (lipcert.bounds._secants), with half of ``delta``;
-            None where the network has none.
-        kinks: the operations with another derivative there, and the nodes for the widths.
+        finder: computes the norms of the network linearised with its Jacobians.
+        secant: computes those of the network with secants at kinks (lipcert.bounds._secants), with half of ``delta``;
+            None for a network without kinks.
+        kinks: the operations with secants, and the nodes for their widths.
 
     Args:
         model: the model, in float64.
-        at: what is perturbed: None for the pixels, the path of a module for its output, or the index of a stage for its
-            start. ε is measured there; what the network reads past that value stays as it is.
+        at: the perturbed value: None for the pixels, the path of a module for its output, or the index of a stage for
+            its start. ε is measured there; values that do not depend on it stay nominal.
         **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
     Raises:
@@ -120,16 +124,16 @@ class Anchored:
 
     @property
     def count(self) -> int:
-        """How many norms an image takes."""
+        """The number of norms per image."""
         return sum(finder.plan.count for finder in self._finders)
 
     @property
     def work(self) -> float:
-        """Floating-point operations that the norms of an image take, roughly."""
+        """An estimate of the floating-point operations for the norms of an image."""
         return sum(work_with_curvature(finder.plan) for finder in self._finders)
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
-        """Linearises the network at images, shape (N, C, H, W), and takes the norms; the rest is arithmetic in ε."""
+        """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
         return Anchor(self, Linearization(self.finder, images, progress, ledger=ledger))
 
 
@@ -139,17 +143,17 @@ def _finder(network: Network, options: NormOptions, share: float) -> NormFinder:
 
 
 def weighable(network: Network) -> int:
-    """How many norms with forms one rival class can take, of which a rule has one."""
+    """The largest number of norms with forms for one rival class; a rule has at most one form."""
     return sum(2 + place for stage in network.stages for place in range(len(stage.nonlinear)))
 
 
 def rounds(plan: NormPlan) -> int:
-    """For how many rival classes curvature is weighed: one where passes are counted, as it takes as many again."""
+    """The number of rival classes for which contracted forms are used; one if passes are limited."""
     return ROUNDS if plan.whole else 1
 
 
 def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
-    """Floating-point operations that the norms of an image take, with those that weigh curvature so many times."""
+    """An estimate of the floating-point operations for the norms of an image, with forms for ``weighings`` searches."""
     bent = {u for v, rule in plan.network.rules.items() if rule.contracts for u in plan.network.operands(v)}
     weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in bent)
     return plan.work + weighed
@@ -171,7 +175,7 @@ class Anchor:
         return self.linearization.norms
 
     def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
-        """How far values can move for perturbations of norm at most eps, shape (N,)."""
+        """Bounds on the deviations of values for perturbations of norm at most eps, shape (N,)."""
         return self.linearization.walk(eps, curvature)
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
@@ -180,33 +184,34 @@ class Anchor:
         Args:
             predicted: classes y, shape (N,).
             margins: f_y − f_j, +inf at j = y, shape (N, classes).
-            limit: how many rivals to look at in their own direction at most; the others are held to the cheap bound.
+            limit: the largest number of rivals to examine with their own gradients; the others are bounded by the
+                deviation of the logits.
 
         Raises:
-            LedgerError: called again, with start vectors that the first radius has used; linearise the images again.
+            LedgerError: called again, although the first call used the start vectors; linearise the images again.
         """
         best, here = linearized_radius(self.linearization, predicted, margins, limit), self.linearization
         if self.method.secant is None:
             return best
         moved = here.walk(best).operands
-        still = [torch.zeros_like(best)]  # in front of what is perturbed
-        # Widths follow from the norms here, so the norms there take start vectors that none here has taken.
+        still = [torch.zeros_like(best)]  # operations before the perturbed value
+        # The widths depend on the norms so far, so the norms with secants need start vectors of their own.
         ledger = here.norms.ledger.part("secant")
         widths = {leaf: _WIDENED * moved.get(v, still)[-1][:, None] for v, leaf in self.method.kinks.items()}
         secant = Linearization(self.method.secant, here.images[:, 0], widths=widths, ledger=ledger)
         return torch.maximum(best, linearized_radius(secant, predicted, margins, limit))
 
     def least_margin(self, eps: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
-        """Lower bounds on the smallest f_y − f_j within eps, each of shape (N,); arguments as for :meth:`radius`."""
+        """Lower bounds on the smallest f_y − f_j within eps, shape (N,); arguments as for :meth:`radius`."""
         rivals = margins.argsort(1)[:, :-1].unbind(1)
         return torch.stack([RivalMargin(self.linearization, j, predicted, margins).left(eps) for j in rivals]).amin(0)
 
 
 def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
-    """Radii of one linearisation, as :meth:`Anchor.radius`.
+    """Radii of one linearisation; arguments as for :meth:`Anchor.radius`.
 
-    Rival classes are taken in the order of what the deviation of the logits allows them, and left out once that alone
-    clears them: it costs no backward pass.
+    The deviation of the logits gives a first radius for every rival class, without a backward pass. Rival classes are
+    examined in increasing order of this radius, until the rest cannot decide the result.
     """
     allowed = _cheap(at, predicted, margins)
     order = allowed.argsort(1)[:, :limit]
@@ -218,11 +223,11 @@ def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, lim
         floor = allowed.gather(1, rivals)
         if bool((floor[:, 0] >= FURTHER * best).all()):
             break
-        # Rivals that are looked at together count as images.
+        # Each pair of an image and a rival is an image of the batch.
         images = torch.arange(len(best), device=best.device).repeat_interleave(rivals.shape[1])
         many = at if rivals.shape[1] == 1 else at.only(images)
         toward = RivalMargin(many, rivals.flatten(), predicted[images], margins[images])
-        # What is least now does not get further than that when it is weighed.
+        # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
         exact = toward.radius(FURTHER * best[images]).reshape(rivals.shape)
         exact = torch.maximum(exact, floor)
         allowed.scatter_(1, rivals, exact)
@@ -233,7 +238,7 @@ def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, lim
 
 
 def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
-    """Radii from how far the logits and the features move at all, shape (N, classes)."""
+    """Radii from the deviations of the logits and the features, shape (N, classes)."""
     spread = spreads(at, predicted)
     slope = torch.as_tensor(at.gain(at.network.source, at.network.graph.output, NORM), dtype=torch.float64)
     rivals = torch.isfinite(margins)
@@ -247,7 +252,7 @@ def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
 
 
 def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
-    """The radii that the rival classes allow, shape (N, classes), with curvature weighed for the least of them."""
+    """The radii of the rival classes, shape (N, classes), improved with contracted forms for the smallest of them."""
     allowed = allowed.clone()
     done = torch.zeros_like(allowed, dtype=torch.bool)
     for round in range(rounds(at.plan)):

@@ -1,4 +1,4 @@
-"""The captured network behind one value: its stages, and the remainder rule of every nonlinear operation."""
+"""The captured network after the perturbed value: its stages, and the remainder rules of its operations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, examples, explicit_attention, needed, run
 from lipcert.model import Model
 
-# Operations whose result is their operand, entry by entry in the same places.
+# Operations whose result has the same entries as their operand, in the same order.
 _UNMOVED = frozenset(("identity", "dropout", "reshape"))
 
 
 @dataclass
 class Stage:
-    """The nonlinear operations between two cuts: values through which everything later depends on the image."""
+    """The nonlinear operations between two cuts. Everything after a cut depends on the image only through its value."""
 
     start: Node
     end: Node
@@ -29,32 +29,32 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Where in the model the stage ends, for people."""
+        """The module path at which the stage ends, for messages."""
         return self.end.path.removeprefix("net.").removeprefix("net") or "(model)"
 
 
 class Network:
-    """A captured network, cut into stages behind the value that is perturbed.
+    """A captured network, divided into stages after the perturbed value.
 
     Attributes:
-        source: the value that is perturbed.
-        rules: the remainder rule of every nonlinear operation behind it, in order.
-        stages: the operations between two cuts each, in order.
+        source: the perturbed value.
+        rules: the remainder rule of every nonlinear operation after it, in order.
+        stages: the stages, in order.
         head: features h and weight W if the logits are W h + b; None otherwise.
-        chains: products of norms along the operations behind the source.
+        chains: products of norms along the operations after the source.
         local: rounding errors of these operations in float64.
 
     Args:
         model: the model, in float64.
-        at: what is perturbed: None for the pixels, the path of a module for its output, or the index of a stage for its
-            start.
-        casts: whether casts inside the network are recorded, and not left out as in real arithmetic.
-        graph: the network, if it is not to be captured from the model.
-        widths: nodes that ``graph`` reads and that are not part of it: see :func:`.with_secants`.
+        at: the perturbed value: None for the pixels, the path of a module for its output, or the index of a stage for
+            its start.
+        casts: records the casts inside the network; by default they are left out, as in real arithmetic.
+        graph: the captured network; by default the model is captured.
+        widths: nodes outside ``graph`` whose values ``graph`` reads: see :func:`.with_secants`.
 
     Raises:
         InputError: ``at`` names no value of the network.
-        UnsupportedOperation: names the operations behind ``at`` that have no remainder rule.
+        UnsupportedOperation: names the operations after ``at`` that have no remainder rule.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Network:
         if graph is None:
             whole = lambda module: kept_whole(module, "remainder")  # noqa: E731
             graph = capture(model, example, whole, casts=casts)
-            if not casts and at is None:  # which may name a value inside a form
+            if not casts and at is None:  # otherwise it may name a value inside a form
                 graph = canonical_forms(graph, "remainder", examples(example))
             graph = explicit_attention(graph, model.device)
         self.replay = Replay(needed(graph))
@@ -120,9 +120,9 @@ class Network:
         return rules
 
     def _stages(self) -> list[Stage]:
-        """Stages between those cuts behind the source that have a nonlinear operation between them.
+        """The stages: two consecutive cuts are the ends of a stage if a nonlinear operation lies between them.
 
-        A cut stands for its root: that is one too, as nothing else that lives reads it.
+        A cut is represented by its root. The root is a cut too, because no other operation of the graph reads it.
         """
         marks = set(cuts(self.graph))
         stages = [Stage(self.source, self.source)]
@@ -144,9 +144,9 @@ class Network:
         return self.replay.position[cut] >= self.replay.position[stage.nonlinear[-1]]
 
     def _head(self) -> tuple[Node, Tensor] | None:
-        """Features h and weight W if the logits are W h + b, for one vector h and with the classes in W's order.
+        """Features h and weight W if the logits are W h + b, for one vector h and with the classes in the order of W.
 
-        What moves entries about after the matrix may give a row to another class, so nothing but identities may.
+        An operation after the matrix could change the order of the classes, so only identities are accepted there.
         """
         node = self.graph.output
         while node.op in _UNMOVED and node is not self.source and node.operands[0].shape == node.shape:
@@ -167,17 +167,17 @@ class Network:
         return [self.graph.output, *([self.head[0]] if self.head is not None else [])]
 
     def operands(self, node: Node) -> list[Node]:
-        """The values that an operation reads, widths of secants left out."""
+        """The roots of the values that an operation reads, without the widths of secants."""
         return [self.root(operand) for operand in node.operands if operand not in self.widths]
 
     def root(self, node: Node) -> Node:
-        """The value whose entries these are, in another arrangement."""
+        """The value of which ``node`` is a rearrangement."""
         while node.op in REARRANGING and len(node.operands) == 1 and node is not self.source:
             node = node.operands[0]
         return node
 
-    def linear_way(self, a: Node, b: Node) -> bool:
-        """Whether b is an affine function of a, everything else as it is."""
+    def affine_path(self, a: Node, b: Node) -> bool:
+        """Whether b is an affine function of a while all other values are fixed."""
         return not any(node in self.rules for node in self.replay.between(a, [b]))
 
     def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
@@ -185,7 +185,7 @@ class Network:
 
         Args:
             images: shape (N, 1, C, H, W).
-            widths: of the secants, each of shape (N, 1); 0 by default.
+            widths: the widths of the secants, each of shape (N, 1); 0 by default.
         """
         single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
         given = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)

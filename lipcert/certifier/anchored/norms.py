@@ -1,4 +1,4 @@
-"""The norms of a plan, taken at images: upper bounds that hold together, and what they were charged with."""
+"""Computes the norms of a plan at images: upper bounds that hold simultaneously, and their failure probability."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ NormProgress = Callable[[int, int], None]
 
 
 class SeminormKind(Enum):
-    """What of a deviation δ is bounded: ‖Mδ‖, or the largest of some parts of Mδ, for a matrix M."""
+    """The seminorm of a deviation δ that is bounded: ‖Mδ‖ for a matrix M, or the largest norm of a part of Mδ."""
 
     NORM = auto()  # ‖δ‖
-    LARGEST = auto()  # the largest norm of one of its entries, or blocks of entries
-    COLUMNS = auto()  # ‖√w ∘ δ‖, w the norms of the columns of the linear way after an operation
-    CURVATURE = auto()  # ‖Mδ‖, M of a form of the curvature of an operation against a margin
+    LARGEST = auto()  # the largest norm of an entry, or of a block of entries
+    COLUMNS = auto()  # ‖√w ∘ δ‖, w the norms of the columns of the affine path after an operation
+    CURVATURE = auto()  # ‖Mδ‖, M a form of the rule of an operation for a margin
     ALONG = auto()  # the norm over all tokens t of ⟨unit_t, δ_t⟩
     TOKEN = auto()  # the largest |⟨unit_t, δ_t⟩|
 
 
 class Seminorm(NamedTuple):
-    """A kind of seminorm, and the operation whose weights, forms or tokens make M, with the number of the form."""
+    """A kind of seminorm, and the operation whose weights, forms or tokens define M, with the index of the form."""
 
     kind: SeminormKind
     of: Node | None = None
@@ -51,16 +51,15 @@ NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
 
 @dataclass(frozen=True)
 class NormOptions:
-    """How norms of Jacobians are found.
+    """How norms of Jacobians are computed.
 
     Attributes:
-        delta: failure probability for each image, over the certifier's own random start vectors.
-        tolerance: how far norms may be above what Lanczos has seen, relative.
-        seed: of the start vectors.
-        passes: find no more norms than so many forward passes allow, roughly, and let products of norms do for the
-            others; None for all norms. Those inside a stage come first.
-        rigor: ``"probabilistic"``, or ``"deterministic"`` to write every Jacobian out, for networks that are small
-            enough for that.
+        delta: the failure probability for each image, over the certifier's own random start vectors.
+        tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
+        seed: the seed of the start vectors.
+        passes: limits the cost of the norms to about this many forward passes, norms within stages first; products of
+            norms bound the others. None computes all norms.
+        rigor: ``"probabilistic"``, or ``"deterministic"`` to compute every Jacobian in full, for small networks.
 
     Raises:
         InputError: an unknown rigor.
@@ -85,17 +84,18 @@ class NormOptions:
 
 @dataclass
 class Norms:
-    """Upper bounds that hold together, each of shape (N,).
+    """Upper bounds that hold simultaneously, each of shape (N,), rounding included.
 
     Attributes:
-        ledger: of the images, and what the bounds were charged with.
+        ledger: the ledger of the images, with the failure probability spent on the bounds.
         gains: ‖G(a → b)‖, by (a, b).
-        peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules ask for that.
+        peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it.
         columns: the norms of the columns of G(v → u), by (v, u), each of shape (1, entries of v).
         weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
-        along: how far tokens of b move along themselves, all together and one of them, by (a, v): shape (N, 2).
-        slack: what rounding can have taken of a norm as found, by (a, b), before it was added.
-        rounded: what rounding does beside.
+        along: ‖D G(a → b)‖ and its largest row norm, shape (N, 2), by (a, v): D takes the components of the tokens of
+            b, the operand of v, along their unit vectors.
+        slack: a bound on the rounding error of a norm as computed, by (a, b).
+        rounded: bounds on the other rounding errors.
     """
 
     ledger: Ledger
@@ -109,15 +109,15 @@ class Norms:
 
     @property
     def count(self) -> int:
-        """How many have been found."""
+        """The number of norms computed so far."""
         return len(self.gains) + len(self.peaks) + len(self.weighted) + len(self.along)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form) -> Tensor:
-        """‖M G(a → b)‖ as found, with what rounding can have taken of it, shape (N,).
+        """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,).
 
-        What products with G are off by, M makes at most ‖M‖ times as long. Those with M are off by γ size ‖Gv‖, γ for
-        sums of no more terms than a deviation, or what M is made of, has entries; the factor between an error and what
-        it does to a norm is that of :mod:`.rounding`.
+        M multiplies the error of a product with G by at most ‖M‖. A product with M has an error of at most
+        γ size ‖Gv‖, with γ for sums of at most as many terms as a deviation, or a tensor of the form, has entries.
+        :mod:`.rounding` gives the factor from the error of a product to the error of a norm.
         """
         terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
         own = 4 * (terms + 16) * UNIT * (16 + 4 * math.sqrt(max(a.entries, b.entries)))
@@ -137,18 +137,18 @@ class Norms:
 
 
 class NormFinder:
-    """Takes the norms of a plan at images. A norm that is the same for all images is taken once.
+    """Computes the norms of a plan at images. A norm that is the same for all images is computed once.
 
     Attributes:
-        delta: what the norms may spend of the failure probability.
-        columns: the norms of columns, which belong to the network, once they are known.
+        delta: the failure probability that the norms may spend.
+        columns: the norms of columns computed so far; they do not depend on the image.
 
     Args:
         network: the network.
         plan: the norms.
-        options: how they are found.
-        share: of the failure probability, what may be spent here.
-        spare: how many norms may be asked for beside those of the plan.
+        options: how they are computed.
+        share: the share of the failure probability that may be spent here.
+        spare: the largest number of norms that may be requested in addition to those of the plan.
 
     Raises:
         InputError: deterministic norms of Jacobians that are too large.
@@ -161,7 +161,7 @@ class NormFinder:
         self._share = part_of(self.delta, plan.count + spare)
         self._constants: dict[tuple[str, Node, Node], float] = {}
         self._link_constants: dict[Link, float] = {}
-        self._raised: set[Pair] = set()  # columns that hold with rounding
+        self._raised: set[Pair] = set()  # columns to which the rounding error was added
         self.jacobians = Jacobians(
             network, tolerance=options.tolerance, deterministic=options.deterministic, seed=options.seed
         )
@@ -169,13 +169,13 @@ class NormFinder:
             self.jacobians.check_sizes([*plan.pairs, *((link.operand, link.node) for link in plan.links)])
 
     def ledger(self, images: int) -> Ledger:
-        """A new ledger for so many images."""
+        """A new ledger for this number of images."""
         return Ledger(self.options.delta, images, self.options.seed)
 
     def __call__(self, values: dict[Node, Tensor], ledger: Ledger, progress: NormProgress | None = None) -> Norms:
-        """Upper bounds at nominal values, which fail together with what ``ledger`` charges.
+        """Upper bounds at nominal values; the probability that one of them fails is charged to ``ledger``.
 
-        ``progress`` is called with (norms taken, norms in all).
+        ``progress`` is called with (norms computed, norms in total).
         """
         plan, found = self.plan, Norms(ledger, columns=self.columns)
         alone = {node: value[:1] for node, value in values.items()}
@@ -223,9 +223,9 @@ class NormFinder:
         values: dict[Node, Tensor],
         norm: Callable[[dict[Node, Tensor]], Tensor],
     ) -> Tensor:
-        """A norm of G(a → b), which is taken for all images at once where the way is linear."""
+        """A norm of G(a → b), computed once for all images if the path is affine."""
         a = key[1]
-        if not self.network.linear_way(a, b):
+        if not self.network.affine_path(a, b):
             return norm(values)
         if key not in self._constants:
             self._constants[key] = norm({node: value[:1] for node, value in values.items()}).item()
@@ -264,18 +264,18 @@ class NormFinder:
         return values[a].new_full((len(values[a]),), self._link_constants[link])
 
     def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, ledger: Ledger) -> Tensor:
-        """Upper bounds on ‖M G(a → b)‖, shape (N,), with M of a form.
+        """Upper bounds on ‖M G(a → b)‖ as computed, shape (N,), with M given by a form.
 
-        The form may depend on all norms so far, so ``ledger`` is a part that none of these has drawn from.
+        The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
         draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows_of(b, values, form)))
         return self.jacobians.norm(a, b, values, draw, form=form)
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
-        """Start vectors for something about G(a → b); None where that is ``known`` from its entries, or empty.
+        """Start vectors for a bound on G(a → b); None if it is ``known`` from the entries, or G is empty.
 
-        The key is made of the places of the operations in the network: whatever else is asked for, and in which order,
-        a norm has the same vectors.
+        The key consists of the positions of the operations in the network. So a norm has the same vectors whichever
+        other norms are requested, and in whichever order.
         """
         if known or not a.entries * b.entries:
             return None

@@ -1,4 +1,4 @@
-"""Which norms of Jacobians a certificate takes, in which order, and at what cost."""
+"""Which norms of Jacobians a certificate computes, in which order, and at what cost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lipcert.graph import Node
 
 Pair = tuple[Node, Node]
 
-# Passes that the norm of a single operation takes, as a rule, and what a norm takes beside its passes, in
+# The usual number of passes for the norm of a single operation, and the cost of a norm without its passes, in
 # floating-point operations.
 _PASSES = 100
 _SEARCH = 1e8
 
 
 def layerwise_pairs(network: Network) -> Iterator[Pair]:
-    """The (a, b) that lead from the source to the first stage, and inside stages: all that lofast needs."""
+    """The pairs (a, b) from the source to the first stage and within stages: all that LoFAST needs."""
     yield network.source, network.stages[0].start
     for stage in network.stages:
         ends = [stage.end, *(network.outputs if stage is network.stages[-1] else [])]
@@ -32,7 +32,7 @@ def layerwise_pairs(network: Network) -> Iterator[Pair]:
 
 
 def anchored_pairs(network: Network) -> Iterator[Pair]:
-    """Those that anchored needs: from the source to everything, inside stages, and between cuts."""
+    """The pairs (a, b) that the anchored certificate needs: from the source, within stages, and between cuts."""
     source, last = network.source, network.stages[-1]
     for index, stage in enumerate(network.stages):
         yield source, stage.start
@@ -53,26 +53,31 @@ def anchored_pairs(network: Network) -> Iterator[Pair]:
 
 
 class NormPlan:
-    """The norms that every image takes.
+    """The norms that are computed for every image.
 
     Attributes:
-        pairs: the (a, b) whose ‖G(a → b)‖ is found by itself.
-        peaks: the (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is found too.
-        unconnected: the (a, b) that were wanted and where b does not depend on a.
-        chained: those for which products of norms have to do (:mod:`.chains`): with ``passes`` alone.
-        links: single operations whose norms are found: those that make these products, and those without bounds.
-        columns: the (v, u) with a linear way from a smooth operation v to u, for the norms of the columns of G(v → u).
-        ahead: for a smooth operation v the first such u, whose columns the deviation of v is weighed with.
-        weighted: the (a, v) for ‖diag(√w) G(a → u)‖, with u the operand of v and w the norms of those columns.
-        tokens: the operations whose rule asks how far tokens of the operand move along themselves, with their entries.
-        along: the (a, v) for G(a → u) along the tokens of the operand u of v.
-        blocks: the largest blocks by the value that they are entries of, with the operand that has them in that order.
+        pairs: the pairs (a, b) whose ‖G(a → b)‖ is computed.
+        peaks: the pairs (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is computed too.
+        unconnected: the requested pairs (a, b) for which b does not depend on a.
+        chained: the requested pairs that are bounded by products of other norms (:mod:`.chains`); empty without
+            ``passes``.
+        links: single operations whose norms are computed: factors of these products, and operations without bounds.
+        columns: the pairs (v, u) with an affine path from a smooth operation v to u, for which the norms of the columns
+            of G(v → u) are computed.
+        ahead: the first such u for a smooth operation v; the norms w of these columns weight the deviation of v's
+            operand.
+        weighted: the pairs (a, v) for which ‖diag(√w) G(a → u)‖ is computed, with u the operand of v.
+        tokens: the operations whose rule uses the deviation of tokens along their unit vectors, with the number of
+            entries of a token.
+        along: the pairs (a, v) for which G(a → u), restricted to these directions, is computed, u the operand of v.
+        blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
+            in which its entries are consecutive.
 
     Args:
         network: the network.
-        wanted: the (a, b) whose ‖G(a → b)‖ the certificate needs; pairs that are 1 or 0 among them are left out.
-        passes: find no more norms than so many forward passes allow, roughly, and let products of norms do for the
-            others; None for all norms.
+        wanted: the pairs (a, b) whose ‖G(a → b)‖ the certificate needs. Pairs with the norm 1 or 0 are left out.
+        passes: limits the cost of the norms to about this many forward passes; products of norms bound the other pairs.
+            None computes all norms.
     """
 
     def __init__(self, network: Network, wanted: Iterable[Pair], passes: float | None = None):
@@ -93,7 +98,7 @@ class NormPlan:
         if passes is not None:
             self._spend(passes)
         summed = {v for v, rule in network.rules.items() if rule.sums and self.whole}
-        self.columns = [(v, u) for v, u in self.pairs if v in summed and network.linear_way(v, u)]
+        self.columns = [(v, u) for v, u in self.pairs if v in summed and network.affine_path(v, u)]
         self.ahead = {v: u for v, u in reversed(self.columns) if u not in network.outputs}
         self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
         self.tokens = {v: size for v in network.rules if self.whole and (size := self._token(v))}
@@ -101,42 +106,42 @@ class NormPlan:
 
     @property
     def count(self) -> int:
-        """How many norms an image takes that can be random."""
+        """The number of norms per image that may need random start vectors."""
         return len(self.pairs) + len(self.peaks) + len(self.columns) + len(self.weighted) + len(self.links)
 
     @property
     def work(self) -> float:
-        """Floating-point operations that the norms of an image take, roughly."""
+        """An estimate of the floating-point operations for the norms of an image."""
         return (
             sum(self.work_of(a, b) for a, b in self.pairs)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks)
             + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted)
-            + sum(self.rows(v) * self._way(a, v.operands[0]) for a, v in self.along)
+            + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along)
             + self._work_of_links
         )
 
     @property
     def work_of_a_pass(self) -> float:
-        """The same for one forward pass."""
+        """The same for a forward pass."""
         return sum(self._costs.values())
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
-        """The same for one norm, or for the largest norm of a row."""
-        return passes_for(a, b, peak) * self._way(a, b) + _SEARCH
+        """The same for one norm, or with ``peak`` for the largest norm of a row."""
+        return passes_for(a, b, peak) * self._pass_work(a, b) + _SEARCH
 
     @property
     def _work_of_links(self) -> float:
         return sum(_PASSES * work(link.path) + _SEARCH for link in self.links)
 
-    def _way(self, a: Node, b: Node) -> float:
-        """The same for all operations between two values once."""
+    def _pass_work(self, a: Node, b: Node) -> float:
+        """The same for one pass through the operations between two values."""
         return sum(self._costs[node] for node in self.network.replay.between(a, [b]))
 
     def _spend(self, passes: float) -> None:
-        """Leaves the norms to be found that so many passes allow: a part of one order, however many they are.
+        """Keeps the norms that can be computed in this number of passes, and moves the other pairs to ``chained``.
 
-        Every method of layers takes the norms inside stages first, and all methods in the same order. So what a method
-        with more pairs finds within a number of passes contains what one with fewer finds.
+        All methods rank the norms in the same order, and norms within stages come first. So for the same number of
+        passes a method with more pairs computes at least the norms of a method with fewer pairs.
         """
         network = self.network
         inside = frozenset(layerwise_pairs(network))
@@ -146,8 +151,8 @@ class NormPlan:
         def rank(pair: Pair) -> int:
             a, b = pair
             if pair in inside:
-                return 0 if network.linear_way(a, b) else 1 if a in starts else 2
-            return 5 if a in ends and b in starts else 4  # ways between cuts are products all the same
+                return 0 if network.affine_path(a, b) else 1 if a in starts else 2
+            return 5 if a in ends and b in starts else 4  # between cuts, products are used in any case
 
         place = network.replay.position
         order = [(rank(pair), self.work_of(*pair), place[pair[0]], place[pair[1]], False) for pair in self.pairs]
@@ -166,7 +171,7 @@ class NormPlan:
         self.pairs, self.peaks = found[False], found[True]
 
     def block(self, v: Node) -> int:
-        """Of how many entries of its operand the rule asks how far they can move; 0 if of all."""
+        """The number of entries in a block of the operand whose deviation is bounded separately; 0 for none."""
         block = self.network.rules[v].block(v)
         return block if block == 1 or v.entries * block <= GRAMS else 0
 
@@ -180,15 +185,15 @@ class NormPlan:
         return found
 
     def blockwise(self, v: Node) -> bool:
-        """Whether the rule of a nonlinear operation is told how far an entry, or a block of them, can move."""
+        """Whether the rule of a nonlinear operation gets a bound on the deviation of a single entry or block."""
         block = self.block(v)
         return block == 1 or (block > 1 and self.blocks[self.network.operands(v)[0]] == (block, v.operands[0]))
 
     def _token(self, v: Node) -> int:
-        """Entries of a token of the operand, if the rule asks how far tokens move along themselves; 0 if not."""
+        """The number of entries in a token of the operand, if the rule uses bounds on tokens; 0 if not."""
         size = self.network.rules[v].token(v)
         return size if size and writes_rows(v.operands[0].entries / size) else 0
 
     def rows(self, v: Node) -> int:
-        """How many tokens the operand has."""
+        """The number of tokens of the operand."""
         return v.operands[0].entries // self.tokens[v]

@@ -1,50 +1,52 @@
-"""What rounding in float64 can do to the certifier's own numbers: nominal values, gradients, products with Jacobians.
+"""Bounds on the rounding errors of the certifier's own numbers: nominal values, gradients, products with Jacobians.
 
-An operation w computes ĥ_w = f_w(ĥ) + e_w from the computed values ĥ of its operands o; a product with its Jacobian at
-ĥ is off by f, ‖f‖ ≤ κ_wo ‖v‖ for the vector v that it is applied to, forwards and backwards.
-:class:`OperationRounding` bounds κ_wo and ‖e_w‖, operation by operation. Three statements follow. All are about the
-Jacobians G at the *computed* values, so
-nothing is left out because it is of second order.
+In float64 an operation w computes ĥ_w = f_w(ĥ) + e_w from the computed values ĥ of its operands o. A product of its
+Jacobian at ĥ, or of the transposed Jacobian, with a vector v has an error f with ‖f‖ ≤ κ_wo ‖v‖.
+:class:`OperationRounding` bounds κ_wo and ‖e_w‖ for each operation. Three statements follow. G always denotes a
+Jacobian at the *computed* values, so no second-order term is neglected.
 
 **Norms.** A computed product is Ĝ(a → b)v = G(a → b)v + Σ_w G(w → b) f_w, by induction over the operations between a
-and b. So with bounds g on ‖G‖ and on what Ĝ does to a unit vector, both for shorter ways,
+and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all shorter paths. Then
 
     ‖Ĝ(a → b)v − G(a → b)v‖ ≤ S(a, b)‖v‖,    S(a, b) = Σ_(o → w) g(a → o) κ_wo g(w → b),
 
-and backwards as well. A norm found from such products is raised by c S, with c from how it was found:
+and likewise for the transposed product. A norm computed from such products is raised by c S, where c depends on the
+method:
 
-- written out: each of n columns is off by S, the matrix by √n S;
-- Lanczos: step j is that for A + F_j, A = GᵀG, ‖F_j‖ ≤ 2‖G‖S + S², and the steps together are exact for A − F Vᵀ with
-  V the basis and F the errors side by side, ‖F Vᵀ‖ ≤ √k (2‖G‖S + S²), k ≤ 48: so ‖G‖ ≤ β + (2√k + 1)S;
-- Gaussian vectors: a sum over t of squares is off, as a norm, by at most S(Σ_t ‖g_t‖²)^½, and is divided by √(ck) with
-  c > 0.4, ‖g_t‖² < 2n: √5n S.
+- A Jacobian computed in full: each of its n columns has an error of at most S, the matrix one of at most √n S.
+- Lanczos: step j is exact for A + F_j, where A = GᵀG and ‖F_j‖ ≤ 2‖G‖S + S². All k ≤ 48 steps together are exact for
+  A − F Vᵀ with the basis V and the matrix F of the errors, and ‖F Vᵀ‖ ≤ √k (2‖G‖S + S²). So ‖G‖ ≤ β + (2√k + 1)S for
+  a bound β² on the norm of A − F Vᵀ.
+- Gaussian vectors g_t: the root of a sum of squares over t has an error of at most S(Σ_t ‖g_t‖²)^½. It is divided by
+  √(ck) with c > 0.4 for k vectors, and ‖g_t‖² < 2n, so the error is at most √(5n) S.
 
-c = 16 + 4√n covers all of them, and one S more, so that a raised norm is a bound g too. Other g are products of norms
-of single operations and of known ones (:mod:`.chains`), A + κ for an operation. A norm is first taken for a little
-more than what was found; where that is not enough, for more; and where that fails again and again, it is dropped.
-Once all suffice, all are proved, by induction over the length of the ways.
+c = 16 + 4√n covers all of these plus one more S, so that a raised norm is a bound g too. The other g are products of
+norms of single operations, A + κ each, and of known norms (:mod:`.chains`). Each norm is first assumed to be slightly
+larger than computed. If the assumption does not cover the error, it is enlarged; after several failures the norm is
+dropped. Once all assumptions hold, all bounds are proved by induction over the length of the paths.
 
-**Values.** The exact network perturbed by δ deviates from the computed values by
+**Values.** The exact network with the perturbation δ deviates from the computed values by
 
     Δ_u = G(x → u) δ + Σ_v G(v → u) R_v − Σ_w G(w → u) e_w,
 
-so by at most ν_u = Σ_w g(w → u) ‖e_w‖ more than without rounding. Remainder rules are made at the computed values and
-get all of Δ. Where only some norms are found (``passes``), the g are products, ν is as large as these, and ν² times g
-leaves nothing of deep networks: there ν counts as 0. What rounding does to the values is then checked, and not proved
+that is by at most ν_u = Σ_w g(w → u) ‖e_w‖ more than without rounding. Remainder rules are made at the computed values
+and get bounds on all of Δ. With ``passes``, many g are products of norms, ν is large, and terms of size ν² g exceed the
+margins of deep networks. There ν is set to 0, and the effect of rounding on the values is checked rather than proved
 (:mod:`lipcert.certifier._nominal`).
 
-**Margins.** Let p be the gradients as computed, p_o = Σ_w J_woᵀ p_w + f_o with ‖f_o‖ ≤ Σ_w κ_wo ‖p_w‖. Summing
-⟨p_w, Δ_w⟩ over all operations and using the recursion of Δ, exactly
+**Margins.** The computed gradients p satisfy p_o = Σ_w J_woᵀ p_w + f_o with ‖f_o‖ ≤ Σ_w κ_wo ‖p_w‖. Summing ⟨p_w, Δ_w⟩
+over all operations and applying the recursion of Δ gives exactly
 
-    change of the margin = ⟨p_x, δ⟩ + Σ_v ⟨p_v, R_v⟩ − Σ_w ⟨p_w, e_w⟩ − Σ_o ⟨f_o, Δ_o⟩,
+    change of the margin = ⟨p_x, δ⟩ + Σ_v ⟨p_v, R_v⟩ − Σ_w ⟨p_w, e_w⟩ − Σ_o ⟨f_o, Δ_o⟩.
 
-however wrong p is: what it leaves out meets the deviation itself, and no norm is multiplied along the depth.
+This holds whatever the error of p, and no norm is multiplied along the depth.
 
-What is assumed of torch's kernels in float64: sums of products in any order, with or without fused multiplication;
-derivatives by the formulas of the operation, with roundings relative to their terms; library functions within 16 ulp.
-Operations without such bounds, LSTM among them, are taken to round products by 2⁻⁴⁰ relative to their terms: another
-assumption; their norms are found as those between operations are. With ``at``, what is rounded in front of the
-perturbed value does not count.
+Assumptions on torch's kernels in float64: they sum products in any order, with or without fused multiply-add; they
+compute derivatives by the formulas of the operation, with rounding errors relative to the terms; library functions are
+accurate to 16 ulp. Operations without bounds of their own, such as LSTM, are assumed to compute products with errors of
+2⁻⁴⁰ relative to the terms; their norms are computed like those between operations. The matrix A − F Vᵀ depends on the
+start vector through the rounding errors; the failure probability of a Lanczos bound is assumed to hold for it as for a
+matrix that does not. With ``at``, rounding errors before the perturbed value are not counted.
 """
 
 from __future__ import annotations
@@ -63,23 +65,26 @@ from lipcert.bounds import RULES, WINDOW, Jacobian, NoAnswer, gamma, lengths, re
 from lipcert.certifier.anchored.chains import Chains, Link
 from lipcert.graph import REARRANGING, Node, map_nodes
 
-# Of a norm, what rounding may add to it at first, and how often that is tried again with more.
+# The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
 _ATTEMPTS = 12
-# Norms beyond count as infinite.
+# Larger norms count as infinite.
 _HUGE = 1e140
-# Relative error of a product with an operation that has no bounds of its own.
+# The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
 
 
 class OperationRounding:
-    """What single operations of a network round, by a bound on the norm of the absolute values of their Jacobians.
+    """The rounding errors of the single operations of a network, from norms of the absolute values of their Jacobians.
 
-    With A ≥ ‖|J|‖ for an operation as a function of one operand, a product with J whose entries are sums of n terms is
-    off by at most γ A ‖v‖. Of affine operations ‖|J|‖² is at most the largest row sum times the largest column sum of
-    |J| (Schur's test), and |J| is the operation with the absolute values of its constants. The rounding of the values
-    is γ(Σ A‖ĥ_o‖ + ‖constants‖), and the constants are what is left of the result.
+    Let A ≥ ‖|J|‖ for an operation as a function of one operand. A product with J whose entries are sums of n terms has
+    an error of at most γ_n A ‖v‖. For affine operations ‖|J|‖² is at most the largest row sum times the largest column
+    sum of |J| (Schur's test), and |J| is the operation with the absolute values of its constants. The error of a value
+    is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
+
+    Attributes:
+        kinds: for each operation, whether it is affine; None for operations without any bound.
 
     Args:
         chains: the links of the network.
@@ -91,7 +96,7 @@ class OperationRounding:
         self.kinds: dict[Node, bool | None] = {node: _affine(node) for node in chains.links}
 
     def bounded(self, link: Link) -> bool:
-        """Whether the norm of an operation is bounded here; otherwise it has to be found."""
+        """Whether the norm of an operation is bounded here; otherwise it must be computed."""
         if link.isometric:
             return True
         if len(link.path) > 1 or self.kinds[link.node] is None:
@@ -104,7 +109,7 @@ class OperationRounding:
 
     @torch.no_grad()
     def __call__(self, values: Mapping[Node, Tensor], norms: Mapping[Link, Tensor] = MappingProxyType({})) -> Errors:
-        """At nominal values, each of shape (N, *node.shape), with the norms that were found, each of shape (N,)."""
+        """Bounds at nominal values, each of shape (N, *node.shape), given the computed norms, each of shape (N,)."""
         gains: dict[Link, Tensor] = {}
         off: dict[Link, Tensor] = {}
         errors: dict[Node, Tensor] = {}
@@ -123,7 +128,7 @@ class OperationRounding:
 
     @torch.no_grad()
     def errors(self, values: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Bounds on ‖e_w‖ without derivatives at the values, each of shape (N,); rough ones for unknown operations."""
+        """Bounds on ‖e_w‖ without computed norms, each of shape (N,); estimates for operations without bounds."""
         found: dict[Node, Tensor] = {}
         for node, links in self.chains.links.items():
             whole, rule = lengths(values[node]), self._rule(node)
@@ -163,9 +168,9 @@ class Errors:
     """Bounds for single operations, each of shape (N,).
 
     Attributes:
-        gains: on ‖J_wo‖.
-        off: κ_wo.
-        errors: on ‖e_w‖.
+        gains: bounds on ‖J_wo‖.
+        off: bounds κ_wo on the errors of products.
+        errors: bounds on ‖e_w‖.
         still: zeros.
     """
 
@@ -176,13 +181,13 @@ class Errors:
 
 
 def _moves(link: Link) -> bool:
-    """Whether an operation only moves entries of this operand."""
+    """Whether an operation only rearranges the entries of this operand."""
     return link.isometric and link.node.op not in ("add", "sub", "rsub", "dropout")
 
 
 def _affine(node: Node) -> bool | None:
-    """Whether Schur's test with the constants' absolute values covers an operation; None for unknown ones."""
-    if callable(node.op):  # a module or a function of the user's own, whose constants may not be among its arguments
+    """Whether Schur's test with the absolute values of the constants covers an operation; None without a rule."""
+    if callable(node.op):  # a module or the user's own function: its constants may not be among its arguments
         return False
     try:
         return remainder_of(node) is None
@@ -191,19 +196,19 @@ def _affine(node: Node) -> bool | None:
 
 
 def _found(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
-    """A and κ of an operation without bounds, from its norm: ‖|J|‖ ≤ ‖J‖_F ≤ √min(m, n) ‖J‖ for m rows of n entries."""
+    """A and κ of an operation without bounds, from its norm: ‖|J|‖ ≤ ‖J‖_F ≤ √min(m, n) ‖J‖ for an m × n matrix J."""
     norm = norms.get(link, math.inf)
     gain = 2 * math.sqrt(min(math.prod(link.operand.shape), math.prod(link.node.shape))) * norm
     return gain, _UNKNOWN * gain
 
 
 def _lost(node: Node) -> float:
-    """What underflow may take of all entries of a result, as a norm."""
+    """A bound on the norm of the underflow errors of a result."""
     return SMALLEST_NORMAL * WINDOW * math.sqrt(max(1, math.prod(node.shape)))
 
 
 def _terms(node: Node, operand: Node) -> int:
-    """How many terms an entry of J v or Jᵀu is the sum of, at most, beside ``_ROUNDINGS``."""
+    """The largest number of terms in the sum that gives an entry of J v or Jᵀu."""
     constants: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -244,7 +249,7 @@ def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
     args, kwargs = _tree(operand, torch.abs, (node.args, dict(node.kwargs)))
     with torch.enable_grad():
         result = node.function(*args, **kwargs)
-        if not result.requires_grad or not result.numel():  # it reads a shape or type alone, or is empty
+        if not result.requires_grad or not result.numel():  # it reads only a shape or type, or is empty
             return 0.0
         weight = torch.ones_like(result, requires_grad=True)
         (columns,) = torch.autograd.grad(result, value, weight, create_graph=True, allow_unused=True)
@@ -253,77 +258,77 @@ def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
         (rows,) = torch.autograd.grad(columns, weight, torch.ones_like(columns), allow_unused=True)
     if rows is None or not columns.numel() or not rows.numel():
         return 0.0
-    # Bicubic weights have both signs, and absolute values of sum below 1.6 along each axis.
+    # Bicubic weights have both signs, and the sum of their absolute values is below 1.6 along each axis.
     signs = 4.0 if node.op == "interpolate" else 1.0
     return signs * math.sqrt(columns.abs().max().item()) * math.sqrt(rows.abs().max().item()) * (1 + 1e-9)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What rounding can have done to a linearisation at N images.
+    """Bounds on the rounding errors of a linearisation at N images.
 
     Attributes:
-        noise: ν, how far a value may be off, and how far its length may be read off wrong, each of shape (N,).
+        noise: for each value the error ν plus the error of norms that a rule computes from it, each of shape (N,).
         errors: bounds on ‖e_w‖, each of shape (N,).
-        off: κ_wo, each of shape (N,).
-        ways: upper bounds on ‖G(a → o)‖, shape (N, starts, values).
-        starts: the a: the source, and the nonlinear operations.
-        place: the number of every value o.
+        off: bounds κ_wo, each of shape (N,).
+        paths: upper bounds on ‖G(a → o)‖, shape (N, starts, values).
+        starts: the index of every a: the source and the nonlinear operations.
+        place: the index of every value o.
     """
 
     noise: dict[Node, Tensor]
     errors: dict[Node, Tensor]
     off: dict[Link, Tensor]
-    ways: Tensor
+    paths: Tensor
     starts: dict[Node, int]
     place: dict[Node, int]
 
     def only(self, index: Tensor) -> Rounded:
-        """The same for some of the images, given by their numbers."""
+        """The same for the images with the given indices."""
         noise, errors = ({node: value[index] for node, value in known.items()} for known in (self.noise, self.errors))
         off = {link: value[index] for link, value in self.off.items()}
-        return Rounded(noise, errors, off, self.ways[index], self.starts, self.place)
+        return Rounded(noise, errors, off, self.paths[index], self.starts, self.place)
 
     def taken(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
-        """What rounding takes of a margin: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o, φ_o = Σ_w κ_wo ‖p_w‖, and Σ_o φ_o ‖G(a → o)‖.
+        """The loss of a margin by rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖.
 
         Args:
             gradients: p of every value, each of shape (N, *node.shape).
 
         Returns:
-            The first, shape (N,), and the second for every start a, shape (N, starts): what each unit of δ and of R_v
-            takes beside.
+            The first, shape (N,), and the second for every start a, shape (N, starts): the loss per unit of ‖δ‖ or
+            ‖R_v‖.
         """
         size = {node: lengths(slope) for node, slope in gradients.items()}
         constant = torch.stack([times(size[node], error) for node, error in self.errors.items() if node in size])
-        weight = self.ways.new_zeros(len(self.ways), len(self.place))
+        weight = self.paths.new_zeros(len(self.paths), len(self.place))
         lost = [constant.sum(0)]
         for link, kappa in self.off.items():
             if link.node in size:
                 term = times(size[link.node], kappa)
                 weight[:, self.place[link.operand]] += term
                 lost.append(times(term, self.noise[link.operand]))
-        through = torch.where(self.ways > 0, self.ways * weight[:, None], 0.0).sum(2)
+        through = torch.where(self.paths > 0, self.paths * weight[:, None], 0.0).sum(2)
         return at_most(torch.stack(lost).sum(0)), at_most(through)
 
 
 def times(first: Tensor, second: Tensor) -> Tensor:
-    """Products with 0 · ∞ = 0."""
+    """The product with 0 · ∞ = 0."""
     return torch.where((first > 0) & (second > 0), first * second, 0.0)
 
 
-class Ways:
-    """Upper bounds on ‖G(a → b)‖ and ‖Ĝ(a → b)‖ for all values at once, by the head of this file, for some images.
+class PathBounds:
+    """Upper bounds on ‖G(a → b)‖ and ‖Ĝ(a → b)‖ for all pairs of values, as described at the head of this file.
 
     Attributes:
-        bounds: shape (N, values, values), ∞ where nothing is known; 0 only where b does not depend on a.
-        slack: c S for the pairs whose norms were found, each of shape (N,); ∞ for those that were dropped.
+        bounds: shape (N, values, values), ∞ where no bound is known; 0 only where b does not depend on a.
+        slack: c S for the pairs whose norms were computed, each of shape (N,); ∞ for those that were dropped.
 
     Args:
         chains: the links of the network.
         gains: bounds for single operations.
-        off: κ.
-        found: norms as found.
+        off: the κ.
+        found: the norms as computed.
     """
 
     def __init__(
@@ -367,19 +372,19 @@ class Ways:
 
     def off_by(self) -> Tensor:
         """S for all (a, b), shape (N, values, values)."""
-        ways = self.bounds.clamp_max(_HUGE)
-        first = torch.full_like(ways, SMALLEST_NORMAL * WINDOW)
+        paths = self.bounds.clamp_max(_HUGE)
+        first = torch.full_like(paths, SMALLEST_NORMAL * WINDOW)
         endless = bool((self.bounds >= _HUGE).any())
         for link, kappa in self.off.items():
             o, w = self.place[link.operand], self.place[link.node]
-            first[:, :, w] += ways[:, :, o] * kappa.clamp_max(_HUGE)[:, None]
+            first[:, :, w] += paths[:, :, o] * kappa.clamp_max(_HUGE)[:, None]
             endless = endless or bool((kappa >= _HUGE).any())
         endless = endless or bool((first >= _HUGE).any())
-        first = torch.where(ways > 0, first.clamp_max(_HUGE), 0.0)
-        found = 2 * first @ ways
+        first = torch.where(paths > 0, first.clamp_max(_HUGE), 0.0)
+        found = 2 * first @ paths
         if endless:
             large = (first >= _HUGE * gamma(0)).double()
-            some = (ways > 0).double()
+            some = (paths > 0).double()
             unknown = large @ some + some @ (self.bounds >= _HUGE).double()
             found = torch.where(unknown > 0, math.inf, found)
         return found
@@ -393,19 +398,19 @@ def rounded(
     starts: Iterable[Node],
     wanted: Collection[tuple[Node, Node]],
 ) -> tuple[Rounded, dict[tuple[Node, Node], Tensor], dict[tuple[Node, Node], Tensor]]:
-    """Applies the head of this file to norms that were found.
+    """Adds bounds on the rounding errors to computed norms, as described at the head of this file.
 
     Args:
-        local: the network's operations.
+        local: the operations of the network.
         values: nominal values.
-        gains: ‖G(a → b)‖ as found, each of shape (N,).
-        links: norms of single operations as found.
+        gains: ‖G(a → b)‖ as computed, each of shape (N,).
+        links: norms of single operations as computed.
         starts: the nonlinear operations.
-        wanted: pairs without a norm of their own.
+        wanted: pairs without a computed norm.
 
     Returns:
-        What rounding can have done; the c S of the norms, ∞ where no such bound holds; and upper bounds on all
-        ‖G(a → b)‖. All of shape (N,).
+        The rounding errors; the c S of the norms, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖. All
+        of shape (N,).
     """
     chains, found = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
@@ -415,30 +420,30 @@ def rounded(
     exact = {link: _single(link, found, links) for link in found.gains}
     errors = torch.stack([found.errors.get(node, found.still) for node in nodes], 1)
     pairs = [*gains, *wanted]
-    ways, noise, slack, bounds = [], [], [], []
+    paths, noise, slack, bounds = [], [], [], []
     for part in range(0, len(errors), together := max(1, _ENTRIES // len(nodes) ** 2)):
         some = slice(part, part + together)
-        one = Ways(
+        one = PathBounds(
             chains,
             {link: gain[some] for link, gain in exact.items()},
             {link: kappa[some] for link, kappa in found.off.items()},
             {pair: norm[some] for pair, norm in gains.items()},
         )
-        ways.append(one.bounds[:, rows])
+        paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))
         slack.append(one.slack)
         bounds.append({(a, b): one.bounds[:, place[a], place[b]] for a, b in pairs})
     off = {node: torch.cat(noise)[:, place[node]] for node in nodes}
-    for v in starts:  # a rule reads lengths of its operands off the computed values
+    for v in starts:  # a rule computes norms of its operands from the computed values
         for u in {*v.operands} & off.keys():
             off[u] = off[u] + gamma(8 * u.shape[-1] if u.shape else 0) * lengths(values[u])
-    if wanted:  # products of norms blow ν² up: left to the check of the nominal values
+    if wanted:  # products of norms make ν² too large; the nominal values are checked instead
         off = {node: torch.zeros_like(value) for node, value in off.items()}
     added = {pair: torch.cat([one[pair] for one in slack]) for pair in gains}
     whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
     for pair, norm in gains.items():
         whole[pair] = torch.minimum(whole[pair], norm + added[pair])
-    return Rounded(off, found.errors, found.off, torch.cat(ways), first, place), added, whole
+    return Rounded(off, found.errors, found.off, torch.cat(paths), first, place), added, whole
 
 
 def _single(link: Link, found: Errors, links: Mapping[Link, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The graph of a network whose kinks are linearised with secants, each of a width that is given with the image."""
+"""Replaces operations with kinks by variants whose derivative is the slope of a secant of a given width."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from lipcert.graph import Graph, Node, map_nodes
 
 
 def with_secants(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """The same network, with the same values, but other derivatives at kinks.
+    """The same network, with the same values, but with secant slopes as derivatives at kinks.
 
     Returns:
-        The network, and for each operation of ``graph`` that has another derivative there the node that stands for its
-        width. These nodes are not part of the network: their values, shape (N, 1), are given with the images.
+        The network, and for each replaced operation of ``graph`` the node that represents the width of its secants.
+        These nodes are not part of the network: the caller passes their values, shape (N, 1), with the images.
     """
     stands_for: dict[Node, Node] = {}
     widths: dict[Node, Node] = {}

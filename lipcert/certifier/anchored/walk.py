@@ -1,9 +1,9 @@
-"""How far values move: one walk through the stages of a network that is linearised at images.
+"""Bounds the deviation of every value in one walk through the stages of a network linearised at images.
 
-A value u of a stage moves by at most what arrives from the source or from the stage's start, to first order, and the
-remainders of the operations before it in the stage, each times the norm of the Jacobian from there. All rules increase
-with the deviations of their operands, so the walk goes through the operations in their order. Rounding errors of a
-deployed network are a hook of the same walk (:class:`Rounding`).
+The deviation of a value u of a stage has two parts: the first-order part, from the source or from the start of the
+stage, and the remainders of the earlier operations of the stage, each multiplied by the norm of the Jacobian from there
+to u. All remainder bounds increase with the deviations of their operands, so the walk visits the operations in order.
+The rounding errors of a deployed network enter through a hook of the same walk (:class:`Rounding`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FormNorms:
-    """Norms with a linear map M of one operand u of an operation.
+    """Norms with a linear map M of the deviation of one operand u of an operation.
 
     Attributes:
         operand: u.
@@ -43,58 +43,58 @@ class FormNorms:
     norms: Mapping[Node, Tensor]
 
 
-# The forms of operations v, in their order.
+# For operations v, the norms for each of their forms, in order.
 Curvature = Mapping[Node, Sequence[FormNorms]]
 
 NO_CURVATURE: Curvature = MappingProxyType({})
-# Of how far a value moves, what rounding may hide of how far its tokens move along themselves.
+# A bound on the rounding error of the deviation of tokens along their unit vectors, relative to the whole deviation.
 _ALONG = 1e-12
 
 
 class Rounding:
-    """What rounding errors add to a walk: nothing, in real arithmetic. :mod:`.deployed` adds those of a format."""
+    """The rounding errors in a walk: none, in real arithmetic. :mod:`.deployed` adds those of a format."""
 
     def nodes(self, stage: Stage) -> Sequence[Node]:
         """The operations of a stage that the walk visits."""
         return stage.nonlinear
 
     def before(self, stage: Stage) -> Tensor | None:
-        """The errors of the linear operations in front of the first stage, where it starts, shape (N,)."""
+        """The errors of the linear operations before the first stage, at its start, shape (N,)."""
         return None
 
     def enter(self, stage: Stage, moved: Tensor) -> None:
-        """Is told how far the start of a stage deviates, before its operations are visited."""
+        """Receives the deviation of the start of a stage, before its operations are visited."""
 
     def carried(self, u: Node) -> Tensor | None:
-        """The errors that a value carries along the linear way to it, shape (N,)."""
+        """The errors of the linear operations before a value, at that value, shape (N,)."""
         return None
 
     def put(self, v: Node) -> Tensor | None:
-        """The errors that arise at the output of a nonlinear operation, shape (N,)."""
+        """The errors at the output of a nonlinear operation, shape (N,)."""
         return None
 
     def linear(self, node: Node) -> None:
-        """Is told of a linear operation, if :meth:`nodes` has any."""
+        """Is called for every linear operation among :meth:`nodes`."""
 
     def nonlinear(self, node: Node, rho: Sequence[Tensor]) -> None:
-        """Is told of a nonlinear operation: how far its operands deviate, and what else :class:`Deviations` says."""
+        """Is called for every nonlinear operation, with the ρ of its operands as in :class:`Deviations`."""
 
     def of_head(self) -> Tensor | None:
-        """What a linear head rounds itself, for a margin, shape (N, 1)."""
+        """The rounding error of a linear head, per logit, shape (N, 1)."""
         return None
 
     def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor | None:
-        """What rounding takes of the margins f_y − f_j to first order, shape (N,)."""
+        """The loss of the margins f_y − f_j by rounding errors, to first order, shape (N,)."""
         return None
 
     def only(self, index: Tensor, at: Linearization) -> Rounding:
-        """The same for some of the images, given by their numbers, and the linearisation at these."""
+        """The same for the images with the given indices, with the linearisation at these images."""
         return self
 
 
 @dataclass(frozen=True)
 class StageDeviation:
-    """What a stage makes of a deviation: at its start, remainders at its end, and in all at its end, shape (N,)."""
+    """Bounds for a stage, shape (N,): the deviation of its start, its remainders at its end, and both at its end."""
 
     stage: Stage
     start: Tensor
@@ -104,16 +104,15 @@ class StageDeviation:
 
 @dataclass(frozen=True)
 class Deviations:
-    """How far values can move.
+    """Upper bounds ρ on the deviations of values.
 
     Attributes:
-        operands: ρ for the operands of every nonlinear operation, each of shape (N,); where a rule asks for single
-            entries or blocks of them, the bound on these comes after it, and where it asks for tokens along
-            themselves, the bound on all together and that on one of them.
-        logits: ρ for the logits, shape (N,).
-        features: ρ for the features that a linear head makes the logits of, shape (N,); None without such a head.
-        weighed: for operations with forms M, bounds on each ‖Mδ‖ for the deviation δ of its operand, shape (N,).
-        stages: the same for every stage.
+        operands: for every nonlinear operation, the ρ of its operands, each of shape (N,), followed by the bounds on
+            blocks or tokens that its rule uses; see :class:`lipcert.bounds.Remainder`.
+        logits: ρ of the logits, shape (N,).
+        features: ρ of the features that a linear head reads, shape (N,); None without such a head.
+        weighed: for operations with forms M, bounds on each ‖Mδ‖ for the deviation δ of the operand, shape (N,).
+        stages: the bounds for every stage.
     """
 
     operands: dict[Node, list[Tensor]]
@@ -133,15 +132,15 @@ class Linearization:
         norms: of the Jacobians between the pairs of the plan.
         remainders: the remainder rules at the nominal points.
         logits: nominal logits, shape (N, classes).
-        rounding: what rounding errors add.
-        weighing: number of the radius that curvature is weighed for.
+        rounding: the contribution of rounding errors.
+        weighing: the number of earlier radius searches with contracted forms; it identifies the start vectors.
 
     Args:
         finder: the network, and its norms.
         images: pixels in [0, 1], shape (N, C, H, W).
-        progress: called with (norms taken, norms in all).
-        widths: of the secants, each of shape (N, 1); 0 by default.
-        ledger: of the images, a new one by default.
+        progress: called with (norms computed, norms in total).
+        widths: the widths of the secants, each of shape (N, 1); 0 by default.
+        ledger: the ledger of the images; a new one by default.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Linearization:
         return self.finder.plan
 
     def only(self, index: Tensor) -> Self:
-        """The same for some of the images, given by their numbers."""
+        """The linearisation at the images with the given indices."""
         part = copy.copy(self)
         part.images, part.logits = self.images[index], self.logits[index]
         part.values = {node: value[index] for node, value in self.values.items()}
@@ -183,7 +182,7 @@ class Linearization:
         return part
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
-        """‖M G(a → u)‖ from above, for the M of a seminorm; 0 where u does not depend on a."""
+        """An upper bound on ‖M G(a → u)‖, for the M of a seminorm; 0 if u does not depend on a."""
         kind, v, _ = seminorm
         if a is u:
             if kind is not SeminormKind.COLUMNS:
@@ -201,20 +200,20 @@ class Linearization:
         return self.norms.along[a, v][:, (SeminormKind.ALONG, SeminormKind.TOKEN).index(kind)]
 
     def walk(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, *, layerwise: bool = False) -> Deviations:
-        """How far values can move for perturbations of norm at most eps, shape (N,).
+        """Bounds on the deviations of values for perturbations of norm at most ε.
 
-        Each stage starts from the smaller of two: what the linear way from the source and the remainders before it add
-        up to there, and what the stage before it passes on, ‖J_k‖ ρ_k + r_k. The second is the bound of
-        :mod:`lipcert.certifier._lofast`, and all rules increase with ρ: so no ρ here is above the one there.
+        The deviation of the start of a stage is the smaller of two bounds: the first-order part from the source plus
+        all earlier remainders, and the bound that the previous stage passes on, ‖J_k‖ ρ_k + r_k. The second is the
+        bound of :mod:`lipcert.certifier._lofast`. All rules increase with ρ, so no ρ is larger than that of LoFAST.
 
         Args:
             eps: ε, shape (N,).
-            curvature: norms with the forms M of operations for which ‖Mδ‖ is asked.
-            layerwise: start each stage from what the stage before it passes on alone.
+            curvature: norms with the forms M of the operations for which ‖Mδ‖ is bounded.
+            layerwise: uses only the bound that the previous stage passes on.
         """
         network, zero = self.network, torch.zeros_like(eps)
         before = self.rounding.before(network.stages[0])
-        at_cuts: dict[Node, Tensor] = {}  # remainders before a cut, added up there
+        at_cuts: dict[Node, Tensor] = {}  # the sum of the remainders before a cut, at the cut
         found: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
         weighed: dict[Node, list[Tensor]] = {}
@@ -246,9 +245,9 @@ class _StageWalk:
     Args:
         at: the linearisation.
         stage: the stage.
-        at_start: how far its start deviates, shape (N,).
-        source: how far the source deviates, and the remainders before the stage, where it starts; None to leave out
-            what this says.
+        at_start: the deviation of its start, shape (N,).
+        source: the deviation of the source, and the remainders before the stage, at its start; None to use
+            ``at_start`` only.
         curvature: as for :meth:`Linearization.walk`.
     """
 
@@ -272,7 +271,7 @@ class _StageWalk:
         return self.at.gain(a, u, seminorm)
 
     def linear(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """Deviation of a value, to first order in what is inside the stage."""
+        """The deviation of a value without the remainders of the stage."""
         from_start = self.gain(self.stage.start, u, seminorm)
         if self.source is None:
             return from_start * self.at_start
@@ -281,8 +280,8 @@ class _StageWalk:
         return torch.minimum(from_source, at_most(from_start * self.at_start))
 
     def errors(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """How far the remainders that arise inside the stage so far, and rounding errors, move a value."""
-        # Errors up to the stage's start are among those that arrived there.
+        """The deviation of a value by the remainders of the stage so far, and by rounding errors."""
+        # Errors before the start of the stage are part of its deviation.
         own = None if u is self.stage.start else self.at.rounding.carried(u)
         found = self.zero if own is None else own * self.gain(u, u, seminorm)
         for v, effect in self.effects:
@@ -292,12 +291,12 @@ class _StageWalk:
         return found
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """Deviation of a value, with how much rounding in float64 has moved the nominal one: :mod:`.rounding`."""
+        """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
         noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
         return at_most(self.linear(u, seminorm) + self.errors(u, seminorm) + noise)
 
     def visit(self, operands: dict[Node, list[Tensor]], weighed: dict[Node, list[Tensor]]) -> None:
-        """Goes through the operations, and adds the ρ of their operands, and what is asked with forms."""
+        """Visits the operations in order, and stores the ρ of their operands and the bounds on forms."""
         for v in self.at.rounding.nodes(self.stage):
             if v not in self.at.remainders:
                 self.at.rounding.linear(v)
@@ -312,11 +311,11 @@ class _StageWalk:
             self.effects.append((v, self.effect(v, rho)))
 
     def reach(self, v: Node) -> list[Tensor]:
-        """ρ for the operands of a nonlinear operation, and after it what its rule asks for beside.
+        """The ρ of the operands of a nonlinear operation, followed by the bounds on blocks or tokens for its rule.
 
-        The same sums with the largest row of each Jacobian in place of its norm bound single entries: entry i of u
-        deviates by at most Σ ‖row i of G(a → u)‖ · (what arises at a). So it is with blocks of rows and of entries, and
-        with the rows of D G(a → u) for what tokens move along themselves.
+        Entry i of u deviates by at most Σ_a ‖row i of G(a → u)‖ · (error at a). So the same sums with the largest row
+        norm of each Jacobian bound single entries. Blocks of rows bound blocks of entries in the same way, and the rows
+        of D G(a → u) bound the components of tokens along their unit vectors.
         """
         operands, plan = self.at.network.operands(v), self.at.plan
         rho = [self.moved(u, NORM) for u in operands]
@@ -329,14 +328,14 @@ class _StageWalk:
         return rho
 
     def effect(self, v: Node, rho: list[Tensor]) -> Callable[[Node, Seminorm], Tensor]:
-        """How much the remainder of v moves values after it, each of shape (N,).
+        """The deviation of later values by the remainder of v, each of shape (N,).
 
-        That is ‖G‖ ‖R‖ for G = G(v → u), or Σ w_i |R_i| where the norms w of G's columns are known and that is smaller;
-        a single entry, or a block, moves no more than all together.
+        With G = G(v → u) it is at most ‖G‖ ‖R‖. Where the norms w of the columns of G are known, it is also at most
+        Σ w_i |R_i|, which bounds single entries and blocks of u too.
 
         Args:
             v: the operation.
-            rho: how far its operands deviate.
+            rho: the ρ of its operands.
         """
         at, rule, columns = self.at, self.at.remainders[v], self.at.norms.columns
         norm = at_most(rule.norm(rho))
