@@ -143,10 +143,10 @@ class Form:
 
     Attributes:
         function: (δ, *tensors) ↦ Mδ, from (N, *shape of the operand) to (N, ...), for autograd.
-        tensors: what M is made of, each with the images as its first axis.
+        tensors: the coefficients of M, each with the images as its first axis.
         norm: upper bounds on ‖M‖, shape (N,).
-        size: the same with the absolute values of all that M multiplies by, for rounding.
-        operand: which of the operands.
+        size: upper bounds on the norm of M with the absolute values of its coefficients, for rounding errors.
+        operand: the index of the operand.
     """
 
     function: Callable[..., Tensor]
@@ -159,7 +159,7 @@ class Form:
         return self.function(deviation, *self.tensors)
 
     def only(self, index: Tensor | slice) -> Form:
-        """The same for some of the images."""
+        """The same for the images with the given indices."""
         tensors = tuple(tensor[index] for tensor in self.tensors)
         return Form(self.function, tensors, self.norm[index], self.size[index], self.operand)
 
@@ -172,17 +172,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Contracted:
-    """The answer ``contracted`` of a rule: maps M, and (ρ, ‖Mδ‖ for each M) ↦ upper bound on −⟨direction, R⟩."""
+    """The answer ``contracted`` of a rule: maps M, and a function (ρ, ‖Mδ‖ for each M) ↦ bound on −⟨direction, R⟩."""
 
     forms: tuple[Form, ...]
     bound: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def remainder_of(node: Node) -> type[Remainder] | None:
-    """The remainder rule of a captured operation; None if it is affine in what depends on the image.
+    """The remainder rule of a captured operation; None if it is affine in its image-dependent operands.
 
     Raises:
-        NoAnswer: there is no rule, or the operation has a form that is refused.
+        NoAnswer: there is no rule, or it does not cover the arguments.
     """
     if isinstance(node.op, str) and node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"rounds to {node.dtype}")
@@ -193,34 +193,40 @@ def remainder_of(node: Node) -> type[Remainder] | None:
 
 
 def per_image(tensor: Tensor) -> Tensor:
-    """(N, ...) as (N, entries)."""
+    """The tensor of shape (N, ...) with shape (N, entries)."""
     return tensor.reshape(len(tensor), -1)
 
 
 def worst(weights: Tensor, factors: Tensor) -> Tensor:
-    """max(weights · factors), +inf where a weight is."""
+    """The largest product weight · factor per image, shape (N,); ∞ where a weight is ∞."""
     return at_most(weights * factors).amax(1)
 
 
 class Smooth(Remainder):
-    """φ applied entry by entry, |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
+    """φ applied entry by entry with |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
 
-    With |δ_i| ≤ p, ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. ξ_i is within p of z_i, so c_i may be the supremum over
-    |t| ≥ |z_i| − p where ``envelope`` knows it. Against g: where g_i < 0, −g_i R_i ≤ ½|g_i| c_i⁺ δ_i² with c_i⁺ ≥ φ'',
-    and where g_i > 0 likewise with c_i⁻ ≥ −φ''; these are the weights w_i. The sum of w_i t_i, t_i = δ_i² ≤ p² and
-    Σ t_i ≤ ρ², is largest where the budget goes to the largest w_i, p² to each. So is Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i,
-    and that is no more than ½ max c ‖√w ∘ δ‖².
+    Norm: if |δ_i| ≤ p, then ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. As ξ_i is within p of z_i, c_i may be the supremum over
+    |t| ≥ |z_i| − p, which ``envelope`` gives.
+
+    Against g: −g_i R_i ≤ w_i δ_i² with w_i = ½|g_i| c_i⁺, c_i⁺ ≥ φ'', where g_i < 0, and w_i = ½ g_i c_i⁻, c_i⁻ ≥ −φ'',
+    where g_i > 0. With t_i = δ_i² ≤ p² and Σ t_i ≤ ρ², the sum Σ w_i t_i is largest if the largest w_i get t_i = p².
+
+    Total: Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i is bounded in the same way, and it is at most ½ max c ‖√w ∘ δ‖².
+
+    Attributes:
+        curvature: an upper bound on |φ''|.
+        downward: an upper bound on −φ'', if it is smaller.
     """
 
     curvature: ClassVar[float]
-    downward: ClassVar[float] = math.inf  # an upper bound on −φ'', if there is one below ``curvature``
+    downward: ClassVar[float] = math.inf
     entrywise = sums = contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.z = per_image(operands[0])
 
     def envelope(self, distance: Tensor) -> Tensor:
-        """Upper bound on |φ''(t)| over |t| ≥ distance ≥ 0, non-increasing."""
+        """A non-increasing upper bound on |φ''(t)| over |t| ≥ distance ≥ 0."""
         return torch.full_like(distance, self.curvature)
 
     def _local(self, rho: Sequence[Tensor]) -> Tensor:
@@ -252,9 +258,9 @@ class Smooth(Remainder):
 
 
 def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
-    """The largest Σ w_i t_i with 0 ≤ t_i ≤ peak² and Σ t_i ≤ ρ², from above, shape (N,), for w ≥ 0, shape (N, entries).
+    """An upper bound on max Σ w_i t_i over 0 ≤ t_i ≤ peak² with Σ t_i ≤ ρ², shape (N,), for w ≥ 0, shape (N, entries).
 
-    Weights are taken in falling order, peak² of the budget to each; the last that gets any counts in full.
+    The largest ⌈ρ²/peak²⌉ weights get t_i = peak². The last of them may get less; it is counted in full.
     """
     ranked = weight.sort(dim=1, descending=True).values.cumsum(1)
     entries = weight.shape[1]
@@ -264,37 +270,46 @@ def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
 
 
 def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
-    """Registers an entrywise function by the suprema of |φ''| and, if it is smaller, of −φ''."""
+    """Registers entrywise functions with upper bounds on |φ''| and, if that is smaller, on −φ''."""
     remainder(*targets)(
         type("Smooth", (Smooth,), {"__doc__": Smooth.__doc__, "curvature": curvature, "downward": downward})
     )
 
 
 class Kinked(Remainder):
-    """Piecewise linear, with the kink of unit i at distance k_i: |R_i| ≤ s·(|δ_i| − k_i)₊, s the change of slope there.
+    """Piecewise linear functions with a kink at distance k_i from entry i: |R_i| ≤ s·(|δ_i| − k_i)₊.
 
-    With |δ_i| ≤ p, (|δ_i| − k_i)₊ ≤ (1 − k_i/p)₊ |δ_i|: so ‖R‖ ≤ s (1 − min k/p)₊ ρ, and against g the sum is at most
-    s ‖g (1 − k/p)₊‖ ρ. There, too, units with k_i < θ count |g_i||δ_i| and the others (√t − k)₊ ≤ t/(4k) with t = δ_i²,
-    for any θ: |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < p} |g_i|/(4 k_i) ρ²). Every θ is tried.
+    If |δ_i| ≤ p, then (|δ_i| − k_i)₊ ≤ (1 − k_i/p)₊ |δ_i|. So ‖R‖ ≤ s (1 − min k/p)₊ ρ and |⟨g, R⟩| ≤
+    s ‖g (1 − k/p)₊‖ ρ. A second bound on ⟨g, R⟩ uses |δ_i| for the entries with k_i < θ, and for the others
+    (√t − k)₊ ≤ t/(4k) with t = δ_i²: for any θ, |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < p} |g_i|/(4 k_i) ρ²). The
+    minimum over θ counts.
 
-    A convex function lies above its linearisation, whose slopes are a subgradient at kinks too: R_i ≥ 0, and only g_i <
-    0 count; of a concave one only g_i > 0.
+    A convex function lies above its linearisation, because the slope is a subgradient, at kinks too. So R_i ≥ 0 and
+    only entries with g_i < 0 count; for a concave function only those with g_i > 0.
+
+    Attributes:
+        slope: s, the change of the slope at a kink.
+        bends: 1 for convex functions, −1 for concave ones, 0 otherwise.
+        spread: Σ δ_i² ≤ spread² ρ² for the deviations δ_i in the bounds above.
+
+    Args:
+        distance: the distances k, shape (N, ...).
     """
 
     slope = 1.0
-    bends = 0  # 1 for convex functions, −1 for concave ones
-    spread = 1.0  # Σ δ_i² ≤ spread² ρ²
+    bends = 0
+    spread = 1.0
 
     def __init__(self, distance: Tensor):
         self.distance, self.order = per_image(distance).sort(dim=1)
 
     def _reach(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Bounds on ‖δ‖ and on every |δ_i|, shape (N, 1)."""
+        """Bounds on ‖δ‖ and on max|δ_i|, each of shape (N, 1)."""
         total = self.spread * rho[0][:, None]
         return total, rho[-1][:, None] if self.entrywise else total
 
     def _crossing(self, peak: Tensor) -> Tensor:
-        """(1 − k_i/p)₊."""
+        """(1 − k_i/p)₊, shape (N, entries)."""
         return (1 - self.distance / peak.clamp_min(1e-300)).clamp_min(0)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
@@ -320,9 +335,11 @@ class Kinked(Remainder):
 
 
 class Bilinear(Remainder):
-    """f(x, y) linear in each: R = f(δx, δy), with ‖f(x, y)‖ ≤ K‖x‖‖y‖; against g at most ‖g‖ of that.
+    """A function f(x, y) that is linear in x and in y: R = f(δx, δy), with ‖f(x, y)‖ ≤ K‖x‖‖y‖.
 
-    ``factors`` are the numbers of x and y among the operands.
+    Attributes:
+        factor: K.
+        factors: the indices of x and y among the operands.
     """
 
     factor = 1.0
@@ -338,28 +355,40 @@ class Bilinear(Remainder):
 
 
 class Radial(Remainder):
-    """weight ∘ gain · u(h) with u(h) = h/√(1 + ‖h‖²/R²) on centred or plain tokens h: LayerNorm, SmoothProject.
+    """weight ∘ gain · u(h) with u(h) = h/√(1 + ‖h‖²/R²), on tokens h, centred or not: LayerNorm, SmoothProject.
 
-    √d h/√(‖h‖² + d·eps) is of this form with R = √(d·eps) and gain √d/R. For R = 1, n = ‖h‖ and a unit direction v at
-    angle a = cos² to h, D²u[v, v] has norm n w³ √((1 + qa)² + 4a(1 − a)), w² = 1/(1 + n²), q = 3w² − 1. The quadratic
-    in a is largest at a = 1/(2 − q) if q ≤ 1, with value 4/(2 − q), else at a = 1. So ‖D²u‖ = (2/√3)/(1 + n²) for n² ≥
-    ½ and 3n(1 + n²)^(−5/2) for n² ≤ ½: rising up to n = ½, 0.858651 there, falling after. With a general R it is 1/R
-    times that at n = ‖h‖/R. The remainder of a token is at most ½ρ_t² times its largest value on the way, where ‖h‖
-    changes by at most ρ. Centring does not lengthen a deviation.
+    √d h/√(‖h‖² + d·eps) has this form with R = √(d·eps) and gain √d/R.
+
+    Second derivative: let R = 1, n = ‖h‖, and let the unit vector v have the squared cosine a with h. Then D²u[v, v]
+    has norm n w³ √((1 + qa)² + 4a(1 − a)) with w² = 1/(1 + n²) and q = 3w² − 1. The quadratic in a is largest at
+    a = 1/(2 − q) if q ≤ 1, with the value 4/(2 − q), else at a = 1. So ‖D²u‖ = (2/√3)/(1 + n²) for n² ≥ ½ and
+    3n(1 + n²)^(−5/2) for n² ≤ ½. It increases up to n = ½, where it is below 0.858651, and decreases after that. For a
+    general R it is 1/R times its value at n = ‖h‖/R. The remainder of a token is at most ½ρ_t² times the largest value
+    on the segment, on which ‖h‖ changes by at most ρ. Centring does not enlarge a deviation.
 
     Norm: Σ_t ‖R_t‖² ≤ (max_t ½c_t)² ρ⁴. Against g: Σ_t ‖g_t‖ ½c_t ρ_t² ≤ ½ max_t(‖g_t‖ c_t) ρ².
 
-    Contracted: for R = 1 and a = weight ∘ g_t, centred where tokens are, with parts α along n̂ and b ≥ 0 across it, in
-    the direction e, w² = 1/(1 + n²), the matrix of −⟨a, D²u⟩ is w³(n aᵀ + a nᵀ) + w³αn I − 3w⁵αn nnᵀ. On the plane of
-    n̂ and e it is ((3αn w⁵, w³nb), (w³nb, w³αn)), and w³αn on all that is across. With λ the larger eigenvalue of the
-    2 × 2 matrix, to the unit vector v, and μ = max(w³αn, 0), it is at most μI + max(λ − μ, 0)vvᵀ: the smaller
-    eigenvalue is below both diagonal entries, so below μ. M is the root of half of that. Beyond second order, u is the
-    gradient of ψ = √(1 + ‖h‖²), so D³u is the symmetric form D⁴ψ, whose norm is that of v ↦ D⁴ψ[v, v, v, v] (Banach,
-    Studia Math. 7, 1938). On a line at distance √(c² − 1) from 0 and at the place p on it, ψ = √(c² + p²) has the
-    fourth derivative 3c²(4p² − c²)/(c² + p²)^(7/2), with c² + p² = 1 + n². With c² = ξ(1 + n²) that is
-    3ξ(4 − 5ξ)(1 + n²)^(−3/2), and |ξ(4 − 5ξ)| ≤ 1 for 0 ≤ ξ ≤ 1. So ‖D³u‖ ≤ 3(1 + n²)^(−3/2), and for a general R 1/R²
-    times that: by Taylor's theorem what is left of −⟨g, R⟩ is at most Σ_t ‖a_t‖ sup ‖D³u‖ ρ_t³/6. Where the computed h
-    is off by η, within ρ, D²u is off by sup ‖D³u‖ η at most.
+    Contracted, second order: let R = 1, and let a = weight ∘ g_t, centred if tokens are, have the component α along
+    n̂ = h/‖h‖ and the component b ≥ 0 along a unit vector e orthogonal to n̂. The matrix of −⟨a, D²u⟩ is
+    w³(h aᵀ + a hᵀ) + w³αn I − 3w⁵αn hhᵀ. On the plane of n̂ and e it is ((3αn w⁵, w³nb), (w³nb, w³αn)); on the
+    orthogonal complement it is w³αn. Let λ be the larger eigenvalue of the 2 × 2 matrix, with the unit vector v, and
+    μ = max(w³αn, 0). The matrix is at most μI + max(λ − μ, 0)vvᵀ, because the smaller eigenvalue is at most each
+    diagonal entry, so at most μ. M is the square root of half of that.
+
+    Contracted, third order: u is the gradient of ψ = √(1 + ‖h‖²), so D³u is the symmetric form D⁴ψ, whose norm is that
+    of v ↦ D⁴ψ[v, v, v, v] (Banach, Studia Math. 7, 1938). On a line at distance √(c² − 1) from 0, at the position p,
+    ψ = √(c² + p²) has the fourth derivative 3c²(4p² − c²)/(c² + p²)^(7/2), with c² + p² = 1 + n². With c² = ξ(1 + n²)
+    that is 3ξ(4 − 5ξ)(1 + n²)^(−3/2), and |ξ(4 − 5ξ)| ≤ 1 for 0 ≤ ξ ≤ 1. So ‖D³u‖ ≤ 3(1 + n²)^(−3/2), and 1/R² times
+    that for a general R. By Taylor's theorem the rest of −⟨g, R⟩ is at most Σ_t ‖a_t‖ sup ‖D³u‖ ρ_t³/6. If the computed
+    h has an error η ≤ ρ, D²u has an error of at most sup ‖D³u‖ η.
+
+    Args:
+        h: nominal operand, shape (N, ...).
+        radius: R.
+        gain: the constant factor.
+        weight: the weight of each entry of a token; None for 1.
+        axis: the axis of the entries of a token.
+        centred: whether tokens are centred first.
     """
 
     contracts = True
@@ -372,7 +401,7 @@ class Radial(Remainder):
         rows = self.rows(h)
         self.n = self._centre(rows) / radius
         self.length = self.n.norm(dim=-1)  # (N, tokens): n of every token
-        self.hidden = 4 * (rows.shape[-1] + 16) * UNIT  # of a token, what rounding may hide when it is centred
+        self.hidden = 4 * (rows.shape[-1] + 16) * UNIT  # the relative rounding error of a centred token
         self.lost = self.hidden * rows.norm(dim=-1).amax(1)
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -419,7 +448,7 @@ class Radial(Remainder):
         first, mixed, other = 3 * along * length * w**5, w**3 * length * aside, along * length * w**3
         half = (first - other) / 2
         root = (half.square() + mixed.square()).sqrt()
-        # The eigenvector of the larger eigenvalue, by the formula without cancellation.
+        # The eigenvector of the larger eigenvalue, by a formula without cancellation.
         ahead = torch.where(half >= 0, half + root, mixed)
         beside = torch.where(half >= 0, mixed, root - half)
         size = (ahead.square() + beside.square()).sqrt().clamp_min(_TINY)
@@ -445,13 +474,16 @@ class Radial(Remainder):
 
 
 class RadialKink(Radial):
-    """weight ∘ u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, with its kink on the sphere.
+    """weight ∘ gain · u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, which has a kink on the sphere.
 
-    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside, both symmetric between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always. With k =
-    |‖h‖ − R| the way h + sΔ stays on its side until length k. There J does not change inside, and outside it changes
-    with slope c ≤ (2/√3) R/max(‖h‖ − ρ, R)² (:class:`Radial` for a unit vector). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖
-    over the way: ‖R_t‖ ≤ ½ c ρ_t² + (ρ_t − k)₊. The first part is summed as in :class:`Radial`, the second as in
-    :class:`Kinked`.
+    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside. Both are symmetric and between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always.
+    With k = |‖h‖ − R|, the first part of the segment h + sΔ, of length k, stays on one side. Inside, J does not change
+    on it. Outside, J changes by at most c ≤ (2/√3) R/max(‖h‖ − ρ, R)² per unit of length, as in :class:`Radial` with
+    1/‖h‖² in place of 1/(1 + ‖h‖²). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over the segment gives ‖R_t‖ ≤ ½ c ρ_t² +
+    (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`Kinked`.
+
+    Args:
+        h, radius, weight, axis, gain, centred: as for :class:`Radial`.
     """
 
     contracts = False
@@ -484,4 +516,4 @@ class RadialKink(Radial):
         return lambda rho: curved(rho) + self.gain * kinked(rho)
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
-        return None  # the kink is not of this form
+        return None  # the kink has no such form

@@ -1,17 +1,17 @@
-"""Kinks by secants: an operation with a kink, linearised with a slope between those on its two sides.
+"""Secants at kinks: an operation with a kink, linearised with a slope between those of the two sides.
 
 The anchored certificate holds for any linear maps A_v in place of the Jacobians: f(h + Δ) = f(h) + A Δ + R defines R.
-Of a kink near h the Jacobian knows one side only. For max(z, 0) at z = 0 it leaves |R| ≤ |δ|; slope ½ leaves ½|δ|. For
-|δ| ≤ w the best slope at z is that of the secant from z − w to z + w, clipped where the kink is further away than w.
-Linear relaxations of ReLU that depend on the range of z (Zhang et al. 2018, CROWN) rest on the same observation. Any w
-≥ 0 gives a valid R, for any δ; w = 0 gives the Jacobian.
+The Jacobian uses the slope of one side of a kink. For max(z, 0) at z = 0 it gives |R| ≤ |δ|; the slope ½ gives ½|δ|.
+For |δ| ≤ w the best slope at z is that of the secant from z − w to z + w, or the derivative if the kink is further away
+than w. Linear relaxations of ReLU that depend on the range of z use the same observation (Zhang et al. 2018, CROWN).
+Every width w ≥ 0 gives a valid R for every δ; w = 0 gives the Jacobian.
 
-**One entry.** Let k = |z| and η = (w − k)₊/(2w): the slope is 1 − η on the side where z lies and η on the other. So
-R(δ) = max(z + δ, 0) − max(z, 0) − slope · δ has slopes ±η until the kink and ∓(1 − η) behind it. For |δ| ≤ p
+**One entry.** Let k = |z| and η = (w − k)₊/(2w). The secant slope is 1 − η if z > 0 and η if z < 0. So
+R(δ) = max(z + δ, 0) − max(z, 0) − slope · δ has the slope ±η up to the kink and ∓(1 − η) beyond it. For |δ| ≤ p
 
-    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p,
+    |R| ≤ κ(p)|δ|,   κ(p) = max(η, 1 − η − k/p),        |R| ≤ κ(p)p.
 
-and R falls until the kink alone, where it is −ηk: −R ≤ η min(|δ|, k).
+R is negative at most as far as the kink, where it is −ηk: −R ≤ η min(|δ|, k).
 """
 
 from __future__ import annotations

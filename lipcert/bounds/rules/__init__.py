@@ -1,4 +1,4 @@
-"""All that is known of operations, one file a family. Importing a module here fills the registry."""
+"""The rules of all operations, one file per family. Importing a module registers its rules."""
 
 from lipcert.bounds.rules import (
     activation,

@@ -1,4 +1,4 @@
-"""Functions applied entry by entry: one line each in the table below.
+"""Functions applied entry by entry; most are one line in the table below.
 
 An entrywise φ with |φ'| ≤ L has constant L in ℓ2, since the Jacobian is diagonal. The constants are suprema of |φ'|
 rounded up; the tests check them against the derivatives in 50 digits.
@@ -31,13 +31,13 @@ from lipcert.graph import Node
 
 @dataclass(frozen=True)
 class Activation:
-    """What a rule needs to know of φ.
+    """The facts about φ that the rules use.
 
     Attributes:
         lipschitz: sup |φ'|, rounded up.
-        largest: sup |φ|, inf where there is none.
+        largest: sup |φ|, possibly inf.
         shrinks: |φ(x)| ≤ |x| for every x.
-        floor: inf φ where that is 0, else -inf.
+        floor: 0 if inf φ = 0, else -inf.
     """
 
     lipschitz: float
@@ -46,7 +46,7 @@ class Activation:
     floor: float = -math.inf
 
 
-_larger, _smaller = max, min  # where arguments of a rule have these names
+_larger, _smaller = max, min  # for rules whose arguments have these names
 
 
 ACTIVATIONS: dict[Any, Activation] = {
@@ -82,7 +82,7 @@ for _function, _phi in ACTIVATIONS.items():
 
 @rule(F.sigmoid)
 def sigmoid(call: Call, x: Value) -> Value:
-    """sup |φ'| of the table; a quotient by its sum has a constant of its own."""
+    """sup |φ'| of the table. The origin is recorded for the quotient by the sum, which has a better constant."""
     result = _apply(x, ACTIVATIONS[F.sigmoid])
     result.origin = Origin("sigmoid", x)
     return result
@@ -90,7 +90,7 @@ def sigmoid(call: Call, x: Value) -> Value:
 
 @box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
 def entrywise_box(walk: Walk, node: Node, x: State) -> State:
-    """|φ'| ≤ L: every entry moves by at most L times what it did."""
+    """|φ'| ≤ L: every entry deviates by at most L times the deviation of its operand."""
     gain = ratio(walk.boxes.lips[node], x.lip)
     if not math.isfinite(gain):
         return unknown(walk, node, x)
@@ -107,17 +107,18 @@ smooth("mish", curvature=0.644205, downward=0.059034)
 
 
 def _library(*targets: Any, size: Callable[[Tensor], Tensor]) -> None:
-    """Registers a function of a library whose implementation is off by at most 4 ulp of size(|x|) and an underflow."""
+    """Registers a library function whose error is at most 4 ulp of size(|x|), plus an underflow."""
 
     def answer(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-        """Off by at most 4 ulp of ``size``: assumed at the head of lipcert.roundoff."""
+        """An error of at most 4 ulp of ``size``, as assumed at the head of lipcert.roundoff."""
         x = operands[0].most
         return fmt.safe(fmt.function(size(x)), x)
 
     rounding(*targets)(answer)
 
 
-# x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): a few ulp of |x|, as what is close to 0 or 1 is rounded absolutely.
+# x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): an error of a few ulp of |x|, because the second factor is at most 1
+# and its error is absolute.
 _library("gelu", "silu", "mish", "hardswish", size=lambda x: x)
 _library("sigmoid", "hardsigmoid", size=torch.ones_like)
 _library("tanh", size=lambda x: x.clamp_max(1))
@@ -138,10 +139,10 @@ def gelu(call: Call, x: Value, approximate: str = "none") -> Value:
 
 @remainder("gelu")
 class Gelu(Smooth):
-    """φ''(t) = (2 − t²)·N(t) for the normal density N; the tanh form stays within 0.0032 of it (both checked by the
-    tests).
+    """φ''(t) = (2 − t²)·N(t) with the normal density N; that of the tanh form differs by at most 0.0032.
 
-    |φ''| falls on [0, √2] from 0.79789 to 0, has its other maximum 2 N(2) < 0.107982 at t = 2, and falls after it.
+    The tests check both. |φ''| decreases on [0, √2] from 0.79789 to 0, has another maximum 2 N(2) < 0.107982 at t = 2,
+    and decreases after it.
     """
 
     curvature = 0.797885
@@ -157,7 +158,7 @@ class Gelu(Smooth):
         return torch.where(distance < 2, value.clamp_min(self.downward), -value) + self.slack
 
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """φ'' is positive on (−√2, √2) alone."""
+        """φ'' is positive only on (−√2, √2)."""
         bend = math.sqrt(2)
         near = (self.z.abs() - rho[-1][:, None]).clamp_min(0)
         upward = (2 - near**2).clamp_min(0) * torch.exp(-(near**2) / 2) / math.sqrt(2 * math.pi)
@@ -168,7 +169,7 @@ class Gelu(Smooth):
 
 @box("neg")
 def negated_box(walk: Walk, node: Node, x: State) -> State:
-    """Up and down change places."""
+    """The upper and the lower deviation are exchanged."""
     return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
 
 
@@ -182,7 +183,7 @@ jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", 
 
 @remainder("relu")
 class Relu(Kinked):
-    """max(z, 0): a unit crosses its kink at distance |z|, where the slope changes by 1."""
+    """max(z, 0): the kink is at distance |z|, and the slope changes by 1 there."""
 
     entrywise = True
     bends = 1
@@ -201,7 +202,7 @@ def secant_relu(z: Tensor, width: Tensor) -> Tensor:
 
 @remainder(secant_relu)
 class SecantRelu(Remainder):
-    """Entry by entry; the slope changes by 1."""
+    """ReLU with secants (lipcert.bounds._secants): the slope changes by 1 at the kink."""
 
     entrywise = True
     jump = 1.0
@@ -230,7 +231,7 @@ def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool
 
 @box("leaky_relu")
 def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
-    """Slopes 1 and s: the smaller one where the box stays on its side."""
+    """Slopes 1 and s: the slope of one side if the interval lies on that side."""
     slope = float(arguments(node).get("negative_slope", 0.01))
     if slope < 0:
         return entrywise_box(walk, node, x)
@@ -246,7 +247,7 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
 
 @remainder("leaky_relu")
 class LeakyRelu(Kinked):
-    """As ReLU; the slope changes by 1 − negative_slope."""
+    """As ReLU, but the slope changes by 1 − negative_slope."""
 
     entrywise = True
 
@@ -263,7 +264,7 @@ def _negative_slope(node: Node) -> tuple[float]:
 
 @secant("leaky_relu", rest=_negative_slope)
 def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float) -> Tensor:
-    """negative_slope · z + (1 − negative_slope) max(z, 0), likewise."""
+    """negative_slope · z + (1 − negative_slope) max(z, 0), with the secant slope for the maximum."""
     return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
 
 
@@ -281,7 +282,7 @@ jacobian(secant_leaky_relu, absolute=0.0)(of_entries)
 
 @rounding("leaky_relu")
 def leaky_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """One product with the slope, which is rounded to the format."""
+    """One product with the slope, and the slope itself is rounded to the format."""
     slope = abs(float(arguments(node).get("negative_slope", 0.01)))
     return fmt.rounded(operands[0].most * slope, 3) + operands[0].most * fmt.cast(slope).item()
 
@@ -295,7 +296,7 @@ def elu(call: Call, x: Value, alpha: float = 1.0, inplace: bool = False) -> Valu
 
 @rounding("elu")
 def elu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """α(eˣ − 1) for x < 0, off by at most 4 ulp of α; x itself for x > 0."""
+    """α(eˣ − 1) for x < 0, with an error of at most 4 ulp of α; x itself for x > 0."""
     alpha = abs(float(arguments(node).get("alpha", 1.0)))
     return fmt.safe(fmt.function(torch.full_like(operands[0].most, alpha)), operands[0].most)
 
@@ -304,8 +305,8 @@ def elu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
 def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     """The slope is a sigmoid; 0 ≤ φ(x) ≤ |x| + log 2 / β.
 
-    Where βx passes torch's threshold t, its function jumps by log(1 + e⁻ᵗ)/β, at most 2.1e-9 for t ≥ 20 and β ≥ 1
-    which counts as rounding; larger jumps have no constant.
+    Torch's function jumps by log(1 + e⁻ᵗ)/β where βx passes its threshold t. For t ≥ 20 and β ≥ 1 that is at most
+    2.1e-9 and counts as a rounding error. With a larger jump there is no constant.
     """
     if threshold < 20 or beta < 1:
         return Value(x.shape, INFINITE, unbounded=f"torch's softplus jumps at its threshold {threshold:g}")
@@ -314,7 +315,7 @@ def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -
 
 @rounding("softplus")
 def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """log(1 + e^βx)/β, off by at most 4 ulp of |x| + 1/β; where βx passes torch's threshold t it jumps by e⁻ᵗ/β."""
+    """log(1 + e^βx)/β, with an error of at most 4 ulp of |x| + 1/β, and a jump of e⁻ᵗ/β at torch's threshold t."""
     given = arguments(node)
     beta, threshold = float(given.get("beta", 1.0)), float(given.get("threshold", 20.0))
     if not beta > 0:
@@ -336,7 +337,7 @@ class Absolute(Kinked):
 
 @remainder("hardsigmoid")
 class HardSigmoid(Kinked):
-    """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, from the nearer kink on."""
+    """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, beyond the nearer kink."""
 
     slope = 1 / 6
     entrywise = True
@@ -345,7 +346,7 @@ class HardSigmoid(Kinked):
         super().__init__((operands[0].abs() - 3).abs())
 
 
-# torch computes hardswish and its derivative with ⅙ and ½ in float32 in places: off by less than 1e-8.
+# Torch computes parts of hardswish and its derivative with ⅙ and ½ in float32, with an error below 1e-8.
 _FLOAT32 = 1e-8
 
 
@@ -353,8 +354,8 @@ _FLOAT32 = 1e-8
 class HardSwish(Smooth):
     """z·min(max(z + 3, 0), 6)/6: second derivative ⅓ on (−3, 3), 0 outside; at ±3 the slope jumps by ½.
 
-    R = ∫ (φ'(z + s) − φ'(z)) ds over the way. The smooth part of φ' changes by at most s/3, and the jumps by ½ for each
-    kink passed, both of which are at least the nearer one's distance k away: |R| ≤ ½·⅓ δ² + (|δ| − k)₊.
+    R = ∫ (φ'(z + s) − φ'(z)) ds over s from 0 to δ. The smooth part of φ' changes by at most |s|/3. It jumps by ½ at
+    each of the two kinks, whose distances are at least that of the nearer one, k: |R| ≤ ½·⅓ δ² + (|δ| − k)₊.
     """
 
     curvature = 1 / 3
@@ -375,7 +376,7 @@ class HardSwish(Smooth):
         return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
-        return None  # the kinks are not of this form
+        return None  # the kinks have no such form
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
         slack = weight.norm(dim=1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
@@ -409,20 +410,20 @@ def clamp(call: Call, x: Value, min: Any = None, max: Any = None) -> Value:
 
 
 def _smallest_of_clamped(x: Value, low: Tensor | None, high: Tensor | None) -> float:
-    """min(max(x, low), high) ≥ min(max(inf x, inf low), inf high)."""
+    """A lower bound: min(max(x, low), high) ≥ min(max(inf x, inf low), inf high)."""
     bottom = x.lowest if low is None else _larger(x.lowest, low.min().item())
     return bottom if high is None else _smaller(bottom, high.min().item())
 
 
 @box("clamp")
 def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
-    """Constant limits clip, as a ReLU does; of others the global constant is known."""
+    """Constant limits clip as a ReLU does; for other limits the Lipschitz constant is used."""
     return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)
 
 
 @remainder(F.hardtanh, F.relu6, "clamp")
 class Clamp(Kinked):
-    """min(max(z, low), high): slope 0 or 1, constant up to the nearer limit, so :class:`Kinked` with that distance."""
+    """min(max(z, low), high): the slope is 0 or 1 and does not change up to the nearer limit; see :class:`Kinked`."""
 
     entrywise = True
 
@@ -450,7 +451,7 @@ def _limits(node: Node) -> tuple[Any, Any]:
 
 @rounding("clamp", "hardtanh")
 def clamp_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Comparisons with limits that are those of the deployed format."""
+    """Comparisons are exact, but the limits are rounded to the deployed format."""
     given = arguments(node)
     if node.op == "clamp":
         limits = [given.get("min"), given.get("max")]

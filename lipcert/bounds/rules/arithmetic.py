@@ -34,7 +34,7 @@ from lipcert.graph import Node
 
 
 def _copies(call: Call, x: Value) -> Upper:
-    """√m for broadcasting, which uses every entry m times."""
+    """√m for broadcasting that uses every entry m times."""
     return Upper(math.prod(call.shape) // max(1, math.prod(x.shape))).sqrt()
 
 
@@ -50,7 +50,7 @@ def _broadcast(constant: Any, x: Value) -> Tensor:
 
 @rule("add", linear=True)
 def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
-    """‖δ(x + αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x + Wx is folded into (I + W)x."""
+    """‖δ(x + αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x + Wx becomes (I + W)x."""
     if isinstance(x, Value) and isinstance(y, Value):
         result = _sum(call, x, y, alpha)
     elif isinstance(x, Value):
@@ -82,16 +82,16 @@ def sub(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
 
 
 def _floor_of_sum(x: Any, y: Any, alpha: float) -> Tensor:
-    """Lower bounds on x + αy, by place on the last axis; -inf where one of them may fall without limit."""
+    """Lower bounds on x + αy, by position on the last axis; -inf if one of the terms has no lower bound."""
     total = _floor(x, 1.0) + _floor(y, alpha)
     smallest = total.nan_to_num(nan=-math.inf, posinf=-math.inf)
-    # The sum of two numbers of opposite sign may cancel, which leaves their roundings.
+    # Two numbers of opposite sign may cancel, so the rounding error is relative to their absolute values.
     slack = (_floor(x, 1.0).abs() + _floor(y, alpha).abs()) * 2.0**-45
     return torch.where(smallest.isfinite(), smallest - slack, smallest)
 
 
 def _floor(x: Any, factor: float) -> Tensor:
-    """Lower bound on factor·x, one number or one for each place on the last axis."""
+    """A lower bound on factor·x: one number, or one for each position on the last axis."""
     if isinstance(x, Value):
         if factor > 0:
             return x.floor * factor
@@ -101,13 +101,13 @@ def _floor(x: Any, factor: float) -> Tensor:
 
 
 def _same_rows(call: Call, *operands: Any) -> bool:
-    """Whether all operands have rows as long as the result's, so that sums along the last axis add up."""
+    """Whether the last axis of all operands is as long as that of the result, so that sums along it can be added."""
     forms = [x.shape for x in operands if isinstance(x, (Value, Tensor))]
     return len(forms) == len(operands) and all(form and form[-1] == call.shape[-1] for form in forms)
 
 
 def _mass(x: Any, factor: float) -> float:
-    """Lower bound on the sums of factor·x along the last axis."""
+    """A lower bound on the sums of factor·x along the last axis."""
     if not isinstance(x, Value):
         sums = (x.detach().double() * factor).sum(-1)
         size = (x.detach().double() * factor).abs().sum(-1)
@@ -151,7 +151,7 @@ def _sum(call: Call, x: Value, y: Value, alpha: float) -> Value:
 
 
 def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
-    """x ± α · constant. The map of a value that is not broadcast stays; only its offset changes, and is forgotten."""
+    """x ± α · constant. A value that is not broadcast keeps its map; the offset changes and is dropped."""
     magnitude = x.magnitude + _size(constant) * abs(alpha)
     rows = None
     if x.rows is not None and x.rows[0] == len(x.shape) - 1 and isinstance(constant, Tensor) and constant.dim():
@@ -167,7 +167,7 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
 
 @box("add", "sub", "rsub")
 def sum_box(walk: Walk, node: Node, *operands: State) -> State:
-    """x ± α y; a constant shifts. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, and what the global analysis folded."""
+    """x ± αy. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, or the constant of the folded map; a constant only shifts."""
     given = arguments(node)
     alpha = float(given.get("alpha", 1))
     first, second = given.get("input"), given.get("other")
@@ -207,7 +207,7 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
 
 @rounding("add", "sub", "rsub")
 def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x ± αy: one rounding, three with α. Adding −∞, as masks do, is exact."""
+    """x ± αy: one rounding error, three with α. Adding −∞, as masks do, is exact."""
     given = arguments(node)
     alpha = abs(float(given.get("alpha", 1)))
     first, second = (given["input"], given["other"]) if node.op != "rsub" else (given["other"], given["input"])
@@ -224,9 +224,9 @@ def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
 
 @rule("mul", linear=in_one_operand)
 def mul(call: Call, x: Any, y: Any) -> Value:
-    """By a constant: linear. Two values (a gate): δ(xy) = y δx + x δy, so ‖δ(xy)‖ ≤ max|y| ‖δx‖ + max|x| ‖δy‖.
+    """A product with a constant is linear. For two values ‖δ(xy)‖ ≤ max|y| ‖δx‖ + max|x| ‖δy‖.
 
-    For finite differences δ(xy) = y' δx + x δy with y' the perturbed y, which lies in the same range.
+    δ(xy) = y' δx + x δy with y' the perturbed y, which lies in the same range.
     """
     if isinstance(x, Value) and isinstance(y, Value):
         for one, other in ((x, y), (y, x)):
@@ -255,7 +255,7 @@ def mul(call: Call, x: Any, y: Any) -> Value:
 
 
 def standardised(call: Call, x: Value, y: Value, kind: str) -> Value | None:
-    """x/√(‖x‖²/n + eps), where y is that root or its inverse, for x itself or x minus its mean; None for anything else.
+    """x/√(‖x‖²/n + eps) for x itself or x minus its mean, where y is that root or its inverse; None otherwise.
 
     With s the root and x̂ = x/s the Jacobian is (1/s)(C − x̂x̂ᵀ/n), C the projection that centres or the identity, and
     ‖x̂‖² ≤ n: symmetric and between 0 and C/s, so its norm is at most 1/s ≤ 1/√eps. Groups share no entry.
@@ -273,7 +273,7 @@ def standardised(call: Call, x: Value, y: Value, kind: str) -> Value | None:
 
 
 def _times(call: Call, x: Value, constant: Any) -> Value:
-    """x · constant, kept as a map where it can be."""
+    """x · constant, as a linear map if possible."""
     size = _size(constant) * COMPOSED
     magnitude = x.magnitude * size
     rows = (x.rows[0], x.rows[1] * size) if x.rows is not None and call.shape == x.shape else None
@@ -289,7 +289,7 @@ def _times(call: Call, x: Value, constant: Any) -> Value:
 
 @remainder("mul")
 class Gate(Remainder):
-    """x ∘ y: R = δx ∘ δy. ‖R‖ ≤ ‖δx‖‖δy‖; an operand that is broadcast m times deviates by √m as much."""
+    """x ∘ y: R = δx ∘ δy, ‖R‖ ≤ ‖δx‖‖δy‖. Broadcasting an operand m times makes its deviation √m times as large."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         entries = math.prod(node.shape)
@@ -306,7 +306,7 @@ class Gate(Remainder):
 
 @jacobian("mul", covers=in_two_operands)
 def mul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """The other factor's largest entry, for each copy that a broadcast makes of this one."""
+    """The largest entry of the other factor, times √m if this factor is broadcast m times."""
     operand, other = node.operands[place], node.operands[1 - place]
     gain = per_image(values[other]).abs().amax(1) * copies(node, operand)
     return bilinear(gain, sum(operand.shape) + sum(node.shape))
@@ -321,9 +321,9 @@ def _constant_denominator(node: Node) -> bool:
 
 @rule("div", linear=_constant_denominator)
 def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
-    """By a constant: a multiplication. By a value ≥ m > 0: δ(x/y) = δx/y' − x δy/(y y'), with y' the perturbed y.
+    """Division by a constant is a multiplication. For a value y ≥ m > 0, ‖δ(x/y)‖ ≤ ‖δx‖/m + max|x| ‖δy‖/m².
 
-    So ‖δ(x/y)‖ ≤ ‖δx‖/m + max|x| ‖δy‖/m².
+    δ(x/y) = δx/y' − x δy/(y y'), with y' the perturbed y.
     """
     if rounding_mode is not None:
         raise NoAnswer("rounding is not continuous")
@@ -348,7 +348,7 @@ def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Valu
 
 
 def _over_mean(call: Call, x: Value, y: Value) -> Value | None:
-    """x/(mean x + eps) for entries x ≥ 0, where y is that denominator; None for anything else.
+    """x/(mean x + eps) for entries x ≥ 0, where y is that denominator; None otherwise.
 
     With n entries in a group, S their sum and t = S + n·eps the result is f = n x/t, with Jacobian (n/t)(I − x 1ᵀ/t).
     As ‖x‖ ≤ S ≤ t, its norm is at most (n/t)(1 + √n) ≤ (1 + √n)/eps; and 0 ≤ f ≤ n.
@@ -363,7 +363,7 @@ def _over_mean(call: Call, x: Value, y: Value) -> Value | None:
 
 
 def _over_total(call: Call, x: Value, y: Value) -> Value | None:
-    """σ(z)/Σσ(z) over groups, σ the sigmoid and y that sum; None for anything else.
+    """σ(z)/Σσ(z) over groups, where σ is the sigmoid and y that sum; None otherwise.
 
     As σ' = σ(1 − σ), with q the result its Jacobian is (diag(q) − qqᵀ)·diag(1 − σ(z)); the first factor is that of a
     softmax with the result q, of norm at most ½, and the second has norm at most 1.
@@ -376,10 +376,10 @@ def _over_total(call: Call, x: Value, y: Value) -> Value | None:
 
 @remainder("div")
 class Quotient(Remainder):
-    """a/b: with deviations α, β and q = a/b exactly R = β(qβ − α)/(b(b + β)), as multiplying out shows.
+    """a/b: with deviations α, β and q = a/b, R = β(qβ − α)/(b(b + β)) exactly.
 
     With c_i = 1/(|b_i|(|b_i| − ρ_b)): ‖R‖ ≤ ρ_b (max c ρ_a + max(c|q|) ρ_b), and against g with |g_i|c_i in place of
-    c_i. An operand that is broadcast m times deviates by √m as much. Where a is constant, α = 0.
+    c_i. The deviation of an operand that is broadcast m times is √m times as large. If a is constant, α = 0.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -388,7 +388,7 @@ class Quotient(Remainder):
         if not isinstance(below, Node):
             raise NoAnswer("a constant denominator")
         entries = math.prod(node.shape)
-        # Where the quotient's operands stand in the order of node.operands.
+        # The indices of a and b in node.operands.
         self.above = node.operands.index(given["input"]) if isinstance(given["input"], Node) else None
         self.below = node.operands.index(below)
         self.copies = [math.sqrt(entries / max(1, math.prod(operand.shape))) for operand in node.operands]
@@ -400,7 +400,7 @@ class Quotient(Remainder):
         return 1 / (self.b * (self.b - rho[:, None]).clamp_min(0))
 
     def _moved(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """ρ_a and ρ_b, copies counted."""
+        """ρ_a and ρ_b after broadcasting."""
         below = rho[self.below] * self.copies[self.below]
         return torch.zeros_like(below) if self.above is None else rho[self.above] * self.copies[self.above], below
 
@@ -422,13 +422,13 @@ class Quotient(Remainder):
 
 @jacobian("div", covers=in_two_operands)
 def div_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """1/y for the numerator, and (x/y)/y for the denominator."""
+    """1/y with respect to the numerator, and (x/y)/y with respect to the denominator."""
     gain = copies(node, node.operands[place]) / per_image(values[node.operands[1]]).abs().amin(1)
     return bilinear(gain if place == 0 else gain * per_image(values[node]).abs().amax(1), 0)
 
 
 def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
-    """A constant operand with as many dimensions as the value, if it does not enlarge it."""
+    """A constant operand with as many dimensions as the value; None if it broadcasts the value."""
     factor = torch.as_tensor(constant, dtype=torch.float64, device=x.value.device).detach()
     if node.shape != tuple(x.value.shape[1:]) or factor.dim() > len(node.shape):
         return None
@@ -437,7 +437,7 @@ def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
 
 @box("mul", "div")
 def times_box(walk: Walk, node: Node, *operands: State) -> State:
-    """By a constant."""
+    """Products and quotients with a constant scale the deviations."""
     given = arguments(node)
     first, second = given["input"], given["other"]
     if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
@@ -450,7 +450,7 @@ def times_box(walk: Walk, node: Node, *operands: State) -> State:
 
 @rounding("mul", "div")
 def times_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x·y and x/y, one of them constant or not, the second as a quotient or a product with 1/y.
+    """x·y and x/y, where either may be constant; a quotient may be computed as a product with 1/y.
 
     |ŷ| ≥ |y| − ρ for a denominator that depends on the image.
     """
@@ -467,7 +467,7 @@ def times_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tens
         denominator = operands[node.operands.index(given["other"])]
         low = aligned((denominator.size - denominator.over(denominator.rho)).clamp_min(0), node, images=True)
     quotient = torch.where(low > 0, x / low, math.inf)
-    # 1/c may be rounded by itself, and fall below the normal range.
+    # 1/c may be rounded separately, and may fall below the normal range.
     inverse = x * (4 * fmt.smallest)
     cast = (quotient * torch.where(c > 0, dc / c, 0.0) + torch.where(low > 0, dx / low, 0.0)) * (1 + 4 * fmt.unit)
     error = fmt.rounded(quotient, 4) + cast + inverse + zeros(node, operands)
@@ -488,8 +488,8 @@ def addcmul(call: Call, x: Any, first: Any, second: Any, *, value: float = 1) ->
 def addcmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """x + α·y·z: two products and a sum, with α rounded to the format.
 
-    The first product may be of any two factors. Where it underflows, the third multiplies that; where it overflows,
-    there is no answer, however small the result.
+    The first product may be of any two factors. Its underflow error is multiplied by the third factor. If it may
+    overflow, there is no bound, even if the result is small.
     """
     given = arguments(node)
     alpha = abs(float(given.get("value", 1)))

@@ -1,4 +1,4 @@
-"""Softmax and dot-product attention, which are finite where queries, keys and values are bounded."""
+"""Softmax and dot-product attention, whose constants are finite if queries, keys and values are bounded."""
 
 from __future__ import annotations
 
@@ -35,39 +35,40 @@ def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwarg
     return result
 
 
-# Far more than rounding in float64 hides of an entry of c, relative to the largest, or of p.
+# Far above the rounding error in float64 of an entry of c, relative to the largest, and of an entry of p.
 _HIDDEN = 1e-11
 _SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
 
 
 @remainder("softmax")
 class Softmax(Remainder):
-    """Rows p = softmax(a) under a deviation w of the row. With X = w − E_p[w], the second derivative is p_j(X_j² − V),
-    V = Var_p(w).
+    """Rows p = softmax(a) under a deviation w: the second derivative along w is p_j(X_j² − V).
 
-    V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½. On the way to a + w an entry of p grows
-    by at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the κ over the ball.
+    Here X = w − E_p[w] and V = Var_p(w). V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½.
+    On the segment to a + w an entry of p grows by a factor of at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the
+    κ over the ball.
 
     Norm: the entries of p_j(X_j² − V) sum to zero, lie in [−p_j V, (1 − 2p_j)₊V] because p_j X_j² ≤ (1 − p_j)V
     (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at
     most V²(1 + max p). So ‖R_row‖ ≤ ½ κ √(1 + max p) ‖w‖², and over rows ‖R‖ ≤ ½ max(κ √(1 + max p)) ρ².
 
-    It is never more than √(2/27): the form (c, v, w) ↦ E_p[(c − E c)(v − E v)(w − E w)] is symmetric, so its norm is
-    that of its cubic form E_p[X³] (Banach, Studia Math. 7, 1938). X has mean 0 and lies in some [−a, b] with a + b ≤
-    √2‖w‖. Under these conditions E[X³] is at most the value at 0 of the least concave function above t³ on [−a, b]. As
-    t³ is concave left of 0 and convex right of it, that is a chord from b to a point of [−a, 0): a law on two points at
-    most L = √2‖w‖ apart, with third moment at most L³ max_q q(1 − q)(1 − 2q) = L³ √3/18 = √(2/27)‖w‖³. The same holds
-    for −X.
+    The second derivative of a row is at most √(2/27): the form (c, v, w) ↦ E_p[(c − E c)(v − E v)(w − E w)] is
+    symmetric, so its norm is that of its cubic form E_p[X³] (Banach, Studia Math. 7, 1938). X has mean 0 and lies in
+    some [−a, b] with a + b ≤ √2‖w‖. So E[X³] is at most the value at 0 of the smallest concave function above t³ on
+    [−a, b]. As t³ is concave left of 0 and convex right of it, the graph of that function at 0 is a chord from b to a
+    point of [−a, 0). The chord belongs to a distribution on two points whose distance is at most L = √2‖w‖, and its
+    third moment is at most L³ max_q q(1 − q)(1 − 2q) = L³ √3/18 = √(2/27)‖w‖³. The same holds for −X.
 
     Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
 
-    Where no row deviates by more than p ≤ ρ, entries of p grow by that alone, ‖R‖² ≤ Σ_rows (½ max(…) ‖w‖²)² is at
-    most (½ max(…) p ρ)², and against c the ‖w‖² of the rows are at most p² each and ρ² together.
+    If no row deviates by more than r ≤ ρ, the entries of p grow by at most exp(√2 r), and ‖R‖² ≤
+    Σ_rows (½ max(…) ‖w‖²)² ≤ (½ max(…) r ρ)². Against c, the ‖w‖² of the rows are at most r² each and ρ² together.
 
     Contracted: at the nominal p, −½ E[(c − E c) X²] ≤ ½ E[(E c − c)₊ X²] = ‖Mw‖², (Mw)_j = √(½ p_j (E c − c_j)₊) X_j.
     The third derivative of Σ_j c_j softmax_j along w is the joint cumulant E[C X³] − 3 E[C X] V, C = c − E c. With r =
     max c − min c, |C| ≤ r, |X| ≤ √2‖w‖ and |E[C X]| ≤ ½ r √V (Popoviciu), it is at most r V (√2‖w‖ + (3/2)√V), and V ≤
-    κ‖w‖². By Taylor's theorem a sixth of that is left, r κ (√2 + (3/2)√κ)‖w‖³/6 for a row, with the κ over the ball.
+    κ‖w‖². By Taylor's theorem the rest is at most a sixth of that, r κ (√2 + (3/2)√κ)‖w‖³/6 for a row, with the κ over
+    the ball.
     """
 
     contracts = True
@@ -85,7 +86,7 @@ class Softmax(Remainder):
 
     @classmethod
     def block(cls, node: Node) -> int:
-        """Entries of a row, where they lie one behind the other."""
+        """The length of a row, if its entries are consecutive."""
         return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
 
     def _kappa(self, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,14 +132,14 @@ def softmax_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> B
 
 @rounding("softmax")
 def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """exp(a_i − m)/Σ_j exp(a_j − m) for any m between the entries' largest and what online softmax has seen of it.
+    """exp(a_i − m)/Σ_j exp(a_j − m), with m the largest entry, or the largest so far in online softmax.
 
-    The exponent is off by at most 4u(|a_i| + max|a_j|), whether computed as a difference or, for exp2, as a fused
-    product; it is split into at most n factors by online softmax, each off by 4 ulp. So exp(a_i − m) has a relative
-    error of at most e^ℓ − 1 with ℓ = 8u max|a| + 9(n + 1)u, the sum of n positive terms one of e^ℓ(1 + γ_n) − 1, and
-    p_i one of e^(2ℓ + 2γ_(2n + EXTRA) + γ_2) − 1, with u and the first γ those inside an operation and the second that
-    of the format, to which P may be cast before its product with the values too. In the deviation of a row by w, p_i
-    grows by at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are 0 exactly.
+    The exponent has an error of at most 4u(|a_i| + max|a_j|), whether it is a difference or, for exp2, a fused product.
+    Online softmax splits the exponential into at most n factors, each with an error of 4 ulp. So exp(a_i − m) has a
+    relative error of at most e^ℓ − 1 with ℓ = 8u max|a| + 9(n + 1)u, the sum of n positive terms one of
+    e^ℓ(1 + γ_n) − 1, and p_i one of e^(2ℓ + 2γ_(2n + EXTRA) + γ_2) − 1. Here u and the first γ are those inside an
+    operation, the second is that of the format, to which P may be cast before it multiplies the values. If a row
+    deviates by w, p_i grows by a factor of at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are exactly 0.
     """
     given = arguments(node)
     if given.get("dim") is None or given.get("dtype") is not None:
@@ -167,9 +168,9 @@ def log_sum_exp(call: Call, x: Value, dim: int, keepdim: bool = False) -> Value:
 
 @remainder("logsumexp")
 class LogSumExp(Remainder):
-    """Rows under a deviation w: R = ½ wᵀ(diag(p) − ppᵀ)w for a p on the way, so 0 ≤ R ≤ ½ κ‖w‖², κ of :class:`Softmax`.
+    """Rows under a deviation w: R = ½ wᵀ(diag(p) − ppᵀ)w for a p on the segment, so 0 ≤ R ≤ ½ κ‖w‖².
 
-    Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only rows with g < 0 count.
+    κ is that of :class:`Softmax`. Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only rows with g < 0 count.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -195,8 +196,8 @@ class LogSumExp(Remainder):
 def logsumexp_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """A row of J is p = exp(x − result), of length 1 at most, and rows share no column.
 
-    The result is off by a few u(‖x‖ + |result|), as a sum of n terms. In p, the exponent's terms are x and the result:
-    p_i is off by a share of u|x_i − result| ≤ u(log(1/p_i) + |result|), and p_i log(1/p_i) ≤ 1.
+    The result is a sum of n terms with an error of a few u(‖x‖ + |result|). The exponent of p_i is x_i − result, so p_i
+    has a relative error of about u|x_i − result| ≤ u(log(1/p_i) + |result|), and p_i log(1/p_i) ≤ 1.
     """
     n = values[node.operands[0]][0].numel() / max(1, values[node][0].numel())
     return 1.0, 2 * gamma(2 * n) * (1 + per_image(values[node]).abs().amax(1))
@@ -222,9 +223,9 @@ def attention(
 
         ‖δO‖ ≤ √n ‖δv‖ + s t_v (t_k ‖δq‖ + √(n/2) t_q ‖δk‖).
 
-    A bias that depends on the image adds Cov_{P_i}(δM_i, v), at most √½ t_v ‖δM_i‖. Where entries are broadcast, or a
-    group of queries shares its keys and values (``enable_gqa``), every one is used m times, which gives √m.
-    The bounds t hold on the whole image box, which is convex, so the derivative bound holds along every segment.
+    A bias that depends on the image adds Cov_{P_i}(δM_i, v), at most √½ t_v ‖δM_i‖. If entries are broadcast, or
+    queries share their keys and values (``enable_gqa``), every entry is used m times, which gives a factor √m. The
+    bounds t hold on the whole image box, which is convex, so the derivative bound holds along every segment.
     """
     if dropout_p:
         raise NoAnswer("dropout, which is random here in evaluation mode too")

@@ -1,4 +1,4 @@
-"""Convolutions. Their norms come from lipcert.norms; a scale in front is folded in first."""
+"""Convolutions. Their norms come from lipcert.norms; a preceding scale is multiplied into the weights first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Value:
-    """x ↦ w ∗ x + b: constant by lipcert.norms.conv_norm; an entry is at most ‖w_o‖₁ max|x|."""
+    """x ↦ w ∗ x + b: the constant is lipcert.norms.conv_norm; an entry is at most ‖w_o‖₁ max|x| + |b_o|."""
     dims = len(weight.shape) - 2
     if len(x.shape) != dims + 2:
         raise NoAnswer("an input without batch axis")
@@ -68,10 +68,11 @@ def conv(
 
 
 def _conv_by_values(call: Call, x: Any, weight: Any, bias: Any) -> Value:
-    """w ∗ x with a weight that depends on the image: δ(w ∗ x) = w' ∗ δx + δw ∗ x, linear in each.
+    """w ∗ x with a weight that depends on the image: δ(w ∗ x) = w' ∗ δx + δw ∗ x, bilinear.
 
-    With T taps w ∗ x = Σ_t S_t w_t x, S_t of norm ≤ 1 (shift, stride, padding), w_t a matrix at every position, so
-    ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every position, and for every input of a batch.
+    For a kernel with T positions w ∗ x = Σ_t S_t w_t x, where S_t has norm ≤ 1 (shift, stride, padding) and w_t is the
+    same matrix at every pixel. So ‖w ∗ x‖ ≤ Σ_t ‖w_t‖‖x‖ ≤ √T ‖w‖_F ‖x‖_F. A bias is repeated at every pixel, and for
+    every input of a batch.
     """
     x, weight = (v if isinstance(v, Value) else Value.constant(v) for v in (x, weight))
     taps = Upper(math.prod(weight.shape[2:])).sqrt()
@@ -89,7 +90,7 @@ box("conv1d", "conv2d", "conv3d")(operator)
 
 @remainder("conv1d", "conv2d", "conv3d")
 class DynamicConvolution(Bilinear):
-    """w ∗ x with both from the image: K = √taps, as in :func:`_conv_by_values`."""
+    """w ∗ x with both depending on the image: K = √T, as in :func:`_conv_by_values`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -102,7 +103,7 @@ class DynamicConvolution(Bilinear):
 
 @jacobian("conv1d", "conv2d", "conv3d", covers=in_two_operands)
 def convolution_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """Every entry of one operand meets one of the other at most once for each position in the kernel."""
+    """The norm of the other operand times √T; each pair of entries is multiplied at most once per kernel position."""
     operand, other = node.operands[place], node.operands[1 - place]
     gain = lengths(values[other]) * math.sqrt(math.prod(node.operands[1].shape[2:]))
     return bilinear(gain, sum(operand.shape) + sum(node.shape) + math.prod(operand.shape[1:]))
@@ -128,7 +129,7 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Value:
-    """The adjoint of a convolution, of equal norm; an entry sums at most every weight into its channel."""
+    """The adjoint of a convolution, with the same norm; an entry is a sum over at most all weights of its channel."""
     if isinstance(weight, Value):
         raise NoAnswer("the weight depends on the image")
     dims = weight.dim() - 2
@@ -154,7 +155,7 @@ def conv_transpose(
 def conv_transpose_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`matrix_rounding`; an entry is a sum over the input channels of its group and at most the whole kernel.
 
-    Kernels add up overlapping results in the format itself, so no better sums are assumed.
+    Kernels add up overlapping results in the format itself, so no wider accumulator is assumed.
     """
     fmt = replace(fmt, sums=fmt.dtype)
     given = still_arguments(node)

@@ -1,6 +1,6 @@
-"""Matrices: linear layers, products of two values, and ``einsum`` as the matrix product that it is.
+"""Linear layers, matrix products of two values, and ``einsum`` as a matrix product.
 
-Their norms come from lipcert.norms; a scale in front is folded in first.
+Their norms come from lipcert.norms; a preceding scale is multiplied into the weights first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lipcert.graph import Node
 
 @rule("linear", linear=in_one_operand)
 def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Value:
-    """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry is at most ‖w_o‖₁ max|x|, and at most ‖w_o‖₂ ‖x‖₂."""
+    """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry of Wx is at most ‖w_o‖₁ max|x| and ‖w_o‖₂ ‖x‖₂."""
     if isinstance(weight, Value):
         raise NoAnswer("the weight depends on the image")
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
@@ -60,9 +60,9 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
 
 
 def constant_part(weight: Tensor, offset: Tensor, error: Upper) -> tuple[Tensor, Upper]:
-    """W·offset, and a bound on the norm of what rounding, and the offset's own error, left out of it.
+    """W·offset, and a bound on the norm of its error, from rounding and from the error of the offset.
 
-    Inner products of length n are off by at most (n + 1) 2⁻⁵³ |W||offset|, whatever the order of their sums.
+    Inner products of length n have an error of at most (n + 1) 2⁻⁵³ |W||offset|, in whichever order they are summed.
     """
     exact = weight.double()
     rounding = vector_norm(exact.abs() @ offset.abs()) * ((weight.shape[1] + 4) * 2.0**-52)
@@ -81,18 +81,19 @@ def matrix_rounding(
     rows: Callable[[Tensor], Tensor],
     fmt: Format,
 ) -> Tensor:
-    """Ŵx̂ + b̂ with n terms in a sum, Ŵ and b̂ the cast constants: :meth:`Format.sum`, and |Ŵ − W||x̂| + |b̂ − b|.
+    """The error of Ŵx̂ + b̂ with sums of n terms: :meth:`Format.sum`, plus |Ŵ − W||x̂| + |b̂ − b| for the cast
+    constants.
 
-    |W||x̂| ≤ |W||x| + ‖w_i‖ρ and |Wx̂ + b| ≤ |Wx + b| + ‖w_i‖ρ row by row (Cauchy–Schwarz); or |W| times the largest
-    entries of x̂.
+    For row i, |W||x̂| ≤ |W||x| + ‖w_i‖ρ and |Wx̂ + b| ≤ |Wx + b| + ‖w_i‖ρ by the Cauchy–Schwarz inequality. |W| times
+    bounds on the entries of |x̂| is a bound too.
 
     Args:
         x: the operand.
         weight: W.
         bias: b, or None.
         terms: n.
-        apply: the operation for given operand, weight and bias.
-        rows: the norms of the rows, to broadcast with the result.
+        apply: the operation as a function of operand, weight and bias.
+        rows: returns the norms of the rows of a weight, in a shape that broadcasts with the result.
         fmt: the deployed format.
     """
     weight = weight.detach().double()
@@ -112,7 +113,11 @@ def matrix_rounding(
 
 
 def still_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation whose weights must not depend on the image."""
+    """The arguments of an operation.
+
+    Raises:
+        NoAnswer: the weight or the bias depends on the image.
+    """
     given = arguments(node)
     if isinstance(given["weight"], Node) or isinstance(given.get("bias"), Node):
         raise NoAnswer("weights that depend on the image")
@@ -133,9 +138,9 @@ def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
 def matmul(call: Call, x: Any, y: Any) -> Value:
     """δ(XY) = δX Y + X' δY, so ‖δ(XY)‖_F ≤ ‖δX‖_F ‖Y‖₂ + ‖X‖₂ ‖δY‖_F.
 
-    Where X = softmax(A), a row of the first term is Σ_j P_ij (δA_ij − δĀ_i) v_j, the covariance under P of δA_i and v:
-    at most std_P(δA_i) · max_j ‖v_j‖ ≤ √½ ‖δA_i‖ max_j ‖v_j‖, for diag(p) − ppᵀ ⪯ ½. With ‖δP‖ ≤ ½‖δA‖ as the
-    constant of X, that is √2 max_j ‖v_j‖ times it, without the √n of ‖V‖₂.
+    If X = softmax(A), a row of the first term is Σ_j P_ij (δA_ij − δĀ_i) v_j, the covariance under P of δA_i and v.
+    That is at most std_P(δA_i) · max_j ‖v_j‖ ≤ √½ ‖δA_i‖ max_j ‖v_j‖, because diag(p) − ppᵀ ⪯ ½. The constant of X is
+    half of that of A, so this is √2 max_j ‖v_j‖ times the constant of X, without the factor √n in ‖V‖₂.
     """
     if not isinstance(x, Value):
         return _matrix_times(call, x, y)
@@ -163,7 +168,7 @@ def _copies_matmul(call: Call, x: Value) -> Upper:
 
 
 def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
-    """W Y for a constant W: every column is multiplied by W."""
+    """W Y for a constant W, which multiplies every column."""
     if weight.dim() < 2 or len(y.shape) < 2:
         raise NoAnswer("vectors")
     norm = Dense(weight.reshape(-1, *weight.shape[-2:])).norm
@@ -174,7 +179,7 @@ def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
 class MatrixProduct(Remainder):
     """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
 
-    An operand whose matrices are broadcast m times deviates by √m as much.
+    The deviation of an operand whose matrices are broadcast m times is √m times as large.
 
     Contracted: ⟨G, δX δY⟩ = ⟨G δYᵀ, δX⟩, at most ‖G δYᵀ‖_F ‖δX‖_F.
     """
@@ -197,11 +202,11 @@ class MatrixProduct(Remainder):
 
     @staticmethod
     def _spectral(direction: Tensor) -> Tensor:
-        """The largest norm of one of the matrices of each image, from above, shape (N,)."""
+        """An upper bound on the largest spectral norm among the matrices of each image, shape (N,)."""
         matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
         gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
         largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
-        # Eigenvalues are off by a small multiple of 2⁻⁵³‖G‖_F² at most, and the floor keeps that relative.
+        # Eigenvalues have an error of a small multiple of 2⁻⁵³‖G‖_F², which the lower limit makes relative.
         return torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
 
     def against(self, direction: Tensor) -> Against:
@@ -219,7 +224,7 @@ class MatrixProduct(Remainder):
 
 @jacobian("matmul", covers=in_two_operands)
 def matmul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """The other factor's sum of squares, by Cauchy and Schwarz, for every copy that a broadcast makes of this one."""
+    """The Frobenius norm of the other factor (Cauchy–Schwarz), times √m if this factor is broadcast m times."""
     operand, other = node.operands[place], node.operands[1 - place]
     batch = math.prod(node.shape[:-2]) / max(1, math.prod(operand.shape[:-2]))
     return bilinear(lengths(values[other]) * math.sqrt(max(1.0, batch)), sum(operand.shape) + sum(node.shape))
@@ -227,10 +232,10 @@ def matmul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bo
 
 @rounding("matmul")
 def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """XY with |X̂||Ŷ| ≤ (|X| + |δX|)(|Y| + |δY|): norms of rows and columns against ‖δY‖ and ‖δX‖.
+    """XY with |X̂||Ŷ| ≤ (|X| + |δX|)(|Y| + |δY|), bounded by norms of rows of X and columns of Y, ‖δX‖ and ‖δY‖.
 
-    Where both depend on the image, the roundings to the format are relative to |X̂||Ŷ|, as fused attention may put the
-    root of its scale on queries and keys before their product.
+    If both depend on the image, the rounding errors are relative to |X̂||Ŷ|, because fused attention may multiply
+    queries and keys by the root of its scale before their product.
     """
     given, known = arguments(node), by_operand(node, operands)
     parts: list[tuple[Operand, Tensor]] = []
@@ -261,9 +266,9 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
 
 @rule("einsum", linear=in_one_operand)
 def einsum(call: Call, equation: str, *tensors: Any) -> Value:
-    """Axes in both tensors and the result are a batch, those in both alone are summed over: a batch of products X Y.
+    """A batch of matrix products: axes in both tensors are batch axes if the result has them, else summed over.
 
-    Its norm is that of ``matmul``; moving axes is a bijection of the entries. An axis of size 1 in one tensor and n in
+    The norm is that of ``matmul``; moving axes is a bijection of the entries. An axis of size 1 in one tensor and n in
     the other is repeated n times first, which has norm √n.
     """
     operands = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
@@ -303,9 +308,9 @@ def terms(equation: str) -> tuple[str, str]:
 
 
 def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
-    """The sizes of the axes of a product of two tensors, or of values or nodes with a shape.
+    """The sizes of the axes of a product of two tensors, values or nodes.
 
-    An axis of size 1 of one of them is repeated where the other one is longer, as torch does.
+    An axis of size 1 is repeated if it is longer in the other operand, as in torch.
 
     Raises:
         NoAnswer: as :func:`roles`.
@@ -322,7 +327,7 @@ def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
 
 
 def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
-    """How many times each of two operands is repeated along axes where it has size 1 and the other one has more.
+    """How many times each of two operands is repeated along axes in which it has size 1 and the other is longer.
 
     Raises:
         NoAnswer: as :func:`roles`.
@@ -333,10 +338,10 @@ def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
 
 
 def roles(equation: str) -> tuple[str, str, str, str]:
-    """Axes of a product of two tensors: those in both and the result, left alone, right alone, summed over.
+    """The axes of a product of two tensors: in both and the result, only left, only right, summed over.
 
     Raises:
-        NoAnswer: not two tensors, an axis that occurs twice in one of them, is left out, or is summed in one alone.
+        NoAnswer: not two tensors; an axis occurs twice in one of them, or only one tensor is summed over it.
     """
     a, b = terms(equation)
     output = equation.replace(" ", "").partition("->")[2]
@@ -350,7 +355,7 @@ def roles(equation: str) -> tuple[str, str, str, str]:
 
 
 def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:
-    """A tensor or value with its axes of size 1 repeated to the product's sizes."""
+    """A tensor or value with its axes of size 1 repeated to the sizes of the product."""
     shape = tuple(wide[axis] for axis in names)
     if shape == tuple(x.shape):
         return x
@@ -358,7 +363,7 @@ def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:
 
 
 def _arranged(x: Any, names: str, groups: tuple[str, str, str], sizes: dict[str, int]) -> Any:
-    """A tensor or value with its axes merged into three groups; rows along an axis that is a group by itself stay."""
+    """A tensor or value with its axes merged into three groups; rows are kept along an axis that forms a group."""
     shape = tuple(math.prod(sizes[axis] for axis in group) for group in groups)
     if not isinstance(x, Value):
         order = [names.index(axis) for group in groups for axis in group]
@@ -385,7 +390,7 @@ class Contraction(Bilinear):
 
 @jacobian("einsum", covers=in_two_operands)
 def einsum_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """The other operand's sum of squares, times the copies that are made of either along axes where it has size 1."""
+    """The Frobenius norm of the other operand, times √(number of repetitions) of either along axes of size 1."""
     operand, other = node.operands[place], node.operands[1 - place]
     gain = lengths(values[other]) * math.sqrt(math.prod(repeats(node.args[0], node.operands)))
     return bilinear(gain, sum(operand.shape) + sum(node.shape) + sum(other.shape))
