@@ -1,4 +1,4 @@
-"""Normalisations: by fixed statistics (linear), and by the value's own (bounded, with slope at most 1/√eps)."""
+"""Normalisations: by fixed statistics (linear), and by statistics of the value (slope at most 1/√eps)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch_norm(
         scale = scale * held(weight).double()
     moved = running_mean.detach().double() * scale
     shift = moved.abs()
-    if bias is not None:  # the two may cancel, which leaves their roundings
+    if bias is not None:  # the two may cancel, so the rounding error is relative to their absolute values
         shift = (held(bias).double() - moved).abs() + (held(bias).double().abs() + shift) * 2.0**-49
     channels = (1, -1, *[1] * (len(x.shape) - 2))
     return _shifted(call, _times(call, x, scale.reshape(channels)), shift.reshape(channels) * COMPOSED)
@@ -61,7 +61,7 @@ def batch_norm(
 
 @box("batch_norm")
 def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
-    """In evaluation mode a scale by channel, whose roundings are relative to x·scale and to the shift."""
+    """In evaluation mode a scale per channel, with rounding errors relative to x·scale and to the shift."""
     given = arguments(node)
     scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
     if given.get("weight") is not None:
@@ -77,7 +77,8 @@ def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
 def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """(x − μ)γ/√(var + eps) + β in this order, or as αx + (β − αμ) with α = γ/√(var + eps).
 
-    Either way α is off by a relative 10u and what the casts of var, eps and γ do, and the sum by 4u of its terms.
+    Either way α has a relative error of 10u plus the errors of the casts of var, eps and γ, and the sum an error of 4u
+    relative to its terms.
     """
     given = arguments(node)
     x = operands[0]
@@ -103,8 +104,8 @@ def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
 def _standardized(x: Value, shape: tuple[int, ...], size: int, eps: float | None, axis: int | None) -> Value:
     """x̂ = (x − μ)/s with s² = ‖x − μ‖²/size + eps, or without μ, over groups of ``size`` entries.
 
-    The Jacobian is (1/s)(C − x̂x̂ᵀ/size) with C a projection that keeps x̂, and ‖x̂‖² ≤ size: symmetric, between 0 and C,
-    so its norm is at most 1/s ≤ 1/√eps. Without eps it has no finite constant.
+    The Jacobian is (1/s)(C − x̂x̂ᵀ/size), with a projection C that keeps x̂, and ‖x̂‖² ≤ size. The bracket is symmetric
+    and between 0 and C, so the norm is at most 1/s ≤ 1/√eps. Without eps there is no finite constant.
     """
     if eps is not None and not eps >= 0:
         raise NoAnswer(f"eps = {eps:g}")
@@ -115,7 +116,7 @@ def _standardized(x: Value, shape: tuple[int, ...], size: int, eps: float | None
 
 
 def _affine(base: Value, weight: Tensor | None, bias: Tensor | None, axis: int, dims: int = 1) -> Value:
-    """γ ∘ base + β, with γ and β along ``axis`` (and the ones after it, ``dims`` in all)."""
+    """γ ∘ base + β, with γ and β along ``dims`` axes from ``axis`` on."""
     if weight is None and bias is None:
         return base
     form = [1] * len(base.shape)
@@ -134,7 +135,7 @@ def _affine(base: Value, weight: Tensor | None, bias: Tensor | None, axis: int, 
 
 @dataclass(frozen=True)
 class Centred:
-    """Tokens, as a rule less their mean, in the deployed format.
+    """Centred tokens c in the deployed format.
 
     Attributes:
         size: bounds on the exact |c_i|, shape (N, ..., d).
@@ -151,20 +152,20 @@ class Centred:
 
     @classmethod
     def without(cls, tokens: Tensor, rho: Tensor, most: Tensor) -> Centred:
-        """Tokens as they are, for projections that take no mean off; arguments as for :meth:`of`."""
+        """Tokens that are not centred; arguments as for :meth:`of`."""
         length = tokens.norm(dim=-1, keepdim=True)
         square = torch.minimum((length + rho).square(), most.square().sum(-1, keepdim=True))
         return cls(most, torch.zeros_like(most), (length - rho).clamp_min(0), square.sqrt(), square)
 
     @classmethod
     def of(cls, tokens: Tensor, rho: Tensor, most: Tensor, terms: int, fmt: Format) -> Centred:
-        """A mean is off by what :meth:`Format.sum` says.
+        """Tokens minus their mean, whose error is that of :meth:`Format.sum`.
 
         Args:
             tokens: nominal z, shape (N, ..., d).
-            rho: how far z can move, to broadcast.
+            rho: bounds on the deviation of the tokens, in a shape that broadcasts.
             most: bounds on |z_i|.
-            terms: d for sums in any order; 4d where the mean may be made by updates (Welford).
+            terms: d for sums in any order; 4d if the mean may be computed by updates (Welford).
             fmt: the deployed format.
         """
         d = tokens.shape[-1]
@@ -180,7 +181,7 @@ class Centred:
 
 
 def affine_rounding(size: Tensor, error: Tensor, weight: Tensor | None, bias: Tensor | None, fmt: Format) -> Tensor:
-    """The error of weight · ŷ + bias with |y| ≤ size, |ŷ − y| ≤ error."""
+    """Bounds on the error of weight · ŷ + bias, for |y| ≤ size and |ŷ − y| ≤ error."""
     if weight is not None:
         exact, cast = weight.detach().double().abs(), fmt.cast(weight)
         error = error * (exact + cast) + size * cast
@@ -194,7 +195,7 @@ def affine_rounding(size: Tensor, error: Tensor, weight: Tensor | None, bias: Te
 
 
 def _length_bounds(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """How short the vectors along an axis can be, and bounds on their squared lengths, both with that axis kept."""
+    """Lower bounds on the lengths of the vectors along an axis, and upper bounds on their squares; the axis is kept."""
     nominal = x.norm(dim=axis, keepdim=True)
     square = torch.minimum((nominal + rho).square(), most.square().sum(axis, keepdim=True))
     return (nominal - rho).clamp_min(0), square
@@ -203,7 +204,8 @@ def _length_bounds(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Ten
 def inverse_root_error(off: Tensor, fmt: Format) -> Tensor:
     """The relative error of 1/√y, and of a product with it, where y has a relative error of at most ``off`` < ½.
 
-    |(1 + τ)^(−½) − 1| ≤ |τ|/2 + τ² for |τ| ≤ ½, by its series; then the library's function and two roundings.
+    |(1 + τ)^(−½) − 1| ≤ |τ|/2 + τ² for |τ| ≤ ½, by its series; then the error of the library function and of two more
+    operations.
     """
     first = torch.where(off < 0.5, off / 2 + off.square(), math.inf)
     second = fmt.library + fmt.gamma(2)
@@ -213,11 +215,10 @@ def inverse_root_error(off: Tensor, fmt: Format) -> Tensor:
 def _standardized_rounding(tokens: Tensor, rho: Tensor, most: Tensor, eps: float, fmt: Format) -> tuple[Tensor, Tensor]:
     """Bounds on |x̂_i| and on its error, x̂ = c/s with s² = ‖c‖²/d + eps.
 
-    A kernel may compute x/s − μ/s, or scale x and add one constant: these roundings are relative to |x| + |μ|.
-
-    The variance, by two passes, by updates (Welford), or as E[z²] − E[z]², is off by at most
-    2(γ_(4d + EXTRA) + γ_4) E[z²], the first γ that of the arithmetic inside an operation. Then
-    :func:`inverse_root_error`.
+    A kernel may compute x/s − μ/s, or scale x and add one constant, so rounding errors are relative to |x| + |μ|. The
+    variance, whether by two passes, by updates (Welford), or as E[z²] − E[z]², has an error of at most
+    2(γ_(4d + EXTRA) + γ_4) E[z²], where the first γ is that of the arithmetic inside an operation. Then
+    :func:`inverse_root_error` applies.
     """
     d = tokens.shape[-1]
     centred = Centred.of(tokens, rho, most, 4 * d, fmt)
@@ -242,7 +243,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Value:
-    """γ ∘ (x − μ)/√(σ² + eps) + β: slope at most 1/√eps, ‖x̂‖ ≤ √d; γ is folded into the matrix that follows."""
+    """γ ∘ (x − μ)/√(σ² + eps) + β: slope at most 1/√eps, ‖x̂‖ ≤ √d; γ is multiplied into the next matrix."""
     dims = len(normalized_shape)
     base = _standardized(x, call.shape, math.prod(normalized_shape), eps, -1 if dims == 1 else None)
     return _affine(base, weight, bias, -dims, dims)
@@ -250,7 +251,7 @@ def layer_norm(
 
 @remainder("layer_norm")
 class LayerNorm(Radial):
-    """R = √(d·eps), gain √d/R; see :class:`Radial`."""
+    """The case R = √(d·eps), gain √d/R of :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -281,7 +282,7 @@ def layer_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
 def rms_norm(
     call: Call, x: Value, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Value:
-    """γ ∘ x/√(mean x² + eps); without eps torch takes the machine epsilon of the input's type."""
+    """γ ∘ x/√(mean x² + eps); without eps torch uses the machine epsilon of the type of the input."""
     dims = len(normalized_shape)
     smallest = 2.0**-52 if eps is None else eps  # the smaller epsilon gives the larger, safe constant
     base = _standardized(x, call.shape, math.prod(normalized_shape), smallest, -1 if dims == 1 else None)
@@ -290,7 +291,7 @@ def rms_norm(
 
 @remainder("rms_norm")
 class RootMeanSquare(Radial):
-    """√d h/√(‖h‖² + d·eps), as LayerNorm without centring. See :class:`Radial`."""
+    """√d h/√(‖h‖² + d·eps): LayerNorm without centring; see :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -307,7 +308,7 @@ class RootMeanSquare(Radial):
 
 @rounding("rms_norm")
 def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """weight ∘ z/√(mean z² + eps). A mean of squares is off by a relative γ, as its terms have one sign."""
+    """weight ∘ z/√(mean z² + eps). A mean of squares has a relative error of γ, because its terms have one sign."""
     given = arguments(node)
     if given.get("eps") is None:
         raise NoAnswer("an eps that depends on the format")
@@ -335,7 +336,7 @@ def group_norm(
 
 
 class ByGroup:
-    """For :class:`Radial`: its tokens are groups of channels with all their positions, and the weight is by channel."""
+    """Makes :class:`Radial` use groups of channels with all positions as tokens, and a weight per channel."""
 
     groups: int
     weight: Tensor | None
@@ -352,7 +353,7 @@ class ByGroup:
 
 @remainder("group_norm")
 class GroupNorm(ByGroup, Radial):
-    """LayerNorm of every group. See :class:`Radial`."""
+    """LayerNorm of every group; see :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -367,7 +368,7 @@ class GroupNorm(ByGroup, Radial):
 
 @jacobian("layer_norm", "rms_norm")
 def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """√n times tokens of n entries over the length of (c, √(n eps))."""
+    """√n times a token c of n entries, divided by the length of (c, √(n eps))."""
     given, x = arguments(node), values[node.operands[0]]
     centred = node.op == "layer_norm"
     tokens = x.flatten(-len(given["normalized_shape"]))
@@ -379,7 +380,7 @@ def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -
 
 @jacobian("group_norm")
 def group_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """As of layers, for each group."""
+    """As for LayerNorm, for each group."""
     given, x = arguments(node), values[node.operands[0]]
     tokens = x.reshape(*x.shape[:2], given["num_groups"], -1)
     count = tokens.shape[-1]
@@ -403,7 +404,7 @@ def group_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
 
 @rule("normalize")
 def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Value:
-    """x/max(‖x‖, eps): slope at most 1/eps, as it is x/eps inside the ball and a projection onto a sphere outside."""
+    """x/max(‖x‖, eps): x/eps inside the ball of radius eps, a projection onto the sphere outside; slope ≤ 1/eps."""
     if p != 2.0:
         raise NoAnswer(f"p = {p:g}")
     if not isinstance(dim, int):
@@ -415,7 +416,7 @@ def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1
 
 @remainder("normalize")
 class Normalized(RadialKink):
-    """h/max(‖h‖, eps) is 1/eps times the projection onto the ball of radius eps. See :class:`RadialKink`."""
+    """h/max(‖h‖, eps) is 1/eps times the projection onto the ball of radius eps; see :class:`RadialKink`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -428,7 +429,7 @@ class Normalized(RadialKink):
 
 @jacobian("normalize")
 def normalize_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """Tokens along one axis over their length."""
+    """Tokens along one axis, divided by their length."""
     given = arguments(node)
     axis = given.get("dim", 1)
     if not isinstance(axis, int) or given.get("p", 2.0) != 2:
@@ -439,8 +440,11 @@ def normalize_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) ->
 
 @rounding("normalize")
 def normalize_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x/max(‖x‖, eps). With n = ‖x‖ and a the underflow of the sum of squares, n² + a has a root within min(√a, a/n)
-    of n; the γ of the sum, of which the root takes half, and the root's own error are relative to n."""
+    """x/max(‖x‖, eps). Let n = ‖x‖, and let a bound the underflow of the sum of squares.
+
+    The root of n² + a differs from n by at most min(√a, a/n). The error γ of the sum, which the root halves, and the
+    error of the root are relative to n.
+    """
     given = arguments(node)
     eps = float(given.get("eps", 1e-12))
     if given.get("p", 2.0) != 2.0 or not isinstance(given.get("dim", 1), int):

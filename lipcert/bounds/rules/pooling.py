@@ -1,4 +1,4 @@
-"""Pooling and other averages: linear maps with non-negative weights, and maxima."""
+"""Average pooling, which is linear with non-negative weights, and maxima."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from lipcert.graph import Node
 def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[Upper, Upper]:
     """The largest row sum of a linear map A with entries ≥ 0, and a bound on ‖A‖: √(max row sum · max column sum).
 
-    Schur's test. The row sums are A·1, the column sums Aᵀ·1 by autograd. Sums of n ≤ 2³⁰ non-negative float64 numbers
-    are exact to a relative 2⁻²², which is added.
+    This is Schur's test. The row sums are A·1, the column sums Aᵀ·1 by autograd.
+
+    Raises:
+        NoAnswer: A has entries of both signs.
     """
     ones = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():
@@ -35,7 +37,7 @@ def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -
         (columns,) = torch.autograd.grad(rows.sum(), ones)
     if not bool((rows >= 0).all()) or not bool((columns >= 0).all()):
         raise NoAnswer("weights of both signs")
-    # Roundings of sums of non-negative terms: each of the n additions is off by at most 2⁻⁵³ relative.
+    # In a sum of non-negative terms each of the n additions has a relative error of at most 2⁻⁵³.
     slack = 1 + ones.numel() * 2.0**-51
     largest_row, largest_column = (Upper(sums.max().item()) * slack for sums in (rows, columns))
     return largest_row, (largest_row * largest_column).sqrt()
@@ -43,7 +45,7 @@ def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -
 
 def _averaging(operation: Callable[..., Tensor], dims: int) -> Callable[..., Value]:
     def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """Weights ≥ 0: Schur's test on one channel. Entries and rows over channels grow by the largest row sum."""
+        """Weights ≥ 0: Schur's test on one channel. Entries, and vectors of channels, grow by the largest row sum."""
         shape = (1, 1, *x.shape[-dims:])
         rows_norm, norm = schur_norms(lambda ones: operation(ones, *args, **kwargs), shape)
         rows = None
@@ -73,9 +75,9 @@ box("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_a
 
 @rounding("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Means over windows, as :func:`sums`; a window has no more entries than its kernel, or the operand has positions.
+    """Means over windows: :meth:`Format.sum` with at most as many terms as the kernel, or the operand, has positions.
 
-    What is divided by is a number of positions, or is given.
+    The divisor is a number of positions, or ``divisor_override``.
     """
     dims = int(str(node.op)[-2])
     given = arguments(node)
@@ -98,16 +100,16 @@ def _maximum(dims: int) -> Callable[..., Value]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Value:
-        """|max a − max b| ≤ max|a − b| ≤ ‖a − b‖ per window, and an entry lies in m windows at most: √m.
+        """|max a − max b| ≤ max|a − b| ≤ ‖a − b‖ per window, and an entry lies in at most m windows: constant √m.
 
-        Along one axis an entry at p lies in the windows o with o·s + d·t = p for 0 ≤ t < k: at most ⌈k gcd(s, d)/s⌉.
+        Along one axis an entry at p lies in the windows o with o·s + d·t = p for 0 ≤ t < k, at most ⌈k gcd(s, d)/s⌉.
         """
         if return_indices:
             raise NoAnswer("indices of the maxima")
         kernel, step, around, gap = (per_axis(v, dims) for v in (kernel_size, stride or kernel_size, padding, dilation))
         places = covered(call.shape[-dims:], kernel, step, around, gap)
         if any(not bool(((p >= 0) & (p < n)).any(1).all()) for p, n in zip(places, x.shape[-dims:], strict=True)):
-            raise NoAnswer("a window of padding alone, whose largest entry is −∞")
+            raise NoAnswer("a window that contains only padding, so its largest entry is −∞")
         windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
         return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
@@ -128,7 +130,10 @@ def covered(
 
 def _adaptive_maximum(dims: int) -> Callable[..., Value]:
     def answer(call: Call, x: Value, output_size: object, return_indices: bool = False) -> Value:
-        """As max pooling. Window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, where window i + 2 starts, if n ≥ m: 2 an axis."""
+        """As max pooling, with at most 2 windows per entry and axis if n ≥ m.
+
+        Window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, the start of window i + 2.
+        """
         if len(call.shape) != len(x.shape):
             raise NoAnswer("indices of the maxima")
         sizes = list(zip(x.shape[-dims:], call.shape[-dims:], strict=True))
@@ -147,10 +152,10 @@ for _dims in (1, 2, 3):
 
 @box("max_pool2d")
 def max_pool_box(walk: Walk, node: Node, x: State) -> State:
-    """An entry that cannot be the largest of a window in the ball does not count there.
+    """An entry that cannot be the largest of a window in the ball does not count for that window.
 
-    |max a − max b| ≤ max|a_j − b_j| over the entries j that can be the largest of the window, so with n_j the number of
-    windows that move and where j can be the largest, ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
+    |max a − max b| ≤ max|a_j − b_j| over the entries j that can be the largest of the window. Let n_j be the number of
+    windows with a variable result in which j can be the largest. Then ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
     """
     up, down, low, high = monotone(walk, node, x)
     given = arguments(node)
@@ -173,14 +178,14 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
 
 
 class _Windows(Kinked):
-    """max over windows: with gap k between the largest and the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
+    """The maximum over windows: with k the largest minus the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
 
-    |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in m windows at most, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
+    |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in at most m windows, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
 
     Args:
-        x: shape (..., *sizes).
-        windows: for every axis the positions that each window covers on it, shape (windows, entries); those outside of
-            the axis are padding.
+        x: the operand, shape (..., *sizes).
+        windows: for every axis the positions that each window covers, shape (windows, entries); positions outside the
+            axis are padding.
     """
 
     def __init__(self, x: Tensor, windows: Sequence[Tensor]):
@@ -202,7 +207,7 @@ class _Windows(Kinked):
 
 @remainder("max_pool1d", "max_pool2d", "max_pool3d")
 class MaxPool(_Windows):
-    """With the windows of :func:`covered`."""
+    """Max pooling, with the windows of :func:`covered`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -221,15 +226,15 @@ class MaxPool(_Windows):
 
 @remainder("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 class AdaptiveMaxPool(_Windows):
-    """Window i of an axis of n entries covers those from ⌊in/m⌋ on and before ⌈(i + 1)n/m⌉."""
+    """Window i of an axis of n entries covers the positions p with ⌊in/m⌋ ≤ p < ⌈(i + 1)n/m⌉."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         dims = int(str(node.op)[-2])
         windows = []
         for n, m in zip(operands[0].shape[-dims:], result.shape[-dims:], strict=True):
-            first, behind = torch.arange(m) * n // m, -(-(torch.arange(m) + 1) * n // m)
-            places = first[:, None] + torch.arange(int((behind - first).max()))
-            windows.append(torch.where(places < behind[:, None], places, n))
+            first, end = torch.arange(m) * n // m, -(-(torch.arange(m) + 1) * n // m)
+            places = first[:, None] + torch.arange(int((end - first).max()))
+            windows.append(torch.where(places < end[:, None], places, n))
         super().__init__(operands[0], windows)
 
 
@@ -247,16 +252,17 @@ def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
 
 @box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
 def extreme_box(walk: Walk, node: Node, x: State) -> State:
-    """The largest of a window rises with each of its entries, so its ends are those at the ends of the box."""
+    """The maximum is non-decreasing in every entry, so its bounds are its values at the ends of the box."""
     up, down, _, _ = monotone(walk, node, x)
     return walk.result(node, up, down, (x,))
 
 
 @remainder("amax", "amin")
 class Extreme(Kinked):
-    """The largest entry of each group: with gap k to the second, |R| ≤ (|δ_j| + |δ_top| − k)₊ ≤ (√2‖δ_group‖ − k)₊.
+    """The largest entry of each group: with k its distance to the second, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
 
-    Autograd shares a tie evenly; then k = 0, and |δ_j − Σ w_i δ_i| ≤ √2‖δ_group‖ for weights w.
+    That is at most (√2‖δ_group‖ − k)₊. For a tie, autograd divides the gradient evenly. Then k = 0, and
+    |δ_j − Σ w_i δ_i| ≤ √2‖δ_group‖ for weights w ≥ 0 with sum 1.
     """
 
     spread = math.sqrt(2)
@@ -290,7 +296,7 @@ rounding(
 
 def _larger(pick: Callable[..., float]) -> Callable[..., Value]:
     def answer(call: Call, x: Any, other: Any) -> Value:
-        """Of two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry."""
+        """For two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry."""
         pair = (x, other)
         values = [v if isinstance(v, Value) else Value.constant(torch.as_tensor(v, dtype=torch.float64)) for v in pair]
         copies = [Upper(math.prod(call.shape) // max(1, math.prod(v.shape))).sqrt() for v in values]

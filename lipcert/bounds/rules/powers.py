@@ -1,4 +1,4 @@
-"""Powers and roots: finite where the range of the value keeps their slope bounded."""
+"""Powers and roots, whose constants are finite if the slope is bounded on the range of the value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROUNDED = 1 + 2.0**-40  # a few operations in float64, powers included
 
 @rule("pow")
 def power(call: Call, x: Any, exponent: Any) -> Value:
-    """|d xᵖ| = |p| |x|^(p−1): for p ≥ 1 largest where |x| is, for p < 1 where x is smallest, and only for x > 0."""
+    """The slope |p| |x|^(p−1) is largest at the largest |x| if p ≥ 1, else at the smallest x, which must be > 0."""
     if not isinstance(x, Value) or isinstance(exponent, Value):
         raise NoAnswer("the exponent must be one number")
     if isinstance(exponent, Tensor) and exponent.numel() != 1:
@@ -56,12 +56,12 @@ def _below(number: float) -> Tensor:
 
 
 def _power(base: Upper, exponent: float) -> Upper:
-    """At least baseᵖ for p ≥ 0: exact for whole p, else (max(base, 1))^⌈p⌉."""
+    """An upper bound on baseᵖ for p ≥ 0: exact for whole p, else (max(base, 1))^⌈p⌉."""
     return base ** int(exponent) if exponent == int(exponent) else max(base, Upper(1)) ** math.ceil(exponent)
 
 
 def _with_copies(call: Call, x: Value, result: Value) -> Value:
-    """The result for an exponent that is a tensor of one entry and more dimensions than x."""
+    """The result broadcast by an exponent that is a tensor with one entry and more dimensions than x."""
     if call.shape == x.shape:
         return result
     return Value(call.shape, result.lip * _copies(call, x), magnitude=result.magnitude, floor=0.0)
@@ -69,7 +69,7 @@ def _with_copies(call: Call, x: Value, result: Value) -> Value:
 
 @rule("square")
 def square(call: Call, x: Value) -> Value:
-    """|d x²| = 2|x|; its root |x| has slope 1, which sums, means and roots behind it make use of."""
+    """The slope is 2|x|. The origin is recorded for later sums, means and roots, which have better constants."""
     result = Value(x.shape, x.lip * x.magnitude * 2, magnitude=x.magnitude * x.magnitude, floor=0.0)
     result.origin = Origin("square", x)
     return result
@@ -81,7 +81,7 @@ jacobian("square", "pow", "sqrt", "rsqrt", absolute=0.0)(of_entries)
 
 @rounding("square", "pow")
 def power_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """xᵖ for whole p ≥ 1, by products or by a library's function."""
+    """xᵖ for whole p ≥ 1, computed by products or by a library function."""
     p = 2.0 if node.op == "square" else arguments(node)["exponent"]
     if isinstance(p, (Node, Tensor)) or not 1 <= p < math.inf or p != int(p):
         raise NoAnswer("the exponent is not a whole number ≥ 1")
@@ -90,13 +90,13 @@ def power_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tens
 
 
 def _of_root(energy: Origin) -> Upper:
-    """The constant of √(‖x‖²/n + eps), the length of the vector (x/√n, √eps): that of x by 1/√n."""
+    """The constant of √(‖x‖²/n + eps), the length of the vector (x/√n, √eps): 1/√n times that of x."""
     return energy.source.lip * (Upper(1) / energy.count).sqrt()
 
 
 @rule("sqrt")
 def square_root(call: Call, x: Value) -> Value:
-    """Slope 1/(2√x) for x > 0; where x is a mean of squares, its root is a length: see ``_of_root``."""
+    """The slope is 1/(2√x) for x > 0. If x is a mean of squares, its root is a length: see ``_of_root``."""
     if not x.lowest >= 0:
         raise NoAnswer("the root of a value that may be negative")
     energy = x.origin if x.origin is not None and x.origin.kind == "energy" else None
@@ -113,7 +113,7 @@ def square_root(call: Call, x: Value) -> Value:
 
 @rule("rsqrt")
 def inverse_root(call: Call, x: Value) -> Value:
-    """1/√x for x ≥ m > 0: slope at most 1/(2 m √m). Where √x has constant K, also K/m: |1/a − 1/b| = |a − b|/(ab)."""
+    """1/√x for x ≥ m > 0: slope at most 1/(2 m √m). If √x has constant K, also K/m: |1/a − 1/b| = |a − b|/(ab)."""
     if not x.lowest > 0:
         return Value(call.shape, INFINITE, unbounded="its slope is unbounded near 0")
     least = rounded_down(x.lowest).item()
@@ -135,7 +135,7 @@ def _through(energy: Origin | None, kind: str) -> Origin | None:
 
 @remainder("pow", "sqrt", "rsqrt")
 class Power(Smooth):
-    """xᵖ has second derivative p(p − 1)xᵖ⁻²: over |t − z| ≤ ρ largest at |z| + ρ for p ≥ 2, at z − ρ > 0 for p < 2."""
+    """The second derivative p(p − 1)xᵖ⁻² is largest on |x − z| ≤ ρ at |z| + ρ if p ≥ 2, and at z − ρ > 0 if p < 2."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
@@ -164,7 +164,7 @@ class Power(Smooth):
 
 @rounding("rsqrt")
 def inverse_root_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """1/√x for x in the format's normal range: off by at most 4 ulp, and torch rounds the root to the format first."""
+    """1/√x for x in the normal range: an error of 4 ulp, and torch rounds the root to the format first."""
     x = operands[0]
     low = x.nominal - x.over(x.rho)
     normal = low >= torch.finfo(fmt.dtype).smallest_normal

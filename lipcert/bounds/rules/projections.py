@@ -1,4 +1,4 @@
-"""Projections of lipcert.surgery that stand where normalisations were: onto a ball, and smooth."""
+"""The projections of lipcert.surgery that replace normalisations: onto a ball, and smooth."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from lipcert.surgery import (
     SmoothProject,
 )
 
-_ROUNDED = 1e-15  # more than the difference of two numbers up to 1 loses in float64
+_ROUNDED = 1e-15  # above the rounding error of the difference of two numbers up to 1
 
 
 @rule(LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, GroupLayerProject, GroupSmoothProject)
 def projection(call: Call, module: LayerProject | SmoothProject, x: Value) -> Value:
-    """Proof in lipcert.surgery: constant max|weight|, and every vector of channels of the result has a bounded norm."""
+    """Constant max|weight|, and a bound on the norms of the vectors of channels; proof in lipcert.surgery."""
     lip = x.lip * module.lipschitz(x.shape[1:]).value
     return Value(call.shape, lip, rows=(1 if module.channels_first else -1, module.token_norm()))
 
 
 @secant(LayerProject, RmsLayerProject, rest=lambda node: (node.function,))
 def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
-    """A projection onto a ball; along h with the slope of min(n, R) at n = ‖h‖, taken as above."""
+    """A projection onto a ball, with a secant slope of min(n, R) at n = ‖h‖ as the derivative along h."""
     rows = module.rows(x)
     h = rows - rows.mean(-1, keepdim=True) if module.centred else rows
     square = h.detach().square().sum(-1, keepdim=True)
@@ -57,24 +57,26 @@ def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
 
 @remainder(secant_project)
 class SecantProjection(Remainder):
-    """weight ∘ u(h) with u(h) = min(‖h‖, R) ĥ: slope s of the secant along h, and min(n, R)/n across, n = ‖h‖.
+    """weight ∘ u(h) with u(h) = min(‖h‖, R) ĥ, linearised with the secant slope s along ĥ and min(n, R)/n across it.
 
-    For one token let a = ⟨ĥ, Δ⟩, b the length of the rest of Δ, n' = ‖h + Δ‖ = n + e, μ = min(n, R), μ' = min(n', R).
-    As ĥ' = ((n + a)ĥ + Δ_⊥)/n', R has the part μ'(n + a)/n' − μ − s a along ĥ and (μ'/n' − μ/n)Δ_⊥ across it. Let q =
-    n' − (n + a) = b²/(n' + n + a) ≥ 0, so e = a + q. The first part is g + q(s − μ'/n') with g = μ' − μ − s e, the
-    remainder of one entry at R − n that moves by |e| ≤ ρ_t; and s and μ'/n' lie in [0, 1]. min(1, R/n) has slopes of at
-    most 1/R, so the second is at most b|e|/R. With D = min(R, n − ρ) > 0: q ≤ b²/(2D), and ‖(b²/(2D), b|a|/D)‖ ≤
-    ρ_t²/(√3 D), largest at b² = ⅔ρ_t². Together, with g along ĥ,
+    Here n = ‖h‖ and ĥ = h/n. For one token let a = ⟨ĥ, Δ⟩, Δ_⊥ the component of Δ orthogonal to ĥ, b its length,
+    n' = ‖h + Δ‖ = n + e, μ = min(n, R) and μ' = min(n', R). As h + Δ = (n + a)ĥ + Δ_⊥, the remainder has the component
+    μ'(n + a)/n' − μ − s a along ĥ and (μ'/n' − μ/n)Δ_⊥ across it. Let q = n' − (n + a) = b²/(n' + n + a) ≥ 0, so
+    e = a + q. The first component is g + q(s − μ'/n') with g = μ' − μ − s e, the remainder of one entry at R − n that
+    deviates by |e| ≤ ρ_t; and s and μ'/n' lie in [0, 1]. min(1, R/n) has slopes of at most 1/R, so the second component
+    is at most b|e|/R. With D = min(R, n − ρ) > 0: q ≤ b²/(2D), and ‖(b²/(2D), b|a|/D)‖ ≤ ρ_t²/(√3 D), with equality at
+    b² = ⅔ρ_t². Together,
 
         ‖R_t‖ ≤ |g| + c_t ρ_t²,    c_t = 1/(√3 D) + ρ/(2D²).
 
-    A token with n + ρ ≤ R and n ≤ R − w has R = 0. One with n − ρ ≥ R and n ≥ R + w stays outside, where u = Rĥ has
-    second derivatives of at most (2/√3)R/(n − ρ)² (:class:`~lipcert.bounds._remainder.Radial`): g = 0, c_t = R/(√3 (n −
-    ρ)²). And always ‖R_t‖ ≤ 2ρ_t, for u and its linearisation have constant 1.
+    A token with n + ρ ≤ R and n ≤ R − w, w the width of the secant, has R = 0. A token with n − ρ ≥ R and n ≥ R + w
+    stays outside the ball, where u = Rĥ has second derivatives of at most (2/√3)R/(n − ρ)², as in
+    :class:`~lipcert.bounds._remainder.RadialKink`: g = 0 and c_t = R/(√3 (n − ρ)²). In every case ‖R_t‖ ≤ 2ρ_t, because
+    u and its linearisation have constant 1.
 
-    Tokens together: ‖(|g_t|)_t‖ as for entries, Σ ρ_t⁴ ≤ ρ⁴; and against a direction d with parts d_t, g counts with
-    ⟨d_t, ĥ_t⟩, the rest with ‖d_t‖. As min(n, R) = n − max(n − R, 0), g is −1 times the remainder of max(·, 0). Where
-    it is known how far tokens move along themselves, :class:`Crossing` may be less.
+    For all tokens, ‖(|g_t|)_t‖ is bounded as for entries, and Σ ρ_t⁴ ≤ ρ⁴. Against a direction with the parts d_t, g
+    counts with ⟨d_t, ĥ_t⟩ and the rest with ‖d_t‖. As min(n, R) = n − max(n − R, 0), g is −1 times the remainder of
+    max(·, 0). With bounds on the deviations of tokens along ĥ_t, :class:`Crossing` may be smaller.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -137,21 +139,22 @@ class SecantProjection(Remainder):
 
 
 class Crossing:
-    """What :class:`SecantProjection` leaves where ‖(a_t)_t‖ ≤ α and |a_t| ≤ p: kinks are crossed by far fewer tokens.
+    """The remainder of :class:`SecantProjection` if ‖(a_t)_t‖ ≤ α and |a_t| ≤ p, so that fewer tokens cross the kink.
 
-    With m = n − p > 0: n' ≥ n + a ≥ m, so q ≤ b²/(2m) and |e| ≤ min(p + ρ²/(2m), ρ). Over the tokens of any set ‖e‖ is
-    at most η = min(α + max ρ²/(2m), ρ), because ‖q‖₂ ≤ Σ q_t and Σ b_t² ≤ ρ². For g only tokens with κ > 0 at their e
-    count.
+    Notation as there. Let m = n − p > 0. Then n' ≥ n + a ≥ m, so q ≤ b²/(2m) and |e| ≤ min(p + ρ²/(2m), ρ). Over any
+    set of tokens ‖e‖ is at most η = min(α + max ρ²/(2m), ρ), because ‖q‖₂ ≤ Σ q_t and Σ b_t² ≤ ρ². Only tokens with κ >
+    0 at their largest |e| contribute to g.
 
-    The second term, q(s − μ'/n'), lies between −q(min(1, R/(n − e)) − s)₊ and q(s − min(1, R/(n + e)))₊ for the largest
-    e, and sums over tokens Σ q_t w_t are at most max(w/(2m)) ρ². The part across is at most Φ b|e|, with Φ = R/max(R,
-    n − e)² where the token can be outside and 0 elsewhere. Its sum Σ ‖d_t‖Φ b|e| is at most min(max(‖d_t‖Φ) η,
-    ‖(‖d_t‖Φe)_t‖) ρ, with η over tokens with Φ > 0; in norm it is at most max(Φ e) ρ, orthogonal to the rest.
+    The term q(s − μ'/n') lies between −q(min(1, R/(n − e)) − s)₊ and q(s − min(1, R/(n + e)))₊ for the largest e, and
+    sums over tokens Σ q_t w_t are at most max(w/(2m)) ρ². The component across ĥ is at most Φ b|e|, with
+    Φ = R/max(R, n − e)² if the token can be outside the ball, and 0 otherwise. The sum Σ ‖d_t‖Φ b|e| is at most
+    min(max(‖d_t‖Φ) η, ‖(‖d_t‖Φe)_t‖) ρ, with η over the tokens with Φ > 0. In norm the component is at most max(Φ e) ρ,
+    and it is orthogonal to the rest.
 
     Args:
         n: lengths of the tokens, shape (N, tokens).
         radius: R.
-        bend: of the kinks at R, with the slopes.
+        bend: the kinks at distance |n − R|, with the widths of the secants.
         rho: ρ, α and p, each of shape (N,).
     """
 
@@ -178,12 +181,12 @@ class Crossing:
         return torch.where(weight > 0, weight * self.turned, 0.0).amax(1)
 
     def norm(self) -> Tensor:
-        """Bound on ‖R‖ without the module's weight; ∞ where nothing is known."""
+        """A bound on ‖R‖ without the weight of the module, shape (N,); ∞ if unknown."""
         along = self.bend.norm(self.crossing, self.moved) + self._straightened(torch.maximum(self.above, self.below))
         return torch.hypot(along, (self.aside * self.moved).amax(1) * self.rho)
 
     def against(self, size: Tensor, along: Tensor) -> Tensor:
-        """Bound on −Σ ⟨d_t, R_t⟩ for parts of these norms, and these components along the tokens, each (N, tokens)."""
+        """A bound on −Σ ⟨d_t, R_t⟩, given ‖d_t‖ and ⟨d_t, ĥ_t⟩, each of shape (N, tokens)."""
         straightened = self._straightened(along.clamp_min(0) * self.above + (-along).clamp_min(0) * self.below)
         across = size * self.aside
         aside = torch.minimum(across.amax(1) * self.outside, (across * self.moved).norm(dim=1)) * self.rho
@@ -191,18 +194,18 @@ class Crossing:
 
 
 def _module(node: Node) -> Any:
-    """The projection, of a secant or by itself."""
+    """The projection module of a captured projection, or of its variant with secants."""
     return node.function if isinstance(node.function, nn.Module) else node.args[2]
 
 
 def _axis(module: Any) -> int:
-    """That of the channels behind the image axis."""
+    """The axis of the channels of a tensor that has the image axis in front."""
     return 2 if module.channels_first else -1
 
 
 @remainder(SmoothProject, RmsSmoothProject)
 class SmoothProjection(Radial):
-    """u = h/√(1 + ‖h‖²/R²): the form of :class:`Radial` itself."""
+    """u = h/√(1 + ‖h‖²/R²): see :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
@@ -212,7 +215,7 @@ class SmoothProjection(Radial):
 
 @remainder(LayerProject, RmsLayerProject)
 class LayerProjection(RadialKink):
-    """u = h·min(1, R/‖h‖): :class:`RadialKink`, or a secant of width 0."""
+    """u = h·min(1, R/‖h‖): the smaller bound of :class:`RadialKink` and of a secant of width 0."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
@@ -234,7 +237,7 @@ class LayerProjection(RadialKink):
 
 @remainder(GroupSmoothProject)
 class GroupSmoothProjection(ByGroup, Radial):
-    """As above with the groups for tokens."""
+    """As above, with groups of channels as tokens."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
@@ -244,7 +247,7 @@ class GroupSmoothProjection(ByGroup, Radial):
 
 @remainder(GroupLayerProject)
 class GroupLayerProjection(ByGroup, RadialKink):
-    """As above with the groups for tokens."""
+    """As above, with groups of channels as tokens."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
@@ -256,13 +259,13 @@ class GroupLayerProjection(ByGroup, RadialKink):
 def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """weight ∘ c·f + bias for centred tokens c, f = 1/√(1 + ‖c‖²/R²) or R/√max(‖c‖², R²) = 1/√max(‖c‖²/R², 1).
 
-    Tokens are the vectors of channels; in place of GroupNorm, all entries of a group of channels; in place of RMSNorm
-    they are not centred.
+    Tokens are the vectors of channels. For the replacement of GroupNorm they are all entries of a group of channels,
+    for that of RMSNorm they are not centred.
 
-    Let ĉ be off by b in norm and Q = ‖c‖²/R². The error of Q̂ is at most (2‖c‖b + b²)/R² + γ‖ĉ‖²/R², with γ for a sum of
-    d squares and 6 roundings to the format, so relative to max(Q, 1) at most 2b/R + b²/R² + γ(1 + b/R)², because
-    ‖c‖/R ≤ max(1, Q). The radius has its own relative cast error, which enters Q twice, and f once more in
-    LayerProject, with another product. Then :func:`inverse_root_error`.
+    Let ĉ have an error of norm b, and let Q = ‖c‖²/R². The error of Q̂ is at most (2‖c‖b + b²)/R² + γ‖ĉ‖²/R², with γ
+    for a sum of d squares and 6 roundings to the format. Relative to max(Q, 1) it is at most 2b/R + b²/R² + γ(1 +
+    b/R)², because ‖c‖/R ≤ max(1, Q). The relative cast error of the radius enters Q twice, and in LayerProject f once
+    more, with another product. Then :func:`inverse_root_error` applies.
     """
     module: Any = node.function
     grouped = isinstance(module, (GroupSmoothProject, GroupLayerProject))
@@ -300,7 +303,7 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
 
 @jacobian(LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, secant_project)
 def projection_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """Tokens over their length, at most the radius; the weights of a module that is kept whole, or of the secant's."""
+    """Tokens divided by their length and multiplied by at most the radius, for the projection and its secants."""
     module: Any = node.args[2] if node.name == "secant_project" else node.function
     x = values[node.operands[0]]
     tokens = x.movedim(2, -1) if module.channels_first else x

@@ -20,7 +20,7 @@ from lipcert.norms import dense_norm
 
 @rule("lstm", "lstm_last_hidden")
 def lstm(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-    """The results of one layer of LSTM cells, in one or both directions, from a constant start |c| ≤ c₀; or the last.
+    """All results, or the last one, of a layer of LSTM cells in one or both directions, from a constant |c| ≤ c₀.
 
     With a = W x_t + U h_{t−1} and gates i, f, o in [0, 1], c_t = f c_{t−1} + i tanh(a_g), h_t = o tanh(c_t). So |c_t| ≤
     c₀ + t, and for finite differences, entry by entry, with ¼ for the sigmoid and c̄ = c₀ + T for all t,
@@ -29,9 +29,9 @@ def lstm(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
 
     By Cauchy–Schwarz over the gates ‖δc_t‖ ≤ ‖δc_{t−1}‖ + κ‖δa_t‖ with κ² = c̄²/16 + 1/16 + 1, and ‖δa_t‖ ≤
     ‖W‖‖δx_t‖ + ‖U‖‖δh_{t−1}‖. This is a linear recurrence with coefficients ≥ 0 that do not depend on t: ‖δh_t‖ is at
-    most a convolution of the ‖δx_t‖ with its response r to a unit impulse, so by Young's inequality the whole
-    sequence has constant Σ_t r_t. Sequences of a batch share no entry, and h and c at the end are among the
-    sequences. Both directions together: the root of the sum of squares.
+    most a convolution of the ‖δx_t‖ with the response r to a unit impulse, so by Young's inequality the whole sequence
+    has constant Σ_t r_t. Sequences of a batch share no entry. The last h and c are entries of the sequences. For both
+    directions the constant is the root of the sum of squares.
     """
     answers, _ = _layer(x, *args, **kwargs)  # type: ignore[arg-type]
     return Value(call.shape, x.lip * root_sum_squares(*(through_h for through_h, _ in answers)), magnitude=1)
@@ -39,7 +39,7 @@ def lstm(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
 
 @rule("lstm_last_cell")
 def lstm_cell(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-    """The last cells, which the proof above bounds too."""
+    """The last cell states; see :func:`lstm` for the proof."""
     answers, magnitude = _layer(x, *args, **kwargs)  # type: ignore[arg-type]
     return Value(call.shape, x.lip * root_sum_squares(*(through_c for _, through_c in answers)), magnitude=magnitude)
 
@@ -55,7 +55,7 @@ def _layer(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[list[tuple[Upper, Upper]], Upper]:
-    """The constants of the results and of the cells in each direction, and the largest entry of a cell."""
+    """The constants of h and c in each direction, and a bound on the entries of c."""
     if training and dropout:
         raise NoAnswer("it is random, training=True")
     steps = x.shape[1] if batch_first else x.shape[0]
@@ -70,7 +70,7 @@ def ways_of(
     """The weights of each direction.
 
     Raises:
-        NoAnswer: anything but one layer, without projections, on a batch.
+        NoAnswer: several layers, projections, or an input without a batch axis.
     """
     each, ways = 4 if biased else 2, 2 if bidirectional else 1
     if layers != 1 or len(shape) != 3:
@@ -81,7 +81,7 @@ def ways_of(
 
 
 def _responses(w: Upper, u: Upper, start: Upper, steps: int) -> tuple[Upper, Upper]:
-    """Σ_t of the recurrence's answers h_t and c_t to a unit impulse at t = 0."""
+    """The sums over t of the responses h_t and c_t of the recurrence to a unit impulse at t = 0."""
     kappa = root_sum_squares((start + steps) / 4, 0.25, 1)
     h, c, sum_h, sum_c = Upper(0), Upper(0), Upper(0), Upper(0)
     for t in range(steps):
@@ -97,15 +97,15 @@ _SIGMOID, _TANH = 0.096226, 0.769801  # sup |second derivative|, rounded up
 
 @dataclass(frozen=True)
 class _Step:
-    """Maxima over the entries of one step's nominal values, each of shape (N,).
+    """The largest entries of nominal values of one step, each of shape (N,).
 
     Attributes:
-        i, f, o: of the gates.
+        i, f, o: the gates.
         g, c, tanh: |tanh a_g|, |c_{t−1}| and |tanh c_t|.
-        slope_i, slope_f, slope_o, slope_g, slope_c: of the gates', g's and tanh c_t's derivatives.
-        kappa: of √((c_{t−1} f')² + (i g')² + (g i')²), primes for those derivatives.
-        result: of o tanh'(c_t).
-        gate: of |tanh c_t| o'.
+        slope_i, slope_f, slope_o, slope_g, slope_c: the derivatives of the gates, of tanh at a_g, and of tanh at c_t.
+        kappa: √((c_{t−1} f')² + (i g')² + (g i')²), where primes denote these derivatives.
+        result: o tanh'(c_t).
+        gate: |tanh c_t| o'.
     """
 
     i: Tensor
@@ -126,18 +126,18 @@ class _Step:
 
 @remainder("lstm", "lstm_last_hidden", "lstm_last_cell")
 class Recurrence(Remainder):
-    """One layer of LSTM cells, as in :func:`lstm`: its second-order terms, carried through the recurrence.
+    """One layer of LSTM cells, as in :func:`lstm`: bounds on the second-order terms through the recurrence.
 
-    Norms of step t are over all entries, σ₂ and τ₂ the largest second derivatives of sigmoid and tanh, a prime marks a
-    perturbed value. First how far values move: with ‖δa_t‖ ≤ ‖W‖‖δx_t‖ + ‖U‖‖δh_{t−1}‖,
+    Norms of step t are over all entries. σ₂ and τ₂ are the suprema of the second derivatives of sigmoid and tanh. A
+    prime marks a perturbed value. First, the deviations: with ‖δa_t‖ ≤ ‖W‖‖δx_t‖ + ‖U‖‖δh_{t−1}‖,
 
         δc_t = f′ δc_{t−1} + c_{t−1} δf + i′ δg + g δi,    δh_t = o′ δ(tanh c_t) + tanh(c_t) δo,
 
     where p ≥ ‖δa_t‖ makes f′ ≤ min(1, f + p/4) and |δf| ≤ min(¼, σ'(a_f) + σ₂p)|δa_f|, and so on. Taking ‖δx_t‖ ≤ ρ at
-    every t gives such p. The recurrence with these coefficients is linear, and its answers A_ts, C_ts to an impulse at
-    s bound ‖δa_t‖ ≤ ρ α_t with α_t² = Σ_s A_ts², and ‖δc_t‖ ≤ ρ γ_t (Cauchy–Schwarz).
+    every t gives such p. The recurrence with these coefficients is linear. Its responses A_ts, C_ts to an impulse at s
+    give ‖δa_t‖ ≤ ρ α_t with α_t² = Σ_s A_ts², and ‖δc_t‖ ≤ ρ γ_t likewise (Cauchy–Schwarz).
 
-    Then what the linearisation leaves out, ε. Multiplying out, ε of a_t is Uε(h_{t−1}), and
+    Second, the remainders ε of the values. ε of a_t is Uε(h_{t−1}), and
 
         ε(c_t) = f ε(c_{t−1}) + c_{t−1}(σ' ε(a_f) + r_f) + i(τ' ε(a_g) + r_g) + g(σ' ε(a_i) + r_i)
                  + δf δc_{t−1} + δi δg,
@@ -146,7 +146,7 @@ class Recurrence(Remainder):
     with Taylor remainders |r_f| ≤ ½σ₂δa_f², |r_g| ≤ ½τ₂δa_g², .... As ‖u∘v‖ ≤ ‖u‖‖v‖ and the four gates share
     ‖δa_t‖², the terms without ε are in c_t at most (max(½σ₂|c_{t−1}|, max(½τ₂ i, ½σ₂|g|) + ⅛) α_t² + ¼ α_t γ_{t−1}) ρ²,
     and in h_t at most (½τ₂ o γ_t² + ½σ₂|tanh c_t| α_t² + ¼ α_t γ_t) ρ². Those with ε are a linear recurrence with
-    nominal coefficients. ‖R‖² is the sum of ‖ε(h_t)‖² over t and both directions; against g, ‖g‖‖R‖.
+    nominal coefficients. ‖R‖² is the sum of ‖ε(h_t)‖² over t and both directions, and −⟨g, R⟩ ≤ ‖g‖‖R‖.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -179,7 +179,7 @@ class Recurrence(Remainder):
 
 
 def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
-    """The cells of one direction at the nominal point."""
+    """The steps of one direction at the nominal point."""
     weights = [tensor.detach().double() for tensor in way]
     h, c = (tensor.detach().double().expand(x.shape[1], *tensor.shape) for tensor in (h, c))
     steps = []
@@ -220,7 +220,7 @@ def _advance(step: _Step, alpha: Tensor, cell: Tensor, peak: Tensor) -> tuple[Te
 
 
 def _peaks(steps: list[_Step], w: float, u: float, rho: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Bounds on ‖δa_t‖ and ‖δc_t‖ for each t, if every input moved by ρ."""
+    """Bounds on ‖δa_t‖ and ‖δc_t‖ for each t, if every input deviates by ρ."""
     peaks = []
     cell = hidden = torch.zeros_like(rho)
     for step in steps:
@@ -234,7 +234,7 @@ def _peaks(steps: list[_Step], w: float, u: float, rho: Tensor) -> list[tuple[Te
 def _moved(
     steps: list[_Step], peaks: list[tuple[Tensor, Tensor]], w: float, u: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The α_t and γ_t: impulses at all times s run side by side, along the first axis."""
+    """The α_t and γ_t; the first axis holds the impulses at all times s."""
     alphas, gammas = [], []
     cell = hidden = peaks[0][0].new_zeros(len(steps), len(peaks[0][0]))
     for t, (step, (peak, cell_peak)) in enumerate(zip(steps, peaks, strict=True)):
@@ -248,7 +248,7 @@ def _moved(
 
 
 def _left_out(steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """‖ε(h_t)‖/ρ² for all t, shape (T, N), and that of the last cell."""
+    """‖ε(h_t)‖/ρ² for all t, shape (T, N), and ‖ε(c_T)‖/ρ², shape (N,)."""
     found = []
     cell = hidden = before = torch.zeros_like(alphas[0])
     for step, alpha, gamma in zip(steps, alphas, gammas, strict=True):

@@ -1,4 +1,4 @@
-"""Sums, means, variances and lengths over some axes."""
+"""Sums, means, variances and norms over some axes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lipcert.graph import Node
 
 def _reduction(mean: bool) -> Any:
     def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """A sum of n entries has norm √n, a mean √n / n; different results share no entry."""
+        """A sum of n entries has norm √n, a mean √n / n; the results share no entry."""
         count = math.prod(x.shape) // max(1, math.prod(call.shape))
         root = Upper(count).sqrt()
         factor: Number = root / count if mean else root
@@ -102,7 +102,7 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
 
 @remainder("var")
 class Variance(Remainder):
-    """‖C h‖²/d is quadratic: R = ‖C Δ‖²/d for each group, so ‖R‖ ≤ ρ²/d, and against g at most max|g| ρ²/d."""
+    """‖C h‖²/d, with C the centring, is quadratic: R = ‖C Δ‖²/d per group, so ‖R‖ ≤ ρ²/d and |⟨g, R⟩| ≤ max|g| ρ²/d."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         given = arguments(node)
@@ -132,7 +132,7 @@ def variance_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> 
 
 @rule("norm", "linalg_vector_norm")
 def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Value:
-    """ℓ2 norms: |‖a‖ − ‖b‖| ≤ ‖a − b‖, and groups share no entry."""
+    """ℓ2 norms: |‖a‖ − ‖b‖| ≤ ‖a − b‖, and the groups share no entry."""
     p = kwargs.get("ord", p)
     if p not in ("fro", 2, None):
         raise NoAnswer(f"p = {p}")
@@ -144,9 +144,9 @@ def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **
 
 @remainder("norm", "linalg_vector_norm")
 class Length(Remainder):
-    """‖h‖ has second derivative (I − ĥĥᵀ)/‖h‖: R ≤ ½ρ²/(n − ρ) for n = ‖h‖ > ρ; and always R ≤ 2ρ, slopes being ≤ 1.
+    """‖h‖ has the second derivative (I − ĥĥᵀ)/‖h‖: R ≤ ½ρ²/(n − ρ) for n = ‖h‖ > ρ. As slopes are ≤ 1, R ≤ 2ρ too.
 
-    Over groups Σ_t |g_t| R_t ≤ max(|g_t| c_t) ρ² with c_t the first factor, and ≤ 2‖g‖ρ.
+    Over groups Σ_t |g_t| R_t ≤ max(|g_t| c_t) ρ² with c_t = ½/(n_t − ρ), and ≤ 2‖g‖ρ.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -173,13 +173,13 @@ class Length(Remainder):
 
 @jacobian("norm", "linalg_vector_norm")
 def length_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """A row of J is x/‖x‖, and rows share no column."""
+    """A row of J is x/‖x‖, and the rows share no column."""
     return 1.0, gamma(2 * values[node.operands[0]][0].numel() / max(1, math.prod(node.shape)))
 
 
 @rounding("norm", "linalg_vector_norm")
 def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """‖x‖ over some axes: a relative γ of the sum of squares and the root's own, and the root of what underflows."""
+    """‖x‖ over some axes: the relative errors of the sum of squares and of the root, and the root of the underflow."""
     given = arguments(node)
     if given.get("ord", given.get("p", 2)) not in ("fro", 2, None):
         raise NoAnswer("another norm than ‖·‖₂")

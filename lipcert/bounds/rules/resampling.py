@@ -1,4 +1,4 @@
-"""Interpolation and patches: linear maps along single axes, and selections of windows."""
+"""Interpolation, which is a linear map along each axis, and windows of entries."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Value:
-    """One matrix along each axis, so the norm is the product of theirs, ‖A ⊗ B‖ = ‖A‖‖B‖.
+    """One matrix per axis, so the norm is the product of their norms, ‖A ⊗ B‖ = ‖A‖‖B‖.
 
-    The matrix of an axis is what the operation makes of the unit vectors, with every other axis of size 1, where each
-    mode is the identity. Its weights are computed from positions up to n and m, to 2⁻⁵⁰(n + m).
+    Applying the operation to unit vectors along one axis, with size 1 on the other axes, gives the matrix of that axis:
+    every mode is the identity on an axis of size 1. The weights are computed from positions up to n and m, with errors
+    of at most 2⁻⁵⁰(n + m).
     """
     dims = len(x.shape) - 2
     norm, sums, positive = Upper(1), Upper(1), True
@@ -58,7 +59,7 @@ def interpolate(
 
 @rule(F.unfold, linear=True)
 def patches(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Copies entries into overlapping windows, with zeros around: √m, m the number of windows that share an entry."""
+    """Copies entries into overlapping windows, padded with zeros: √m, if at most m windows share an entry."""
 
     def windows(channel: Tensor) -> Tensor:
         return F.unfold(channel, *args, **kwargs)
@@ -77,7 +78,7 @@ def overlapped(
     padding: Any = 0,
     stride: Any = 1,
 ) -> Value:
-    """Adds up overlapping windows, the adjoint of ``unfold``: weights 0 and 1, by Schur's test on one channel."""
+    """Adds up overlapping windows, the adjoint of ``unfold``: weights 0 and 1, and Schur's test on one channel."""
     taps = kernel_size**2 if isinstance(kernel_size, int) else math.prod(kernel_size)
 
     def added(windows: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def overlapped(
 
 @rule(torch.Tensor.unfold, linear=True)
 def windows_along(call: Call, x: Value, dimension: int, size: int, step: int) -> Value:
-    """Windows along one axis: an entry lies in ⌈size/step⌉ of them at most."""
+    """Windows along one axis: an entry lies in at most ⌈size/step⌉ of them."""
     return x.like(call.shape, x.lip * Upper(-(-size // step)).sqrt())
 
 

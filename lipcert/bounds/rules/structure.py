@@ -1,7 +1,7 @@
-"""Operations that move entries around: reshape, permute, select, concatenate, pad, roll, expand.
+"""Operations that rearrange entries: reshape, permute, select, concatenate, pad, roll, expand.
 
-Each is x ↦ (x with its entries in other places). Where no entry is used twice the map has norm 1; where one is used
-m times, √m, and that is exact. Counting is done by running the operation itself on the numbers 0, 1, 2, ...
+If no entry is used twice, the map has norm 1. If an entry is used at most m times, the norm is √m exactly. Uses are
+counted by running the operation on the numbers 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lipcert.graph import PIECES, Node
 
 @rule("identity", linear=True)
 def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Casts between real types, copies and memory layout change nothing in real arithmetic."""
+    """Casts between real types, copies and changes of the memory layout are the identity in real arithmetic."""
     return x
 
 
@@ -37,7 +37,7 @@ def same_box(walk: Walk, node: Node, x: State, *templates: State) -> State:
 
 @rounding("identity")
 def identity_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """A copy, or a change of format that rounds once at most."""
+    """A copy, or a change of format that rounds at most once."""
     return fmt.rounded(operands[0].most)
 
 
@@ -50,7 +50,7 @@ def _outside_training(node: Node) -> bool:
 
 @rule("dropout", linear=_outside_training)
 def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
-    """Nothing happens outside training."""
+    """The identity outside training."""
     if training and p:
         raise NoAnswer("it is random, training=True")
     return x
@@ -64,7 +64,7 @@ def _same_numbers(node: Node) -> bool:
 
 @rule("reshape", linear=_same_numbers)
 def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """A bijection of the entries. Rows survive where their axis is kept, split or merged with others."""
+    """A bijection of the entries. The bound on rows is kept if their axis is kept, split or merged with others."""
     if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
         raise NoAnswer("another reading of the same bits")
     if call.shape == x.shape:
@@ -93,7 +93,7 @@ def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 def _arranged(result: Value, x: Value) -> Value:
-    """What is known of all entries together, or by place on the last axis, holds after a reshape too."""
+    """Copies the bounds on entries that are valid after a reshape: those that do not depend on the position."""
     same_last = result.shape[-1:] == x.shape[-1:]
     result.floor = x.floor if same_last else torch.tensor(x.lowest, dtype=torch.float64)
     result.mass = x.mass if same_last else -math.inf
@@ -108,10 +108,10 @@ def _reshape_scale(scale: Tensor, old: tuple[int, ...], new: tuple[int, ...]) ->
 
 
 def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple[int, int] | None:
-    """Where rows along ``axis`` are after a reshape: (new axis, how many old rows a new one is made of at most).
+    """The axis of rows after a reshape, and the largest number of old rows in a new one; None if rows are lost.
 
-    Dimensions are grouped from the left into the smallest blocks of equal product. In its block, an axis that is split
-    gives shorter rows on the last of the new axes; axes merged into one give rows made of several.
+    Dimensions are grouped from the left into the smallest blocks of equal product. If the axis is split within its
+    block, the last of the new axes holds shorter rows. If axes are merged into one, a new row consists of several.
     """
     if 0 in old:
         return None
@@ -135,7 +135,7 @@ def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple
 
 def _moving(operation: Any) -> Any:
     def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """A bijection of the entries; an axis keeps its rows."""
+        """A bijection of the entries; rows move with their axis."""
         return _moved(call, x, operation, *args, **kwargs)
 
     return answer
@@ -158,7 +158,7 @@ def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
     if x.rows is None:
         return x.like(call.shape, x.lip)
     strides = move(torch.empty(x.shape, device="meta"), *args, **kwargs).stride()
-    # A contiguous tensor's strides name its axes, except where sizes of 1 repeat a stride: then the size decides.
+    # The strides of a contiguous tensor identify its axes. Axes of size 1 may repeat a stride; then the size decides.
     size, stride = x.shape[x.rows[0]], torch.empty(x.shape, device="meta").stride(x.rows[0])
     places = [axis for axis in range(len(call.shape)) if strides[axis] == stride and call.shape[axis] == size]
     return x.like(call.shape, x.lip, places[0] if len(places) == 1 else None)
@@ -166,7 +166,7 @@ def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
 
 def _selection(operation: Any) -> Any:
     def answer(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-        """Picks entries: norm 1, or √m where an entry is picked m times, counted by running the selection."""
+        """Selects entries: norm √m if an entry is selected at most m times, counted by running the selection."""
         if any(isinstance(a, Value) for a in _leaves((args, kwargs))):
             raise NoAnswer("the positions depend on the image")
         if _basic((args, kwargs)):
@@ -177,7 +177,7 @@ def _selection(operation: Any) -> Any:
             uses = int(torch.bincount(picked).max()) if picked.numel() else 1
         last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
         result = x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
-        if x.floor.numel() > 1:  # by place on the last axis
+        if x.floor.numel() > 1:  # one bound for each position on the last axis
             picked_floors = operation(x.floor.expand(x.shape), *_to_cpu(args), **_to_cpu(kwargs))
             if picked_floors.numel():
                 result.floor = picked_floors.amin()
@@ -201,7 +201,11 @@ def _to_cpu(tree: Any) -> Any:
 
 
 def _to_meta(index: Any) -> Any:
-    """An index for a tensor on the meta device: its masks, whose count of places decides, as positions."""
+    """An index for a tensor on the meta device.
+
+    Raises:
+        NoAnswer: the index contains a mask, so that the shape depends on its values.
+    """
     if isinstance(index, tuple):
         return tuple(_to_meta(item) for item in index)
     if isinstance(index, Tensor) and index.dtype == torch.bool:
@@ -210,9 +214,9 @@ def _to_meta(index: Any) -> Any:
 
 
 def _basic(args: Any) -> bool:
-    """Whether an index is made of integers, slices, None and ``...`` alone, so that no entry is picked twice.
+    """Whether an index consists only of integers, slices, None and ``...``, so that no entry is selected twice.
 
-    A list is not: ``x[[0, 0]]`` picks twice.
+    Lists are excluded: ``x[[0, 0]]`` selects entries twice.
     """
     if isinstance(args, dict):
         args = tuple(args.values())
@@ -222,7 +226,7 @@ def _basic(args: Any) -> bool:
 
 
 def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    """Whether every row along the last axis of the result is made of entries of one row."""
+    """Whether every row along the last axis of the result consists of entries of one row."""
     if operation is Tensor.roll:
         dims = kwargs.get("dims", args[1] if len(args) > 1 else None)
         return isinstance(dims, int) or bool(dims)  # without dims it rolls the flattened tensor
@@ -256,18 +260,18 @@ for _key, _operation in (
 
 @rule("split", "chunk", "tensor_split", "split_with_sizes", linear=True)
 def pieces(call: Call, x: Value, *args: object, **kwargs: object) -> _Pieces:
-    """Disjoint parts of the entries; each has at most the constant of the whole."""
+    """Disjoint parts of the entries; the constant of each part is at most that of the whole."""
     return _Pieces(x, None)
 
 
 @rule("unbind", linear=True)
 def unbind(call: Call, x: Value, dim: int = 0) -> _Pieces:
-    """As above; each part lacks the axis ``dim``."""
+    """As above; the parts do not have the axis ``dim``."""
     return _Pieces(x, dim % len(x.shape))
 
 
 class _Pieces:
-    """The parts of a value whose shapes the rule ``part`` learns one by one, and the axis they lack."""
+    """The parts of a value, before the rule ``part`` selects one, and the axis that they do not have."""
 
     def __init__(self, whole: Value, removed: int | None):
         self.whole = whole
@@ -276,7 +280,7 @@ class _Pieces:
 
 @rule("part", linear=True)
 def piece(call: Call, parts: Any, index: int) -> Value:
-    """One result of an operation that has several."""
+    """One result of an operation with several results."""
     if not isinstance(parts, _Pieces):
         return parts[index]
     x, removed = parts.whole, parts.removed
@@ -288,7 +292,7 @@ def piece(call: Call, parts: Any, index: int) -> Value:
 
 @box("part")
 def part_box(walk: Walk, node: Node, *operands: State) -> State:
-    """One of the parts into which a value was cut."""
+    """One part of a value that was split."""
     whole = node.args[0]
     source = whole.args[0] if isinstance(whole, Node) and whole.args else None
     if not (isinstance(whole, Node) and whole.op in PIECES and source in walk.states and len(operands) == 1):
@@ -302,7 +306,7 @@ def part_box(walk: Walk, node: Node, *operands: State) -> State:
 
 @rule("cat", "stack", linear=True)
 def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
-    """Puts values side by side: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants do not move."""
+    """Concatenates values: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants have constant 0."""
     parts = [t if isinstance(t, Value) else Value.constant(t) for t in tensors]
     lip = root_sum_squares(*(p.lip for p in parts))
     magnitude = max((p.magnitude for p in parts), default=Upper(0))
@@ -323,7 +327,7 @@ def _smallest(tensor: Value | Tensor) -> float:
 
 @rounding("cat", "stack")
 def cat_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Moves entries; constants among them are those of the deployed format."""
+    """Entries are exact, but constants among them are rounded to the deployed format."""
     given = arguments(node)
     axis = given.get("dim", 0)
     device = operands[0].nominal.device
@@ -341,10 +345,10 @@ def _written_once(node: Node) -> bool:
 
 
 def check_written_once(shape: tuple[int, ...], index: Any) -> None:
-    """Refuses an assignment to positions of which one occurs twice: torch does not say which of the values stays.
+    """Checks that an assignment writes to no position twice: torch does not define which of the values is kept.
 
     Raises:
-        NoAnswer: it does, or positions depend on the image.
+        NoAnswer: a position occurs twice, or positions depend on the image.
     """
     places = torch.arange(math.prod(shape)).reshape(shape)[_still(index)].flatten()
     if len(places) != len(places.unique()):
@@ -352,7 +356,11 @@ def check_written_once(shape: tuple[int, ...], index: Any) -> None:
 
 
 def _still(index: Any) -> Any:
-    """An index on the CPU."""
+    """The index on the CPU.
+
+    Raises:
+        NoAnswer: it depends on the image.
+    """
     if isinstance(index, (tuple, list)):
         return type(index)(map(_still, index))
     if isinstance(index, Tensor):
@@ -364,9 +372,9 @@ def _still(index: Any) -> Any:
 
 @rule("setitem", linear=_written_once)
 def written(call: Call, x: Value, index: Any, value: Any) -> Value:
-    """Some entries of x are replaced by those of another value: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖², m copies of each entry.
+    """Replaces entries of x by those of ``value``, each used at most m times: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖².
 
-    No position is written to twice.
+    No position is written twice.
     """
     check_written_once(x.shape, index)
     if not isinstance(value, Value):
@@ -380,7 +388,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
 
 @rule("expand", "repeat", "tile", linear=True)
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Repeats every entry equally often, m times: norm √m."""
+    """Repeats every entry m times: norm √m."""
     result = _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
     aligned = len(call.shape) == len(x.shape)
     if aligned and all(old in (1, new) for old, new in zip(x.shape, call.shape, strict=True)):
@@ -390,9 +398,9 @@ def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 @rule("repeat_interleave", linear=True)
 def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | None = None, **kwargs: object) -> Value:
-    """Repeats an entry m times, where m may differ from position to position: norm √(max m).
+    """Repeats entries m times, where m may depend on the position: norm √(max m).
 
-    Rows along the last axis stay rows where another axis is repeated.
+    Rows along the last axis are kept if another axis is repeated.
     """
     counts = torch.as_tensor(repeats)
     result = _repeated(call, x, int(counts.max()) if counts.numel() else 1)
@@ -414,7 +422,7 @@ def constant_pad(call: Call, x: Value, pad: Sequence[int], value: float = 0) -> 
 
 @rule("pad", linear=True)
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
-    """Constant padding adds entries that do not move: norm 1. The other modes repeat entries: √m, counted."""
+    """Constant padding adds constant entries: norm 1. The other modes repeat entries: norm √m, with m counted."""
     if mode == "constant":
         last = tuple(pad[:2]) in ((), (0, 0))
         same_last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and last and not value
@@ -433,7 +441,7 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
 
 @rounding("pad", "constant_pad_nd")
 def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Moves entries; the constant is the deployed format's."""
+    """Entries are exact, but the constant is rounded to the deployed format."""
     given = arguments(node)
     return zeros(node, operands) + fmt.cast(float(given.get("value") or 0.0)).item()
 

@@ -1,4 +1,4 @@
-"""Attention and activations of lipcert.surgery, kept whole: each knows its own constant."""
+"""The attention and activation modules of lipcert.surgery, each of which computes its own constant."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lipcert.surgery import (
 
 @rule(L2Attention)
 def distance_attention(call: Call, module: L2Attention, x: Value, *args: Any, **kwargs: Any) -> Value:
-    """Proof in lipcert.surgery, with the bound on the tokens' norms where there is one."""
+    """The constant of the module, given the bound on the norms of the tokens if any; proof in lipcert.surgery."""
     bound = module.lipschitz(x.shape[-2:], token_norm=_finite(x.row_norm(-1)))
     return Value(call.shape, x.lip * bound.value)
 
 
 @rule(L2WindowAttention)
 def window_attention(call: Call, module: L2WindowAttention, x: Value, mask: Any = None) -> Value:
-    """As above for each window, with its bias and mask; windows share no entry."""
+    """As above for each window, with its bias and mask; the windows share no entry."""
     bound = module.lipschitz(x.shape[-2:], token_norm=_finite(x.row_norm(-1)), mask=mask)
     return Value(call.shape, x.lip * bound.value)
 
@@ -53,10 +53,10 @@ def set_attention(
     shared_rel_pos: Tensor | None = None,
     shared_rel_pos_bias: Tensor | None = None,
 ) -> Value:
-    """Proof in lipcert.surgery, with the bound on the tokens' norms where there is one; sets share no entry.
+    """The constant of the module, with the bound on the norms of the tokens if there is one; sets share no entry.
 
-    Padding and cropping windows add and leave out whole tokens. ``size`` says how; GCViT gives every block its global
-    queries there, which local attention does not read.
+    The proof is in lipcert.surgery. Windows are padded and cropped by whole tokens, as ``size`` says. GCViT passes its
+    global queries as ``size`` to every block; local attention does not read them.
     """
     axis = 1 if module.arrangement == "channels" else -1
     norm = _finite(x.row_norm(axis))
@@ -77,7 +77,7 @@ def rotary_attention(
     attn_mask: None = None,
     is_causal: bool = False,
 ) -> Value:
-    """Proof in lipcert.surgery: the constant of attention by distance times the square of the largest turn."""
+    """The constant of L2 attention times the square of the largest rotation norm; proof in lipcert.surgery."""
     norm = _finite(x.row_norm(-1))
     bound = module.lipschitz(x.shape[-2:], token_norm=norm, rope=rope)
     rows = None if norm is None else (-1, module.result_norm(norm, rope))
@@ -90,7 +90,7 @@ def _finite(norm: Upper) -> Upper | None:
 
 @rule(ClippedReLU)
 def clipped_relu(call: Call, module: ClippedReLU, x: Value) -> Value:
-    """min(max(x, 0), θ): constant 1; entries do not grow, unless θ is negative: then the result is θ itself."""
+    """min(max(x, 0), θ): constant 1. Entries do not grow, unless θ is negative: then the result is θ."""
     floor = largest(module.threshold.clamp(max=0))
     bounded = x.bounded(x.lip * module.lipschitz(x.shape[1:]).value)
     return bounded if floor == 0 else Value(call.shape, bounded.lip, magnitude=max(bounded.magnitude, floor))
@@ -101,7 +101,7 @@ box(ClippedReLU)(clip)
 
 @remainder(ClippedReLU)
 class Clipping(Kinked):
-    """Slope 1 between kinks at 0 and θ and 0 outside: |R_i| ≤ (|δ_i| − distance to the nearer kink)₊."""
+    """Slope 1 between the kinks at 0 and θ, and 0 outside: |R_i| ≤ (|δ_i| − distance to the nearer kink)₊."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         module: Any = node.function
@@ -114,24 +114,24 @@ jacobian(ClippedReLU, absolute=0.0)(of_entries)
 
 @rounding(ClippedReLU)
 def clipped_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Comparisons with a threshold of the deployed format."""
+    """Comparisons are exact, but the threshold is rounded to the deployed format."""
     module: Any = node.function
     return zeros(node, operands) + aligned(fmt.cast(module.threshold), node, images=False)
 
 
 @rule(MaxMin, ClippedMaxMin)
 def max_min(call: Call, module: MaxMin | ClippedMaxMin, x: Value) -> Value:
-    """Sorts pairs: constant 1 by lipcert.surgery; what MaxMin alone puts in another order is no larger."""
+    """Sorts pairs: constant 1, as proved in lipcert.surgery. MaxMin without clipping does not enlarge entries."""
     size = x.magnitude if isinstance(module, MaxMin) else INFINITE
     return Value(call.shape, x.lip * module.lipschitz(x.shape[1:]).value, magnitude=size)
 
 
 @box(MaxMin, ClippedMaxMin)
 def max_min_box(walk: Walk, node: Node, x: State) -> State:
-    """Pairs (a, b) ↦ (max, min), which rise in both.
+    """Pairs (a, b) ↦ (max, min), which are non-decreasing in both.
 
-    Where the boxes order a pair it is a permutation, and the entry that goes into a constant result has weight 0; where
-    they do not, both have, if both results are constant.
+    If the boxes determine the order of a pair, the operation is a permutation, and an entry whose result is constant
+    has weight 0. Otherwise both entries have weight 0 if both results are constant.
     """
     module: Any = node.function
     dim = module.dim + 1 if module.dim >= 0 else module.dim
@@ -149,7 +149,7 @@ rounding(MaxMin)(exact)
 
 @rounding(ClippedMaxMin)
 def clipped_max_min_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Comparisons with thresholds of the deployed format."""
+    """Comparisons are exact, but the thresholds are rounded to the deployed format."""
     module: Any = node.function
     axis = module.dim % len(node.shape)
     half = [n // 2 if i == axis else n for i, n in enumerate(node.shape)]
