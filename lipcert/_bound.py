@@ -41,6 +41,9 @@ class LayerBound:
 class Bound:
     """An upper bound on a Lipschitz constant in ℓ2, rounding included.
 
+    A Lipschitz constant of f is an L with ‖f(x + z) − f(x)‖ ≤ L ‖z‖ for all x and z (Gupta and Verma 2023, equation 1
+    and definition 1; Hu et al. 2023, definition 2; Huang et al. 2021, definition 1).
+
     Attributes:
         value: the bound, rounded up to float64; ``inf`` if it overflows float64 (see ``log10``).
         rigor: ``deterministic``, or ``probabilistic`` with failure probability ``delta``.

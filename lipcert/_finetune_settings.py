@@ -143,7 +143,7 @@ class FinetuneSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def eps_at(self, done: float) -> float:
-        """ε at the fraction ``done`` of the run."""
+        """ε at the fraction ``done`` of the run (Huang et al. 2021, equation 28)."""
         first, last, share = self.ramp or _RAMPS.get(self.loss, _RAMP)
         return self.eps * (first + (last - first) * (min(done / share, 1.0) if share else 1.0))
 

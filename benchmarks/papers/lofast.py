@@ -10,9 +10,10 @@ H = 0 without. Theorem 1: for ‖X' − X‖_F ≤ ε
 
     F(X') − F(X) = H Γ + Σ_l P_l(X) Γ W_l + Σ_l (P_l(X') − P_l(X)) X' W_l.
 
-The first two terms are linear in Γ at frozen P, of norm ζ (Lemma 1). For the third, softmax is 1-Lipschitz by rows (½
-in fact), so ‖P_l(X') − P_l(X)‖_F is at most the change of the scores s X A_l Xᵀ, A_l = W_l^Q (W_l^K)ᵀ, s = 1/√(d/h):
-s (‖M_l‖ ε + ‖A_l‖ ε²) by Lemma 2 and equation 24; and ‖X' W_l‖ ≤ ‖X W_l‖ + ‖W_l‖ ε (equation 18).
+The first two terms (equation 10) are linear in Γ at frozen P, of norm ζ (Lemma 1, equations 13 to 15). For the third
+(equations 11, 16 and 17), softmax is 1-Lipschitz by rows (½ in fact), so ‖P_l(X') − P_l(X)‖_F (equation 19) is at most
+the change of the scores s X A_l Xᵀ, A_l = W_l^Q (W_l^K)ᵀ, s = 1/√(d/h): s (‖M_l‖ ε + ‖A_l‖ ε²) by equations 20 to 24
+and Lemma 2; and ‖X' W_l‖ ≤ ‖X W_l‖ + ‖W_l‖ ε (equation 18).
 
 **Misprints.** Equation 15 writes H ⊗ I_n where vec((HΓ)ᵀ) = (H ⊗ I_d) vec(Γᵀ). The second term of equation 25 has
 W^K (W^Q)ᵀ, appendix B.4 has W^Q (W^K)ᵀ: the score of tokens i and j changes by Γ_iᵀ A x_j + x_iᵀ A Γ_j, so that B.4 is
@@ -151,7 +152,7 @@ def layer_project(x: Tensor, radius: float) -> Tensor:
 def attack(
     x: Tensor, layer: AttentionLayer, eps: float, *, residual: bool = True, steps: int = 100, seed: int = 0
 ) -> float:
-    """The largest ‖F(X') − F(X)‖_F that projected gradient ascent finds on ‖X' − X‖_F = ε: a lower bound."""
+    """The largest ‖F(X') − F(X)‖_F that projected gradient ascent finds on ‖X' − X‖_F = ε: equation 8 from below."""
 
     def model(tokens: Tensor) -> Tensor:
         return layer(tokens) + (tokens if residual else 0.0)

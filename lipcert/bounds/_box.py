@@ -9,8 +9,9 @@ A box is the intersection of two sets (box constraint propagation, BCP): the int
 ball, |δv_i| ≤ ‖row i‖·K·ε with K the constant of the matrix's operand. Constants are products of norms of
 diag(outer)·A·diag(inner). A unit that its box shows to be constant has weight 0, both as a column of the matrix after
 it and as a row of the matrix before its activation. Sources: Huang, Zhang, Shi, Kolter and Anandkumar, "Training
-Certifiably Robust Neural Networks with Efficient Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), sections 3
-and 4; for BCP, Lee, Lee and Park, "Lipschitz-Certifiable Training with a Tight Outer Bound", NeurIPS 2020.
+Certifiably Robust Neural Networks with Efficient Local Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395), equations 3
+to 6, 9 to 11 and 21 to 23; for BCP, Lee, Lee and Park, "Lipschitz-Certifiable Training with a Tight Outer Bound",
+NeurIPS 2020.
 
 Why weights can be combined. Let δz = A δh exactly, let |δa_i| ≤ s_i|δz_i| for the activation a after A, and let
 δh_i = 0 for constant units. Then ‖δa‖ ≤ ‖diag(s) A diag(m)‖‖δh‖, where m is the 0/1 mask of the units that move. An

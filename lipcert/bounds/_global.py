@@ -1,4 +1,8 @@
-"""The global analysis: Lipschitz constants of every value of the network over the whole image box."""
+"""The global analysis: Lipschitz constants of every value of the network over the whole image box.
+
+For a chain of layers with 1-Lipschitz activations the constants multiply to ∏ ‖W_l‖: equation 2 of Gupta and Verma 2023
+(arXiv 2302.10287), and equations 1 and 2 of Huang et al. 2021 (arXiv 2111.01395).
+"""
 
 from __future__ import annotations
 

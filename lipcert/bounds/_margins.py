@@ -20,7 +20,8 @@ class MarginBounds:
 
     If the last operation is a matrix applied to features h with constant K₋₁, then f_y − f_j = ⟨w_y − w_j, h⟩ + const
     has constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3).
-    Otherwise, and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K.
+    Otherwise, and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K, as in proposition 1 of Havens et
+    al., ICML 2024.
 
     Args:
         analysis: the global analysis of the model.
@@ -100,6 +101,8 @@ def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
 def radii(margin: Tensor, constants: Tensor) -> Tensor:
     """min_j (f_y − f_j)/K_yj, rounded down; 0 for ties and NaN, inf if all constants are 0.
 
+    The network is ε-locally robust (Hu et al. 2023, definition 1) for every ε below it.
+
     Args:
         margin: f_y − f_j, +inf for j = y; float64, shape (N, classes).
         constants: K_yj, shape (N, classes).
@@ -111,7 +114,8 @@ def radii(margin: Tensor, constants: Tensor) -> Tensor:
 
 
 def bottom_logit(logits: Tensor, bounds: MarginBounds, eps: float) -> Tensor:
-    """The logits with the ⊥ logit max_{j ≠ y} f_j + ε K_yj appended (Leino et al. 2021, equation 2).
+    """The logits with the ⊥ logit max_{j ≠ y} f_j + ε K_yj appended (Leino et al. 2021, equation 2; Hu et al. 2023,
+    equation 1).
 
     The prediction is certified for every perturbation of norm up to ε if its logit is strictly the largest of all.
 

@@ -23,7 +23,8 @@ class Local:
 
     Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training Certifiably Robust Neural Networks with Efficient Local
     Lipschitz Bounds", NeurIPS 2021 (arXiv 2111.01395). :mod:`lipcert.bounds._box` describes and proves the bounds.
-    Operations without boxes count with their global constants, so the result is never worse than the global one.
+    Operations without boxes count with their global constants, so the result is never worse than the global one (their
+    theorem 1).
 
     Attributes:
         delta: failure probability of each image, over the random start vectors of the norms of large operators; 0 if

@@ -3,7 +3,7 @@
 Source: Havens, Araujo, Zhang, Hu, "Fine-grained local sensitivity analysis of standard dot-product self-attention",
 ICML 2024. Its Theorem 1 bounds the effect of attention on a perturbation by a first-order constant ζ(X) at the
 unperturbed tokens and a second-order constant δ₂ in two forms. The constants here are derived below and differ from
-those of the paper.
+those of the paper: they stand for its equations 10 to 28, and bound its equation 7, for networks of its equation 9.
 
 **One attention layer.** Tokens X ∈ ℝ^(n×D), heads l with Q_l = X W_l^Q + b, K_l and V_l likewise, scores S_l = s Q_l
 K_lᵀ, P_l = softmax(S_l) row by row, Attn(X) = concat_l(P_l V_l) W^O. For a perturbation Δ
@@ -30,8 +30,9 @@ M_l ≥ ‖S_l'‖, M_l = s (‖W_l^Q K_lᵀ‖ + ‖W_l^K Q_lᵀ‖),
   δS_l differs between two entries by at most √2 of its norm: with ξ_l(X) = max P_l at X and ξ = min(1, ξ_l e^(√2 σ_l))
   over the ball, κ₀ = min(½, ξ_l), κ = min(½, ξ), c = κ √(1 + ξ). For nearly uniform attention ξ_l is near 1/n.
 
-**A whole network** is split into stages at values through which everything later depends on the image. In a ViT these
-are the embedding and both residual additions of every block, so J_k is the Jacobian of the residual block itself. Then
+**A whole network** (equation 9) is split into stages at values through which everything later depends on the image. In
+a ViT these are the embedding and both residual additions of every block, so J_k is the Jacobian of the residual block
+itself. Then
 
     ρ_{k+1} = ‖J_k‖ ρ_k + r_k(ρ_k),
 
@@ -180,6 +181,8 @@ class AttentionSensitivity:
 @dataclass(frozen=True)
 class AttentionLayer:
     """Dot-product self-attention on rows: x ↦ concat_l softmax(s (x W_l^Q + b)(x W_l^K + b)ᵀ)(x W_l^V + b) W^O.
+
+    Equations 1 to 5 of Havens et al. 2024, with biases.
 
     Attributes:
         wq, wk, wv: weights, shape (D, heads·d), head l in columns l·d to (l + 1)·d.

@@ -1,6 +1,6 @@
 """The constraint set of CertViT with the ReLU behind the layer, and the least norm in it.
 
-Gupta and Verma 2023 (arXiv 2302.10287), equations 5 to 10: an activation R = prox_f satisfies R(z) = y if and only if
+Gupta and Verma 2023 (arXiv 2302.10287), equations 3 to 10: an activation R = prox_f satisfies R(z) = y if and only if
 z − y ∈ ∂f(y), and a changed weight W is measured by the distance of W x − y to ∂f(y). ReLU is the proximity operator
 of the indicator function of [0, ∞), whose subdifferential at y is {0} for y > 0 and (−∞, 0] for y = 0. So with
 z = W x + b and y = ReLU(W_pre x + b), unit by unit,

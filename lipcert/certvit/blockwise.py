@@ -34,7 +34,7 @@ FAITHFUL = "l1, block-iterative"
 
 @dataclass(frozen=True)
 class _Constraint:
-    """c(V) = Σ_t d²(V x_t) − bound over one mini-batch, from raw rows (T, M) or from their moments (M, M).
+    """c(V) = Σ_t d²(V x_t) − bound over one mini-batch (equation 12), from raw rows (T, M) or their moments (M, M).
 
     d is the distance to W_pre x_t, or, with a ReLU behind the layer, to what it does not tell from that, which takes
     raw rows. Equation 13 of the paper, ∇c = 2 Σ_t (V x_t − y_t) x_tᵀ, is for the first; in general it is

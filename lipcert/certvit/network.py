@@ -1,4 +1,8 @@
-"""CertViT on a whole network: collect moments, solve every layer, put the weights in, say what it did."""
+"""CertViT on a whole network: collect moments, solve every layer, put the weights in, say what it did.
+
+This is algorithm 3 of Gupta and Verma 2023 (arXiv 2302.10287) but for its last step, which is
+:func:`lipcert.finetune`.
+"""
 
 from __future__ import annotations
 

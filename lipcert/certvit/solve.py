@@ -2,11 +2,13 @@
 
     minimise ‖W‖   subject to   Σ_t ‖W x_t − y_t‖² ≤ error² · Σ_t ‖y_t‖²
 
-The images enter through their moments alone (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares
-solution, which is W_pre itself when the y_t are the layer's own outputs. Douglas–Rachford splitting (Lions and Mercier
-1979) alternates the proximal operator of the norm with the exact projection onto the ellipsoid, and stops on a duality
-gap. What is returned is the projection's point: it always satisfies the constraint. For ℓ1 it is the nearest such point
-with the zeros that the proximal operator made, see :func:`_with_zeros`.
+This is problem 2 of Gupta and Verma 2023 (arXiv 2302.10287), equations 9 and 10, with one mini-batch and no activation;
+:mod:`lipcert.certvit.behind` has the ReLU. W_pre satisfies it (equation 11). The images enter through their moments
+alone (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares solution, which is W_pre itself when
+the y_t are the layer's own outputs. Douglas–Rachford splitting (Lions and Mercier 1979; proposition 3 there says when
+it converges) alternates the proximal operator of the norm with the exact projection onto the ellipsoid, and stops on a
+duality gap. What is returned is the projection's point: it always satisfies the constraint. For ℓ1 it is the nearest
+such point with the zeros that the proximal operator made, see :func:`_with_zeros`.
 """
 
 from __future__ import annotations

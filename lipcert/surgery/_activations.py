@@ -18,7 +18,7 @@ from lipcert.errors import InputError
 
 
 class ClippedReLU(nn.Module):
-    """ReLUθ(x) = min(max(x, 0), θ), with a learnable threshold θ.
+    """ReLUθ(x) = min(max(x, 0), θ), with a learnable threshold θ (Huang et al. 2021, arXiv 2111.01395, equation 8).
 
     It is 1-Lipschitz as a composition of x ↦ max(x, 0) and x ↦ min(x, θ), both 1-Lipschitz entry by entry for any θ.
 

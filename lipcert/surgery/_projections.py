@@ -108,7 +108,8 @@ class _Projection(nn.Module):
 class LayerProject(_Projection):
     """weight ∘ u + bias with u = h·min(1, R/‖h‖) for every centred token h: the projection onto the ball of radius R.
 
-    The nearest point of a convex set is 1-Lipschitz. Computed as h·R/max(‖h‖, R).
+    Source: Havens, Araujo, Zhang and Hu, ICML 2024, equation 29, which does not centre. The nearest point of a convex
+    set is 1-Lipschitz. Computed as h·R/max(‖h‖, R).
     """
 
     def project(self, centred: Tensor) -> Tensor:

@@ -489,7 +489,10 @@ def _length(loader: Iterable[object]) -> int | None:
 
 
 def rate(schedule: str, done: float) -> float:
-    """The learning rate as a share of the largest one, when the share ``done`` of the run is over."""
+    """The learning rate as a share of the largest one, when the share ``done`` of the run is over.
+
+    ``"exponential"`` is equation 27 of Huang et al. 2021 (arXiv 2111.01395).
+    """
     if done < _WARMUP:
         return 0.04 + 0.96 * done / _WARMUP
     if schedule == "multistep":

@@ -46,9 +46,9 @@ class BoxState:
 class LocalBound:
     """Worst logits of feed-forward networks on balls around images, differentiable, thresholds included.
 
-    Matrices and convolutions, each followed by ReLU, clipped ReLU or MaxMin, one after the other. Norms of masked
-    operators (equation 6) come from two steps of power iteration for each image, which start where those of the last
-    update ended on average; so this is an estimate.
+    Matrices and convolutions, each followed by ReLU, clipped ReLU or MaxMin, one after the other (algorithm 1). What
+    may move is that of equations 3 and 9. Norms of masked operators (equation 6) come from two steps of power iteration
+    for each image, which start where those of the last update ended on average; so this is an estimate.
 
     Args:
         model: the model.

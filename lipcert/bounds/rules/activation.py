@@ -133,7 +133,10 @@ def softsign_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
 @rule(F.gelu)
 def gelu(call: Call, x: Value, approximate: str = "none") -> Value:
-    """sup |φ'| is 1.1289042 for x Φ(x) and 1.1289929 for its tanh form; |φ(x)| ≤ |x|."""
+    """sup |φ'| is 1.1289042 for x Φ(x) and 1.1289929 for its tanh form; |φ(x)| ≤ |x|.
+
+    Gupta and Verma 2023 (arXiv 2302.10287), equations 14 to 16, take 1.12, which is below it.
+    """
     return _apply(x, Activation(1.128905 if approximate == "none" else 1.128994))
 
 
