@@ -397,6 +397,26 @@ def test_a_graph_is_held_against_every_image_it_is_confirmed_on():
         confirm(other, graph, torch.rand(1, *SIZE).double(), real=True)
 
 
+@pytest.mark.parametrize("normalize", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("held", [True, False])
+def test_values_read_from_running_statistics_are_refused(normalize, held):
+    """torch writes means of the image there, and the schema of its kernel does not say so."""
+
+    class Statistics(Code):
+        def forward(self, x):
+            mean, var = (self.mean, self.var) if held else (torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype))
+            normalize(x, mean, var, None, None, True, 1.0)
+            return super().forward(x).roll(int(0.4 < float(mean.mean()) < 0.41), 1)
+
+    net = Statistics(lambda z, x: z.relu())
+    net.register_buffer("mean", torch.zeros(3))
+    net.register_buffer("var", torch.ones(3))
+    with pytest.raises(UnsupportedCode):
+        examine(net, torch.rand(1, *SIZE))
+    with pytest.raises(UnsupportedCode):
+        lipcert.certify(loaded(net), torch.full((1, *SIZE), 0.415), eps=0.1, method="gloro")
+
+
 @pytest.mark.parametrize("held", ["parameter", "view of a parameter", "buffer"])
 def test_code_that_writes_to_its_weights_and_restores_them_is_refused(held):
     """The write counts stay as they were, since ``data`` has its own."""

@@ -49,6 +49,9 @@ from lipcert.graph._passes import passed
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
 # Kernels with a tagged overload; torch does not tag the overloads that write to ``out``.
 _MARKED_ELSEWHERE = frozenset(("nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount"))
+# Batch normalisation updates its running statistics in training mode. Most of the schemas do not say that it writes.
+_STATISTICS = ("running_mean", "running_var")
+_KEEPING_STATISTICS = ("_native_batch_norm_legit_no_training.default", "_batch_norm_no_update.default")
 # Functions of tensors that read values without calling a kernel, or hide the kernel from the modes:
 # ``torch.tensor([x])`` calls ``x.__float__()`` with its kernel hidden.
 _READING_MEMORY = frozenset(
@@ -212,12 +215,17 @@ def _in(tensor: Any, tensors: list[Tensor]) -> bool:
 
 def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that a kernel writes to."""
-    if not kernel._schema.is_mutable:
+    parameters = kernel._schema.arguments
+    if not kernel._schema.is_mutable and not any(parameter.name in _STATISTICS for parameter in parameters):
         return []
+    given = {parameter.name: kwargs.get(parameter.name) for parameter in parameters} | dict(
+        zip((parameter.name for parameter in parameters), args, strict=False)
+    )
+    updated = _STATISTICS if given.get("training", kernel.__name__ not in _KEEPING_STATISTICS) else ()
     return [
-        args[place] if place < len(args) else kwargs.get(parameter.name)
-        for place, parameter in enumerate(kernel._schema.arguments)
-        if parameter.alias_info is not None and parameter.alias_info.is_write
+        given[parameter.name]
+        for parameter in parameters
+        if parameter.name in updated or (parameter.alias_info is not None and parameter.alias_info.is_write)
     ]
 
 
