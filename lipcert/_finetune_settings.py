@@ -52,13 +52,13 @@ class FinetuneSettings:
     epochs: int = option("Number of passes over the images.", 10, int)
     lr: float = option("The largest learning rate.", 3e-4, float)
     temperature: float | tuple[float, float] = option(
-        "Divides the logits in the loss; 0.1 to 0.25 for models of small norms; or FIRST,LAST.",
+        "Divides the logits in the loss; 0.1 to 0.25 for models with small norms; or FIRST,LAST.",
         1.0,
         given="1",
         group=_LOSS,
     )
     ramp: tuple[float, float, float] | None = option(
-        "A,B,S: eps in the loss goes from A to B times --eps over the share S of the run; "
+        "A,B,S: eps in the loss goes from A to B times --eps in the first fraction S of the run; "
         "0.1,2,0.5 for emma, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
         None,
         str | None,
@@ -67,19 +67,19 @@ class FinetuneSettings:
     weight: float = option("Weight of the divergence in the loss trades.", 1.0, float, group=_LOSS)
     sparsity: float = option("Weight of the sparsity loss in local-b and local-g.", 0.0, float, group=_LOSS)
     sigma: float | None = option(
-        "Standard deviation of the noise in the loss noise: 0.25.", None, float | None, group=_LOSS
+        "Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None, group=_LOSS
     )
     consistency: float = option(
-        "In the loss noise: weight of the agreement of two draws, such as 10.", 0.0, float, group=_LOSS
+        "Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, float, group=_LOSS
     )
     max_norm: MaxNorm | None = option(
-        "Hold each layer's spectral norm at this value; '*.fc1=1.2' for the layers of a pattern.",
+        "Limit the spectral norm of each layer to this value; '*.fc1=1.2' for the layers of a pattern.",
         None,
         list[str] | None,
         group=_UPDATES,
     )
     optimizer: str = option(
-        "nadam comes with Lookahead; muon, with --lr 0.01, is fast where norms are held.",
+        "nadam comes with Lookahead; muon, with --lr 0.01, is fast if norms are limited.",
         "adamw",
         choices=OPTIMIZERS,
         group=_UPDATES,
@@ -100,13 +100,16 @@ class FinetuneSettings:
         "Keep kernels and images in the channels-last memory format.", False, bool, group=_UPDATES
     )
     only: str | None = option(
-        "Train these parameters alone, by patterns with commas: '*.attn.*' adapts attention.",
+        "Train only parameters that match these patterns, with commas: '*.attn.*' adapts attention.",
         None,
         str | None,
         group=_UPDATES,
     )
     keep_zeros: bool = option(
-        "Weights that are exactly zero stay so, as constrain leaves some.", False, bool, group=_UPDATES
+        "Keep weights at zero that are zero at the start, as constrain leaves some.",
+        False,
+        bool,
+        group=_UPDATES,
     )
 
     def __post_init__(self) -> None:

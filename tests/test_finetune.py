@@ -746,7 +746,7 @@ def test_what_the_command_refuses(folder) -> None:
     assert "no layer of the network matches" in refused(small, *SHORT, "--max-norm", "*.fc9=1")
     assert "no device tpu9" in refused(small, *SHORT, "--device", "tpu9")
     assert "epochs must be at least 1" in refused(small, *SHORT, "--epochs", 0)
-    assert "take a smaller learning rate" in run(small, *SHORT, "--epochs", 1, "--lr", "1e29", code=2).stderr
+    assert "use a smaller learning rate" in run(small, *SHORT, "--epochs", 1, "--lr", "1e29", code=2).stderr
     assert (folder / "notes.txt").read_text() == "mine"
     assert sorted(p.name for p in folder.iterdir()) == ["flat", "images", "notes.txt", small]
 

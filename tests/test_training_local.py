@@ -157,7 +157,7 @@ def test_training_for_local_certificates_certifies_more(loss: str) -> None:
 
 def test_networks_and_settings_that_do_not_fit_are_refused() -> None:
     gelu = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.GELU(), nn.Linear(4, 3))
-    with pytest.raises(InputError, match="gelu at net.2; take the loss emma"):
+    with pytest.raises(InputError, match="gelu at net.2; use the loss emma"):
         LocalBound(model_of(gelu))
     headless = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU())
     with pytest.raises(InputError, match="linear layer at the end"):

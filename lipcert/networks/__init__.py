@@ -1,7 +1,7 @@
-"""Architectures for certified training, in timm's registry: importing this module registers them.
+"""Architectures for certified training. Importing this module adds them to timm's registry.
 
-``import lipcert`` sees to that as soon as timm is imported, so ``timm.create_model("liresnet_l6w128")`` works as well
-as ``lipcert finetune liresnet_l6w128``.
+``import lipcert`` arranges that this happens when timm is imported. So ``timm.create_model("liresnet_l6w128")`` works
+as well as ``lipcert finetune liresnet_l6w128``.
 """
 
 from lipcert.networks import certvit, lip_convnet, liresnet, liresnet_vit

@@ -1,4 +1,4 @@
-"""What the architectures share."""
+"""Parts that the architectures share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class NormalizedLinear(nn.Linear):
-    """f_j = ⟨w_j/‖w_j‖, x⟩ + b_j: a head whose rows have norm 1, so that no class has a steeper logit than another.
+    """f_j = ⟨w_j/‖w_j‖, x⟩ + b_j: a head whose rows have norm 1, so that all logits have the same Lipschitz constant.
 
     Source: last layer normalization of Singla, Singla and Feizi, "Improved deterministic l2 robustness on CIFAR-10 and
     CIFAR-100", ICLR 2022 (arXiv 2108.04062), section 5.
@@ -33,10 +33,10 @@ class NormalizedLinear(nn.Linear):
 
 
 def activation(name: str, channels: int) -> nn.Module:
-    """A module for values with so many channels in dimension 1.
+    """An activation module for values with this number of channels in dimension 1.
 
     Raises:
-        InputError: an unknown name, or channels that do not pair up for MaxMin.
+        InputError: the name is unknown, or MaxMin is given an odd number of channels.
     """
     if name not in ACTIVATIONS:
         raise InputError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
@@ -48,7 +48,7 @@ def activation(name: str, channels: int) -> nn.Module:
 def configuration(size: int) -> dict[str, Any]:
     """timm's default configuration for square images of this size, without pretrained weights.
 
-    All channels are divided by the same number: a bound in ℓ2 charges every channel for the smallest divisor.
+    All channels are divided by the same number, because the smallest divisor determines the Lipschitz constant.
     """
     return {
         "num_classes": 200 if size == 64 else 1000 if size == 224 else 10,
@@ -64,14 +64,15 @@ def configuration(size: int) -> dict[str, Any]:
 
 
 def build(network: Callable[..., nn.Module], name: str, pretrained: bool, given: dict[str, Any], **own: Any) -> Any:
-    """timm's way to build a model: ``own`` arguments belong to the name, and the caller's go before them."""
+    """Builds a model as timm does; ``given`` arguments of the caller override ``own`` ones of the named model."""
     return build_model_with_cfg(network, name, pretrained, **{**own, **given})
 
 
 class Classifier(nn.Module):
-    """Features, then a head; with the methods that timm's models have.
+    """A feature extractor and a head, with the methods of timm's models.
 
-    Subclasses set ``num_features`` and ``head`` and define ``forward_features``, which gives a vector an image.
+    Subclasses set ``num_features`` and ``head`` and define ``forward_features``, which returns features of shape (N,
+    num_features).
     """
 
     num_classes: int

@@ -1,7 +1,7 @@
 """The small vision transformers that CertViT trains from scratch, as timm builds them.
 
 Source: Gupta and Verma, "CertViT: certified robustness of pre-trained vision transformers" (arXiv 2302.10287), table 4.
-Tokens are averaged and there is no normalisation in front of the head, which certificates would pay for.
+Tokens are averaged, and there is no normalisation before the head, which would enlarge the Lipschitz constant.
 """
 
 from __future__ import annotations

@@ -19,18 +19,18 @@ Convolution = tuple[int, int, int, int]  # channels, kernel, stride, padding
 
 
 class LipConvNet(Classifier):
-    """Convolutions, then dense layers, with an activation after each but the last.
+    """Convolutions and dense layers, each followed by an activation, and a linear head.
 
     Args:
-        convolutions: (channels, kernel, stride, padding) of each.
-        dense: widths of the dense layers in front of the head.
+        convolutions: (channels, kernel, stride, padding) of each convolution.
+        dense: the widths of the dense layers before the head.
         act_layer: ``clipped-relu``, ``relu``, ``maxmin`` or ``clipped-maxmin``.
-        num_classes: of the head.
-        in_chans: channels of the images.
-        img_size: their side.
+        num_classes: the number of classes.
+        in_chans: the number of channels of the images.
+        img_size: the side of the images in pixels.
 
     Raises:
-        InputError: images too small for the convolutions.
+        InputError: the images are too small for the convolutions.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """LiResNet: residual blocks whose branch is linear, so that x + Wx is bounded as one operator.
 
 Source: Hu, Zou, Wang, Leino and Fredrikson, "Unlocking deterministic robustness certification on ImageNet", NeurIPS
-2023 (arXiv 2301.12549), section 3 and appendix B.2. The neck's convolution has W channels, as the paper's parameter
-counts have it (its text says 2W), and an activation follows the neck's dense layer, too.
+2023 (arXiv 2301.12549), section 3 and appendix B.2. The convolution of the neck has W channels, which agrees with the
+parameter counts of the paper (its text says 2W). An activation follows the dense layer of the neck, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class LinearResidual(nn.Module):
         self.scale = blocks**-0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = self.beta * self.scale  # of the weights, not of the result, which bfloat16 would lose its type to
+        # The factor scales the weights, because a product with the result would change its type under bfloat16.
+        factor = self.beta * self.scale
         weight = self.conv.weight * factor.view(-1, 1, 1, 1)
         return x + F.conv2d(x, weight, self.conv.bias * factor, padding=self.conv.padding)
 
 
 class Residual(nn.Module):
-    """x + β ∘ Conv(act(Conv(x))): the conventional block of appendix D, whose β starts at 0."""
+    """x + β ∘ Conv(act(Conv(x))): the conventional block of appendix D, with β = 0 at first."""
 
     def __init__(self, channels: int, act_layer: str):
         super().__init__()
@@ -61,7 +62,7 @@ BLOCKS: dict[str, Callable[[int, int, str], nn.Module]] = {
 def stem_and_blocks(
     in_chans: int, width: int, depth: int, stem: tuple[int, int, int], act_layer: str, block: str = "linear"
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    """The stem, a convolution of (kernel, stride, padding), and the blocks, with their activations."""
+    """The stem, a convolution with (kernel, stride, padding), and the blocks, each with an activation."""
     kernel, stride, padding = stem
     first = nn.Sequential(nn.Conv2d(in_chans, width, kernel, stride, padding), activation(act_layer, width))
     blocks = [(BLOCKS[block](width, depth, act_layer), activation(act_layer, width)) for _ in range(depth)]
@@ -73,19 +74,19 @@ class LiResNet(Classifier):
 
     Args:
         depth: L, the number of blocks.
-        width: W, their channels.
-        neck: channels of the neck's convolution; W by default.
-        features: of the neck's dense layer.
+        width: W, the number of channels of the blocks.
+        neck: the number of channels of the convolution of the neck; W by default.
+        features: the width of the dense layer of the neck.
         stem: kernel, stride and padding of the first convolution.
         act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
-        block: ``linear``; or, to compare with, ``residual`` for the conventional block (appendix D) or ``conv`` for a
+        block: ``linear``; or, for comparison, ``residual`` for the conventional block (appendix D) or ``conv`` for a
             convolution without a residual connection (appendix C).
-        num_classes: of the head.
-        in_chans: channels of the images.
-        img_size: their side.
+        num_classes: the number of classes.
+        in_chans: the number of channels of the images.
+        img_size: the side of the images in pixels.
 
     Raises:
-        InputError: sizes that do not fit, or an unknown block.
+        InputError: the sizes do not fit, or the block is unknown.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class LiResNet(Classifier):
         kernel, stride, padding = stem
         sides = [(side + 2 * padding - kernel) // stride + 1 for side in to_2tuple(img_size)]
         if depth < 1 or min(sides) < 4:
-            raise InputError(f"LiResNet has at least 1 block on 4×4 positions, got depth={depth}, img_size={img_size}")
+            raise InputError(
+                f"LiResNet needs at least 1 block and 4×4 positions, got depth={depth}, img_size={img_size}"
+            )
         if block not in BLOCKS:
             raise InputError(f"there is no block {block!r}; choose one of {', '.join(BLOCKS)}")
         self.num_classes, self.num_features = num_classes, features
@@ -138,7 +141,7 @@ default_cfgs = generate_default_cfgs(
 
 @register_model
 def liresnet_l6w64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """A small one, for images of 32×32: 1.4 million parameters."""
+    """A small LiResNet for images of 32×32: 1.4 million parameters."""
     return build(LiResNet, "liresnet_l6w64", pretrained, kwargs, depth=6, width=64, neck=128, features=512)
 
 

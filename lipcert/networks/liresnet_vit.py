@@ -1,8 +1,8 @@
 """A hybrid: linear residual blocks on the image, then attention among a few tokens.
 
 The residual blocks are those of :mod:`lipcert.networks.liresnet`, the rest is timm's vision transformer with smooth
-projections in place of LayerNorm. They bound every token, so that dot-product attention has a constant, too; attention
-by distance (:class:`lipcert.surgery.L2Attention`) has one by itself.
+projections in place of LayerNorm. They bound every token, so dot-product attention has a Lipschitz constant. L2
+attention (:class:`lipcert.surgery.L2Attention`) has one without a bound on the tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lipcert.surgery._projections import SmoothProject
 
 
 class ResidualEmbed(nn.Module):
-    """Stem, linear residual blocks, and a convolution without overlap that makes the tokens.
+    """A stem, linear residual blocks, and a convolution with disjoint patches that produces the tokens.
 
     Args:
-        img_size: side of the images.
-        patch_size: of a token, in pixels of the image; twice as many as in positions behind the stem.
-        in_chans: channels of the images.
-        embed_dim: width of the tokens.
-        bias: whether the last convolution has one.
-        depth: number of residual blocks.
-        width: their channels.
+        img_size: the side of the images in pixels.
+        patch_size: the side of the patch of a token in pixels; the stem halves it.
+        in_chans: the number of channels of the images.
+        embed_dim: the width of the tokens.
+        bias: whether the last convolution has a bias.
+        depth: the number of residual blocks.
+        width: the number of channels of the blocks.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ResidualEmbed(nn.Module):
 
 
 def _hybrid(**kwargs: Any) -> VisionTransformer:
-    """timm's transformer, with ``attention`` "dot" or "l2"."""
+    """timm's vision transformer with dot-product or L2 attention, as ``attention`` is "dot" or "l2"."""
     attention = kwargs.pop("attention")
     net = VisionTransformer(embed_layer=ResidualEmbed, norm_layer=SmoothProject, **kwargs)
     if attention == "l2":
@@ -84,5 +84,5 @@ def liresnet_vit_dot(pretrained: bool = False, **kwargs: Any) -> VisionTransform
 
 @register_model
 def liresnet_vit_l2(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """The same with attention by distance."""
+    """The same with L2 attention."""
     return build(_hybrid, "liresnet_vit_l2", pretrained, kwargs, attention="l2", **_SIZES, **_COMMON)

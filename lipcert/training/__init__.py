@@ -1,7 +1,7 @@
-"""Fine-tuning for certificates: losses that ask for margins, and matrices held at a norm.
+"""Fine-tuning for certificates: losses that enlarge margins, and constraints on the norms of matrices.
 
-Nothing here certifies. Norms and bounds are differentiable estimates for training; what a trained model is worth is
-what :func:`lipcert.certify` then says.
+Nothing here certifies. Norms and bounds are differentiable estimates for training; :func:`lipcert.certify` certifies
+the trained model.
 """
 
 from lipcert._finetune_settings import LOSSES, FinetuneSettings, MaxNorm

@@ -1,4 +1,4 @@
-"""Batches of a labelled data set for training: shuffled, cropped and flipped by timm, in [0, 1]."""
+"""Batches of a labelled data set for training: pixels in [0, 1], shuffled, cropped and flipped by timm."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from lipcert.errors import InputError
 from lipcert.model import Model
 
 _CROP = (0.75, 1.0)
-# A data set whose pixels take no more bytes is decoded once and kept.
+# A data set with at most this many bytes of pixels is decoded once and kept in memory.
 _KEPT = 2**30
 
 
 class Batches:
-    """All images of a data set, once each time it is gone through.
+    """All images of a data set once per iteration.
 
-    A data set with random access is shuffled anew each time; a stream comes in its own order. With torch.distributed
-    initialised, each process gets its share of every batch. One number from torch's random generator decides the order
-    and all crops, so the images are the same however many processes there are.
+    A data set with random access is shuffled for every iteration; a stream keeps its order. With torch.distributed
+    initialised, each process gets its share of every batch. One number from torch's random generator determines the
+    order and all crops, so the images do not depend on the number of processes.
 
     ``len()`` is the number of batches.
 
     Args:
         images: the data set.
         model: its ``input_size`` is the size of the crops.
-        size: images a batch, over all processes; the last one may be smaller.
-        augment: True crops at random, to at least three quarters of the area, and flips from left to right; an
-            :class:`Augmentation` says more; False leaves the images as they are.
-        seen: called after each batch that has been used, with its number of images.
+        size: images per batch, over all processes; the last batch may be smaller.
+        augment: True crops at random, to at least three quarters of the area, and flips horizontally; an
+            :class:`Augmentation` states other changes; False leaves the images unchanged.
+        seen: called with the number of images of each batch after its use.
 
     Raises:
-        InputError: if there are no labels, or no images a batch.
+        InputError: the data set has no labels, or ``size`` is below 1.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Batches:
         if not images.labelled:
             raise InputError(images.note or f"{images.spec} has no labels, and fine-tuning needs them")
         if size < 1:
-            raise InputError(f"a batch has at least 1 image, got {size}")
+            raise InputError(f"a batch needs at least 1 image, got {size}")
         self.images = images
         self.size = size
         self.seen = seen
@@ -86,7 +86,7 @@ class Batches:
                 self.seen(number)
 
     def _plain(self, seed: int, part: slice) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
-        """How many images a batch has, and of a part of it where they are, the images and the labels."""
+        """For each batch its number of images, and for a part of it the positions, images and labels."""
         if self.images.order is None:
             for batch in self.images.batches(self.size):
                 assert batch.labels is not None
@@ -100,7 +100,7 @@ class Batches:
             yield len(positions), places, images, torch.tensor([label for _, label in items], dtype=torch.int64)
 
     def _item(self, place: int) -> tuple[Tensor, int]:
-        """An image and its label; one of 8 bits is decoded once where all of them fit into memory."""
+        """An image and its label; 8-bit images are decoded once if the data set fits into memory."""
         if place in self.kept:
             pixels, label = self.kept[place]
             return pixels.float() / 255, label
@@ -113,20 +113,24 @@ class Batches:
         return image, label
 
     def _augmented(self, image: Tensor, place: int, seed: int) -> Tensor:
-        random.seed(seed << 32 | place)  # timm's crops take Python's generator, torchvision's flips torch's
+        random.seed(seed << 32 | place)  # timm's crops use Python's generator, torchvision's flips torch's
         torch.default_generator.manual_seed(random.getrandbits(63))
         assert self.augmentation is not None
         return torch.as_tensor(self.augmentation(image)).clamp(0, 1)
 
 
 class Mixed:
-    """Batches of a data set with images of a second one, such as generated ones, in each.
+    """Batches of a data set, each joined with a batch of a second one, such as generated images.
 
-    It is gone through once; the second one as often as needed. ``len()`` is the number of batches.
+    An iteration uses the first data set once and repeats the second as often as needed. ``len()`` is the number of
+    batches.
 
     Args:
-        own: batches of the data set.
-        other: batches of the second one.
+        own: batches of the first data set.
+        other: batches of the second data set.
+
+    Raises:
+        InputError: the second data set has no images.
     """
 
     def __init__(self, own: Batches, other: Batches):
@@ -146,7 +150,7 @@ class Mixed:
 
 @contextlib.contextmanager
 def _own_randomness() -> Iterator[None]:
-    """Leaves the random generators as they are, whatever is drawn meanwhile."""
+    """Restores the state of the random generators afterwards."""
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -156,13 +160,14 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _shifted(images: Tensor, places: Tensor, most: int, seed: int) -> Tensor:
-    """The images moved by up to ``most`` pixels each way, black coming in, and half of them flipped left to right.
+    """Shifts the images by up to ``most`` pixels in each direction, fills with black, and flips half of them
+    horizontally.
 
     Args:
         images: shape (N, C, H, W).
-        places: of the images in their data set.
-        most: pixels.
-        seed: which decides, with the place, how far an image is moved.
+        places: the positions of the images in their data set.
+        most: the largest shift, in pixels.
+        seed: determines the shift of an image, together with its position.
     """
     drawn = torch.rand(int(places.max()) + 1, 3, generator=torch.Generator().manual_seed(seed))[places]
     down, right = (drawn[:, :2] * (2 * most + 1)).long().unbind(1)
@@ -177,13 +182,16 @@ def _shifted(images: Tensor, places: Tensor, most: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are changed at random.
+    """The random changes of training images.
 
     Attributes:
-        crop: ``"resized"``, timm's random crop to at least three quarters of the area, and a flip; ``"shift"``, by up
-            to an eighth of the side with black coming in, and a flip; ``"none"``.
-        randaugment: timm's RandAugment of this policy, such as ``"rand-m9-n2"``.
-        cutout: share of the images in which timm's random erasing blackens a rectangle.
+        crop: ``"resized"``: timm's random crop to at least three quarters of the area, and a flip; ``"shift"``: a shift
+            by up to an eighth of the side, filled with black, and a flip; ``"none"``.
+        randaugment: the policy of timm's RandAugment, such as ``"rand-m9-n2"``.
+        cutout: the share of the images in which timm's random erasing blackens a rectangle.
+
+    Raises:
+        InputError: a value is not valid.
     """
 
     crop: str = "resized"
@@ -199,7 +207,7 @@ class Augmentation:
             raise InputError(f"randaugment is a policy of timm such as rand-m9-n2, got {self.randaugment!r}")
 
     def transform(self, model: Model) -> Compose | None:
-        """What is done to one image, without the shift and without the normalisation, which is part of the model."""
+        """The changes of one image, without the shift and without the normalisation, which is part of the model."""
         if self.crop != "resized" and not self.randaugment and not self.cutout:
             return None
         channels, height, width = model.input_size

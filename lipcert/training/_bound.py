@@ -1,4 +1,4 @@
-"""The global bound for training: the certified composition of rules, with gradients for all that it depends on."""
+"""The global bound for training: the rules of the certificate, differentiable with respect to the parameters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _LARGEST = 1e30
 class TrainingBound:
     """K_yj as functions of the parameters.
 
-    If the last operation is a matrix on features, K_yj = ‖w_y − w_j‖ K with K the features' constant; else √2 K with
-    that of the logits. :meth:`step` captures the network afresh and asks the rules that certify it, so operators are
-    those of the certificate: convolutions with stride and padding, x + Wx as one, scales folded in, weights that the
-    forward code computes. Their norms are ⟨u, W v⟩ after two more steps of subspace iteration. The result is an
-    estimate, below the certified bound as a rule.
+    If the last operation is a matrix W on features, K_yj = ‖w_y − w_j‖ K with the constant K of the features; otherwise
+    K_yj = √2 K with that of the logits. :meth:`step` captures the network again and applies the rules of the
+    certificate. So the operators are those of the certificate: convolutions with stride and padding, I + W as one
+    operator, folded scales, and weights that the forward code computes. Their norms are ⟨u, W v⟩ after two more steps
+    of subspace iteration. The result is an estimate, usually below the certified bound.
 
     Args:
         model: the model.
-        rows: use the rows of the head; False gives √2 K for every pair.
+        rows: uses the rows of the head; False gives √2 K for every pair of classes.
 
     Attributes:
-        certified: the certified K when :meth:`certify` was last called.
+        certified: the certified K of the last call of :meth:`certify`.
 
     Raises:
         UnsupportedOperation: operations without a rule.
-        InputError: the bound is infinite or above 1e30, so that no loss with it is of use.
+        InputError: the bound is infinite or above 1e30, so that a loss cannot use it.
     """
 
     def __init__(self, model: Model, rows: bool = True):
@@ -48,13 +48,13 @@ class TrainingBound:
         self.step()
 
     def certify(self) -> float:
-        """The certified K at the present weights."""
+        """The certified K with the current weights."""
         self.analysis: Analysis | None = analyze(self.model)
         self.certified = MarginBounds(self.analysis, self.rows).features
         return self.certified
 
     def step(self) -> Tensor:
-        """K at the present weights, estimated, with its gradient; call it once after each update."""
+        """An estimate of K with the current weights, with gradient; call it once after each update."""
         image = self.image.to(self.model.device, self.model.dtype)
         with torch.enable_grad(), estimating(self.estimator):
             bounds = MarginBounds(analyze_for_training(self.model, image), self.rows)
@@ -63,7 +63,7 @@ class TrainingBound:
         return self.features
 
     def margins(self, classes: Tensor, count: int) -> Tensor:
-        """K_yj with gradient, shape (N, count), for classes y of shape (N,); 0 where j = y."""
+        """K_yj with gradient, shape (N, count), for the classes y, shape (N,); 0 where j = y."""
         own = nn.functional.one_hot(classes, count).bool()
         features = self.features.to(classes.device)
         if self.weight is None:

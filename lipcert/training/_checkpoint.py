@@ -1,4 +1,4 @@
-"""The file from which an interrupted fine-tuning goes on."""
+"""The file from which an interrupted fine-tuning resumes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lipcert.errors import InputError, first_line
 
 
 def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
-    """Replaces the file at once, when the new one is complete.
+    """Writes the checkpoint; replaces an existing file atomically.
 
     Raises:
-        InputError: if it cannot be written.
+        InputError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -28,12 +28,12 @@ def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The state that :func:`write` put there for the same settings, on the CPU; None where there is no file.
+    """The state that :func:`write` stored for the same settings, on the CPU; None without a file.
 
-    Nothing in the file is run as code.
+    The file is read without executing code from it.
 
     Raises:
-        InputError: a damaged or foreign file, or one of a run with other settings.
+        InputError: the file is damaged, is no checkpoint, or belongs to a run with other settings.
     """
     if not path.exists():
         return None

@@ -45,7 +45,7 @@ from lipcert.training._muon import Muon
 _WEIGHT_DECAY = 1e-4
 _WARMUP = 0.1
 _CLIP = 3.0
-_COOLING = 0.8  # share of a run over which the temperature changes
+_COOLING = 0.8  # the fraction of a run during which the temperature changes
 _MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), table 9
 _DECAY = 0.2
 _END = 1e-3  # Huang et al. 2021 (arXiv 2111.01395), table 3: from 1e-3 to 1e-6
@@ -53,18 +53,18 @@ _END = 1e-3  # Huang et al. 2021 (arXiv 2111.01395), table 3: from 1e-3 to 1e-6
 
 @dataclass(frozen=True)
 class Epoch:
-    """How an epoch went.
+    """The results of one epoch.
 
     Attributes:
-        number: 1 for the first.
-        epochs: how many there are.
-        loss: its mean over the images, as they were seen.
-        accuracy: share of them that were right at that moment.
-        eps: the ε of its last update.
-        seconds: time it took.
-        bound: with the losses that use the global bound, the certified Lipschitz constant of the features in front of
-            the head (or √2 times that of the logits) behind the last update; else None.
-        estimate: the same as the loss had it: not a bound.
+        number: 1 for the first epoch.
+        epochs: the number of epochs.
+        loss: the mean loss of the images, with the weights at the time of each.
+        accuracy: the fraction of images that were predicted correctly, with the weights at the time of each.
+        eps: the ε of the last update.
+        seconds: the duration of the epoch.
+        bound: the certified Lipschitz constant of the features before the head (or √2 times that of the logits) after
+            the last update; None for losses without the global bound.
+        estimate: the estimate of this constant in the loss, which is no bound.
     """
 
     number: int
@@ -91,78 +91,76 @@ def finetune(
 ) -> Model:
     """Trains a model, in place, for larger certified radii.
 
-    The learning rate follows a schedule after a short warm-up. The network stays in evaluation mode throughout:
-    dropout is off and the statistics of batch normalisation are fixed, so what is trained is the function that is
-    certified.
+    The learning rate follows a schedule after a short warm-up. The network stays in evaluation mode: dropout is off and
+    the statistics of batch normalisation are fixed, so the trained function is the certified one. The losses are:
 
     * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate.
-    * ``"ce"``: cross-entropy, which knows nothing of ε.
-    * ``"noise"``: :func:`lipcert.training.noise_loss`, for certificates of the smoothed classifier; ε does not matter.
+    * ``"ce"``: cross-entropy, which does not use ε.
+    * ``"noise"``: :func:`lipcert.training.noise_loss`, for certificates of the smoothed classifier; it does not use ε.
     * ``"emma"``: :func:`lipcert.training.emma_loss`, ``"gloro"``: :func:`lipcert.training.gloro_loss`, ``"trades"``:
       :func:`lipcert.training.trades_loss`, ``"fixed"``: :func:`lipcert.training.fixed_loss`, all for the GloRo
       certificate, and ``"lmt"``, which is ``"fixed"`` for the global certificate.
-
     * ``"local-b"``, ``"local-g"``: :func:`lipcert.training.local_loss`, for the local certificate of networks with
       ReLU, clipped ReLU or MaxMin.
 
-    Those for GloRo use :class:`lipcert.training.TrainingBound`, an estimate that follows the weights; after each epoch
-    the bound is certified.
+    The losses for GloRo and the global certificate use :class:`lipcert.training.TrainingBound`, an estimate with the
+    current weights. After each epoch the bound is certified.
 
-    With torch.distributed initialised, each process gives its own share of every batch, which may be empty, and all
-    train the same weights: the gradient is that of the mean over the images of all. The first process writes the
-    checkpoint.
+    With torch.distributed initialised, each process passes its own share of every batch, which may be empty. All
+    processes train the same weights: the gradient is that of the mean loss over the images of all processes. The first
+    process writes the checkpoint.
 
     Args:
-        model: from :func:`lipcert.load`, or a module that timm made; its weights are float32 or float64. On any error
-            it holds the weights of the last finished epoch.
-        loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,); such as a DataLoader or
-            a list, since every epoch goes through it.
+        model: from :func:`lipcert.load`, or a module built by timm, with float32 or float64 weights. After an error it
+            has the weights of the last complete epoch.
+        loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,). Every epoch iterates
+            over it, so it must be reusable, such as a DataLoader or a list.
         eps: ε in ℓ2 on pixels.
-        checkpoint: a file that is written after each epoch, and from which the same call goes on where it was stopped;
-            the state of torch's random generator is set to what it was then.
-        origin: what the loader was made from, by name, such as the data set and the size of its batches, as values
-            that JSON can hold. The recipe states it, and a checkpoint is refused where it is another.
+        checkpoint: a file that is written after each epoch. The same call resumes from it after an interruption, with
+            the state of torch's random generator at that time.
+        origin: a description of the loader, such as the data set and the batch size, as values for JSON. The recipe
+            records it, and a checkpoint with another description is refused.
         progress: called after each epoch.
         **settings: the other fields of :class:`lipcert.training.FinetuneSettings`:
 
             * loss: one of the above.
-            * epochs: how often the loader is gone through.
+            * epochs: the number of iterations over the loader.
             * lr: the largest learning rate.
-            * temperature: divides the logits in the loss. Models of small norms have small margins and want a small
-              one, 0.1 to 0.25. Two numbers are the first and the last one; it goes from one to the other over four
-              fifths of the run.
-            * ramp: (a, b, s): ε in the loss goes from a to b times ``eps`` over the share s of the run and stays
-              there. By default (0.1, 2, 0.5) for ``"emma"``, appendix B.1 of its paper, (0, 1.1, 0.5) for the
-              local ones, and (0, 1, 1/3) for others.
-            * weight: of the divergence in ``"trades"``.
-            * sparsity: weight of the sparsity loss in ``"local-b"`` and ``"local-g"``.
-            * sigma: standard deviation of the noise in ``"noise"``; that of certification.
-            * consistency: weight of the term in ``"noise"`` that makes predictions under two draws agree, such as 10.
-            * max_norm: hold each weight matrix, and the scales of projections, at this spectral norm, or at different
-              ones by patterns of their paths, see :class:`lipcert.training.NormHold`.
+            * temperature: divides the logits in the loss. Models with small norms have small margins and need a small
+              temperature, 0.1 to 0.25. Two numbers are the first and the last one; the temperature changes from one to
+              the other during the first 80 % of the run.
+            * ramp: (a, b, s): ε in the loss changes from a to b times ``eps`` during the first fraction s of the run.
+              The default is (0.1, 2, 0.5) for ``"emma"``, as in appendix B.1 of its paper, (0, 1.1, 0.5) for the local
+              losses, and (0, 1, 1/3) for the others.
+            * weight: the weight of the divergence in ``"trades"``.
+            * sparsity: the weight of the sparsity loss in ``"local-b"`` and ``"local-g"``.
+            * sigma: the standard deviation of the noise in ``"noise"``, equal to that of the certification.
+            * consistency: the weight of the agreement of two predictions under noise in ``"noise"``, such as 10.
+            * max_norm: limits the spectral norm of each weight matrix, and the scales of projections, by one number or
+              by numbers for patterns of paths; see :class:`lipcert.training.NormHold`.
             * optimizer: ``"adamw"``; ``"nadam"``, with Lookahead, for the losses with the global bound; ``"muon"``,
-              see :class:`lipcert.training.Muon`, which takes fewer epochs where norms are held, with a learning rate
-              of 0.01 or so.
-            * schedule: of the learning rate: ``"cosine"``; ``"multistep"``, to a fifth at 0.5, 0.6, 0.7 and 0.8 of the
-              run; ``"exponential"``, from half of the run to a thousandth at its end.
-            * accumulate: batches an update.
-            * ema: decay of the moving average of the weights, which the model then gets at the end; such as 0.999.
-            * amp: ``"bfloat16"`` runs the network's matrix products in this type; weights, losses and bounds stay as
-              they are. Not with ``"anchored"``, whose second derivatives would be lost in it.
-            * channels_last: keep kernels and images in this memory format, which is faster for some convolutions.
-            * only: train these parameters alone, a text of patterns as in :mod:`fnmatch` with commas between, and keep
-              all others frozen. ``"*.attn.*"`` with the loss ``"ce"`` is the L2 adaptation of Gupta and Verma 2023
-              (arXiv 2302.10287, figure 3a) for a model that :func:`lipcert.convert` gave attention by distance.
-            * keep_zeros: entries of weight matrices that are exactly zero at first stay zero, as the retraining after
-              pruning in section 3.5 of that paper; so the sparsity of :func:`lipcert.constrain` stays.
+              see :class:`lipcert.training.Muon`, which needs fewer epochs if norms are limited, with a learning rate of
+              about 0.01.
+            * schedule: the schedule of the learning rate: ``"cosine"``; ``"multistep"``, divided by 5 at 0.5, 0.6, 0.7
+              and 0.8 of the run; ``"exponential"``, from the middle of the run down to a thousandth at its end.
+            * accumulate: batches per update.
+            * ema: the decay of the moving average of the weights, such as 0.999. The model gets the average at the end.
+            * amp: ``"bfloat16"`` computes the matrix products of the network in this type; weights, losses and bounds
+              keep theirs. Not with ``"anchored"``, whose second derivatives need more precision.
+            * channels_last: keeps kernels and images in this memory format, which is faster for some convolutions.
+            * only: trains only the parameters that match one of these comma-separated patterns (:mod:`fnmatch`).
+              ``"*.attn.*"`` with the loss ``"ce"`` is the L2 adaptation of Gupta and Verma 2023 (arXiv 2302.10287,
+              figure 3a) for a model whose attention :func:`lipcert.convert` replaced by L2 attention.
+            * keep_zeros: keeps entries of weight matrices at zero that are zero at the start, as the retraining after
+              pruning in section 3.5 of that paper. This preserves the sparsity of :func:`lipcert.constrain`.
 
     Returns:
         The model, in evaluation mode, with one more step in its recipe.
 
     Raises:
-        InputError: arguments, images or labels that cannot be used, a foreign checkpoint, a loss that is not finite,
-            or another process that failed.
-        UnsupportedOperation: with a loss that uses the global bound, operations without a rule.
+        InputError: arguments, images or labels are not valid, the checkpoint belongs to another run, a loss is not
+            finite, or another process failed.
+        UnsupportedOperation: the loss uses the global bound, and operations have no rule.
     """
     asked = settings_of(FinetuneSettings, eps=eps, **settings)
     model = checked(model)
@@ -187,7 +185,7 @@ def finetune(
         if state is not None:
             run.restore(state)
             good = _copy(model.state_dict())
-        seed = torch.initial_seed()  # that of the first start, which the state brings with it
+        seed = torch.initial_seed()  # the seed of the first start, which the state contains
         while run.finished < asked.epochs:
             done = run.epoch()
             good = _copy(model.state_dict())
@@ -210,10 +208,10 @@ def finetune(
 
 
 def check_trainable(model: Model, asked: FinetuneSettings) -> None:
-    """Refuses a model that :func:`finetune` cannot train as asked.
+    """Checks that :func:`finetune` can train the model with these settings.
 
     Raises:
-        InputError: saying what about the model.
+        InputError: it cannot; the message states the reason.
     """
     if asked.max_norm is not None:
         held_at(model, asked.max_norm)
@@ -226,10 +224,10 @@ def check_trainable(model: Model, asked: FinetuneSettings) -> None:
 
 
 def _others(model: Model, only: str | None) -> list[nn.Parameter]:
-    """The parameters that would be trained and that ``only`` leaves out.
+    """The trainable parameters that ``only`` excludes.
 
     Raises:
-        InputError: a pattern that matches no parameter that can be trained.
+        InputError: a pattern matches no trainable parameter.
     """
     if only is None:
         return []
@@ -247,7 +245,7 @@ def _others(model: Model, only: str | None) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of an update: the sum of the losses, how many images were right, how many there were, and in how many batches."""
+    """The sum of the losses of an update, and its numbers of correct predictions, images and batches."""
 
     loss: float
     right: int
@@ -260,7 +258,7 @@ class _Seen:
 
 
 class _Run:
-    """What changes while a model is trained."""
+    """The state of a training run."""
 
     def __init__(
         self, model: Model, loader: Iterable[tuple[Tensor, Tensor]], processes: Processes, asked: FinetuneSettings
@@ -298,13 +296,13 @@ class _Run:
         return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
 
     def epoch(self) -> Epoch:
-        """Goes through the loader once."""
+        """Trains on all batches of the loader once."""
         started = time.perf_counter()
         source = self._checked()
         loss, right, images, batches = 0.0, 0, 0, 0
         last_eps = 0.0
         while True:
-            within = min(batches / self.batches, 1.0) if self.batches else 0.5  # where that is not known, the middle
+            within = min(batches / self.batches, 1.0) if self.batches else 0.5  # the middle, if the number is unknown
             done = (self.finished + within) / self.asked.epochs
             eps = self.asked.eps_at(done)
             self.mixture = self.asked.mixture_at(done)
@@ -322,7 +320,7 @@ class _Run:
         if not images:
             raise InputError(
                 f"the loader gave no images in epoch {self.finished + 1}; "
-                "pass one that can be gone through several times, such as a DataLoader"
+                "pass one that can be iterated several times, such as a DataLoader"
             )
         if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
             raise self._diverged("a weight is not finite")
@@ -334,13 +332,13 @@ class _Run:
         return Epoch(self.finished, self.asked.epochs, loss / images, accuracy, last_eps, seconds, bound, estimate)
 
     def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Seen | None:
-        """Puts the gradient for the next update into the parameters; None where no process has another batch."""
+        """Computes the gradient for the next update; None if no process has another batch."""
         self.optimizer.zero_grad()
         seen: _Seen | None = None
         with self.processes.together(), twice_differentiable():
             batches = list(islice(source, self.asked.accumulate))
             if self.bound is not None:
-                self.bound.step()  # also without images of its own: the processes' estimates stay the same
+                self.bound.step()  # even without images, so that all processes have the same estimates
             total = sum(len(labels) for _, labels in batches)
             for images, labels in batches:
                 found = self._backward(images, labels, eps, len(labels) / max(total, 1))
@@ -356,7 +354,7 @@ class _Run:
             return _Seen(0.0, 0, 0)
         loss, logits = self._forward(images, labels, eps)
         try:
-            (loss * share).backward(retain_graph=share < 1)  # the bound's gradient is shared by the batches
+            (loss * share).backward(retain_graph=share < 1)  # the batches share the graph of the bound
         except RuntimeError as error:
             if "is not implemented" not in str(error):
                 raise
@@ -365,7 +363,7 @@ class _Run:
         return _Seen(loss.item() * len(labels), int((logits.argmax(1) == labels).sum()), len(labels))
 
     def _joined(self, own: _Seen | None) -> _Seen | None:
-        """What all processes have seen, with the gradient of the mean over all their images in the parameters."""
+        """Sums the numbers of all processes, and sets the gradients to those of the mean loss over all images."""
         share = own.images if own else 0
         found = self.processes.gather((own, [p.grad is not None for p in self.parameters]))
         batches = [seen for seen, _ in found if seen is not None]
@@ -427,8 +425,8 @@ class _Run:
 
     def _diverged(self, what: str) -> InputError:
         return InputError(
-            f"{what} in epoch {self.finished + 1}; what the epochs before it reached is kept, "
-            "take a smaller learning rate"
+            f"{what} in epoch {self.finished + 1}; the weights of the epoch before it are kept; "
+            "use a smaller learning rate"
         )
 
     def _checked(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -449,7 +447,7 @@ class _Run:
             yield images.to(self.model.device, self.model.dtype), labels.to(self.model.device).long()
 
     def state(self) -> dict[str, Any]:
-        """All that an interrupted run needs to go on."""
+        """The state from which an interrupted run can resume."""
         return {
             "weights": self.model.state_dict(),
             "average": None if self.average is None else self.average.module.state_dict(),
@@ -464,7 +462,7 @@ class _Run:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes back to what :meth:`state` said, in a run set up in the same way."""
+        """Restores a state of :meth:`state`, in a run with the same settings."""
         self.model.load_state_dict(state["weights"])
         if self.average is not None:
             self.average.module.load_state_dict(state["average"])
@@ -481,15 +479,15 @@ class _Run:
 
 
 def _length(loader: Iterable[object]) -> int | None:
-    """Batches in an epoch; None where the loader does not say."""
+    """The number of batches per epoch; None if the loader does not know it."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # of a stream
+    except TypeError:  # a stream
         return None
 
 
 def rate(schedule: str, done: float) -> float:
-    """The learning rate as a share of the largest one, when the share ``done`` of the run is over.
+    """The learning rate relative to the largest one, after the fraction ``done`` of the run.
 
     ``"exponential"`` is equation 27 of Huang et al. 2021 (arXiv 2111.01395).
     """

@@ -1,8 +1,8 @@
-"""Local bounds for training: boxes, constant units and norms of what moves, for each image of a batch.
+"""Local bounds for training: boxes, constant units and norms of masked operators, for each image of a batch.
 
 Source: Huang, Zhang, Shi, Kolter and Anandkumar, "Training certifiably robust neural networks with efficient local
-Lipschitz bounds", NeurIPS 2021 (arXiv 2111.01395), of which the equations are cited; the boxes and worst logits are
-those of Lee, Lee and Park, "Lipschitz-certifiable training with a tight outer bound", NeurIPS 2020.
+Lipschitz bounds", NeurIPS 2021 (arXiv 2111.01395); equation numbers below are of this paper. The boxes and worst logits
+are those of Lee, Lee and Park, "Lipschitz-certifiable training with a tight outer bound", NeurIPS 2020.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lipcert.graph import Node, capture, needed
 from lipcert.model import Model
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
-_STEPS = 2  # of power iteration an update; table 3
+_STEPS = 2  # steps of power iteration per update; table 3
 _UPPER_WEIGHT = 0.1  # λ_θ of table 3
 _TINY = 1e-12
 _FIXED = ("add", "sub", "mul", "div")
@@ -33,8 +33,14 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class BoxState:
-    """A value for N images: ``nominal``, the box [low, high] and the ball of radius ``rho`` (N,) that it stays in, and
-    where it may move (``moves``, zeros and ones)."""
+    """A value of N images within a ball around each.
+
+    Attributes:
+        nominal: the value at the images, shape (N, ...).
+        low, high: bounds on its entries, of the same shape.
+        rho: a bound on the norm of its deviation, shape (N,).
+        moves: 1 for entries that can vary and 0 for constant ones, of the shape of ``nominal``.
+    """
 
     nominal: Tensor
     low: Tensor
@@ -44,18 +50,18 @@ class BoxState:
 
 
 class LocalBound:
-    """Worst logits of feed-forward networks on balls around images, differentiable, thresholds included.
+    """Worst logits of feed-forward networks in balls around images, differentiable in weights and thresholds.
 
-    Matrices and convolutions, each followed by ReLU, clipped ReLU or MaxMin, one after the other (algorithm 1). What
-    may move is that of equations 3 and 9. Norms of masked operators (equation 6) come from two steps of power iteration
-    for each image, which start where those of the last update ended on average; so this is an estimate.
+    The network must be a sequence of matrices and convolutions, each followed by ReLU, clipped ReLU or MaxMin
+    (algorithm 1). Variable entries are those of equations 3 and 9. Norms of masked operators (equation 6) come from two
+    steps of power iteration per image, starting from the mean result of the last update. So they are estimates.
 
     Args:
         model: the model.
 
     Raises:
         UnsupportedOperation: an operation without a rule.
-        InputError: an operation that is not of this kind.
+        InputError: the network is not of this kind.
     """
 
     def __init__(self, model: Model):
@@ -69,10 +75,10 @@ class LocalBound:
             if not known or set(node.operands) != {before}:
                 raise InputError(
                     "the losses local-b and local-g are for matrices, convolutions, ReLU, clipped ReLU and MaxMin in "
-                    f"a row, and the network has {node.name} at {node.path or 'its top'}; take the loss emma"
+                    f"a row, and the network has {node.name} at {node.path or 'its top'}; use the loss emma"
                 )
         if nodes[-1].op != "linear":
-            raise InputError("the losses local-b and local-g need a linear layer at the end; take the loss emma")
+            raise InputError("the losses local-b and local-g need a linear layer at the end; use the loss emma")
 
     def _nodes(self) -> list[Node]:
         image = self.image.to(self.model.device, self.model.dtype)
@@ -87,9 +93,9 @@ class LocalBound:
             eps: ε in ℓ2 on pixels.
 
         Returns:
-            f and z*, shape (N, classes), with z*_j − z*_y the largest f_j − f_y in the ball, or above; and the mean
-            over units and images of max(0, high) + 0.1 max(0, θ − low), for MaxMin max(0, high of the minimum − lower)
-            + 0.1 max(0, upper − low of the maximum).
+            f and z*, shape (N, classes), where z*_j − z*_y estimates an upper bound on f_j − f_y in the ball; and the
+            mean over units and images of max(0, high) + 0.1 max(0, θ − low), for MaxMin of max(0, high of the minimum −
+            lower) + 0.1 max(0, upper − low of the maximum).
         """
         low, high = (images - eps).clamp(min=0), (images + eps).clamp(max=1)
         x = BoxState(images, low, high, images.new_full((len(images),), eps), torch.ones_like(images))
@@ -115,7 +121,7 @@ class LocalBound:
         return logits, logits + rise, torch.stack(sparsity).mean() if sparsity else logits.new_zeros(())
 
     def _mapped(self, x: BoxState, node: Node, follower: Node, place: int) -> BoxState:
-        """Through Wx + b: the box by equations 21 to 23, the ball by the norm of W between what moves."""
+        """The value Wx + b: its box by equations 21 to 23, its ball by the norm of W between variable entries."""
         apply, weight, bias = _linear(node)
         shift = 0 if bias is None else bias.reshape(-1, *[1] * (len(node.shape) - 2))
         nominal, middle = (apply(v, weight) + shift for v in (x.nominal, (x.low + x.high) / 2))
@@ -133,7 +139,7 @@ class LocalBound:
         return BoxState(nominal, low, high, x.rho * gain, out)
 
     def _norm(self, apply: Linear, weight: Tensor, inner: Tensor, outer: Tensor, place: int) -> Tensor:
-        """‖diag(outer) W diag(inner)‖ for each image, shape (N,), estimated from below."""
+        """A lower estimate of ‖diag(outer) W diag(inner)‖ for each image, shape (N,)."""
         start = self.vectors.get(place)
         if start is None:
             start = torch.randn(inner[:1].shape, generator=torch.Generator().manual_seed(place)).to(inner)
@@ -163,13 +169,13 @@ def local_loss(
     """(1 − λ) CE(f) + λ CE(z*) plus the sparsity loss: equations 25 and 26.
 
     Args:
-        bound: of the model.
+        bound: the local bound of the model.
         images: shape (N, C, H, W).
         labels: shape (N,).
         eps: ε in ℓ2 on pixels.
         mixture: λ.
-        bottom: Local-Lip-G: (f, max over j ≠ y of z*_j) in place of z*.
-        sparsity: weight of the sparsity loss.
+        bottom: uses (f, max over j ≠ y of z*_j) in place of z*, as Local-Lip-G.
+        sparsity: the weight of the sparsity loss.
 
     Returns:
         The loss, and the logits f, shape (N, classes).
@@ -185,14 +191,14 @@ def local_loss(
 def reach(rows: Tensor, down: Tensor, up: Tensor, rho: Tensor) -> Tensor:
     """max ⟨c, δ⟩ over −down ≤ δ ≤ up with ‖δ‖ ≤ ρ, for rows c, with gradients.
 
-    With l_i the limit of |δ_i| on the side of c_i, the best δ has |δ_i| = min(t|c_i|, l_i) for the largest t with ‖δ‖ ≤
-    ρ (Karush, Kuhn, Tucker). t is found by bisection; given which entries are at their limits, the maximum is
-    Σ |c_i| l_i over those plus √(ρ² − Σ l_i²) times the norm of the other c_i.
+    With l_i the limit of |δ_i| in the direction of the sign of c_i, the optimal δ has |δ_i| = min(t|c_i|, l_i) for the
+    largest t with ‖δ‖ ≤ ρ (Karush, Kuhn, Tucker). Bisection finds t. The maximum is then Σ |c_i| l_i over the entries
+    at their limits, plus √(ρ² − Σ l_i²) times the norm of the other c_i.
 
     Args:
         rows: c, shape (..., n).
-        down: shape (..., n), ≥ 0.
-        up: shape (..., n), ≥ 0.
+        down: limits of −δ, shape (..., n), ≥ 0.
+        up: limits of δ, shape (..., n), ≥ 0.
         rho: ρ, shape (...).
 
     Returns:
@@ -220,7 +226,7 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def _linear(node: Node) -> tuple[Linear, Tensor, Tensor | None]:
-    """How a weight is applied, the weight and the bias of a captured matrix or convolution."""
+    """The linear map of value and weight, the weight and the bias of a captured matrix or convolution."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if node.op == "linear":
@@ -230,7 +236,7 @@ def _linear(node: Node) -> tuple[Linear, Tensor, Tensor | None]:
 
 
 def _fixed(x: BoxState, node: Node) -> BoxState:
-    """Sums and products with constants, such as the normalisation."""
+    """The value after a sum or product with a constant, such as the normalisation."""
     ends = []
     for part in (x.nominal, x.low, x.high):
         args = [part if isinstance(argument, Node) else argument for argument in node.args]
@@ -244,7 +250,7 @@ def _fixed(x: BoxState, node: Node) -> BoxState:
 
 
 def _activated(x: BoxState, node: Node) -> tuple[BoxState, Tensor]:
-    """Through an activation, which is monotone and 1-Lipschitz; and its part of the sparsity loss."""
+    """The value after an activation, which is monotone and 1-Lipschitz, and its part of the sparsity loss."""
     module: Any = node.function
     if node.op in ("relu", ClippedReLU):
         limit = module.threshold if node.op is ClippedReLU else None

@@ -1,4 +1,4 @@
-"""Losses on logits that a perturbation of norm ε may have moved."""
+"""Losses of the logits in the worst case over perturbations of norm ε."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, torch writes attention out: its fused kernels have no second derivative."""
+    """A context in which attention is computed without fused kernels, which have no second derivative."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def anchored_loss(
     model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, eps: float, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the logits with ε‖∇(f_y − f_j)‖, j the runner-up, added to every wrong one.
+    """Cross-entropy of the logits after ε‖∇(f_y − f_j)‖, j the runner-up, is added to every logit of a wrong class.
 
-    This asks for the margin that the anchored certificate needs to first order. It is differentiated through the
-    gradient, so it wants :func:`twice_differentiable` around it and its backward pass.
+    This enlarges the margin that the anchored certificate needs to first order. The gradient is differentiated again,
+    so the loss and its backward pass need :func:`twice_differentiable`.
 
     Args:
-        model: pixels to logits, each image by itself.
+        model: maps pixels to logits, each image independently.
         images: shape (N, C, H, W).
         labels: the classes y, shape (N,).
         eps: ε in ℓ2 on pixels.
         temperature: divides the logits.
 
     Returns:
-        The loss, and the logits as the model gives them, shape (N, classes).
+        The loss, and the logits of the model, shape (N, classes).
     """
     images = images.detach().requires_grad_()
     logits = model(images)
@@ -56,15 +56,15 @@ def noise_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the logits of noisy images, for the certificates of the smoothed classifier.
 
-    With ``consistency`` λ > 0 each image is drawn twice, and λ times the mean divergence KL(p̄ ‖ p_i) of the two
-    predictions from their mean p̄ is added, and half the entropy of p̄.
+    With ``consistency`` λ > 0 every image gets two draws of the noise, with predictions p_i and their mean p̄. Then λ
+    times the mean divergence KL(p̄ ‖ p_i) and half the entropy of p̄ are added.
 
     Source: Cohen, Rosenfeld and Kolter, "Certified adversarial robustness via randomized smoothing", ICML 2019, section
     3.3; Jeong and Shin, "Consistency regularization for certified robustness of smoothed classifiers", NeurIPS 2020,
     equation 10 with η = ½.
 
     Args:
-        model: pixels to logits.
+        model: maps pixels to logits.
         images: shape (N, C, H, W).
         labels: the classes, shape (N,).
         sigma: σ, the standard deviation of the noise at each pixel.
@@ -89,9 +89,9 @@ def noise_loss(
 
 
 def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
-    """Cross-entropy of f_j + ε_j K_yj, where ε_j ≤ ε is how far a perturbation must go to make j win: (f_y − f_j)/K_yj.
+    """Cross-entropy of f_j + ε_j K_yj, where ε_j ≤ ε is the distance (f_y − f_j)/K_yj at which class j can win.
 
-    ε_j is 0 where j wins already, and is held constant for the gradient.
+    ε_j is 0 if j wins already, and is a constant for the gradient.
 
     Source: Hu et al., "Unlocking deterministic robustness certification on ImageNet", NeurIPS 2023 (arXiv 2301.12549),
     equation 2 and definition 3.
@@ -105,17 +105,17 @@ def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> 
     Returns:
         The loss.
     """
-    behind = logits.gather(1, labels[:, None]) - logits
+    margins = logits.gather(1, labels[:, None]) - logits
     reach = eps * constants
-    share = (behind / reach.clamp_min(torch.finfo(reach.dtype).tiny)).clamp(0, 1).detach()
+    share = (margins / reach.clamp_min(torch.finfo(reach.dtype).tiny)).clamp(0, 1).detach()
     return F.cross_entropy(logits + share * reach, labels)
 
 
 def fixed_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
-    """Cross-entropy of f_j + ε K_yj: the margin is asked of every image, right or wrong.
+    """Cross-entropy of f_j + ε K_yj, with the full ε for every image, whether its prediction is right or wrong.
 
-    With K_yj = √2 K, K that of the logits, this is Lipschitz margin training: Tsuzuku, Sato and Sugiyama, NeurIPS 2018
-    (arXiv 1802.04034), section 4. With constants by the rows of the head it is the fixed margin of Hu et al. 2023
+    With K_yj = √2 K, K the constant of the logits, this is Lipschitz margin training: Tsuzuku, Sato and Sugiyama,
+    NeurIPS 2018 (arXiv 1802.04034), section 4. With the rows of the head it is the fixed margin of Hu et al. 2023
     (arXiv 2301.12549), appendix A.
 
     Args:
@@ -131,7 +131,7 @@ def fixed_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) ->
 
 
 def bottom(logits: Tensor, constants: Tensor, eps: float) -> Tensor:
-    """GloRo's logit f_⊥ = max over j ≠ ŷ of f_j + ε K_ŷj for the predicted class ŷ, shape (N,).
+    """The logit f_⊥ of GloRo, the maximum over j ≠ ŷ of f_j + ε K_ŷj for the predicted class ŷ, shape (N,).
 
     Args:
         logits: f, shape (N, classes).
@@ -143,7 +143,7 @@ def bottom(logits: Tensor, constants: Tensor, eps: float) -> Tensor:
 
 
 def gloro_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
-    """Cross-entropy of (f, f_⊥): the class ⊥ is never right.
+    """Cross-entropy of (f, f_⊥), where the class ⊥ is never the right one.
 
     Source: Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021 (arXiv 2102.08452), section 3.
 
@@ -160,7 +160,7 @@ def gloro_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) ->
 
 
 def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, weight: float = 1.0) -> Tensor:
-    """Cross-entropy, plus what the ⊥ logit of GloRo takes from the other classes, as a Kullback-Leibler divergence.
+    """Cross-entropy plus the Kullback-Leibler divergence between the predictions without and with the ⊥ logit of GloRo.
 
     With p the probabilities of f and p⊥ those of (f, f_⊥), f_⊥ = max_{j ≠ ŷ} f_j + ε K_ŷj for the predicted class ŷ,
     log p_j − log p⊥_j is the same for all j, so KL(p ‖ p⊥) = log Σ exp(f, f_⊥) − log Σ exp(f).
@@ -173,11 +173,11 @@ def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, w
         labels: shape (N,).
         constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
         eps: ε in ℓ2 on pixels.
-        weight: factor of the divergence.
+        weight: the factor of the divergence.
 
     Returns:
         The loss.
     """
     clean = logits.logsumexp(1)
-    gap = torch.logaddexp(clean, bottom(logits, constants, eps)) - clean
-    return F.cross_entropy(logits, labels) + weight * gap.mean()
+    divergence = torch.logaddexp(clean, bottom(logits, constants, eps)) - clean
+    return F.cross_entropy(logits, labels) + weight * divergence.mean()

@@ -1,4 +1,4 @@
-"""The weight matrices of a network, one by one, and how they are held at a norm while it is trained."""
+"""The weight matrices of a network, and constraints on their norms during training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lipcert.surgery import L2Attention, LayerProject, SmoothProject
 
 
 class Matrix:
-    """A weight, or one of the three parts of an attention's joint ``qkv`` weight, as matrices.
+    """A weight as matrices, or one of the three parts of the joint ``qkv`` weight of an attention.
 
     Args:
-        path: of the module in the model, for people; ``blocks.0.attn.q`` for a part of ``blocks.0.attn.qkv``.
-        module: what holds the parameter.
-        name: the parameter's name there.
-        part: which of ``parts`` equal parts of the rows.
-        parts: how many there are.
+        path: the path of the module in the model; ``blocks.0.attn.q`` for a part of ``blocks.0.attn.qkv``.
+        module: the module that holds the parameter.
+        name: the name of the parameter in the module.
+        part: the index of the part, when the rows are divided into ``parts`` equal parts.
+        parts: the number of parts.
     """
 
     def __init__(self, path: str, module: nn.Module, name: str, part: int = 0, parts: int = 1):
@@ -40,26 +40,26 @@ class Matrix:
     def value(self) -> Tensor:
         """A view of the parameter, shape (groups, rows, columns).
 
-        A kernel is flattened. Its norm is that of the convolution where patches do not overlap, and within a factor
-        √(patches that share a pixel) of it elsewhere.
+        A kernel is flattened. Its norm is that of the convolution if patches do not overlap. Otherwise they differ by a
+        factor of at most √(number of patches that share a pixel).
         """
         return self.part_of(self.parameter)
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What the matrix is, or is a part of."""
+        """The parameter of which the matrix is a view."""
         parameter: nn.Parameter = getattr(self.module, self.name)
         return parameter
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The entries of a tensor like the parameter that belong to the matrix, shape (groups, rows, columns)."""
-        if not whole.is_contiguous():  # channels last; the order of the columns is the same for all tensors like it
+        """The entries of the matrix in a tensor of the shape of the parameter; shape (groups, rows, columns)."""
+        if not whole.is_contiguous():  # channels last: the order of the columns is the same in all these tensors
             whole = whole.movedim(1, -1)
         rows = whole.view(len(whole), -1).chunk(self.parts)[self.part]
         return rows.view(self.groups, -1, rows.shape[1])
 
     def start(self, generator: torch.Generator) -> Tensor:
-        """A random vector to start a power iteration from; an image of a few kernels where patches overlap."""
+        """A random start vector for a power iteration; an image of a few kernel sizes if patches overlap."""
         value, conv = self.value(), self.overlapping
         shape: tuple[int, ...] = (self.groups, value.shape[2], 1)
         if conv is not None:
@@ -67,9 +67,11 @@ class Matrix:
         return torch.randn(shape, generator=generator).to(value)
 
     def power(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of power iteration with WᵀW: the unit vector that it leads to, and the norm found.
+        """One step of power iteration with WᵀW.
 
-        The norm is that of each group's matrix or, where patches overlap, convolution; shape (groups, 1, 1).
+        Returns:
+            The next unit vector, and estimates of the norms of the matrices of the groups, or of the convolutions if
+            patches overlap, shape (groups, 1, 1).
         """
         conv = self.overlapping
         if conv is None:
@@ -80,7 +82,7 @@ class Matrix:
             image = vector.detach().requires_grad_()
             result = F.conv2d(image, conv.weight.detach(), None, conv.stride, conv.padding, conv.dilation, conv.groups)
             norms = result.reshape(self.groups, -1).norm(dim=1)
-            (ahead,) = torch.autograd.grad(norms.sum(), image)  # of each group, Wᵀ Wv / ‖Wv‖
+            (ahead,) = torch.autograd.grad(norms.sum(), image)  # Wᵀ Wv / ‖Wv‖ for each group
         ahead = ahead.reshape(self.groups, -1)
         return F.normalize(ahead, dim=1).view_as(vector), ahead.norm(dim=1)[:, None, None]
 
@@ -104,17 +106,17 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class NormHold:
-    """Holds the matrices of a network at a spectral norm; queries, keys and values each on their own.
+    """Limits the spectral norms of the matrices of a network; queries, keys and values are separate matrices.
 
-    The scales of projections are held at ±norm likewise: they are diagonal matrices.
+    The scales of projections, which are diagonal matrices, are clipped to ±norm.
 
-    The norms may differ by the paths of the modules, such as ``{"*": 1.4, "*.fc1": 1.2, "*.q": 0.3, "*.k": 0.3}``: of
-    several patterns that match, the last one counts, and what none matches is free. A joint ``attn.qkv`` is
-    ``attn.q``, ``attn.k`` and ``attn.v``. Attention that is far from one-hot has a small second derivative, and that
-    of the scores is the product of the norms of queries and keys; and certificates see matrices in front of an
-    activation squared. Both are worth holding lower.
+    The limits may depend on the paths of the modules, such as ``{"*": 1.4, "*.fc1": 1.2, "*.q": 0.3, "*.k": 0.3}``. If
+    several patterns match, the last one counts; a matrix that no pattern matches is free. A joint ``attn.qkv`` has the
+    paths ``attn.q``, ``attn.k`` and ``attn.v``. Smaller limits are worthwhile for queries and keys, since the second
+    derivative of the scores is the product of their norms, and for matrices before an activation, whose norms enter a
+    certificate squared.
 
-    The norms are estimated by power iteration with a vector kept from call to call, one step a call, so they are held
+    The norms are estimated by power iteration, one step per call, with vectors kept between calls. So the limits hold
     up to the error of that estimate.
 
     Args:
@@ -122,7 +124,7 @@ class NormHold:
         norm: the largest norm allowed, or several by patterns as in :mod:`fnmatch`.
 
     Raises:
-        InputError: a pattern that matches no matrix and no projection, or a matrix that is parametrised.
+        InputError: a pattern matches no matrix and no projection, or a matrix is parametrised.
     """
 
     def __init__(self, model: nn.Module, norm: MaxNorm = 1.0):
@@ -136,18 +138,18 @@ class NormHold:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """One step of power iteration for each matrix; those found too large are divided by their excess."""
+        """Makes one step of power iteration for each matrix, and scales matrices above their limits down to them."""
         for scale, norm in self.scales:
             scale.clamp_(-norm, norm)
         for index, (matrix, norm) in enumerate(zip(self.matrices, self.norms, strict=True)):
             vector, found = matrix.power(self.vectors[index])
-            if bool((found > 0).all()):  # a matrix of zeros leads nowhere
+            if bool((found > 0).all()):  # the vector of a matrix of zeros would become zero
                 self.vectors[index] = vector
             matrix.value().div_((found / norm).clamp_min(1.0))
 
 
 def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]], list[tuple[nn.Parameter, float]]]:
-    """The matrices and the scales of projections that are held, each with its largest norm, see :class:`NormHold`."""
+    """The matrices and the scales of projections with a limit, each with this limit; see :class:`NormHold`."""
     wanted = norm if isinstance(norm, Mapping) else {"*": norm}
     missed = set(wanted) - {"*"}
     held: list[tuple[Matrix, float]] = []
@@ -163,7 +165,7 @@ def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]]
         for largest in norms_at(matrix.path):
             if matrix.name not in matrix.module._parameters:
                 raise InputError(
-                    f"{matrix.path} computes its weight from others (a parametrisation), so max_norm cannot hold it; "
+                    f"{matrix.path} computes its weight from others (a parametrisation), so max_norm cannot limit it; "
                     "leave it out by a pattern, or remove the parametrisation"
                 )
             held.append((matrix, largest))
@@ -176,14 +178,14 @@ def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]]
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, SmoothProject | LayerProject]]:
-    """The projections that stand in place of LayerNorm, by their paths."""
+    """The paths and modules of the projections that replace LayerNorm."""
     for path, module in _named(model):
         if isinstance(module, (SmoothProject, LayerProject)):
             yield path, module
 
 
 def hold_projections(model: nn.Module, radius: float) -> None:
-    """Gives all projections one radius and a scale of 1 that is not trained, for training from random weights."""
+    """Gives all projections one radius and a frozen scale of 1, for training from random weights."""
     for _, module in projections(model):
         module.radius.fill_(radius)
         module.weight.data.fill_(1.0)

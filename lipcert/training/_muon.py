@@ -15,22 +15,21 @@ _ROUNDS = 5
 class Muon(torch.optim.AdamW):
     """Muon for matrices, AdamW for all other parameters.
 
-    The momentum G = U S Vᵀ of a matrix is replaced by U Vᵀ, so that an update moves all its singular values alike;
-    where norms are held, that spends the norm on all directions. Queries, keys and values are matrices of their own,
-    and a convolution is its flattened kernel. Updates have the size that those of AdamW have, so both go by one
-    learning rate.
+    The momentum G = U S Vᵀ of a matrix is replaced by U Vᵀ, so that an update changes all its singular values equally.
+    With a limit on the norm, all directions then use it. Queries, keys and values are separate matrices, and a
+    convolution is its flattened kernel. Updates have the size of those of AdamW, so both use the same learning rate.
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), with the factor of Liu et
-    al., "Muon is scalable for LLM training" (arXiv 2502.16982), equation 4. The libraries' own take bfloat16, which is
-    slow on processors without it.
+    al., "Muon is scalable for LLM training" (arXiv 2502.16982), equation 4. Implementations in libraries compute in
+    bfloat16, which is slow on processors without support for it.
 
     Args:
-        parameters: all that is trained.
-        matrices: which of them, or of their parts, are matrices.
+        parameters: all trained parameters.
+        matrices: the matrices among them, or among their parts.
         lr: the learning rate.
-        weight_decay: of the matrices. As updates move all directions alike, it is what keeps those small that nothing
-            is learned in: certificates pay for them.
-        dtype: in which updates are made orthogonal; that of the parameters by default.
+        weight_decay: the weight decay of the matrices. Updates change all directions equally; the decay keeps those
+            small in which nothing is learned, which would make certificates worse.
+        dtype: the type in which updates are made orthogonal; that of the parameters by default.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update by the gradients in the parameters; those of matrices are taken away."""
+        """One update by the gradients in the parameters; the gradients of matrices are cleared."""
         group = self.param_groups[0]
         ahead: dict[nn.Parameter, Tensor] = {}
         for matrix in self.matrices:
@@ -70,9 +69,9 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Nearly U Vᵀ of matrices U S Vᵀ, shape (N, rows, columns): singular values go to 0.7 to 1.2.
+    """An approximation of U Vᵀ for matrices U S Vᵀ, shape (N, rows, columns), with singular values from 0.7 to 1.2.
 
-    Five rounds of the quintic iteration of Jordan et al.; a matrix of zeros stays one.
+    Five steps of the quintic iteration of Jordan et al.; a matrix of zeros stays zero.
     """
     high = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if high else matrices
