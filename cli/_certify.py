@@ -28,6 +28,7 @@ from ._options import (
     out,
 )
 from ._parse import parse_shard, read_names
+from ._print import start
 
 FORMS = ("github",)
 
@@ -90,6 +91,7 @@ def certify(
     several_models = models_file is not None or len(names) > 1
     if several_models and checkpoint is not None:
         raise InputError("--checkpoint holds weights of one model; certify several one by one")
+    start()
     from . import _certifying
 
     _certifying.run(

@@ -314,7 +314,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
                 f"{tally.seconds:.1f}",
             ]
         )
-    print_table(columns, rows)
+    print_table(columns, rows, optional=("seconds", "Lipschitz bound"))
     say(f"next: {_next(plan, out)}")
 
 

@@ -27,7 +27,7 @@ from ._options import (
     out,
 )
 from ._output import check_out, default_name
-from ._print import busy, command, percent, print_facts, print_json, print_table, progress, say, upper
+from ._print import busy, command, percent, print_facts, print_json, print_table, progress, say, start, upper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,7 @@ def constrain(
 ) -> None:
     """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
     asked, asked_pixels = settings(), pixels()
+    start()
     from lipcert.artifact import save
     from lipcert.certvit import constrain as constrain_model
     from lipcert.certvit.images import EVERY
@@ -71,7 +72,7 @@ def constrain(
         loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
         asked_pixels.apply(loaded)
         path = out or default_name(str(source), "constrained")
-        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, force)
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit)
         if images.note is not None:
             say(f"note: {images.note}")
@@ -128,9 +129,9 @@ def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
 def _print_report(report: "ConstraintReport", source: str, path: Path, data: str | None) -> None:
     for remark in report.remarks:
         say(f"note: {remark}")
-    print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers])
+    print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers], optional=_LESS)
     print_table(
-        ("network", "sum of log10 norms", "Lipschitz bound", "accuracy", "top class kept"),
+        ("network", "Σ log10 norms", "Lipschitz bound", "accuracy", "top class kept"),
         [
             _network_row("before", report.before),
             *(_network_row(f"baseline {name}", figures) for name, figures in report.baselines.items()),
@@ -146,7 +147,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, data: str
             ("images", f"{report.images}, and {report.held_out} held out: on these accuracy and top class"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
-            ("next", command("certify", path, *(["--data", data] if data else []), "--eps", "36/255")),
+            ("next", command("certify", path, *(["--data", "TEST"] if data else []), "--eps", "36/255")),
         ]
     )
 
@@ -165,6 +166,7 @@ _LAYER_COLUMNS = (
     "s",
     "status",
 )
+_LESS = ("s", "steps", "zeros", "(rescale)", "(clip)", "error")
 
 
 def _layer_row(layer: "LayerConstraint") -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from ._options import (
     out,
 )
 from ._output import check_out, default_name
-from ._print import busy, command, print_facts, print_json, progress, say, upper
+from ._print import busy, command, print_facts, print_json, progress, say, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound
@@ -83,6 +83,7 @@ def convert(
     for name, value in ways.items():
         one_of(name, value, _CHOICES[name])
     asked = pixels()
+    start()
     from lipcert.artifact import save
     from lipcert.data import open_images
     from lipcert.surgery import convert as convert_model
@@ -92,7 +93,7 @@ def convert(
     loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
     asked.apply(loaded)
     path = out or default_name(loaded.source.get("name", model))
-    check_out(path, [Path(model), *([checkpoint] if checkpoint else [])], loaded, force)
+    check_out(path, [Path(model), *([checkpoint] if checkpoint else [])], loaded, "convert", force)
     images, origin = None, {}
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES)

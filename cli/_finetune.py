@@ -24,6 +24,7 @@ from ._options import (
     options_of,
     out,
 )
+from ._print import start
 
 _IMAGES = "Options of the training images"
 
@@ -80,6 +81,7 @@ def finetune(
         raise InputError(f"--batch-size must be at least 1 image, got {batch_size}")
     if not 0 < mix_ratio < 1:
         raise InputError(f"--mix-ratio is a share of a batch between 0 and 1, got {mix_ratio}")
+    start()
     from . import _finetuning
 
     _finetuning.run(

@@ -78,7 +78,7 @@ def run(
         loaded = load_model(model, checkpoint, **loading)
         pixels.apply(loaded)
         path = out or default_name(str(source), "finetuned")
-        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, force)
+        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, "finetune", force)
         unfinished = path.with_name(f"{path.name}.checkpoint")
         check_trainable(loaded, asked)
         images = open_images(of.data, loaded, limit=of.limit)

@@ -10,7 +10,7 @@ from lipcert._preprocessing import Preprocessing
 
 from ._errors import one_line_errors
 from ._options import AsJson, Checkpoint, Device, ModelArgs, ModelName, NoPretrained, options_of
-from ._print import command, lower, print_facts, print_json, print_table, progress, upper
+from ._print import command, lower, print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound, LayerBound
@@ -39,6 +39,7 @@ def inspect(
 ) -> None:
     """Show the Lipschitz budget: the operations on the path from pixels to logits that decides the bound."""
     asked = pixels()
+    start()
     from lipcert.bounds import lipschitz
 
     from ._loading import load_model

@@ -49,14 +49,11 @@ def models(
         print_json([_record(one) for one in found])
         return
     rows = [_row(one) for one in found]
+    print_table(_COLUMNS, rows, optional=("family",))
     if not sys.stdout.isatty():
-        print_table(_COLUMNS, rows)
         say(summary(found))
         say(_next(found))
         return
-    family_at = _COLUMNS.index("family")  # which would not fit on 80 columns beside the names
-    narrow = [row[:family_at] + row[family_at + 1 :] for row in (_COLUMNS, *rows)]
-    print_table(narrow[0], narrow[1:])
     for line in (*_reasons(found), summary(found), _next(found)):
         print(line)
 

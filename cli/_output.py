@@ -19,8 +19,8 @@ def default_name(source: str, step: str = "") -> Path:
     return Path(f"{safe}{'.' + step if step else ''}.lipcert.safetensors")
 
 
-def check_out(path: Path, inputs: list[Path], model: "Model", force: bool = False) -> None:
-    """Refuses to write over the model's own file, and, unless forced, over all but artifacts of its architecture.
+def check_out(path: Path, inputs: list[Path], model: "Model", step: str, force: bool = False) -> None:
+    """Refuses to write over the model's own file, and, unless forced, over what a run of this step would not make.
 
     Raises:
         InputError: saying which, or that there can be no such folder.
@@ -29,7 +29,7 @@ def check_out(path: Path, inputs: list[Path], model: "Model", force: bool = Fals
 
     if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):
         raise InputError(f"{path} is the model's own file, which stays as it is; give another --out")
-    check_free(path, model.source.get("name"), force)
+    check_free(path, model, force, step)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

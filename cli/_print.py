@@ -1,6 +1,7 @@
 """What people and pipes see: tables on a terminal, plain lines elsewhere, JSON for programs, bars while they wait."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -54,12 +55,25 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     print_table((), facts)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; lines with tabs in a pipe, the first of them the column names if there are any."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> None:
+    """A table on a terminal; lines with tabs in a pipe, the first of them the column names if there are any.
+
+    Args:
+        columns: their names; none for a table without a head.
+        rows: the cells, as many as there are columns.
+        optional: columns that a terminal which is too narrow does without, the first of them first.
+    """
     if not sys.stdout.isatty():
         for row in [columns, *rows] if columns else rows:
             print("\t".join(row))
         return
+    whole = [columns, *rows]
+    width = shutil.get_terminal_size().columns
+    without = [optional[:n] for n in range(len(optional) + 1)]
+    left_out = next((names for names in without if _width(_without(whole, names)) <= width), optional)
+    columns, *rows = _without(whole, left_out)
+    if left_out:
+        say(f"note: this terminal is too narrow for {', '.join(left_out)}; --json has them")
     from rich import box  # takes as long as all else
     from rich.console import Console
     from rich.table import Table
@@ -70,6 +84,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False).print(table)
+
+
+def _without(table: Sequence[Sequence[str]], names: Sequence[str]) -> list[list[str]]:
+    """A table, its head first, without some of its columns."""
+    kept = [i for i in range(len(table[-1])) if not table[0] or table[0][i] not in names]
+    return [[row[i] for i in kept] if row else [] for row in table]
+
+
+def _width(table: Sequence[Sequence[str]]) -> int:
+    """How wide a table is where no cell is broken: a space at each end, three between columns."""
+    return sum(max(map(len, column)) + 3 for column in zip(*(row for row in table if row), strict=True)) - 1
 
 
 Update = Callable[..., None]
@@ -103,6 +128,12 @@ def busy(what: str) -> Iterator[None]:
     """A turning sign on standard error while the block runs, if that is a terminal."""
     with progress(what):
         yield
+
+
+def start() -> None:
+    """Imports torch and timm, which takes seconds: a command calls it when its options are read and checked."""
+    with busy("importing torch"):
+        importlib.import_module("lipcert.loading")
 
 
 def upper(log10: float) -> str:

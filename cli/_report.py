@@ -70,7 +70,8 @@ def report(
         print_facts(facts(runs[0], at))
     else:
         columns, rows = overview(runs, at)
-        print_table(columns[:-1], [row[:-1] for row in rows])  # the model's name stands on the page
+        names = [row[:-1] for row in rows]  # the model's name stands on the page
+        print_table(columns[:-1], names, optional=("δ", "images", "95 %"))
         say(OVERVIEW)
     if sys.stdout.isatty():
         print(text_plot(runs))

@@ -19,7 +19,7 @@ from ._options import (
     complete_data,
     complete_model,
 )
-from ._print import command, complain, print_facts, print_json, progress, say
+from ._print import command, complain, print_facts, print_json, progress, say, start
 
 SAMPLE = 16
 
@@ -55,6 +55,7 @@ def verify(
     """Compute results again from the model and the images; exit with 1 if something in them does not stand."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
+    start()
     from lipcert.data import open_images
     from lipcert.results import read_run
     from lipcert.results.verify import attack_of, check_model

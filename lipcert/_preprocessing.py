@@ -135,7 +135,7 @@ def in_words(known: Mapping[str, Any]) -> str:
         elif resized is not None and not squashed:
             steps += ", crop what is longer"
         kind = f", {known['interpolation']}" if resized else ""
-        numbers = [f"{name} {', '.join(f'{x:.4g}' for x in dict.fromkeys(known[name]))}" for name in ("mean", "std")]
+        numbers = [f"{name} {_channels(known[name])}" for name in ("mean", "std")]
         return f"{steps}{kind}; {'; '.join(numbers)}"
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         return "not stated"
@@ -161,6 +161,11 @@ def _sizes(known: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int,
         return None, (rows, columns), False
     resized = math.floor(rows / known["crop_pct"]), math.floor(columns / known["crop_pct"])
     return resized, (rows, columns), known["crop_mode"] == "squash"
+
+
+def _channels(numbers: Sequence[float]) -> str:
+    """A number for each channel, or one where all are equal."""
+    return ", ".join(f"{x:.4g}" for x in (numbers if len({*numbers}) > 1 else numbers[:1]))
 
 
 def _times(size: tuple[int, int]) -> str:

@@ -58,7 +58,8 @@ def save(
 
     Args:
         model: a model whose network timm can rebuild: loaded by name, converted or not.
-        path: the file; a complete new file atomically replaces an artifact of the same architecture.
+        path: the file; a complete new file atomically replaces an artifact of the same architecture, unless that was
+            constrained or fine-tuned and ``model`` was not.
         facts: further information about the model, such as its bound, as JSON values.
         force: whether to replace any other file too.
 
@@ -67,7 +68,7 @@ def save(
             exists, or the file cannot be written.
     """
     path, model = Path(path), checked(model)
-    check_free(path, model.source.get("name"), force)
+    check_free(path, model, force)
     _check_rebuilds(model)
     content = {
         "format": FORMAT,
@@ -112,8 +113,17 @@ def _half(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
     return next((half for half in _HALVES if all(torch.equal(v.to(half).to(v.dtype), v) for v in floats)), None)
 
 
-def check_free(path: Path, architecture: str | None, force: bool) -> None:
-    """Refuses to overwrite a file that is not an artifact, or that holds another architecture, unless ``force``.
+def check_free(path: Path, model: Model, force: bool, step: str | None = None) -> None:
+    """Refuses to overwrite a file that holds something else, unless ``force``.
+
+    Something else is what is not an artifact, another architecture, and a model that was constrained or fine-tuned
+    where the new one is not.
+
+    Args:
+        path: the file to write.
+        model: what is to be written there.
+        force: whether to overwrite all the same.
+        step: the step that the model is still to go through.
 
     Raises:
         InputError: there is such a file.
@@ -123,12 +133,17 @@ def check_free(path: Path, architecture: str | None, force: bool) -> None:
     way_out = "give another name, or replace it with force=True (--force)"
     if not is_artifact(path):
         raise InputError(f"{path} exists and is not a lipcert artifact; {way_out}")
+    architecture = model.source.get("name")
     try:
-        other = read_metadata(path)["source"].get("name")
+        content = read_metadata(path)
+        other, done = content["source"].get("name"), [known["step"] for known in content["recipe"]]
     except LoadError:
-        other = None
+        other, done = None, []
     if other != architecture:
         raise InputError(f"{path} holds {other or 'a damaged artifact'}, not {architecture}; {way_out}")
+    lost = {*done} - {"convert", step, *(known["step"] for known in model.recipe)}
+    if lost:
+        raise InputError(f"{path} holds a model after {', '.join(sorted(lost))}, and the new one is not; {way_out}")
 
 
 def _umask() -> int:

@@ -203,7 +203,7 @@ def _logits(model: Model, label: str) -> Tensor:
         raise
     except Exception as error:
         raise InputError(
-            f"{label} does not take images of shape {model.input_size}: {first_line(error)}; "
+            f"{label} does not take images of shape {model.input_size}: {first_line(error).rstrip('.')}; "
             "give input_size=, or img_size= where the timm model has it"
         ) from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipcert import artifact
-from lipcert.artifact import FORMAT, is_artifact, load_artifact, read_metadata, save, weights_hash
+from lipcert.artifact import FORMAT, check_free, is_artifact, load_artifact, read_metadata, save, weights_hash
 from lipcert.errors import InputError, LoadError
 from lipcert.loading import load
 from lipcert.surgery import convert
@@ -298,4 +298,15 @@ def test_other_files_are_replaced_only_by_force(tmp_path):
     save(model, path)  # the same architecture
     with pytest.raises(InputError, match="holds vit_tiny_patch16_224, not test_vit"):
         save(load("test_vit", pretrained=False), path)
+    trained = tiny()
+    trained.recipe.append({"step": "finetune", "loss": "ce"})
+    check_free(path, model, False, "convert")
+    save(trained, path)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="holds a model after finetune, and the new one is not.*--force"):
+        save(model, path)
+    with pytest.raises(InputError, match="after finetune"):
+        check_free(path, model, False, "convert")
+    check_free(path, model, False, "finetune")
+    assert path.read_bytes() == before
     assert load_artifact(path).source == model.source

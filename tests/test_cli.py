@@ -467,6 +467,19 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
     assert "\t" not in text
 
 
+def test_tables_leave_columns_out_rather_than_break_names(monkeypatch, capsys):
+    columns, rows = ("layer", "steps", "norm"), [("blocks.0.attn.qkv", "25", "1.5"), ("blocks.0.attn.proj", "30", "2")]
+    for width, shown, said in ((33, True, ""), (32, False, "this terminal is too narrow for steps")):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+        _print.print_table(columns, rows, optional=("steps", "norm"))
+        head, _, *lines = [line for line in terminal.getvalue().splitlines() if line.strip()]
+        assert ("steps" in head) == shown
+        assert "norm" in head
+        assert [line.split()[0] for line in lines] == [row[0] for row in rows]
+        assert said in capsys.readouterr().err
+
+
 def test_messages_break_between_words(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

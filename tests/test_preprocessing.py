@@ -39,7 +39,7 @@ def run(*arguments, code=0):
 
 
 def test_words():
-    assert in_words(KNOWN) == "resize to 248×213, crop 224×192, bicubic; mean 0.5, 0.4; std 0.25"
+    assert in_words(KNOWN) == "resize to 248×213, crop 224×192, bicubic; mean 0.5, 0.4, 0.5; std 0.25"
     assert in_words({**KNOWN, "crop_pct": 1.0}).startswith("resize to 224×192, crop what is longer, bicubic; ")
     assert in_words({**KNOWN, "crop_pct": 1.0, "crop_mode": "squash"}).startswith("resize to 224×192, bicubic; ")
     assert in_words({**KNOWN, "crop_pct": None}).startswith("stored at that size; mean")

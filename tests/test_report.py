@@ -316,6 +316,39 @@ def test_text_plots_fit_a_terminal(results):
     assert "B other" in text_plot(two)
 
 
+def test_marks_of_text_plots_do_not_run_into_each_other(results):
+    close = (0.1, 0.101, 0.3)
+    runs = read_runs(
+        [
+            results(
+                name=f"r{eps}", eps=eps, eps_typed=str(eps), rows=[{**r, "certified": r["radius"] > eps} for r in ROWS]
+            )
+            for eps in close
+        ]
+    )
+    plot = text_plot(runs)
+    for eps in close:
+        assert re.search(rf"(\^ ε = {eps}|ε = {eps} \^)(\s|$)", plot), plot
+    assert max(map(len, plot.splitlines())) <= 78
+
+
+def test_without_an_image_predicted_right_there_is_no_median(results):
+    (run,) = read_runs([results(rows=[row(i, 0.2, correct=False) for i in range(3)])])
+    assert not [name for name, _ in _build.facts(run, []) if "median" in name]
+    columns, (cells,) = _build.overview([run], [(EPS, "0.1")])
+    assert cells[columns.index("radius")] == "–"
+
+
+def test_steps_stand_one_by_one_without_what_is_off(results):
+    recipe = [{"step": "convert", "seed": 0, "adaptation": False, "limit": None}, {"step": "finetune", "loss": "ce"}]
+    (run,) = read_runs([results(model={**SUMMARY["model"], "recipe": recipe, "weights_hash": "0" * 64})])
+    assert run.architecture == "vit(depth=2) → convert → finetune"
+    assert run.steps == [("convert", "seed=0"), ("finetune", "loss=ce")]
+    for text in (str(model_card([run])), _build.report([run]).text):
+        assert "| convert | seed=0 |" in text
+        assert "| finetune | loss=ce |" in text
+
+
 def test_names_are_escaped(results, tmp_path):
     name = "<b>&|_[x](y) $"
     (r,) = read_runs([results(name=name, command=None)])

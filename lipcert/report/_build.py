@@ -114,7 +114,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
     rows = []
     for value, typed in eps:
         for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
-            rows.append(row(run.name, run, value, typed, "–" if run.stopped else radius(run.median_radius or 0.0)))
+            rows.append(row(run.name, run, value, typed, _median(run) or "–"))
         for family in families(runs):
             rows.append(row("best σ", max(family, key=lambda run: run.certified_at(value)), value, typed, "–"))
     return columns, rows
@@ -168,11 +168,16 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
     }
 
 
+def _median(run: Run) -> str | None:
+    """The median radius; None for runs that stop at the verdict, and where no image is predicted right."""
+    return None if run.stopped or run.median_radius is None else radius(run.median_radius)
+
+
 def _others(run: Run) -> list[tuple[str, str]]:
     """The results that are not shares of the images."""
     found = []
-    if not run.stopped:
-        found.append((f"median radius{' of those right' if run.labelled else ''}", radius(run.median_radius or 0.0)))
+    if median := _median(run):
+        found.append((f"median radius{' of those right' if run.labelled else ''}", median))
     found += [("rigor", run.rigor), ("holds for", about(run))]
     if run.smoothed:
         found += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
@@ -328,6 +333,7 @@ def _made(run: Run) -> list[str]:
     data, bound = summary.get("data", {}), summary.get("bound") or {}
     rows = [
         ("model", run.architecture),
+        *run.steps,
         ("weights, SHA-256", run.weights_hash or "–"),
         ("images", f"{len(run)} of {data.get('images') or 'a stream'}, {_data_name(summary)}"),
         ("preprocessing", run.preprocessing),

@@ -120,6 +120,7 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     origin = [
         ("weights", f"{artifact.name if artifact else '–'}, SHA-256 {first.weights_hash or '–'}"),
         ("made from", str(data.base_model or "no model of a hub that is known")),
+        *first.steps,
         ("licence", str(data.license or "not stated")),
     ]
     parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]

@@ -53,22 +53,26 @@ def text_plot(runs: Sequence[Run], width: int = 78, height: int = 15) -> str:
 
 
 def _axis(runs: Sequence[Run], eps: Array) -> list[str]:
-    """Numbers under the axis, and a line with a caret under the ε of each run."""
+    """Numbers under the axis, and carets under the ε of each run, those side by side in one line that leave room."""
     ticks = [" "] * len(eps)
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = round(part * (len(eps) - 1))
         text = f"{eps[x]:.2g}"
         left = min(x, len(eps) - len(text))
         ticks[left : left + len(text)] = text
-    marks = [" "] * len(eps)
+    marks: list[list[str]] = []
     asked = {run.eps: run.eps_typed for run in runs}
     for value, typed in asked.items():
         x = min(int(np.searchsorted(eps, value)), len(eps) - 1)
         text = f"^ ε = {typed}"
         left = x if x + len(text) <= len(eps) else x - len(text) + 1
-        marks[left : left + len(text)] = text if left == x else f"ε = {typed} ^"
+        around = slice(max(0, left - 1), left + len(text) + 1)
+        line = next((line for line in marks if not "".join(line[around]).strip()), None)
+        if line is None:
+            marks.append(line := [" "] * len(eps))
+        line[left : left + len(text)] = text if left == x else f"ε = {typed} ^"
     indent = " " * (_MARGIN + 1)
-    return [indent + "".join(ticks).rstrip(), indent + "".join(marks).rstrip()]
+    return [indent + "".join(line).rstrip() for line in (ticks, *marks)]
 
 
 def _key(runs: Sequence[Run]) -> list[str]:

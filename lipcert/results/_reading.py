@@ -114,11 +114,19 @@ class Run(Tally):
 
     @property
     def architecture(self) -> str:
-        """timm's name of the network and its surgery steps."""
-        model = self.summary["model"]
-        parts = [(self.network, model.get("source", {}).get("arguments", {}))]
-        parts += [(str(step.get("step")), {k: v for k, v in step.items() if k != "step"}) for step in model["recipe"]]
-        return " → ".join(f"{name}({', '.join(_pairs(known))})" for name, known in parts)
+        """timm's name of the network with its arguments, and the names of the steps after it."""
+        arguments = ", ".join(_pairs(self.summary["model"].get("source", {}).get("arguments", {})))
+        return " → ".join([f"{self.network}({arguments})", *(name for name, _ in self.steps)])
+
+    @property
+    def steps(self) -> list[tuple[str, str]]:
+        """The steps of surgery and training: each with its settings, without those that are off or left to defaults."""
+        found = []
+        for step in self.summary["model"]["recipe"]:
+            known = {key: value for key, value in step.items() if key != "step" and value not in (None, [])}
+            on = {key: value for key, value in known.items() if value is not False}
+            found.append((str(step.get("step")), ", ".join(_pairs(on))))
+        return found
 
     @property
     def preprocessing(self) -> str:
@@ -254,6 +262,8 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
         InputError: if the rows belong to another run, are damaged or contradict themselves, or the file holds no
             results.
     """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give a file in it, such as --out {path / 'r.jsonl'}")
     if not os.path.exists(path) or not path.stat().st_size:
         return None
     if not os.path.exists(summary_path(path)):
