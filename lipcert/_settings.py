@@ -236,7 +236,7 @@ class CertifySettings:
     def __post_init__(self) -> None:
         plain(self)
         given, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
-        if not (isinstance(eps, Real) and math.isfinite(eps) and eps > 0):
+        if not (isinstance(eps, Real) and not isinstance(eps, bool) and math.isfinite(eps) and eps > 0):
             raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
         for one in fields(self):
             if one.metadata.get("choices"):

@@ -336,7 +336,7 @@ def _check_rebuilds(model: Model) -> None:
     if _structure(net) != _structure(model.net):
         raise InputError(
             f"the network is no longer {model.source['name']} with its recorded surgery, so a file cannot rebuild it; "
-            "change it with lipcert.convert only, or save its state_dict() yourself"
+            "change it with lipcert's functions only and save what they return, or save its state_dict() yourself"
         )
     if model.presumed and not _agrees(net, model):
         raise InputError(

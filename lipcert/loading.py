@@ -74,6 +74,8 @@ def load(
         model = _wrap(source, "the module", "the module", pixels, {}, {}, features)
         model.source, model.presumed = _presumed(source), True
         return model
+    if source is not None and not (isinstance(source, (str, os.PathLike)) and os.fspath(source)):
+        raise InputError(f"a model is a name, a file or a module, got {source!r}; the bundled one is lipcert.load()")
     name = os.fspath(resolve(source or "bundled"))
     if is_file(name):
         if is_artifact(name):

@@ -469,7 +469,7 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
 
 def test_tables_leave_columns_out_rather_than_break_names(monkeypatch, capsys):
     columns, rows = ("layer", "steps", "norm"), [("blocks.0.attn.qkv", "25", "1.5"), ("blocks.0.attn.proj", "30", "2")]
-    for width, shown, said in ((33, True, ""), (32, False, "this terminal is too narrow for steps")):
+    for width, shown, said in ((35, True, ""), (34, False, "this terminal is too narrow for steps")):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys, "stdout", terminal := Terminal())
         _print.print_table(columns, rows, optional=("steps", "norm"))

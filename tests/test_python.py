@@ -211,6 +211,36 @@ def test_a_smoothed_result(tmp_path, model, images) -> None:
     assert read_run(found.save(tmp_path / "r.jsonl")).smoothed
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_batch_sizes_that_are_none_are_refused(model, images, size) -> None:
+    with pytest.raises(InputError, match="batch_size is a number of images"):
+        lipcert.certify(model, images, batch_size=size, **GLORO)
+
+
+@pytest.mark.parametrize("source", ["", 3, True, b""])
+def test_load_takes_nothing_else_for_a_name(source) -> None:
+    with pytest.raises(InputError, match="a model is a name, a file or a module"):
+        lipcert.load(source)
+
+
+def test_eps_is_no_truth_value(model, images) -> None:
+    with pytest.raises(InputError, match="eps must be a positive number"):
+        lipcert.certify(model, images, eps=True, method="gloro")
+
+
+def test_a_result_without_images_shows_itself(model, images) -> None:
+    result = lipcert.certify(model, images[:0], torch.arange(0), **GLORO)
+    assert repr(result) == "<Result: 0 of 0 certified at 36/255>"
+    assert "<table>" in result._repr_html_()
+
+
+def test_a_result_is_not_saved_in_place_of_a_folder(tmp_path, expected, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, "."):
+        with pytest.raises(InputError, match="is a folder; give a file in it"):
+            expected.save(folder)
+
+
 def test_a_bound_prints_itself_in_three_lines(model) -> None:
     bound = lipcert.lipschitz(model)
     lines = repr(bound).splitlines()

@@ -318,15 +318,11 @@ def test_text_plots_fit_a_terminal(results):
 
 def test_marks_of_text_plots_do_not_run_into_each_other(results):
     close = (0.1, 0.101, 0.3)
-    runs = read_runs(
-        [
-            results(
-                name=f"r{eps}", eps=eps, eps_typed=str(eps), rows=[{**r, "certified": r["radius"] > eps} for r in ROWS]
-            )
-            for eps in close
-        ]
-    )
-    plot = text_plot(runs)
+    paths = []
+    for eps in close:
+        rows = [{**one, "certified": one["radius"] > eps} for one in ROWS]
+        paths.append(results(name=f"r{eps}", eps=eps, eps_typed=str(eps), rows=rows))
+    plot = text_plot(read_runs(paths))
     for eps in close:
         assert re.search(rf"(\^ ε = {eps}|ε = {eps} \^)(\s|$)", plot), plot
     assert max(map(len, plot.splitlines())) <= 78

@@ -59,13 +59,17 @@ class _Looked(Certificates):
     def __repr__(self) -> str:
         certified = int(self.certified.sum())
         what = f"{certified} of {len(self)} certified at {self.about.get('eps_typed', self.eps)}"
-        if (accuracy := self.certified_accuracy) is not None:
+        if len(self) and (accuracy := self.certified_accuracy) is not None:
             what += f", certified accuracy {100 * accuracy:.1f} %"
         return f"<{type(self).__name__}: {what}>"
 
     def _repr_html_(self) -> str:
         """A table of the first images, for notebooks."""
-        columns = [name for name in ("index", "label", "predicted", "radius", "certified", "method") if name in self[0]]
+        columns = [
+            name
+            for name in ("index", "label", "predicted", "radius", "certified", "method")
+            if len(self) and name in self[0]
+        ]
         lines = [f"<p>{html.escape(repr(self)[1:-1])}</p>", "<table><tr>"]
         lines += [*(f"<th>{name}</th>" for name in columns), "</tr>"]
         for row in self._rows()[:_SHOWN]:
@@ -183,6 +187,8 @@ def certify(
     """
     started = time.perf_counter()
     asked = settings_of(CertifySettings, **settings)
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise InputError(f"batch_size is a number of images, at least 1, got {batch_size!r}; or leave it out")
     model = checked(model)
     certifier = certifier_for(model, asked, batch=batch_size)
     smoothed = isinstance(certifier, Smoothing)

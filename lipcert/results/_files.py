@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lipcert.errors import InputError
-from lipcert.results._reading import read_earlier, summary_path
+from lipcert.results._reading import read_earlier, refuse_folder, summary_path
 from lipcert.results._statistics import Tally
 
 
@@ -61,6 +61,7 @@ class ResultFile:
             InputError: if the file holds something else, or cannot be written.
         """
         self.path = Path(path)
+        refuse_folder(self.path)
         self.summary_path = summary_path(self.path)
         self.description = dict(description)
         if self.path == self.summary_path or (os.path.exists(self.path) and not os.path.isfile(self.path)):

@@ -251,6 +251,12 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return runs
 
 
+def refuse_folder(path: Path) -> None:
+    """Raises InputError for a folder in place of a file for rows."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give a file in it, such as {path / 'r.jsonl'}")
+
+
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     """The rows that an earlier start of the same run left in a file; None if there is no file or it is empty.
 
@@ -262,8 +268,7 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
         InputError: if the rows belong to another run, are damaged or contradict themselves, or the file holds no
             results.
     """
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give a file in it, such as --out {path / 'r.jsonl'}")
+    refuse_folder(path)
     if not os.path.exists(path) or not path.stat().st_size:
         return None
     if not os.path.exists(summary_path(path)):
