@@ -36,7 +36,7 @@ def page() -> str:
             *_section("Attention that `--attention l2` replaces", "becomes", replaced),
             EXCEPTIONS,
             *_section("Attention that stays", "because", KEPT.items()),
-            *_section("Normalisations that `--norm project` or `smooth` replace", "become", projected),
+            *_section("Normalisations that `--norm project`, `smooth` or `lofast` replace", "become", projected),
             "An activation that is part of such a class stays behind the projection.\n",
             *_section("Normalisations that stay", "because", KEPT_NORMS.items()),
             *_section("Needs no surgery", "because", ((name, "linear in evaluation") for name in sorted(LINEAR_NORMS))),
@@ -47,7 +47,7 @@ def page() -> str:
 
 def _projections(how: str) -> list[str]:
     kind = "rms" if how.startswith("rms") else "group" if how == "group" else ""
-    return [forms[kind].__name__ for forms in PROJECTIONS.values()]
+    return list(dict.fromkeys(forms[kind].__name__ for forms in PROJECTIONS.values() if kind in forms))
 
 
 def _section(title: str, verb: str, rows: Iterable[tuple[str, str]]) -> list[str]:

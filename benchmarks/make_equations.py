@@ -39,7 +39,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         ("proposition 1", "√2 times the change of the logits", "lipcert.bounds._margins"),
         ("equations 10 to 28", "in place of them: constants of lipcert's own, which are tighter", _LOFAST),
         ("theorem 1, lemmas 1 and 2, equations 6, 8 and 10 to 28", "as published, to compare with", _PRINTED),
-        ("equation 29", "`LayerProject`", "lipcert.surgery._projections"),
+        ("equation 29", "`RmsLayerProject`, by `convert --norm lofast`", "lipcert.surgery._projections"),
     ),
     "LiResNet: Hu, Zou, Wang, Leino and Fredrikson, arXiv 2301.12549": (
         ("definition 1", "ε-local robustness", "lipcert.bounds._margins"),

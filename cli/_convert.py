@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 IMAGES = 64
 _CHOICES = {
     "attention": ("l2", "keep"),
-    "norm": ("keep", "project", "smooth"),
+    "norm": ("keep", "project", "smooth", "lofast"),
     "activation": ("keep", "clipped-relu", "maxmin", "clipped-maxmin"),
 }
 
@@ -57,7 +57,13 @@ def convert(
         str,
         typer.Option(help="l2: attention by distance, which is Lipschitz.", **choice(_CHOICES["attention"])),
     ] = "l2",
-    norm: Annotated[str, typer.Option(help="Projections in place of LayerNorm.", **choice(_CHOICES["norm"]))] = "keep",
+    norm: Annotated[
+        str,
+        typer.Option(
+            help="Projections in place of LayerNorm; lofast: of radius 1 before attention, to train again.",
+            **choice(_CHOICES["norm"]),
+        ),
+    ] = "keep",
     activation: Annotated[
         str, typer.Option(help="What to put in place of ReLU.", **choice(_CHOICES["activation"]))
     ] = "keep",

@@ -21,6 +21,7 @@ from lipcert.surgery import (
     LayerProject,
     LipConv2d,
     LipLinear,
+    RmsLayerProject,
     SmoothProject,
     convert,
     swap,
@@ -178,7 +179,7 @@ def test_the_position_bias_is_timms() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto"])
-@pytest.mark.parametrize("norm", ["keep", "project", "smooth"])
+@pytest.mark.parametrize("norm", ["keep", "project", "smooth", "lofast"])
 def test_swap_then_state_dict_rebuilds_the_model(name: str, norm: Any) -> None:
     model = small(name)
     attention: Any = "keep" if name.startswith("convnext") else "l2"
@@ -248,6 +249,38 @@ def test_calibration_helps() -> None:
         return float((new(x) - old(x)).norm() / old(x).norm())
 
     assert error(x) < 0.5 * error(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [("vit_tiny_patch16_224", "keep"), ("swin_tiny_patch4_window7_224", "l2")]
+)
+def test_projections_of_lofast_have_radius_1_before_attention(name: str, attention: Any) -> None:
+    model = convert(small(name), attention=attention, norm="lofast")
+    found = {path: m for path, m in model.named_modules() if isinstance(m, RmsLayerProject)}
+    first = [path for path in found if path.endswith(".norm1")]
+    assert len(first) >= 2
+    for path, module in found.items():
+        assert float(module.radius) == pytest.approx(1.0 if path in first else module.dim**0.5), path
+        assert module.bias is None
+        x = 3 * torch.randn(5, module.dim)
+        expected = x * (module.radius / x.norm(dim=1, keepdim=True)).clamp_max(1)
+        assert torch.allclose(module(x), expected, atol=1e-6)
+    before = {path: module.weight.clone() for path, module in found.items()}
+    labels = torch.zeros(4, dtype=torch.long)
+    lipcert.finetune(model, [(images(model), labels)], loss="ce", epochs=2)
+    assert all(torch.equal(module.weight, before[path]) for path, module in found.items())
+    if attention == "l2":
+        assert lipcert.lipschitz(model).finite
+
+
+def test_the_paper_on_lofast_has_no_projection_of_groups() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.LayerNorm(144), nn.Linear(144, 3)
+    )
+    model = convert(Model(net, mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8)), norm="lofast")
+    (kept,) = model.conversion.kept
+    assert (kept.path.split(".")[-1], kept.reason) == ("1", "lofast projects tokens, not groups of channels")
+    assert isinstance(model.net[4], RmsLayerProject)
 
 
 @pytest.mark.parametrize("norm", ["project", "smooth"])

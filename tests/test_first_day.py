@@ -85,7 +85,7 @@ def test_a_shell_completes_without_torch(folder) -> None:
     assert "vit_tiny_patch16_224" in completions("lipcert certify vit_tiny_patch16_2")
     assert completions("lipcert inspect min") == ["mine.safetensors"]
     assert completions("lipcert inspect bun") == ["bundled"]
-    assert completions("lipcert convert x --norm ") == ["keep", "project", "smooth"]
+    assert completions("lipcert convert x --norm ") == ["keep", "project", "smooth", "lofast"]
     assert "swin_transformer" in completions("lipcert models --family swin")
     assert "cuda" in completions("lipcert certify --device c")
     assert completions("lipcert certify --data im") == ["images/"]

@@ -706,6 +706,8 @@ CASES += [
     (surgery.L2SetAttention, image, _module(surgery.L2SetAttention(3, 1, arrangement="channels"))),
     (surgery.L2RotaryAttention, tokens, _module(surgery.L2RotaryAttention(4, 2))),
     (surgery.RmsLayerProject, tokens, _module(surgery.RmsLayerProject(4, radius=0.7))),
+    (surgery.RmsLayerProject, tokens, surgery.RmsLayerProject(4, radius=1.0, bias=False).double().eval()),
+    (surgery.RmsLayerProject, image, surgery.RmsLayerProject(3, 3**0.5, bias=False, channels_first=True).double()),
     (surgery.RmsSmoothProject, image, _module(surgery.RmsSmoothProject(3, radius=2.0, channels_first=True))),
     (surgery.GroupLayerProject, image, _module(surgery.GroupLayerProject(3, radius=0.7, groups=3))),
     (surgery.GroupSmoothProject, image, _module(surgery.GroupSmoothProject(3, radius=2.0))),

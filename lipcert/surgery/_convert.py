@@ -73,7 +73,10 @@ def convert(
         model: from :func:`lipcert.load`, or a timm module.
         attention: ``"l2"`` replaces dot-product attention by L2 attention if the class has such a form
             (:mod:`lipcert.surgery._table`); the report lists attention without one. ``"keep"`` keeps all attention.
-        norm: ``"project"`` or ``"smooth"`` replace LayerNorm, RMSNorm and GroupNorm by projections; ``"keep"`` keeps
+        norm: ``"project"`` or ``"smooth"`` replace LayerNorm, RMSNorm and GroupNorm by projections with radii and
+            weights from the images. ``"lofast"`` replaces LayerNorm and RMSNorm by the projection of that paper,
+            x·min(1, R/‖x‖) with R = 1 where the next module is attention and R = √d elsewhere, without centring, weight
+            and bias (:class:`lipcert.surgery.RmsLayerProject`); the network must be trained again. ``"keep"`` keeps
             them.
         images: unlabeled images in [0, 1], shape (N, C, H, W). The first 16 are used for calibration. The default is
             random images, which say little about the model on real images.
@@ -117,7 +120,7 @@ def convert(
         for edit in edits:
             applied.append(edit)
             swapped.append(edit.apply())
-        _calibrate(model, edits, fit[:_CALIBRATION_IMAGES])
+        _calibrate(model, edits, fit[:_CALIBRATION_IMAGES], norm)
         adapted = None if pretrained is None else adapt(model, pretrained, images, progress)
         after = _logits(model, images)
     except BaseException:
@@ -145,7 +148,7 @@ def convert(
     return model
 
 
-def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
+def _calibrate(model: Model, edits: list[Edit], images: Tensor, norm: Norm) -> None:
     """Runs the images through the model once; each new module is set from its input just before its first run."""
     waiting = {edit.new: edit for edit in edits if edit.new is not None}
 
@@ -157,7 +160,7 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor) -> None:
             calibrate_activation(module, inputs[0], first=edit is not None)
         elif edit is not None and isinstance(module, L2Attention):
             edit.initialise(inputs[0])
-        elif edit is not None:
+        elif edit is not None and norm != "lofast":
             calibrate_projection(module, edit.old, inputs[0])  # type: ignore[arg-type]
 
     handles = [module.register_forward_pre_hook(set_from_input) for module in list(waiting)]

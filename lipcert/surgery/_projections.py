@@ -108,8 +108,7 @@ class _Projection(nn.Module):
 class LayerProject(_Projection):
     """weight ∘ u + bias with u = h·min(1, R/‖h‖) for every centred token h: the projection onto the ball of radius R.
 
-    Source: Havens, Araujo, Zhang and Hu, ICML 2024, equation 29, which does not centre. The nearest point of a convex
-    set is 1-Lipschitz. Computed as h·R/max(‖h‖, R).
+    The nearest point of a convex set is 1-Lipschitz, see :class:`RmsLayerProject`. Computed as h·R/max(‖h‖, R).
     """
 
     def project(self, centred: Tensor) -> Tensor:
@@ -130,7 +129,14 @@ class SmoothProject(_Projection):
 
 
 class RmsLayerProject(LayerProject):
-    """:class:`LayerProject` without centring, in place of RMSNorm."""
+    """:class:`LayerProject` without centring: in place of RMSNorm, and in place of LayerNorm with ``norm="lofast"``.
+
+    With weight 1 and without bias this is the LayerProject of Havens, Araujo, Zhang and Hu, ICML 2024, equation 29: the
+    nearest point P(x) of the ball of radius R. ⟨x − P(x), u − P(x)⟩ ≤ 0 for every u in the ball. Adding this at x for
+    u = P(y) and at y for u = P(x) gives ‖P(x) − P(y)‖² ≤ ⟨x − y, P(x) − P(y)⟩, so P is 1-Lipschitz. Tokens of norm at
+    most R are not moved, and none behind P is longer than R: with n tokens, the matrix of tokens that attention gets
+    has a norm of at most √n·R.
+    """
 
     centred = False
 
@@ -188,6 +194,7 @@ class GroupSmoothProject(_GroupProjection, SmoothProject):
 PROJECTIONS: dict[str, dict[str, type[_Projection]]] = {
     "project": {"": LayerProject, "rms": RmsLayerProject, "group": GroupLayerProject},
     "smooth": {"": SmoothProject, "rms": RmsSmoothProject, "group": GroupSmoothProject},
+    "lofast": {"": RmsLayerProject, "rms": RmsLayerProject},
 }
 
 

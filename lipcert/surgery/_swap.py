@@ -22,7 +22,7 @@ from lipcert.surgery._projections import PROJECTIONS
 from lipcert.surgery._table import ATTENTIONS, NORMS, attention_reason, class_name, norm_reason
 
 Attention = Literal["l2", "keep"]
-Norm = Literal["keep", "project", "smooth"]
+Norm = Literal["keep", "project", "smooth", "lofast"]
 Activation = Literal["keep", "clipped-relu", "clipped-maxmin", "maxmin"]
 
 # Exact classes only: subclasses, such as timm's padded or standardised convolutions, may override ``forward``.
@@ -118,7 +118,8 @@ def swap(
     Args:
         net: the network, for example a timm model.
         attention: ``"l2"`` replaces the attention classes in :mod:`lipcert.surgery._table`; ``"keep"`` keeps them.
-        norm: ``"project"`` or ``"smooth"`` replace the normalisations in that table; ``"keep"`` keeps them.
+        norm: ``"project"``, ``"smooth"`` or ``"lofast"`` replace the normalisations in that table; ``"keep"`` keeps
+            them.
         activation: the replacement of every ``nn.ReLU``; ``"keep"`` keeps them.
         initialise: False skips the initial weights of new attention, if a state dict will be loaded.
 
@@ -142,7 +143,7 @@ def plan(
     if attention not in ("l2", "keep"):
         raise InputError(f"attention must be 'l2' or 'keep', got {attention!r}")
     if norm not in ("keep", *PROJECTIONS):
-        raise InputError(f"norm must be 'keep', 'project' or 'smooth', got {norm!r}")
+        raise InputError(f"norm must be 'keep', {', '.join(map(repr, PROJECTIONS))}, got {norm!r}")
     if activation not in ("keep", *ACTIVATIONS):
         raise InputError(f"activation must be 'keep', {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -162,6 +163,8 @@ def plan(
         reason = attention_reason(module) if attention == "l2" else None
         if reason is None and norm != "keep":
             reason = norm_reason(module)
+            if reason == "" and _form(module) not in PROJECTIONS[norm]:
+                reason = f"{norm} projects tokens, not groups of channels"
         if reason:
             kept.append(Kept(path, type(module).__name__, reason))
         if reason == "":
@@ -169,6 +172,10 @@ def plan(
                 new = _distance_attention(module)
             else:
                 new = _projection(module, norm, device)
+                if norm == "lofast":
+                    new = _of_lofast(
+                        new, before_attention=any(_before_attention(*place) for place in places.get(module, ()))
+                    )
                 after = [part for part in module.children() if not isinstance(part, nn.Identity)]
             inside_new.update(module.modules())
         elif type(module) is nn.ReLU and activation != "keep":
@@ -229,7 +236,7 @@ def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
         "device": reference.device,
         "dtype": reference.dtype,
     }
-    form: Any = PROJECTIONS[kind]["rms" if how.startswith("rms") else "group" if how == "group" else ""]
+    form: Any = PROJECTIONS[kind][_form(norm)]
     if how == "group":
         new = form(norm.num_channels, groups=norm.num_groups, **arguments)
     else:
@@ -239,3 +246,26 @@ def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
     if new.bias is not None:
         new.bias.data.copy_(norm.bias)
     return new.train(norm.training)
+
+
+def _form(norm: nn.Module) -> str:
+    """How a projection takes the place of a normalisation, as in ``PROJECTIONS``."""
+    how = NORMS[class_name(norm)]
+    return "rms" if how.startswith("rms") else "group" if how == "group" else ""
+
+
+def _before_attention(parent: nn.Module, name: str) -> bool:
+    """Whether the next child of the parent, but for identities, is attention."""
+    names = list(parent._modules)
+    later = (parent._modules[each] for each in names[names.index(name) + 1 :])
+    following = next((child for child in later if child is not None and not isinstance(child, nn.Identity)), None)
+    return following is not None and attention_reason(following) is not None
+
+
+def _of_lofast(projection: Any, *, before_attention: bool) -> Any:
+    """Equation 29 of LoFAST: a radius of 1 before attention and of √d elsewhere, weight 1 that is not trained."""
+    projection.bias = None
+    projection.weight.data.fill_(1.0)
+    projection.weight.requires_grad_(False)
+    projection.radius.fill_(1.0 if before_attention else projection.dim**0.5)
+    return projection
