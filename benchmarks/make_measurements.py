@@ -250,7 +250,7 @@ convolution, {minutes["noisy"]:.1f} CPU minutes of training under noise, from th
 {known["anchored"]["images"]} test images. So few images show the cost; the shares are uncertain by 20 points and more.
 The first table has networks that were trained for longer.
 """
-    return "\n".join([head, *_table(columns, rows), ""])
+    return "\n".join([head, *table(columns, rows), ""])
 
 
 def _variants(found: Any) -> str:
@@ -267,7 +267,7 @@ def _variants(found: Any) -> str:
 draws at sigma 0.25, soft outputs with their variance taken as known, the most that a Lipschitz constant can say of it:
 """
     pace = "Noisy images per processor second, random weights:\n"
-    tables = (_table(["what is counted", accuracy], rows), _table(["network", "plain", "`--channels-last`"], layout))
+    tables = (table(["what is counted", accuracy], rows), table(["network", "plain", "`--channels-last`"], layout))
     return "\n".join([head, *tables[0], "", pace, *tables[1]])
 
 
@@ -297,10 +297,10 @@ def _memory() -> str:
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], text: str) -> str:
-    return "\n".join([f"## {title}\n", *_table(columns, rows), *(["", text] if text else [""])])
+    return "\n".join([f"## {title}\n", *table(columns, rows), *(["", text] if text else [""])])
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in [columns, ["---"] * len(columns), *rows]]
 
 

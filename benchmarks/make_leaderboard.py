@@ -1,0 +1,139 @@
+"""The page of certified networks for CIFAR-10: ours from ``benchmarks/results``, the literature's with their sources.
+
+python -m benchmarks.make_leaderboard
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.make_measurements import read, table
+from benchmarks.papers.recipes import CIFAR, EPS
+from benchmarks.papers.tables import find
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "leaderboard.md"
+HEAD = f"""# Leaderboard: CIFAR-10, ℓ2, ε = {EPS}
+
+Certified accuracy is the share of test images that are classified correctly and whose class no perturbation of ℓ2 norm
+up to ε changes, with pixels in [0, 1]. Made by `benchmarks/make_leaderboard.py`. Networks of lipcert stand with the
+measurement that they are from; their training minutes are those of one core. All others are as their sources report
+them, on the whole test set; nothing of them was run again.
+"""
+FOOT = """
+- *global*: a Lipschitz constant of the whole network; *local*: one that holds near the image; *1-Lipschitz*: layers
+  that cannot have a larger constant by construction. All three hold for every perturbation up to ε.
+- *anchored*: the certificate on [its own page](anchored.md). It holds with the failure probability that is stated.
+- *smoothed*: randomized smoothing. What is certified is the class that the network gives most often under noise, and
+  not the network itself; each verdict holds with probability 0.999. These rows are not comparable with the others.
+- *no bound*: the product that CertViT computes for vision transformers leaves out some of their operations.
+- "DDPM": trained with images of a diffusion model in addition.
+"""
+_KINDS = {
+    "BCOP": "1-Lipschitz", "Cayley": "1-Lipschitz", "SOC": "1-Lipschitz", "CPL": "1-Lipschitz", "SLL": "1-Lipschitz",
+    "GloRo": "global", "LMT": "global", "LiResNet": "global", "CertViT": "global", "Local-Lip": "local",
+    "BCP": "local", "IBP": "intervals", "CROWN-IBP": "linear relaxation", "CAP": "linear relaxation",
+    "ReLU-Stability": "verification",
+}  # fmt: skip
+_NO_BOUND = "CertViT ViT"
+_SOURCES = {  # paper and table, and the rows that it is the first to report
+    ("liresnet", "1"): ("Hu et al. 2023, table 1", ("",)),
+    ("local-lip", "2"): ("Huang et al. 2021, table 2", ("",)),
+    ("certvit", "1"): ("Gupta and Verma 2023, table 1", ("CertViT",)),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the page; shares in percent.
+
+    Attributes:
+        name: the network.
+        kind: of certificate.
+        clean: accuracy without perturbation.
+        attacked: accuracy under PGD, or None.
+        certified: certified accuracy.
+        parameters: in millions, or None.
+        images: how many were certified.
+        training: CPU minutes, or None.
+        source: paper and table, or the file of the measurement.
+    """
+
+    name: str
+    kind: str
+    clean: float
+    attacked: float | None
+    certified: float
+    source: str
+    parameters: float | None = None
+    images: str = "all"
+    training: float | None = None
+
+
+def page() -> str:
+    """The page as Markdown, the highest certified accuracy first."""
+    entries = sorted((*_of_papers(), *_ours()), key=lambda entry: -entry.certified)
+    columns = ("network", "certificate", "clean", "PGD", "certified", "parameters", "images", "training", "source")
+    rows = [
+        (
+            entry.name, entry.kind, *map(_percent, (entry.clean, entry.attacked)), f"**{_percent(entry.certified)}**",
+            "–" if entry.parameters is None else f"{entry.parameters:.3g} M", entry.images,
+            "–" if entry.training is None else f"{entry.training:.0f} min", entry.source,
+        )
+        for entry in entries
+    ]  # fmt: skip
+    return "\n".join((HEAD, *table(columns, rows), FOOT))
+
+
+def _of_papers() -> Iterator[Entry]:
+    for (paper, number), (source, first) in _SOURCES.items():
+        found = find(paper, number)
+        for row in found.rows:
+            name = row.name.split(", ", 1)[-1]
+            if row.data != CIFAR or row.eps != EPS or name.startswith("Standard") or not name.startswith(first):
+                continue
+            figures = dict(zip(found.columns, row.paper, strict=False))
+            clean, certified = figures["clean"], figures["certified"]
+            if clean is None or certified is None:
+                continue
+            count = figures.get("parameters")
+            parameters = count / 1e6 if count else figures.get("parameters in millions")
+            kind = (
+                "no bound" if name == _NO_BOUND else next(_KINDS[known] for known in _KINDS if name.startswith(known))
+            )
+            yield Entry(name, kind, clean, figures.get("pgd"), certified, source, parameters)
+
+
+def _ours() -> Iterator[Entry]:
+    residual = read("liresnet_cifar")
+    zoo = {row["name"]: row for row in json.loads((ROOT / "lipcert" / "assets" / "certified.json").read_text())}
+    yield Entry(
+        "**lipcert** `cifar10-liresnet`", "global", 100 * residual["clean"], 100 * zoo["cifar10-liresnet"]["attacked"],
+        100 * residual["certified"][EPS], "`liresnet_cifar.json`", zoo["cifar10-liresnet"]["parameters"] / 1e6,
+        f"{residual['images']:,}", sum(epoch["seconds"] for epoch in residual["epochs"]) / 60,
+    )  # fmt: skip
+    vit = read("certified_accuracy")
+    yield Entry(
+        "**lipcert** ViT with dot-product attention, 2 blocks", "anchored, 1 in 10⁹ fails", 100 * vit["clean"],
+        100 * vit["pgd"], 100 * vit["certified"], "`certified_accuracy.json`", vit["parameters"] / 1e6,
+        f"{vit['images']:,}",
+    )  # fmt: skip
+    both = read("both_kinds")
+    found = both["certificates"]["smoothing"]
+    yield Entry(
+        "**lipcert** ViT of 2 blocks, trained under noise", "smoothed, σ = 0.25", 100 * found["right"], None,
+        100 * found["certified"][EPS], "`both_kinds.json`", None, f"{found['images']:,}",
+        both["training, cpu minutes"]["noisy"],
+    )  # fmt: skip
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1f} %"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")
