@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 import lipcert
 from lipcert._estimate import Estimated, Estimator, estimating
@@ -264,3 +266,62 @@ def test_parametrised_layers_train_and_certify(parametrised: Callable[[nn.Module
         exact = torch.where(slopes > 0, (best - logits) / slopes, torch.inf).amin(1)
     assert (result.radius <= exact * (1 + 1e-5)).all()
     assert (result.radius >= exact * 0.99).all()
+
+
+def scales(weight: Tensor, q: Tensor) -> Tensor:
+    """t_i = 1 / Σ_j |W Wᵀ|_ij e^(q_j − q_i): Wᵀ diag(t) W ≤ I (Araujo et al., ICLR 2023, arXiv 2303.03169)."""
+    return 1 / ((weight @ weight.T).abs() * (q - q[:, None]).exp()).sum(1)
+
+
+class SllScaled(nn.Module):
+    """As a parametrisation: diag(√t) W, of norm at most 1."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.q = nn.Parameter(torch.zeros(rows))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return scales(weight, self.q).sqrt()[:, None] * weight
+
+
+class SllBlock(nn.Module):
+    """x − 2 Wᵀ diag(t) ReLU(W x + b), the SDP-based Lipschitz layer, of constant at most 1."""
+
+    def __init__(self, dim: int, inner: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inner, dim) / dim**0.5)
+        self.bias, self.q = nn.Parameter(torch.zeros(inner)), nn.Parameter(torch.zeros(inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = (x @ self.weight.T + self.bias).relu() * scales(self.weight, self.q)
+        return x - 2 * inner @ self.weight
+
+
+def scaled_linear() -> nn.Module:
+    layer = nn.Linear(16, 12)
+    register_parametrization(layer, "weight", SllScaled(12))
+    return layer
+
+
+@pytest.mark.parametrize("loss", ["emma", "anchored"])
+@pytest.mark.parametrize("first", [scaled_linear, lambda: SllBlock(16, 8)], ids=["parametrised", "block"])
+def test_sdp_based_lipschitz_layers_train_and_certify(first: Callable[[], nn.Module], loss: Any) -> None:
+    """Weights, biases and q are trained, and an attack finds nothing inside a radius, which lipcert would refuse."""
+    torch.manual_seed(0)
+    layer = first()
+    net = nn.Sequential(nn.Flatten(), layer, nn.ReLU(), nn.Linear(12 if isinstance(layer, nn.Linear) else 16, 3))
+    model = lipcert.load(net, mean=(0.5,), std=(0.25,), input_size=(1, 4, 4))
+    images, labels = torch.rand(8, 1, 4, 4), torch.randint(3, (8,))
+    before = [p.detach().clone() for p in model.parameters()]
+    lipcert.finetune(model, [(images, labels)], 0.1, loss=loss, epochs=2, lr=0.05)
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    with torch.no_grad():
+        jacobian = torch.autograd.functional.jacobian(layer, torch.randn(16))
+    assert torch.linalg.matrix_norm(jacobian, 2) <= 1 + 1e-6
+    gains = [entry.log10_gain for entry in lipcert.lipschitz(model).layers if entry.path.startswith("net.1")]
+    if isinstance(layer, nn.Linear):
+        assert gains
+        assert max(gains) <= 1e-6
+    for method in ("gloro", "anchored"):
+        result = lipcert.certify(model, images, labels, eps=0.05, method=method, attack="pgd")
+        assert (result.radius > 0).all()
