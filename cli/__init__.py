@@ -1,4 +1,4 @@
-"""The command ``lipcert``: reads arguments, calls the package, prints. No mathematics lives here."""
+"""The command ``lipcert``: reads arguments, calls the package, prints. It contains no mathematics."""
 
 import importlib
 import os
@@ -31,8 +31,8 @@ def options(
             "--import",
             metavar="MODULE",
             envvar="LIPCERT_IMPORT",
-            help="A Python module to import first, from this folder or installed: it registers timm models or rules "
-            "of your own. May be given several times.",
+            help="A Python module to import first, from this folder or installed, which registers your own timm "
+            "models or rules. May be given several times.",
             show_default=False,
         ),
     ] = None,
@@ -40,13 +40,13 @@ def options(
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Certifies timm image classifiers against l2 perturbations, and changes them so that more predictions hold."""
+    """Certify timm image classifiers against l2 perturbations, and change them for larger certified radii."""
     if modules:
         sys.path.append(os.getcwd())
     for name in modules or ():
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever the code of a user raises
+        except Exception as error:  # the user's code may raise anything
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise InputError(f"--import {name} failed with {reason}; it must be importable from this folder") from error
 

@@ -1,4 +1,4 @@
-"""Bars on a terminal: what is being done, how far it is, how fast it goes and how long the rest takes."""
+"""Progress bars on a terminal: the current task, its progress, its speed and the time left."""
 
 import math
 from datetime import timedelta
@@ -9,23 +9,22 @@ from rich.text import Text
 
 
 def bars() -> Progress:
-    """An empty set of bars, to be used as a context; they are gone when it ends."""
+    """A context for progress bars, which disappear at its end."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), Bar(bar_width=10), Pace())  # fits into 80 columns
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 class Bar(BarColumn):
-    """A bar where the total is known; without one the turning sign says enough."""
+    """A bar if the total is known; otherwise only the spinner."""
 
     def render(self, task: Task) -> object:  # type: ignore[override]
         return Text() if task.total is None and not task.completed else super().render(task)
 
 
 class Pace(ProgressColumn):
-    """What is done of how much; how many a second, or seconds each, and how long the rest takes.
+    """The progress, the speed and the time left; the time since the start if the speed or the total is unknown.
 
-    The speed is that since the start, for images come in blocks. Where nothing is done yet, or the total is not known,
-    the time since the start stands in place of the rest.
+    The speed is the mean since the start, because images are finished in blocks.
     """
 
     def render(self, task: Task) -> Text:

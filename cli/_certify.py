@@ -45,15 +45,17 @@ def certify(
     ] = None,
     data: Data = None,
     attack: Annotated[
-        bool, typer.Option("--attack", help="Look for perturbations that do change predictions, by PGD.")
+        bool, typer.Option("--attack", help="Search for perturbations that change predictions, by PGD.")
     ] = False,
     autoattack: Annotated[
-        bool, typer.Option("--autoattack", help="Look for them by AutoAttack: pip install 'lipcert[attack]'.")
+        bool, typer.Option("--autoattack", help="Search for them by AutoAttack: pip install 'lipcert[attack]'.")
     ] = False,
     limit: Limit = None,
     shard: Annotated[
         str | None,
-        typer.Option(help="Only one part of the images: 2/5 is the second of five. Needs --out.", show_default=False),
+        typer.Option(
+            help="Certify only a part of the images: 2/5 is the second of five. Needs --out.", show_default=False
+        ),
     ] = None,
     device: Device = "auto",
     out: out(  # type: ignore[valid-type]
@@ -62,7 +64,7 @@ def certify(
     fail_under: Annotated[
         float | None,
         typer.Option(
-            help="Exit with 1 if the certified accuracy is below this share.",
+            help="Exit with code 1 if the certified accuracy is below this fraction.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -83,14 +85,14 @@ def certify(
     asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords["sigma"])]
     asked_pixels = pixels()
     if fail_under is not None and not 0 <= fail_under <= 1:
-        raise InputError(f"--fail-under is a share between 0 and 1, got {fail_under}")
+        raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
     if annotations is not None:
         one_of("annotations", annotations, FORMS)
     part = parse_shard(shard) if shard else None
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
     several_models = models_file is not None or len(names) > 1
     if several_models and checkpoint is not None:
-        raise InputError("--checkpoint holds weights of one model; certify several one by one")
+        raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
     start()
     from . import _certifying
 
@@ -118,5 +120,5 @@ def certify(
 
 
 def _sigmas(text: str | None) -> list[str | None]:
-    """The standard deviations that were asked for, each once; a single None where none was."""
+    """The requested standard deviations without repetitions; [None] without any."""
     return [None] if text is None else [*dict.fromkeys(text.split(","))]

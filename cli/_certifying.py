@@ -1,4 +1,4 @@
-"""What ``lipcert certify`` does when its options are read."""
+"""Runs ``lipcert certify``, after its options are checked."""
 
 import shlex
 import sys
@@ -45,7 +45,7 @@ from ._torchrun import torchrun
 
 
 def attack_of(attack: bool, autoattack: bool) -> Attack | None:
-    """The attack that two options ask for."""
+    """The attack that the two options select."""
     return AutoAttack() if autoattack else PGD() if attack else None
 
 
@@ -65,13 +65,13 @@ def run(
     annotations: str | None,
     loading: Mapping[str, Any],
 ) -> None:
-    """Certifies the images for every model and every σ, prints what was found, and ends as was asked for."""
+    """Certifies the images for every model and every σ, prints the results, and sets the exit code."""
     processes = Processes.of_torchrun()
     part, parts = shard or (processes.rank, processes.count)
     if shard and processes.count > 1:
-        raise InputError("--shard and torchrun both divide the images; leave one of them out")
+        raise InputError("--shard and torchrun both divide the images; use only one of them")
     if parts > 1 and out is None:
-        raise InputError("parts of a run need --out, where their rows come together")
+        raise InputError("parts of a run need --out, the file in which their rows are combined")
     several = several_models or len(asked) > 1
     plan = _Plan(asked, pixels, partial(load_model, **loading), data, limit, part, parts, fail_under)
     with torchrun():
@@ -96,7 +96,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is asked about every model."""
+    """The settings of the command for every model."""
 
     settings: Sequence[CertifySettings]
     pixels: Preprocessing
@@ -109,13 +109,13 @@ class _Plan:
 
     @property
     def eps(self) -> str:
-        """ε as it was typed."""
+        """ε as the user typed it."""
         return self.settings[0].eps_typed
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What was found about one model."""
+    """The results of one model."""
 
     name: str
     tally: Tally
@@ -125,13 +125,13 @@ class _Outcome:
 
     @property
     def median_radius(self) -> float | None:
-        """The median radius; None where searches end as soon as the verdict at ε is known."""
+        """The median radius; None if searches stop as soon as the verdict at ε is known."""
         stopped = self.summary["method"] == "staged" or (self.tally.samples and not self.summary["all_samples"])
         return None if stopped else self.tally.median_radius
 
     @property
     def certified(self) -> float:
-        """Share of the images that are certified, and right where that is known."""
+        """The fraction of images that are certified, and predicted correctly if labels are known."""
         accuracy = self.tally.certified_accuracy
         return self.tally.certified / max(len(self.tally), 1) if accuracy is None else accuracy
 
@@ -139,12 +139,14 @@ class _Outcome:
 def _certify_all(
     plan: _Plan, names: list[str], out: Path | None, processes: Processes
 ) -> tuple[list[_Outcome], list[dict[str, str]]]:
-    """One model after the other; those that cannot be certified are named and passed over."""
+    """Certifies the models one after the other; reports models that cannot be certified and continues."""
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"--out is a folder for several models, and {out} cannot be one") from error
+            raise InputError(
+                f"--out must be a folder for several models, and {out} cannot be created: {error}"
+            ) from error
     outcomes: list[_Outcome] = []
     failed: list[dict[str, str]] = []
     for name in names:
@@ -154,7 +156,7 @@ def _certify_all(
         except Interrupted:
             raise
         except LipcertError as error:
-            if processes.count > 1:  # the others would wait for this one
+            if processes.count > 1:  # the other processes would wait for this one
                 raise
             complain(f"lipcert: {name}: {error}")
             failed.append({"model": name, "error": str(error)})
@@ -164,15 +166,15 @@ def _certify_all(
 
 
 def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
-    """One model; with several σ, once for each, in files of their own: ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
-    check(torch.device("cpu"))  # such as rounding, which would let the model's file look damaged
+    """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
+    check(torch.device("cpu"))  # another rounding mode, for instance, would make the model's file look damaged
     loaded = plan.load(name)
     plan.pixels.apply(loaded)
     images = open_images(plan.data, loaded, limit=plan.limit)
     if images.note is not None:
         say(f"note: {images.note}")
     if plan.fail_under is not None and not images.labelled:
-        raise InputError("--fail-under needs labels, and these images have none that belong to the model's classes")
+        raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
     outcomes = []
     for settings in plan.settings:
         label, path = name or str(loaded.source.get("name", "the model")), out
@@ -203,7 +205,7 @@ def _certify_with(
     def started(rows: int) -> None:
         show_preprocessing(images, loaded)
         if rows:
-            say(f"{out}: going on after {rows} images")
+            say(f"{out}: continuing after {rows} images")
 
     with progress("certifying", images.length) as update:
         done, total = 0, images.length
@@ -268,7 +270,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
 
 
 def _next(plan: _Plan, out: Path | None) -> str:
-    """The command that most likely comes next."""
+    """A suggestion for the next command."""
     if out is None:
         return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
     if plan.part + 1 < plan.parts:
@@ -280,7 +282,7 @@ def _next(plan: _Plan, out: Path | None) -> str:
 
 
 def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, str]]:
-    """What else there is to say about a smoothed classifier."""
+    """The facts about a smoothed classifier: the noise, abstentions and samples."""
     place = "" if settings.smooth_at is None else f" at {settings.smooth_at}"
     dtype = "" if settings.dtype == "real" else f" in {settings.dtype}"
     noise = f"noise of sigma = {settings.sigma:g}{place}"
@@ -294,7 +296,7 @@ def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, 
 
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | None) -> None:
-    """A line a model, the one with the largest certified share first."""
+    """Prints one line per model, with the largest certified fraction first."""
     attacked = any(outcome.tally.attacked for outcome in outcomes)
     columns = ["model", "images", "clean", *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
     columns += ["median radius", "Lipschitz bound", "seconds"]

@@ -1,7 +1,7 @@
-"""Which commands there are, what ``--help`` says of them, and how a command line that cannot be read ends.
+"""The list of commands, their help, and the errors of command lines that cannot be parsed.
 
-The module of a command is imported when the command is asked for, and it imports torch and timm when the command runs:
-help, completion and what is wrong with options do not wait for them.
+The module of a command is imported when the command is called, and it imports torch and timm when the command runs. So
+help, completion and errors in options do not wait for them.
 """
 
 import difflib
@@ -23,19 +23,19 @@ SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
 }
-# Headings of options in the help of a command, in this order; others come between.
+# The headings of options in the help of a command, in this order; others come before the last two.
 OPTIONS, MODEL, OUTPUT = "Options", "Model", "Output"
 
 COMMANDS = {
     "convert": "Swap modules for Lipschitz ones and write the model to one file.",
     "inspect": "Show the Lipschitz budget of a model, worst first.",
-    "constrain": "Lower the norms of the layers while their outputs stay.",
+    "constrain": "Lower the norms of the layers and keep their outputs.",
     "finetune": "Train a model for larger certified radii.",
     "certify": "Certify images: no perturbation below the radius changes the class.",
-    "report": "Show what results say, as tables, a page or a model card.",
-    "verify": "Recompute certificates and say whether they hold.",
-    "models": "Show which of timm's architectures are covered, and how.",
-    "doctor": "Show what lipcert finds on this machine.",
+    "report": "Show results as tables, a page or a model card.",
+    "verify": "Recompute certificates and compare them with a result file.",
+    "models": "Show which architectures of timm are covered, and how.",
+    "doctor": "Show versions, devices and settings of this machine.",
 }
 
 _EXAMPLES = {
@@ -88,7 +88,7 @@ _EXAMPLES = {
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands by name. A command's module is imported when it is asked for."""
+    """The commands by name. The module of a command is imported on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -122,7 +122,7 @@ class Commands(typer.core.TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs a command line; what is wrong with it is one line, like all errors."""
+        """Runs a command line; errors in it are one line, like all errors."""
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except _UsageError as error:
@@ -141,7 +141,7 @@ class Commands(typer.core.TyperGroup):
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help lists options under headings."""
+    """A command whose help shows options under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
@@ -165,7 +165,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def _one_line(error: Any) -> str:
-    """What is wrong with a command line, and what to do."""
+    """An error in a command line and a hint, in one line."""
     message = " ".join(error.format_message().split()).rstrip(".")
     about = getattr(getattr(error, "param", None), "help", None)
     if message.startswith("Missing") and about:
@@ -186,7 +186,7 @@ def _with_quiet(command: Callable[..., None]) -> Callable[..., None]:
             _print.quiet = False
 
     shown = typer.Option(
-        "--quiet", "-q", help="No bars and no remarks, only results and errors.", rich_help_panel=OUTPUT
+        "--quiet", "-q", help="Print only results and errors, no progress bars and notes.", rich_help_panel=OUTPUT
     )
     option = inspect.Parameter(
         "quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, shown]
@@ -197,6 +197,6 @@ def _with_quiet(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _epilog(command: str) -> str:
-    """Examples at the end of a command's help; the sign \\b keeps its lines as they are."""
+    """The examples at the end of the help of a command; \\b keeps their line breaks."""
     lines = [line.removeprefix("        ") for line in _EXAMPLES[command].strip("\n").splitlines()]
     return "\n".join(["\b", "Examples:", *(f"  {line}".rstrip() for line in lines)]).rstrip()

@@ -1,4 +1,4 @@
-"""``lipcert constrain``: lowers the norms of a model's layers, and writes it to an artifact."""
+"""``lipcert constrain``: lowers the norms of the layers of a model, and writes it to an artifact."""
 
 import contextlib
 import math
@@ -47,14 +47,14 @@ def constrain(
     data: Data = None,
     limit: Limit = None,
     device: Device = "auto",
-    out: out("Where the model goes: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
+    out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
-    """Lower the norms of the layers while their outputs on images stay as they are; every fifth image is held out."""
+    """Lower the norms of the layers and keep their outputs on images; every fifth image is held out."""
     asked, asked_pixels = settings(), pixels()
     start()
     from lipcert.artifact import save
@@ -66,7 +66,7 @@ def constrain(
     from ._loading import load_model, show_preprocessing
     from ._torchrun import torchrun
 
-    batch = 8 * EVERY  # so that the same images are held out whatever the number of processes
+    batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
         source = resolve(model)
         loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
@@ -85,7 +85,7 @@ def constrain(
                 batches = _Batches(images, processes, batch)
                 constrain_model(loaded, batches, origin=origin, progress=show, **here)
         except KeyboardInterrupt as stop:
-            kept = f"the same command goes on from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
+            kept = f"the same command continues from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
             raise Interrupted(f"interrupted; {kept}") from stop
         report = cast("ConstraintReport", loaded.constraint)
         if processes.first:
@@ -100,7 +100,7 @@ def constrain(
 
 @dataclass(frozen=True)
 class _Batches:
-    """The images of a run in batches, each process's own, to be gone through as often as needed."""
+    """The batches of this process, which can be iterated several times."""
 
     images: "Images"
     processes: "Processes"
@@ -113,7 +113,7 @@ class _Batches:
 
 @contextlib.contextmanager
 def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
-    """One bar after the other, as the names of what is done change."""
+    """Yields a progress function that starts a new bar whenever the name of the task changes."""
     with contextlib.ExitStack() as stack:
         current: list[tuple[str, Callable[[int, int | None], None]]] = []
 
@@ -144,7 +144,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, data: str
             ("model", source),
             ("layers", f"{solved} of {len(report.layers)} constrained to a relative error of {report.error:g}"),
             *(("untouched", f"{name}: {reason}") for name, reason in report.untouched),
-            ("images", f"{report.images}, and {report.held_out} held out: on these accuracy and top class"),
+            ("images", f"{report.images}, and {report.held_out} held out, for accuracy and top class"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
             ("next", command("certify", path, *(["--data", "TEST"] if data else []), "--eps", "36/255")),
@@ -152,7 +152,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, data: str
     )
 
 
-# What rescaling and clipping would give stands beside what was done, to compare with.
+# The norms after rescaling and clipping are shown for comparison.
 _LAYER_COLUMNS = (
     "layer",
     "before",
@@ -186,7 +186,7 @@ def _layer_row(layer: "LayerConstraint") -> tuple[str, ...]:
 
 
 def _layer_record(layer: "LayerConstraint") -> dict[str, Any]:
-    """What there is to say of a layer, as values that JSON can hold."""
+    """The figures of a layer as values for JSON."""
     return {key: value for key, value in vars(layer).items() if not isinstance(value, float) or math.isfinite(value)}
 
 

@@ -55,17 +55,17 @@ def convert(
     ],
     attention: Annotated[
         str,
-        typer.Option(help="l2: attention by distance, which is Lipschitz.", **choice(_CHOICES["attention"])),
+        typer.Option(help="l2: L2 attention, which is Lipschitz.", **choice(_CHOICES["attention"])),
     ] = "l2",
     norm: Annotated[
         str,
         typer.Option(
-            help="Projections in place of LayerNorm; lofast: of radius 1 before attention, to train again.",
+            help="Replace LayerNorm by projections; lofast: of radius 1 before attention, to train again.",
             **choice(_CHOICES["norm"]),
         ),
     ] = "keep",
     activation: Annotated[
-        str, typer.Option(help="What to put in place of ReLU.", **choice(_CHOICES["activation"]))
+        str, typer.Option(help="Replacement for ReLU.", **choice(_CHOICES["activation"]))
     ] = "keep",
     data: Annotated[
         str | None,
@@ -77,16 +77,16 @@ def convert(
         ),
     ] = None,
     device: Device = "auto",
-    out: out("Where the converted model goes: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
+    out: out("Output file: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
     checkpoint: Checkpoint = None,
     no_pretrained: NoPretrained = False,
     model_args: ModelArgs = None,
 ) -> None:
-    """Swap modules for Lipschitz ones and write the model to one file; with --data the new attention is trained."""
-    ways: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
-    for name, value in ways.items():
+    """Swap modules for Lipschitz ones and write the model to one file; with --data, train the new attention."""
+    choices: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
+    for name, value in choices.items():
         one_of(name, value, _CHOICES[name])
     asked = pixels()
     start()
@@ -110,10 +110,10 @@ def convert(
     before = _bound(loaded, "bounding the network before")
     if attention == "l2" and images is not None and len(images) > 1:
         with progress("adapting attention") as update:
-            convert_model(loaded, **ways, images=images, origin=origin, adaptation=True, progress=update)
+            convert_model(loaded, **choices, images=images, origin=origin, adaptation=True, progress=update)
     else:
         with busy("swapping modules"):
-            convert_model(loaded, **ways, images=images, origin=origin)
+            convert_model(loaded, **choices, images=images, origin=origin)
     after = _bound(loaded, "bounding the network after")
     report = cast("ConversionReport", loaded.conversion)
     with busy(f"writing {path}"):
@@ -149,7 +149,7 @@ def convert(
 
 
 def _adaptation_facts(adaptation: "Adaptation | None") -> list[tuple[str, str]]:
-    """Errors and logits on the held-out images, before and after the fit; nothing where no attention was swapped."""
+    """Errors and logits on the held-out images, before and after the fit; empty if no attention was swapped."""
     if adaptation is None or not adaptation.layers:
         return []
     layers = adaptation.layers
@@ -167,7 +167,7 @@ def _adaptation_facts(adaptation: "Adaptation | None") -> list[tuple[str, str]]:
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":
-    """The bound, or None where an operation has no rule: surgery may go on without it."""
+    """The Lipschitz bound; None if an operation has no rule, which does not stop the conversion."""
     from lipcert.bounds import lipschitz
 
     try:

@@ -1,4 +1,4 @@
-"""``lipcert doctor``: what lipcert finds on this machine."""
+"""``lipcert doctor``: versions, devices and settings of this machine."""
 
 import importlib.metadata
 import os
@@ -44,7 +44,7 @@ def doctor(as_json: AsJson = False) -> None:
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),
             *((f"certificates, {dtype}", _holds(dtype)) for dtype in DTYPES),
-            *(("they assume", line) for line in assumptions("float16")),
+            *(("certificates assume", line) for line in assumptions("float16")),
             ("bundled model", str(BUNDLED) if BUNDLED.is_file() else "missing: pip install lipcert again"),
             ("cache of the hub", _folder(Path(huggingface_hub.constants.HF_HUB_CACHE))),
             ("cache of torch", _folder(Path(torch.hub.get_dir()))),
@@ -87,7 +87,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _holds(dtype: str) -> str:
-    """Whether certificates hold in this process."""
+    """Whether the assumptions of certificates hold in this process."""
     import torch
 
     from lipcert._environment import check
@@ -96,7 +96,7 @@ def _holds(dtype: str) -> str:
         check(torch.device("cpu"), dtype)
     except InputError as error:
         return str(error)
-    return "settings and arithmetic are as they assume"
+    return "settings and arithmetic are as assumed"
 
 
 def _gigabytes(count: float) -> str:
@@ -104,20 +104,20 @@ def _gigabytes(count: float) -> str:
 
 
 def _folder(path: Path) -> str:
-    """Whether a cache can be used."""
+    """The path of a cache, and whether it can be written."""
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    state = "" if path.exists() else ", not there yet"
-    return f"{path}{state}" if os.access(existing, os.W_OK) else f"{path}, which cannot be written"
+    state = "" if path.exists() else ", does not exist yet"
+    return f"{path}{state}" if os.access(existing, os.W_OK) else f"{path}, not writable"
 
 
 def _hub(endpoint: str) -> str:
-    """Whether the hub answers, within seconds; through a proxy this does not say more than that one is set."""
+    """Whether the hub answers within ``PATIENCE`` seconds; with a proxy only that one is set."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return f"{endpoint}, switched off by HF_HUB_OFFLINE"
     if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
-        return f"{endpoint}, behind a proxy"
+        return f"{endpoint}, through a proxy"
     outcome = [f"{endpoint} does not answer within {PATIENCE:g} s; the bundled model and files work without it"]
 
     def call() -> None:
@@ -129,7 +129,7 @@ def _hub(endpoint: str) -> str:
         except OSError as error:
             outcome.append(f"{endpoint} cannot be reached ({error}); the bundled model and files work without it")
 
-    # A thread of its own, because looking up a name cannot be given a time limit.
+    # A separate thread, because the name lookup has no time limit.
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(PATIENCE)

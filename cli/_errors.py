@@ -1,4 +1,4 @@
-"""How a command ends when something is wrong."""
+"""Error messages and exit codes of the commands."""
 
 import functools
 from collections.abc import Callable
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Prints lipcert's errors as one line each and exits with 2; with 130 where the user stopped the run.
+    """Prints errors of lipcert in one line and exits with code 2, or with 130 if the user stopped the run.
 
-    A false certificate is a defect of lipcert: it is said loudly, and the exit code is 3.
+    A false certificate is a defect of lipcert and exits with code 3.
     """
 
     @functools.wraps(command)
@@ -29,7 +29,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(130) from error
         except BrokenCertificate as error:
             complain(f"lipcert: A CERTIFICATE IS FALSE: {error}")
-            complain("lipcert: the run is stopped; please report it, with the model and this command")
+            complain("lipcert: the run was stopped; please report this with the model and the command")
             raise typer.Exit(3) from error
         except LipcertError as error:
             complain(f"lipcert: {error}")
@@ -39,9 +39,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
 
             if not is_out_of_memory(error):
                 raise
-            complain(
-                f"lipcert: the memory does not suffice ({first_line(error)}); take a smaller model or a larger machine"
-            )
+            complain(f"lipcert: out of memory ({first_line(error)}); use a smaller model or a larger machine")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             complain("lipcert: interrupted")

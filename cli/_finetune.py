@@ -42,7 +42,7 @@ def finetune(
     device: Device = "auto",
     augment: Annotated[
         bool,
-        typer.Option(help="Crop the images at random and flip them from left to right.", rich_help_panel=_IMAGES),
+        typer.Option(help="Crop the images at random and flip them horizontally.", rich_help_panel=_IMAGES),
     ] = True,
     crop: Annotated[
         str,
@@ -57,18 +57,18 @@ def finetune(
         typer.Option(help="timm's RandAugment, such as rand-m9-n2.", show_default=False, rich_help_panel=_IMAGES),
     ] = None,
     cutout: Annotated[
-        float, typer.Option(help="Blacken a rectangle in this share of the images.", rich_help_panel=_IMAGES)
+        float, typer.Option(help="Blacken a rectangle in this fraction of the images.", rich_help_panel=_IMAGES)
     ] = 0.0,
     mix: Annotated[
         str | None,
         typer.Option(
-            help="Images of a second data set, such as generated ones.", show_default=False, rich_help_panel=_IMAGES
+            help="A second data set to mix in, such as generated images.", show_default=False, rich_help_panel=_IMAGES
         ),
     ] = None,
     mix_ratio: Annotated[
-        float, typer.Option(help="Share of the second data set in a batch.", rich_help_panel=_IMAGES)
+        float, typer.Option(help="Fraction of the second data set in a batch.", rich_help_panel=_IMAGES)
     ] = 0.7,
-    out: out("Where the model goes: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
+    out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
     checkpoint: Checkpoint = None,
@@ -80,7 +80,7 @@ def finetune(
     if batch_size < 1:
         raise InputError(f"--batch-size must be at least 1 image, got {batch_size}")
     if not 0 < mix_ratio < 1:
-        raise InputError(f"--mix-ratio is a share of a batch between 0 and 1, got {mix_ratio}")
+        raise InputError(f"--mix-ratio must be between 0 and 1, got {mix_ratio}")
     start()
     from . import _finetuning
 

@@ -1,4 +1,4 @@
-"""What ``lipcert finetune`` does when its options are read."""
+"""Runs ``lipcert finetune``, after its options are checked."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -27,12 +27,12 @@ from ._print import busy, command, print_facts, print_json, progress, say, share
 from ._torchrun import torchrun
 
 _EVALUATED = 64
-_SHOWN = 2000  # images on which the accuracy before and after is measured
+_SHOWN = 2000  # the number of images on which accuracy is measured
 
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """What a model is trained on: a checkpoint and the recipe remember it."""
+    """The training images; a checkpoint and the recipe record these settings."""
 
     data: str
     limit: int | None
@@ -46,11 +46,11 @@ class TrainingImages:
 
     @property
     def augmentation(self) -> Augmentation:
-        """How they are changed at random."""
+        """The random changes of the images."""
         return Augmentation(self.crop, self.randaugment, self.cutout) if self.augment else Augmentation("none")
 
     def batches(self, images: Images, model: Model, count: Callable[[int], None]) -> Batches | Mixed:
-        """The batches of an epoch; ``count`` is told how many images more were seen."""
+        """The batches of an epoch; ``count`` is called with the number of images after each batch."""
         others = 0 if self.mix is None else round(self.batch_size * (self.mix_ratio or 0.0))
         own = Batches(images, model, self.batch_size - others, self.augmentation, count)
         if self.mix is None:
@@ -70,9 +70,8 @@ def run(
     checkpoint: Path | None,
     loading: Mapping[str, Any],
 ) -> None:
-    """Trains the model and writes it."""
-    augmentation = of.augmentation  # which refuses what there is not, before the model is read
-    del augmentation
+    """Trains the model and writes it to a file."""
+    _ = of.augmentation  # checks its settings before the model is read
     with torchrun() as processes:
         source = resolve(model)
         loaded = load_model(model, checkpoint, **loading)
@@ -89,7 +88,7 @@ def run(
 
             def count_up(more: int) -> None:
                 nonlocal seen
-                if not seen:  # nothing speaks against training any more
+                if not seen:  # training has begun, so all settings are valid
                     show_preprocessing(images, loaded)
                 seen += more
                 update(seen, total)
@@ -108,7 +107,9 @@ def run(
                 wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
                 train(loaded, batches, origin=asdict(of), checkpoint=unfinished, progress=finished, **wanted)
             except KeyboardInterrupt as error:
-                kept = f"the same command goes on from {unfinished}" if unfinished.exists() else "no epoch was finished"
+                kept = (
+                    f"the same command continues from {unfinished}" if unfinished.exists() else "no epoch was finished"
+                )
                 raise Interrupted(f"interrupted; {kept}") from error
         after = _accuracy(loaded, shown, processes, asked.sigma)
         count = seen // asked.epochs if images.length is None else images.length
@@ -129,7 +130,7 @@ def run(
                 ("model", str(source)),
                 ("images", f"{count} of {of.data}"),
                 (f"{what}, before", share(*before)),
-                (f"{what}, after", f"{share(*after)}, on images that it was trained on"),
+                (f"{what}, after", f"{share(*after)}, on training images"),
                 ("written", str(path)),
                 ("certified", "nothing yet"),
                 ("next", command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)),
@@ -138,13 +139,13 @@ def run(
 
 
 def _text(eps: float) -> str:
-    """ε as one would type it: in steps of an 8-bit pixel where it is a whole number of them."""
+    """ε as text: a fraction of 255 if it is a whole number of 8-bit steps."""
     steps = f"{round(255 * eps)}/255"
     return steps if round(255 * eps) and parse_eps(steps) == eps else f"{eps:.9g}"
 
 
 def _accuracy(model: Model, images: Images, processes: Processes, sigma: float | None) -> tuple[int, int]:
-    """How many images the model gets right, under noise where it is trained for that, and how many there are."""
+    """The numbers of correct predictions, under noise if σ is given, and of images."""
     part = slice(processes.rank, None, processes.count)
     right = seen = 0
     with processes.together(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""``lipcert inspect``: the Lipschitz budget, worst first."""
+"""``lipcert inspect``: the Lipschitz budget of a model, worst first."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TOP = 20
 NAMED = 3
 
-# A bound is said to be of use if with it a margin of 10 logits certifies one step of an 8-bit pixel.
+# A bound is called useful if it certifies one step of an 8-bit pixel for a margin of 10 logits.
 MARGIN, PIXEL_STEP = 10.0, 1 / 255
 
 
@@ -50,7 +50,7 @@ def inspect(
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)
     shown = worst if everything else worst[:TOP]
-    stretched = _stretched(bound)
+    total = _total_gain(bound)
     parameters = sum(p.numel() for p in loaded.parameters())
     if as_json:
         print_json(_record(bound, worst, parameters))
@@ -58,15 +58,15 @@ def inspect(
     print_table(
         ("module", "operation", "gain", "share"),
         [
-            (_module(layer), layer.operation, upper(layer.log10_gain), _percent(layer.log10_gain, stretched))
+            (_module(layer), layer.operation, upper(layer.log10_gain), _percent(layer.log10_gain, total))
             for layer in shown
         ],
     )
     rest = "" if len(shown) == len(worst) else ", --all shows the rest"
     kinds = _sums(bound, lambda layer: layer.operation)
     facts = [
-        ("operations", f"{len(shown)} of {len(worst)} on the path shown{rest}; the gains of all multiply to the bound"),
-        ("stretched by", ", ".join(f"{name} {_percent(gain, stretched)}" for name, gain in kinds[:NAMED])),
+        ("operations", f"{len(shown)} of {len(worst)} on the path shown{rest}; the product of all gains is the bound"),
+        ("largest gains", ", ".join(f"{name} {_percent(gain, total)}" for name, gain in kinds[:NAMED])),
         ("parameters", f"{parameters:,}"),
         ("Lipschitz bound", f"{upper(bound.log10)}, {bound.rigor}"),
         ("verdict", verdict(bound)),
@@ -79,18 +79,18 @@ def inspect(
 
 
 def verdict(bound: "Bound") -> str:
-    """What the bound is good for, or which modules make it good for little, and what does not use it."""
+    """The radius that the bound certifies, and the modules with the largest gains if it is too large."""
     if bound.log10 == -math.inf:
         return "the bound is 0: with these weights the network gives every image the same logits"
     log_radius = math.log10(MARGIN / math.sqrt(2)) - bound.log10
     if abs(log_radius) < 300:
-        radius = lower(10**log_radius * (1 - 1e-12))  # below what the logarithms may have rounded up
+        radius = lower(10**log_radius * (1 - 1e-12))  # covers the rounding errors of the logarithms
     else:
         radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0"
     reach = f"a margin of {MARGIN:g} logits certifies a radius of {radius}"
     if log_radius >= math.log10(PIXEL_STEP):
-        return f"of use by itself: {reach}"
-    whole = _stretched(bound)
+        return f"useful by itself: {reach}"
+    whole = _total_gain(bound)
     named: list[str] = []
     covered = 0.0
     for path, gain in _sums(bound, _module)[:NAMED]:
@@ -99,13 +99,14 @@ def verdict(bound: "Bound") -> str:
         named.append(path)
         covered += gain
     return (
-        f"too large for methods global and gloro: with it {reach}; {', '.join(named)} stretch most, "
-        f"{_percent(covered, whole)} of all. Methods anchored and staged bound the network around each image instead"
+        f"too large for methods global and gloro: {reach}; the largest gains are those of {', '.join(named)}, "
+        f"{_percent(covered, whole)} of the sum of log10 gains. "
+        "Methods anchored and staged bound the network around each image instead"
     )
 
 
 def _next(model: str | None, loaded: "Model") -> str:
-    """The surgery that lowers the bound most, or else certificates."""
+    """A suggestion for the next command: convert if attention can be replaced, else certify."""
     from lipcert.loading import BUNDLED, resolve
     from lipcert.surgery import plan
 
@@ -114,12 +115,12 @@ def _next(model: str | None, loaded: "Model") -> str:
     named = [] if model is None else [model]
     edits = [] if loaded.recipe or model is None else plan(loaded.net, attention="l2", norm="keep")[0]
     if any("Attention" in type(edit.new).__name__ for edit in edits):
-        return f"{command('convert', *named)}, which replaces attention that has no good constant"
+        return f"{command('convert', *named)}, which replaces attention by L2 attention"
     return command("certify", *named, "--data", "IMAGES", "--eps", "36/255")
 
 
 def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[str, Any]:
-    """The same as values that JSON can hold; None for what is infinite."""
+    """The same as values for JSON; None for infinite numbers."""
 
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
@@ -138,20 +139,20 @@ def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[
 
 
 def _module(layer: "LayerBound") -> str:
-    """The module's path as timm knows it, without the name under which the model holds the network."""
+    """The path of the module in the timm model."""
     return layer.path.removeprefix("net").removeprefix(".") or "(model)"
 
 
 def _sums(bound: "Bound", key: "Callable[[LayerBound], str]") -> list[tuple[str, float]]:
-    """The powers of ten by which the operations with one key stretch, largest first."""
+    """The sums of positive log10 gains by key, largest first."""
     sums: dict[str, float] = {}
     for layer in bound.layers:
         sums[key(layer)] = sums.get(key(layer), 0.0) + max(layer.log10_gain, 0.0)
     return sorted(sums.items(), key=lambda item: item[1], reverse=True)
 
 
-def _stretched(bound: "Bound") -> float:
-    """The powers of ten of all operations that stretch."""
+def _total_gain(bound: "Bound") -> float:
+    """The sum of all positive log10 gains."""
     return sum(layer.log10_gain for layer in bound.layers if layer.log10_gain > 0)
 
 

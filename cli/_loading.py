@@ -1,4 +1,4 @@
-"""The model that a command works on, on its device, and what happens to images before it gets them."""
+"""Loads the model of a command, and reports the preprocessing of images."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ def load_model(
     denoiser: str | None = None,
     device: str = "cpu",
 ) -> Model:
-    """The model that a command works on, on its device; says which one it is where the user named none."""
+    """The model of a command on its device; reports which one it is if the user named none."""
     arguments = parse_model_args(model_args)
     source = resolve(model)
     if model is None:
@@ -43,22 +43,22 @@ def load_model(
 
 
 def _made(text: str) -> torch.nn.Module:
-    """The module that ``MODULE:NAME`` makes; the code is the user's own."""
+    """The module returned by the user's function or class ``MODULE:NAME``."""
     place, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         made = getattr(importlib.import_module(place), name)()
-    except Exception as error:  # whatever the code of a user raises
+    except Exception as error:  # the user's code may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
     if not isinstance(made, torch.nn.Module):
-        raise InputError(f"--denoiser {text} makes a {type(made).__name__}, and must make a torch.nn.Module")
+        raise InputError(f"--denoiser {text} must return a torch.nn.Module, got a {type(made).__name__}")
     return made
 
 
 def move_to(model: Model, device: str) -> None:
-    """Moves the model to the device named; ``auto`` is a GPU if there is one; each process of torchrun has its own.
+    """Moves the model to a device; ``auto`` is a GPU if there is one, and each process of torchrun has its own.
 
     Raises:
         InputError: there is no such device.
@@ -68,12 +68,12 @@ def move_to(model: Model, device: str) -> None:
         if name == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         model.to(torch.device(name))
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
         raise InputError(f"there is no device {name} here; give --device cpu, or leave it out") from error
 
 
 def show_preprocessing(images: Images, model: Model) -> None:
-    """Says in one line what happens to images before the network gets them, and what a user should know of it."""
+    """Prints the preprocessing of the images in one line, and remarks on it."""
     known = preprocessing(model, files=not images.stored)
     size = images.first_size()
     say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")

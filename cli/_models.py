@@ -1,4 +1,4 @@
-"""``lipcert models``: what of timm's zoo is covered, and how, and the checkpoints that are certified already."""
+"""``lipcert models``: the coverage of timm's architectures, and the certified checkpoints of lipcert."""
 
 import dataclasses
 import sys
@@ -35,7 +35,7 @@ def models(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which of timm's architectures are covered, what convert does to them, and which certificates work."""
+    """Show which architectures of timm are covered, what convert replaces, and which certificates work."""
     if certified:
         _show_certified(pattern, family, as_json)
         return
@@ -59,9 +59,9 @@ def models(
 
 
 def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> None:
-    """The checkpoints that come with lipcert; of one alone also how it was made and how to certify it again."""
+    """Shows the checkpoints of lipcert; for a single one also its training and the command that certifies it."""
     if family is not None:
-        raise InputError("--family is for timm's architectures, and --certified for checkpoints; give one of them")
+        raise InputError("--family is for architectures of timm, and --certified for checkpoints; use only one of them")
     found = [one for one in checkpoints() if pattern is None or matches(one.name, pattern)]
     if not found:
         raise InputError(f"no checkpoint that comes with lipcert matches {pattern}; see lipcert models --certified")
@@ -84,7 +84,7 @@ def _certified_row(one: Checkpoint) -> tuple[str, ...]:
 
 
 def summary(found: list[Architecture]) -> str:
-    """One line: how many of them are covered, and how far."""
+    """One line with the numbers of covered architectures."""
     unknown = sum(not one.checked for one in found)
     linearised = sum("anchored" in one.certificates for one in found)
     line = f"{sum(one.covered for one in found)} of {len(found)} covered, {linearised} by every certificate"
@@ -92,7 +92,7 @@ def summary(found: list[Architecture]) -> str:
 
 
 def _next(found: list[Architecture]) -> str:
-    """What a user most likely wants to do with what was found."""
+    """A suggestion for the next command."""
     best = max(found, key=lambda one: (len(one.certificates), bool(one.attention), -(one.parameters or 0)))
     if best.attention:
         return f"next: {command('convert', best.name)}, which replaces its attention"
@@ -113,7 +113,7 @@ def _row(one: Architecture) -> tuple[str, ...]:
 
 
 def _surgery(one: Architecture) -> str:
-    """What ``convert`` replaces: attention, all or some of its classes, and norms."""
+    """What ``convert`` replaces: all or some classes of attention, and norms."""
     left = len({was for was, _ in one.kept if not was.lower().endswith(("norm", "norm1", "norm2d"))})
     parts = [f"l2 ({left} left)" if left else "l2"] if one.attention else []
     return ", ".join([*parts, *(["norm"] if one.norms else [])]) or "linear"
@@ -130,7 +130,7 @@ def _short(count: int) -> str:
 
 
 def _reasons(found: list[Architecture]) -> list[str]:
-    """Each reason once, with how many of the architectures it holds for."""
+    """Each reason once, with the number of architectures that it applies to."""
     return [
         *_grouped("no finite bound", ((one.name, one.reason) for one in found)),
         *_grouped("not linearised", ((one.name, one.linearised_reason) for one in found)),

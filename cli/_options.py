@@ -1,4 +1,4 @@
-"""Options that several commands share. Nothing here waits for torch or timm."""
+"""Options that several commands share. This module imports neither torch nor timm."""
 
 import functools
 import inspect
@@ -14,14 +14,14 @@ from lipcert._settings import settings_of
 from ._commands import MODEL, OUTPUT
 
 MODEL_HELP = (
-    "A timm name, an hf-hub: id, a path, or a name that lipcert models --certified lists; without it the newest "
-    "lipcert artifact in this folder, or, where there is none, the bundled checkpoint."
+    "A timm name, an hf-hub: id, a path, or a name from lipcert models --certified; by default the newest "
+    "lipcert artifact in this folder, or the bundled checkpoint."
 )
 _KINDS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """What a shell offers for MODEL: names of timm's, files of weights, and folders on the way to them."""
+    """Completions of MODEL: names of architectures and checkpoints, weight files, and folders."""
     from lipcert.checkpoints import checkpoints
     from lipcert.zoo import names
 
@@ -30,20 +30,20 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_family(incomplete: str) -> list[str]:
-    """What a shell offers for a file of timm's."""
+    """Completions of a family, which is a file of timm."""
     from lipcert.zoo import families
 
     return _starting(incomplete, families())
 
 
 def complete_device(incomplete: str) -> list[str]:
-    """What a shell offers for a device: asking torch would take seconds, so GPUs are those that Linux lists."""
+    """Completions of a device; importing torch would take seconds, so GPUs are those that Linux lists."""
     count = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
     return _starting(incomplete, ("auto", "cpu", "cuda", "mps", *(f"cuda:{i}" for i in range(count))))
 
 
 def complete_data(incomplete: str) -> list[str]:
-    """What a shell offers for images: kinds of data sets, folders and archives."""
+    """Completions of images: kinds of data sets, folders and archives."""
     return [*_starting(incomplete, _KINDS), *_files(incomplete, "*.tar")]
 
 
@@ -52,7 +52,7 @@ def _starting(incomplete: str, choices: Sequence[str]) -> list[str]:
 
 
 def _files(incomplete: str, pattern: str) -> list[str]:
-    """Files of a pattern and folders whose paths start like this."""
+    """Folders, and files that match the pattern, whose paths start with the given text."""
     place, _, start = incomplete.rpartition("/")
     if incomplete.startswith("/"):
         place = place or "/"
@@ -61,7 +61,7 @@ def _files(incomplete: str, pattern: str) -> list[str]:
 
 
 def choice(choices: Sequence[str]) -> dict[str, Any]:
-    """How an option with choices is shown and completed; the settings check it."""
+    """The help and completion of an option with choices; the settings check the value."""
     if not choices:
         return {}
     return {"metavar": f"[{'|'.join(choices)}]", "autocompletion": lambda incomplete: _starting(incomplete, choices)}
@@ -88,7 +88,7 @@ Checkpoint = Annotated[
 ]
 NoPretrained = Annotated[
     bool,
-    typer.Option("--no-pretrained", help="Take random weights and download nothing.", rich_help_panel=MODEL),
+    typer.Option("--no-pretrained", help="Use random weights and download nothing.", rich_help_panel=MODEL),
 ]
 ModelArgs = Annotated[
     str | None,
@@ -102,21 +102,19 @@ Denoiser = Annotated[
     str | None,
     typer.Option(
         metavar="MODULE:NAME",
-        help="Send images through a denoiser first: a function or class of a Python module of yours that makes one.",
+        help="Apply a denoiser to images first, made by this function or class of your Python module.",
         show_default=False,
         rich_help_panel=MODEL,
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Overwrite the output file, whatever it holds.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--force", help="Overwrite the output file, whatever it contains.", rich_help_panel=OUTPUT)
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the figures as JSON and nothing else.", rich_help_panel=OUTPUT)
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.", rich_help_panel=OUTPUT)]
 Device = Annotated[
     str,
     typer.Option(
-        help="Where to compute: auto takes a GPU if there is one.",
+        help="Where to compute: auto is a GPU if there is one.",
         autocompletion=complete_device,
         metavar="[auto|cpu|cuda|cuda:N]",
     ),
@@ -130,7 +128,7 @@ _DATA = (
 )
 Data = Annotated[
     str | None,
-    typer.Option(help=f"{_DATA}; without it the bundled images.", show_default=False, autocompletion=complete_data),
+    typer.Option(help=f"{_DATA}; by default the bundled images.", show_default=False, autocompletion=complete_data),
 ]
 LabelledData = Annotated[
     str,
@@ -146,9 +144,10 @@ def _annotated(typed: Any, shown: Any) -> Any:
 
 
 def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command an option for each field of settings that has a help text, in place of one parameter.
+    """Replaces one parameter of a command by an option for each field of a settings class that has a help text.
 
-    What the command gets for that parameter makes the settings: it takes the fields that are no options.
+    For that parameter the command receives a function that creates the settings from the options and from the
+    remaining fields.
     """
     own = [one for one in fields(kind) if "help" in one.metadata]
 

@@ -1,4 +1,4 @@
-"""Where a command writes its model."""
+"""The output file of a command that writes a model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def default_name(source: str, step: str = "") -> Path:
-    """A file in the working folder, named after a model or its file and the step that was done."""
+    """A file in the working folder, named after a model or its file, and after the step."""
     from lipcert.loading import is_file
 
     name = Path(source).name if is_file(source) else source
@@ -20,7 +20,7 @@ def default_name(source: str, step: str = "") -> Path:
 
 
 def check_out(path: Path, inputs: list[Path], model: "Model", step: str, force: bool = False) -> None:
-    """Refuses to write over the model's own file, and, unless forced, over what a run of this step would not make.
+    """Checks that the output replaces no input, and, unless forced, nothing but a result of the same step.
 
     Raises:
         InputError: saying which, or that there can be no such folder.
@@ -28,7 +28,7 @@ def check_out(path: Path, inputs: list[Path], model: "Model", step: str, force: 
     from lipcert.artifact import check_free
 
     if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):
-        raise InputError(f"{path} is the model's own file, which stays as it is; give another --out")
+        raise InputError(f"{path} is a file of the model itself; give another --out")
     check_free(path, model, force, step)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

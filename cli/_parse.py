@@ -1,4 +1,4 @@
-"""What the texts of options mean."""
+"""Parses the texts of options."""
 
 import ast
 from pathlib import Path
@@ -8,10 +8,10 @@ from lipcert.errors import InputError
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Which part, from 0, of how many: ``2/5`` is (1, 5).
+    """The index of the part, from 0, and the number of parts: ``2/5`` is (1, 5).
 
     Raises:
-        InputError: if it is no such pair.
+        InputError: the text is no such pair.
     """
     part, slash, parts = text.partition("/")
     if slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
@@ -20,10 +20,10 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def read_names(path: Path) -> list[str]:
-    """The models that a text file names, a line each; empty lines and those that start with # are passed over.
+    """The models in a text file, one per line; empty lines and those that start with # are ignored.
 
     Raises:
-        InputError: if there is no such file, or it names none.
+        InputError: there is no such file, or it names no model.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -31,15 +31,15 @@ def read_names(path: Path) -> list[str]:
         raise InputError(f"cannot read the models from {path}: {error}") from error
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
-        raise InputError(f"{path} names no model; give one a line")
+        raise InputError(f"{path} names no model; give one per line")
     return names
 
 
 def parse_model_args(text: str | None) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs; values are Python literals where they read as such, else text.
+    """``KEY=VALUE`` pairs; a value is a Python literal if it can be read as one, else text.
 
     Raises:
-        InputError: if a part is no such pair.
+        InputError: a part is no such pair.
     """
     arguments: dict[str, Any] = {}
     for pair in (text or "").split():

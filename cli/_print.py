@@ -1,4 +1,4 @@
-"""What people and pipes see: tables on a terminal, plain lines elsewhere, JSON for programs, bars while they wait."""
+"""Output: tables on a terminal, plain lines in a pipe, JSON for programs, and progress bars."""
 
 import contextlib
 import importlib
@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
-# What is shared by all commands sets this: neither bars nor remarks, only results and errors.
+# Set by --quiet: only results and errors are printed.
 quiet = False
 
 _DIGITS = 3
 
 
 def say(line: str) -> None:
-    """One line on standard error, as it is, unless the user wants quiet."""
+    """Prints a line on standard error, unless --quiet is set."""
     if not quiet:
         complain(line)
 
 
 def complain(line: str) -> None:
-    """One line on standard error that the user has to see; a terminal gets it broken between words."""
+    """Prints a line on standard error even with --quiet; on a terminal it is wrapped between words."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         line = "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)) or line
@@ -34,34 +34,34 @@ def complain(line: str) -> None:
 
 
 def annotate(level: str, line: str) -> None:
-    """A workflow command of GitHub's on standard error: ``error``, ``warning`` or ``notice``, and a line."""
+    """Prints a workflow command of GitHub on standard error: ``error``, ``warning`` or ``notice``, and a line."""
     for sign, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         line = line.replace(sign, code)
     complain(f"::{level} title=lipcert::{line}")
 
 
 def print_json(record: Any) -> None:
-    """A value as JSON, and nothing else."""
+    """Prints a value as JSON."""
     print(json.dumps(record, indent=2, allow_nan=False))
 
 
 def command(*words: object) -> str:
-    """A command line that a shell reads as these words; what a user still has to fill in is written in capitals."""
+    """A quoted command line of these words; capitals are placeholders for the user."""
     return " ".join(["lipcert", *(shlex.quote(str(word)) for word in words)])
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Names and values, a line each; tabs between them in a pipe."""
+    """Prints names and values, one pair per line, separated by tabs in a pipe."""
     print_table((), facts)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> None:
-    """A table on a terminal; lines with tabs in a pipe, the first of them the column names if there are any.
+    """Prints a table on a terminal, and lines with tabs in a pipe, after a line of column names if there are any.
 
     Args:
-        columns: their names; none for a table without a head.
-        rows: the cells, as many as there are columns.
-        optional: columns that a terminal which is too narrow does without, the first of them first.
+        columns: the column names; empty for a table without a head.
+        rows: the cells of each row.
+        optional: columns that are left out on a narrow terminal, in this order.
     """
     if not sys.stdout.isatty():
         for row in [columns, *rows] if columns else rows:
@@ -102,13 +102,12 @@ Update = Callable[..., None]
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Update]:
-    """A bar on standard error while the block runs, if that is a terminal and not a notebook's.
+    """Shows a progress bar on standard error during the block, if that is a terminal and not that of a notebook.
 
     Yields:
-        A function that takes how much is done, how much there is, None where that is not known, and what is being done
-        if that is not ``what`` any more.
+        A function of the amount done, the total or None if unknown, and a new name of the task if it has changed.
     """
-    # A notebook gives commands a terminal, and keeps every state of a bar.
+    # A notebook provides a terminal, but would keep every state of a bar.
     if quiet or not sys.stderr.isatty() or "JPY_PARENT_PID" in os.environ:
         yield lambda done, total=None, what=None: None
         return
@@ -125,26 +124,26 @@ def progress(what: str, total: int | None = None) -> Iterator[Update]:
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A turning sign on standard error while the block runs, if that is a terminal."""
+    """Shows a spinner on standard error during the block, if that is a terminal."""
     with progress(what):
         yield
 
 
 def start() -> None:
-    """Imports torch and timm, which takes seconds: a command calls it when its options are read and checked."""
+    """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
     with busy("importing torch"):
         importlib.import_module("lipcert.loading")
 
 
 def upper(log10: float) -> str:
-    """A bound for display, rounded up: three digits, or a power of ten where it is large."""
+    """A bound for display, rounded up: three digits, or a power of ten from 10^4 on."""
     if log10 == -math.inf:
         return "0"
     if log10 == math.inf:
         return "infinite"
     if log10 >= 4:
         return f"10^{math.ceil(log10 * 10) / 10:.1f}"
-    # 1e-12 covers the rounding of the logarithm and of the power.
+    # 1e-12 covers the rounding errors of the logarithm and of the power.
     return _three_digits(10**log10 * (1 + 1e-12), ROUND_CEILING)
 
 
@@ -154,12 +153,12 @@ def lower(value: float) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A count as count and percentage."""
+    """A count with its total and percentage."""
     return f"{part} of {whole} ({100 * part / whole:.1f} %)"
 
 
 def percent(part: float | None) -> str:
-    """A share as percentage; a dash where it is not known."""
+    """A fraction as percentage; a dash if it is unknown."""
     return "-" if part is None else f"{100 * part:.1f} %"
 
 

@@ -1,4 +1,4 @@
-"""``lipcert report``: what result files say, as tables, a page and a model card."""
+"""``lipcert report``: shows result files as tables, a page and a model card."""
 
 import sys
 from pathlib import Path
@@ -22,21 +22,21 @@ def report(
     ] = None,
     card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.", show_default=False)] = None,
     license: Annotated[
-        str | None, typer.Option(help="The model's licence, for its card: apache-2.0.", show_default=False)
+        str | None, typer.Option(help="The licence of the model, for its card: apache-2.0.", show_default=False)
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The hub's id of the model it was made from, for its card.", show_default=False)
+        str | None, typer.Option(help="The hub id of the original model, for its card.", show_default=False)
     ] = None,
     eps: Annotated[
         list[str] | None,
         typer.Option(
-            help="Give figures at this radius; may be repeated. By default those that were certified for.",
+            help="Show figures at this radius; may be repeated. By default the radii of the runs.",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what results say: certified share over ε, radii, methods; several results are compared."""
+    """Show results: certified accuracy over ε, radii, methods; several results are compared."""
     from lipcert._settings import parse_eps
     from lipcert.report import (
         OVERVIEW,
@@ -70,7 +70,7 @@ def report(
         print_facts(facts(runs[0], at))
     else:
         columns, rows = overview(runs, at)
-        names = [row[:-1] for row in rows]  # the model's name stands on the page
+        names = [row[:-1] for row in rows]  # the page shows the name of the model
         print_table(columns[:-1], names, optional=("δ", "images", "95 %"))
         say(OVERVIEW)
     if sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""A command as one of the processes that ``torchrun`` started."""
+"""Connects the processes of a command started by ``torchrun``."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from lipcert._processes import Processes
 
 @contextlib.contextmanager
 def torchrun() -> Iterator[Processes]:
-    """The processes of this run, connected while the block lasts; only the first one prints. Usually it is alone."""
+    """The processes of this run, usually one, connected during the block; only the first one prints."""
     processes = Processes.of_torchrun()
     processes.connect()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""``lipcert verify``: computes a result file again and says whether it stands."""
+"""``lipcert verify``: recomputes certificates and compares them with a result file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,7 @@ def verify(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Where the images are, if they have moved.",
+            help="The images, if they are no longer where they were.",
             show_default=False,
             autocompletion=complete_data,
         ),
@@ -52,7 +52,7 @@ def verify(
     model_args: ModelArgs = None,
     denoiser: Denoiser = None,
 ) -> None:
-    """Compute results again from the model and the images; exit with 1 if something in them does not stand."""
+    """Recompute results from the model and the images; exit with code 1 if any of them is not confirmed."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     start()
@@ -73,7 +73,7 @@ def verify(
         say(f"note: {images.note}")
 
     if run.attacked and attack_of(run) is None:
-        say(f"note: what {run.attack_name} found is taken as stated; only pgd is run again")
+        say(f"note: the results of {run.attack_name} are not recomputed; only pgd is")
     with progress("verifying") as update:
         verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
     rows = [verdict for verdict in verdicts if verdict.index is not None]

@@ -270,7 +270,7 @@ def test_only_some_parameters_are_trained(tmp_path):
         finetune(digits_like(), [(pictures(40), labels)], loss="ce", only="attn.*")
 
 
-# Values of attention by distance
+# Values of L2 attention
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 3}
 SWIN = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 12, "depths": (2,), "num_heads": (2,)}

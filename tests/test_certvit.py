@@ -660,7 +660,7 @@ def test_finished_layers_of_other_tasks_or_damaged_files_do_not_count(tmp_path):
 
 
 def test_parallel_refuses_bad_input(tmp_path):
-    with pytest.raises(InputError, match="'cuda:99' is not there"):
+    with pytest.raises(InputError, match="there is no device 'cuda:99'"):
         solve_layers(tasks(1), workers=0, devices=("cuda:99",))
     with pytest.raises(InputError, match="two layers are called"):
         solve_layers(tasks(1) * 2, workers=0)

@@ -56,7 +56,7 @@ def test_the_command_lists_them() -> None:
     ("arguments", "says"),
     [
         (["banana", "--certified"], "no checkpoint that comes with lipcert matches banana"),
-        (["--certified", "--family", "swin"], "give one of them"),
+        (["--certified", "--family", "swin"], "use only one of them"),
     ],
 )
 def test_what_there_is_not_is_said_in_one_line(arguments: list[str], says: str) -> None:

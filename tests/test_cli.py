@@ -237,7 +237,7 @@ def test_a_stopped_run_goes_on(artifact, monkeypatch):
     assert len(kept) == len(seen)
     assert message.endswith(
         f"\nlipcert: interrupted after {len(kept)} images; "
-        f"r.jsonl keeps {len(kept)} rows, and the same command goes on from there\n"
+        f"r.jsonl keeps {len(kept)} rows, and the same command continues from there\n"
     )
     assert json.loads(Path("r.summary.json").read_text())["complete"] is False
     Path("r.jsonl").write_text("".join(kept[:3]) + kept[3][:20])
@@ -245,7 +245,7 @@ def test_a_stopped_run_goes_on(artifact, monkeypatch):
     seen[:] = [None] * 7  # no more interruptions
     result = run(*command)
     assert len(seen) == 7 + 4  # the third block again, of which a row was cut off
-    assert "going on after 3 images" in result.stderr
+    assert "continuing after 3 images" in result.stderr
     assert Path("r.jsonl").read_text().startswith("".join(kept[:3]))
     assert timeless(read_rows("r.jsonl")) == timeless(whole)
     assert facts(result.stdout)["images"] == "7"
@@ -256,7 +256,7 @@ def test_a_stopped_run_goes_on(artifact, monkeypatch):
 def test_random_weights_are_the_same_in_every_run(folder):
     command = ["certify", *BY_NAME, "--data", "images", "--eps", "0.1", "--out", "r.jsonl", *GLORO]
     run(*command, "--limit", "2")
-    assert "going on after 2 images" in run(*command).stderr
+    assert "continuing after 2 images" in run(*command).stderr
 
 
 def test_certificates_left_out_are_noted(artifact, monkeypatch):
@@ -341,7 +341,7 @@ def test_convert_reads_a_checkpoint_and_leaves_it(folder):
     run(*command, "--attention", "keep", "--out", "a.safetensors")
     model = load_artifact("a.safetensors")
     assert all(torch.equal(value, model.net.state_dict()[name]) for name, value in net.state_dict().items())
-    assert "own file" in refused(*command, "--out", "w.pth")
+    assert "file of the model itself" in refused(*command, "--out", "w.pth")
     assert Path("w.pth").read_bytes() == before
 
 
@@ -349,7 +349,7 @@ def test_convert_overwrites_artifacts_only(artifact):
     Path("notes.txt").write_text("mine")
     assert "not a lipcert artifact" in refused("convert", *BY_NAME, "--out", "notes.txt")
     assert Path("notes.txt").read_text() == "mine"
-    assert "own file" in refused("convert", "model.safetensors", "--out", "model.safetensors")
+    assert "file of the model itself" in refused("convert", "model.safetensors", "--out", "model.safetensors")
     assert "cannot make the folder notes.txt" in refused("convert", *BY_NAME, "--out", "notes.txt/a.safetensors")
     run("convert", *BY_NAME, "--out", "new/folder/a.safetensors")
     assert read_metadata("new/folder/a.safetensors")["recipe"][0]["data"] == "random"
@@ -407,13 +407,14 @@ def layers(**gains: float) -> tuple[LayerBound, ...]:
 def test_verdict_names_what_makes_the_bound_vacuous():
     bound = Bound(1e12, "deterministic", "test", layers=layers(a=1.0, b=6.0, c=2.0, d=4.0, e=-1.0))
     assert _inspect.verdict(bound) == (
-        "too large for methods global and gloro: with it a margin of 10 logits certifies a radius of 7.07e-12; "
-        "b, d stretch most, 76.9 % of all. Methods anchored and staged bound the network around each image instead"
+        "too large for methods global and gloro: a margin of 10 logits certifies a radius of 7.07e-12; "
+        "the largest gains are those of b, d, 76.9 % of the sum of log10 gains. "
+        "Methods anchored and staged bound the network around each image instead"
     )
     huge = Bound(math.inf, "deterministic", "test", log10=4000.5, layers=layers(a=4000.5))
     assert "a radius of 10^-4000;" in _inspect.verdict(huge)
     usable = Bound(10.0, "deterministic", "test", layers=layers(a=1.0))
-    assert _inspect.verdict(usable).startswith("of use by itself: a margin of 10 logits certifies a radius of 0.707")
+    assert _inspect.verdict(usable).startswith("useful by itself: a margin of 10 logits certifies a radius of 0.707")
     nothing = Bound(math.inf, "deterministic", "test", log10=math.inf)
     assert "certifies a radius of 0;" in _inspect.verdict(nothing)
     constant = Bound(0.0, "deterministic", "test", log10=-math.inf)
@@ -599,7 +600,7 @@ def test_many_models(artifact):
     assert [summary["counts"]["images"] for summary in printed["models"]] == [7]
     assert printed["failed"][0]["model"] == "none.safetensors"
     assert "lipcert: none.safetensors: there is no file" in result.stderr
-    assert "going on after 7 images" in result.stderr
+    assert "continuing after 7 images" in result.stderr
 
 
 def test_many_models_with_the_same_file_name(artifact):

@@ -230,7 +230,7 @@ def test_few_images_are_said():
     assert report.layers[0].error_held_out is None
     assert report.after.agreement is None
     assert any("no held-out images" in remark for remark in report.remarks)
-    assert any("1 of 1 layers saw too few inputs, head fewest with 4 of 32" in remark for remark in report.remarks)
+    assert any("1 of 1 layers had too few inputs, head the fewest: 4 of 32" in remark for remark in report.remarks)
     assert any("1 of 1 layers do not span all dimensions, those of head 4 of 32" in line for line in report.remarks)
     lipcert.constrain(model, pictures(6), 0.01, layers=BLOCK)
     assert any("held-out images is" in remark and "above 0.01" in remark for remark in model.constraint.remarks)
@@ -294,8 +294,8 @@ def test_a_layer_that_fails_is_reported_and_left_alone():
     assert torch.equal(net.dead.weight, before)
     assert dead.norm_after == dead.norm_before == dead.baselines["clip"]
     assert dead.error_reached is dead.error_held_out is None
-    assert any("dead: left as it was (spectral)" in line and "are zero" in line for line in dead.shortfalls)
-    with pytest.raises(InputError, match="none of 1 layers could be constrained; dead: left as it was"):
+    assert any("dead: unchanged (spectral)" in line and "are zero" in line for line in dead.shortfalls)
+    with pytest.raises(InputError, match="none of 1 layers could be constrained; dead: unchanged"):
         lipcert.constrain(model, pictures(10, 8), 0.2, layers=["dead"])
 
 
@@ -410,7 +410,7 @@ def flat(count):
     [
         ([], {}, "no images"),
         (torch.zeros(0, 3, 32, 32), {}, "no images"),
-        (flat(10), {}, "every calibration image is of one colour"),
+        (flat(10), {}, "every calibration image has only one colour"),
         (torch.full((10, 3, 32, 32), math.nan), {}, "hold no NaN"),
         (2 + pictures(5), {}, r"must lie in \[0, 1\]"),
         (pictures(5, 16), {}, "must have shape"),
@@ -429,7 +429,7 @@ def flat(count):
         (pictures(5), {"layers": []}, "no Linear or Conv2d layer"),
         (pictures(5), {"measure": "banana"}, "choose one of spectral"),
         (pictures(5), {"workers": -1}, "workers must be 0"),
-        (pictures(5), {"devices": ["banana"]}, "device 'banana' is not there"),
+        (pictures(5), {"devices": ["banana"]}, "there is no device 'banana'"),
         (pictures(5), {"max_bytes": 100}, "raise max_bytes"),
         *((pictures(5), {"error": error}, "above 0 and below 1") for error in (0.0, -1.0, 1.0, 1.5, math.nan)),
     ],
@@ -588,7 +588,7 @@ def test_command_refuses_bad_input(folder):
     Path("flat").mkdir()
     for i in range(6):
         Image.new("RGB", (32, 32), (40 * i, 10, 200)).save(f"flat/{i}.png")
-    assert "of one colour" in refused(model, "--data", "flat")
+    assert "only one colour" in refused(model, "--data", "flat")
     Path("notes.txt").write_text("mine")
     assert "not a lipcert artifact" in refused(*command, "--out", "notes.txt")
     assert "own file" in refused(*command, "--out", model)
@@ -601,7 +601,7 @@ def test_a_stopped_command_says_where_it_goes_on(folder, monkeypatch):
 
     monkeypatch.setattr(network, "solve_layers", stopped)
     result = run("constrain", "model.lipcert.safetensors", "--data", "images", "--resume-dir", "kept", code=130)
-    assert result.stderr.endswith("\nlipcert: interrupted; the same command goes on from kept\n")
+    assert result.stderr.endswith("\nlipcert: interrupted; the same command continues from kept\n")
     assert not Path("model.constrained.lipcert.safetensors").exists()
 
 

@@ -95,7 +95,7 @@ def test_head_of_one_vector_counts():
     assert radius[2] > 1  # at 0, where √2 ‖W‖ for every class gives at most 0.12
 
 
-# Attention by distance under masks: where tokens are bounded, a mask may raise the constant.
+# L2 attention under masks: where tokens are bounded, a mask may raise the constant.
 
 
 def window_attention(mask, table=3.0, heads=1):

@@ -1,4 +1,4 @@
-"""Faults around a run: disk, memory, signals; what was written stays valid and the same command goes on from there."""
+"""Faults around a run: disk, memory, signals; what was written stays valid, and the same command continues."""
 
 import errno
 import io

@@ -719,7 +719,7 @@ def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
     monkeypatch.setattr(module, "_say_epoch", stop)
     result = run("small.lipcert.safetensors", *SHORT, code=130)
     checkpoint = "small.finetuned.lipcert.safetensors.checkpoint"
-    assert result.stderr.splitlines()[-1] == f"lipcert: interrupted; the same command goes on from {checkpoint}"
+    assert result.stderr.splitlines()[-1] == f"lipcert: interrupted; the same command continues from {checkpoint}"
     assert (folder / checkpoint).exists()
     assert "another batch_size;" in refused("small.lipcert.safetensors", *SHORT, "--batch-size", 3)
     assert not (folder / "small.finetuned.lipcert.safetensors").exists()
@@ -735,7 +735,7 @@ def test_what_the_command_refuses(folder) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(folder / "flat" / "a.png")
-    assert "model's own file" in refused(small, *SHORT, "--out", small)
+    assert "file of the model itself" in refused(small, *SHORT, "--out", small)
     assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.txt")
     assert "choose one of anchored" in refused(small, *SHORT, "--loss", "hinge")
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")

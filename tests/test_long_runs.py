@@ -111,7 +111,7 @@ def test_shards_are_put_together(folder):
         assert f"r.shard-{part}-of-3.jsonl" in shard.stdout
         assert not Path("r.jsonl").exists()
     result = run("certify", *GLORO, "--out", "r.jsonl")
-    assert "going on after 60 images" in result.stderr
+    assert "continuing after 60 images" in result.stderr
     assert rows() == rows("whole.jsonl")
     assert json.loads(Path("r.summary.json").read_text())["counts"]["images"] == 60
 
@@ -215,7 +215,7 @@ def test_two_processes_find_what_one_finds(folder):
     # Again, from what a killed run has left: half of the rows, in files of three processes.
     run("certify", *settings, "--out", "three.jsonl", "--shard", "2/3")
     result = torchrun(*settings, "--out", "three.jsonl", "--fail-under", "1")
-    assert "going on after 8 images" in result.stderr
+    assert "continuing after 8 images" in result.stderr
     assert result.returncode == 1
     assert "the certified accuracy at 36/255 is" in result.stderr
     assert rows("three.jsonl") == rows("one.jsonl")

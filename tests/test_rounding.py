@@ -389,9 +389,9 @@ def test_margins_of_the_deployed_network_stay_within_the_bound(build: Callable[[
 
 NETWORKS = {
     **{f"vit, {name}": (vit, name) for name in DTYPES},
-    "vit with attention by distance": (l2_vit, "float32"),
+    "vit with L2 attention": (l2_vit, "float32"),
     "swin": (lambda: swin(None), "float32"),
-    "swin with attention by distance": (lambda: swin("l2"), "float32"),
+    "swin with L2 attention": (lambda: swin("l2"), "float32"),
 }
 
 

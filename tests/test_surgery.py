@@ -228,7 +228,7 @@ def test_activations(x: Tensor, scale: float) -> None:
         assert torch.equal(clipped[:, 4:], paired[:, 4:].clamp(min=float(torch.tensor(-0.2))))
 
 
-# Attention by distance ------------------------------------------------------------------------------------------------
+# L2 attention ------------------------------------------------------------------------------------------------
 
 
 def plain_distance_attention(module: L2Attention, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -96,8 +96,8 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "average": lambda: flat(nn.Conv2d(1, 4, 2, 2), nn.AvgPool2d(2), features=4),
     "projections": lambda: Tokens(LayerProject(6), nn.Linear(6, 6), SmoothProject(6), nn.Linear(6, 3)),
     "dot-product attention": lambda: Tokens(DotAttention(6), nn.Linear(6, 3)),
-    "attention by distance": lambda: Tokens(L2Attention(6, 2), nn.Linear(6, 3)),
-    "bounded attention by distance": lambda: Tokens(SmoothProject(6), L2Attention(6, 2), nn.Linear(6, 3)),
+    "L2 attention": lambda: Tokens(L2Attention(6, 2), nn.Linear(6, 3)),
+    "bounded L2 attention": lambda: Tokens(SmoothProject(6), L2Attention(6, 2), nn.Linear(6, 3)),
     "gate": lambda: nn.Sequential(nn.Flatten(), Gate(16), nn.Linear(16, 3)),
     "clipped": lambda: flat(nn.Conv2d(1, 4, 2, 2), ClippedReLU(), ClippedMaxMin(), features=16),
 }

@@ -297,7 +297,7 @@ def test_rows_that_an_attack_cut_short_stand(results):
     counted(rows, summary)
     result = verified()
     assert "stand\t1 of 1" in result.stdout
-    assert "what autoattack-l2 found is taken as stated" in result.stderr
+    assert "the results of autoattack-l2 are not recomputed" in result.stderr
 
 
 def folder_of_images(name, shift=0):

@@ -1,4 +1,4 @@
-"""CertViT: lower the norms of a pretrained network's layers while their outputs on given images stay as they are."""
+"""CertViT: lowers the norms of the layers of a pretrained network and keeps their outputs on given images."""
 
 from lipcert._constrain_settings import ENGINES, METHODS, ConstrainSettings
 from lipcert.certvit.blockwise import constrain_blockwise

@@ -16,8 +16,8 @@ class Ellipsoid:
     Attributes:
         centre: (O, M) float64.
         eigenvalues: λ ≥ 0, (M,) float64.
-        basis: Q, (M, M); None when matrices are already written in it, that is V stands for V Q.
-        radius: positive.
+        basis: Q, (M, M); None if matrices are given in this basis, as V Q.
+        radius: the radius, > 0.
     """
 
     centre: Tensor
@@ -28,16 +28,16 @@ class Ellipsoid:
     def project(self, point: Tensor) -> Tensor:
         """The nearest member in the Frobenius norm.
 
-        With D = V − centre and a multiplier μ ≥ 0 the nearest member is centre + D (I + μ S)⁻¹. μ is 0 when V is a
-        member, and otherwise solves Σ_j λ_j c_j / (1 + μ λ_j)² = radius² with c_j = ‖(D Q)_j‖², see
-        :func:`multiplier`. A last scaling towards the centre removes the rounding of μ, so the constraint is broken
-        by a few units in the last place at most.
+        With D = V − centre and a multiplier μ ≥ 0 the nearest member is centre + D (I + μ S)⁻¹. If V is a member, μ =
+        0; otherwise μ solves Σ_j λ_j c_j / (1 + μ λ_j)² = radius² with c_j = ‖(D Q)_j‖², see :func:`multiplier`. A
+        final scaling towards the centre removes the rounding error of μ, so the constraint is violated by at most a few
+        units in the last place.
 
         Args:
             point: V, (O, M).
 
         Returns:
-            A matrix of V's shape; V itself when it is a member.
+            A matrix of the shape of V; V itself if it is a member.
         """
         change = self._into(point - self.centre)
         mu = multiplier(change.square().sum(dim=0), self.eigenvalues, self.radius)
@@ -52,8 +52,8 @@ class Ellipsoid:
     def normal(self, point: Tensor) -> tuple[Tensor, float]:
         """An outward direction Y and the largest ⟨Y, V⟩ over all members V.
 
-        With D = point − centre and Y = D S that maximum is ⟨Y, centre⟩ + radius √tr(Y S⁻¹ Yᵀ), and the root is
-        √tr(D S Dᵀ), so no inverse is needed and a singular S does no harm.
+        With D = point − centre and Y = D S the maximum is ⟨Y, centre⟩ + radius √tr(Y S⁻¹ Yᵀ). The root equals
+        √tr(D S Dᵀ), so no inverse is needed, and S may be singular.
 
         Args:
             point: (O, M).
@@ -75,13 +75,13 @@ class Ellipsoid:
 
 
 def multiplier(squares: Tensor, eigenvalues: Tensor, radius: float) -> float:
-    """The root μ ≥ 0 of Σ_j λ_j c_j / (1 + μ λ_j)² = r², or 0 when the left side is below r² at μ = 0.
+    """The root μ ≥ 0 of Σ_j λ_j c_j / (1 + μ λ_j)² = r², or 0 if the left side is at most r² at μ = 0.
 
-    Newton's method on φ(μ)^(−1/2) = 1/r, φ being the left side, as for trust regions (Moré and Sorensen 1983,
-    "Computing a trust region step"). φ^(−1/2) is a weighted p-mean, p = −2, of the affine functions 1/λ_j + μ with
-    weights c_j / λ_j; for p ≤ 1 such means are concave (the reverse Minkowski inequality), and this one increases.
-    The tangent of a concave increasing function lies above it, so from μ = 0, left of the root, Newton's steps are
-    positive and never pass the root: the iteration is monotone and needs no bracket. It ends when rounding stops it.
+    Newton's method solves φ(μ)^(−1/2) = 1/r, with φ the left side, as for trust regions (Moré and Sorensen 1983,
+    "Computing a trust region step"). φ^(−1/2) is a weighted p-mean, p = −2, of the affine functions 1/λ_j + μ with the
+    weights c_j / λ_j. For p ≤ 1 such means are concave (the reverse Minkowski inequality), and this one increases. The
+    tangent of a concave function lies above it. So Newton's steps from μ = 0, left of the root, are positive and never
+    pass the root: the iteration is monotone and needs no bracket. It ends when a step is below rounding errors.
 
     Args:
         squares: c_j ≥ 0, (M,) float64.
@@ -109,6 +109,6 @@ def multiplier(squares: Tensor, eigenvalues: Tensor, radius: float) -> float:
 
 
 def eigenbasis(second: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending and with rounding below zero cut off, and eigenvectors of a moment matrix (M, M)."""
+    """Eigenvalues, ascending and at least 0, and eigenvectors of a moment matrix (M, M)."""
     eigenvalues, basis = torch.linalg.eigh(second)
     return eigenvalues.clamp_min(0), basis

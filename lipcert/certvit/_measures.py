@@ -1,8 +1,8 @@
-"""The measures of a matrix that can be minimised: value, dual norm and proximal operator of each.
+"""The measures of a matrix that can be minimised: the value, dual norm and proximal operator of each.
 
-Singular values come from the eigenvalues of the smaller Gram matrix in float64: several times faster than an SVD. Their
-absolute error is about 1e-8 ‖W‖₂ for values near zero and 1e-16 ‖W‖₂ for the largest, and only large ones are kept
-apart or clipped here. Norms that are certified are computed elsewhere.
+Singular values come from the eigenvalues of the smaller Gram matrix in float64, which is several times faster than an
+SVD. Their absolute error is about 1e-8 ‖W‖₂ for values near zero and 1e-16 ‖W‖₂ for the largest; only large values
+matter here. Certified norms are computed in lipcert.norms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Spectrum:
         return cls(squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1), left)
 
     def take_off(self, matrix: Tensor, fractions: Tensor) -> Tensor:
-        """W − Σ_i f_i σ_i u_i v_iᵀ for fractions f, (K,): σ_i becomes (1 − f_i) σ_i."""
+        """W − Σ_i f_i σ_i u_i v_iᵀ for fractions f, (K,), which changes σ_i to (1 − f_i) σ_i."""
         used = fractions != 0
         vectors = self.vectors[:, used]
         scaled = vectors * fractions[used]
@@ -62,7 +62,7 @@ def nuclear_norm(matrix: Tensor) -> float:
 def clip_level(values: Tensor, mass: float) -> float:
     """The level s ≥ 0 with Σ_i (σ_i − s)₊ = mass, for σ descending; 0 when Σ_i σ_i ≤ mass.
 
-    When k values lie above s, s = (Σ_{i ≤ k} σ_i − mass) / k; the right k is the last one for which σ_k exceeds that.
+    If k values lie above s, then s = (Σ_{i ≤ k} σ_i − mass) / k; k is the last number for which σ_k exceeds this.
     """
     counts = torch.arange(1, len(values) + 1, device=values.device, dtype=values.dtype)
     levels = (values.cumsum(0) - mass) / counts
@@ -82,13 +82,13 @@ def _prox_spectral(matrix: Tensor, step: float) -> Tensor:
 
 
 def _prox_nuclear(matrix: Tensor, step: float) -> Tensor:
-    """Singular values lowered by ``step``, down to 0 at most."""
+    """W with its singular values lowered by ``step``, but not below 0."""
     spectrum = Spectrum.of(matrix)
     return spectrum.take_off(matrix, (step / spectrum.values.clamp_min(1e-300)).clamp_max(1))
 
 
 def soft_threshold(matrix: Tensor, step: float) -> Tensor:
-    """Entries moved towards 0 by ``step``, and to 0 those that would pass it: the proximal operator of step · ‖·‖₁."""
+    """Moves every entry towards 0 by ``step``, but not past 0: the proximal operator of step · ‖·‖₁."""
     return matrix.sign() * (matrix.abs() - step).clamp_min(0)
 
 
@@ -101,7 +101,7 @@ class Measure:
         dual: Y → the largest ⟨Y, W⟩ over ‖W‖ ≤ 1.
         prox: (W, step) → argmin_V step · ‖V‖ + ½ ‖V − W‖_F².
         step: W_pre → the step of Douglas–Rachford. It changes the speed, not the limit.
-        rotates: ‖W Q‖ = ‖W‖ for orthogonal Q, so that the solver may work in the eigenbasis of the moments.
+        rotates: whether ‖W Q‖ = ‖W‖ for orthogonal Q, so that the solver may use the eigenbasis of the moments.
     """
 
     value: Callable[[Tensor], float]

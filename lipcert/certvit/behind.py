@@ -1,4 +1,4 @@
-"""The constraint set of CertViT with the ReLU behind the layer, and the least norm in it.
+"""The constraint set of CertViT with the ReLU after the layer, and the smallest norm in it.
 
 Gupta and Verma 2023 (arXiv 2302.10287), equations 3 to 10: an activation R = prox_f satisfies R(z) = y if and only if
 z − y ∈ ∂f(y), and a changed weight W is measured by the distance of W x − y to ∂f(y). ReLU is the proximity operator
@@ -7,25 +7,25 @@ z = W x + b and y = ReLU(W_pre x + b), unit by unit,
 
     d²(z − y) = (z − y)² where y > 0,    (max(z, 0))² where y = 0:
 
-a unit that was off may go anywhere below zero. With y = ReLU(z_pre) this is at most (z − z_pre)²: where y > 0,
-y = z_pre; where y = 0, z_pre ≤ 0 and max(z, 0) ≤ |z − z_pre|. So this set contains the plain one at the same tolerance,
-and the least norm in it is at most that in the plain one.
+an inactive unit may have any value below zero. With y = ReLU(z_pre) this is at most (z − z_pre)²: where y > 0,
+y = z_pre; where y = 0, z_pre ≤ 0 and max(z, 0) ≤ |z − z_pre|. So this set contains the set without the ReLU at the same
+tolerance, and its smallest norm is at most as large.
 
-**Batch normalisation between.** In evaluation ReLU sees a_i = γ_i z_i + β_i, z = W x. The set of z_i with the same
-ReLU is then the half-line {γ_i z_i + β_i ≤ 0} where a_i ≤ 0, the point where a_i > 0, and all of ℝ where γ_i = 0.
-Distances are those of z, so that the plain set and its tolerance stay what they are.
+**Batch normalisation in between.** In evaluation mode the input of the ReLU is a_i = γ_i z_i + β_i with z = W x. The
+set of z_i with the same result is the half-line {γ_i z_i + β_i ≤ 0} where a_i ≤ 0, the point where a_i > 0, and ℝ where
+γ_i = 0. Distances are those of z, as without the ReLU, so the tolerance has the same meaning.
 
-**Exact engine.** The set {W : Σ_t d_t²(W) ≤ r²} is convex, no ellipsoid. For any V let P_t be the points of the sets of
-row t that are nearest to V x_t. Then d_t(W) ≤ ‖W x_t − P_t‖ for every W, so {W : Σ_t ‖W x_t − P_t‖² ≤ r²}, an
-ellipsoid, lies in the set where it is not empty, and :mod:`lipcert.certvit.solve` finds the least norm over it. Where V
-is a member, so is it of its ellipsoid, and the norm found is at most that of V. Starting from W_pre, whose ellipsoid is
-the plain set, ellipsoid follows ellipsoid (Marks and Wright 1978, "A general inner approximation algorithm for
-nonconvex mathematical programs"): value and gradient of both constraints agree at V, so that a V that does not move is
-optimal. V runs ahead of the last step with Nesterov's momentum, and starts anew where the norm rises.
+**Exact engine.** The set {W : Σ_t d_t²(W) ≤ r²} is convex, but no ellipsoid. For any V let P_t be the point of the set
+of row t that is nearest to V x_t. Then d_t(W) ≤ ‖W x_t − P_t‖ for every W. So {W : Σ_t ‖W x_t − P_t‖² ≤ r²} is an
+ellipsoid within the set, unless it is empty, and :mod:`lipcert.certvit.solve` finds the smallest norm in it. If V is a
+member of the set, it is a member of its ellipsoid, so the norm does not increase. The iteration starts from W_pre,
+whose ellipsoid is the set without the ReLU, and continues with the ellipsoid of each solution (Marks and Wright 1978,
+"A general inner approximation algorithm for nonconvex mathematical programs"). Value and gradient of both constraints
+agree at V, so a fixed point V is optimal. Nesterov's momentum extrapolates V, and is reset if the norm increases.
 
 **Lower bound.** With D the matrix of the differences d_t = V x_t − P_t and G = Σ_t d_t x_tᵀ, every member W satisfies
-⟨G, W⟩ = Σ_t ⟨d_t, W x_t⟩ ≤ Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, because d_t is normal to its convex set at P_t, and the W x_t are
-off these sets by vectors of total norm at most r. Hence ‖W‖ ‖G‖_dual ≥ −⟨G, W⟩ ≥ −(Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F).
+⟨G, W⟩ = Σ_t ⟨d_t, W x_t⟩ ≤ Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, because d_t is normal to its convex set at P_t, and the distances
+of the W x_t from these sets have total norm at most r. Hence ‖W‖ ‖G‖_dual ≥ −⟨G, W⟩ ≥ −(Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from lipcert.errors import LipcertError
 from lipcert.graph import Graph, Node, capture
 from lipcert.model import Model
 
-# What may stand between a layer and its ReLU: operations that keep the place of every entry and act by channels.
+# Operations allowed between a layer and its ReLU: they act on each channel separately and keep the order of entries.
 _BETWEEN = ("identity", "dropout", "batch_norm")
 
 
 @dataclass(frozen=True, repr=False)
 class Relu:
-    """The ReLU behind a layer: it sees scale_i z_i + offset_i of the layer's output z = W x without bias.
+    """The ReLU after a layer: its input is scale_i z_i + offset_i, where z = W x is the output without bias.
 
     Attributes:
         scale: γ, shape (O,), float64; 1 without batch normalisation.
-        offset: shape (O,), float64: the layer's bias, and what batch normalisation makes of it.
+        offset: β, shape (O,), float64: the bias of the layer after batch normalisation.
     """
 
     scale: Tensor
@@ -67,7 +67,7 @@ class Relu:
         return Relu(self.scale.chunk(groups)[group], self.offset.chunk(groups)[group])
 
     def differences(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """From the nearest point that ReLU does not tell from ``before`` to ``outputs``.
+        """The differences of ``outputs`` from the nearest points with the same ReLU as ``before``.
 
         Args:
             outputs: z = W x by rows, (T, O), float64, without bias.
@@ -82,7 +82,7 @@ class Relu:
         return torch.where(scale == 0, 0.0, change)
 
     def active(self, before: Tensor) -> float:
-        """The share of the entries of z_pre that ReLU lets through."""
+        """The fraction of entries of z_pre for which the ReLU is active."""
         return float((self.scale.to(before) * before + self.offset.to(before) > 0).double().mean())
 
     def relative_error(self, weight: Tensor, reference: Tensor, rows: Tensor) -> float:
@@ -99,10 +99,10 @@ class Relu:
 
 
 def relus(model: Model, layers: dict[str, nn.Linear | nn.Conv2d]) -> dict[str, Relu]:
-    """The ReLU directly behind each of the layers that has one, by module path.
+    """The ReLU directly after each layer that has one, by module path.
 
-    Between them there may be batch normalisation in evaluation, dropout, and nothing else; the layer is called once,
-    and nothing but the ReLU reads what it computes. A network that cannot be captured has none.
+    Only batch normalisation in evaluation mode and dropout may stand between them. The layer must be called once, and
+    only the ReLU may read its result. The result is empty for a network that cannot be captured.
     """
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     try:
@@ -136,7 +136,7 @@ def _behind(call: Node, graph: Graph, readers: dict[Node, list[Node]], layer: nn
 
 
 def _measured(call: Node, between: list[Node], layer: nn.Linear | nn.Conv2d) -> Relu:
-    """Scale and offset, read off what the operations between make of a constant 0 and 1."""
+    """Scale and offset, from the results of the operations in between for the constants 0 and 1."""
     bias = layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias.detach()
 
     def sees(value: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Inner:
     Attributes:
         cross: Σ_t P_t x_tᵀ, (O, M).
         energy: Σ_t ‖P_t‖².
-        highest: Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, which no ⟨G, W⟩ of a member W exceeds.
+        highest: Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, an upper bound on ⟨G, W⟩ for all members W.
         outward: G, (O, M).
     """
 
@@ -176,13 +176,13 @@ class Inner:
 
 
 def inner(weight: Tensor, before: Tensor, rows: Tensor, relu: Relu, radius: float) -> Inner:
-    """What the exact engine needs to know at a matrix (O, M): see the head of this file.
+    """The ellipsoid of a matrix V, (O, M), as described at the head of this file.
 
     Args:
         weight: V, float64.
         before: z_pre by rows, (T, O).
         rows: x_t, (T, M), float64.
-        relu: behind the layer.
+        relu: the ReLU after the layer.
         radius: r.
     """
     outputs = rows @ weight.mT

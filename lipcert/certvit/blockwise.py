@@ -1,14 +1,14 @@
-"""The faithful engine: CertViT as published, misprints corrected (arXiv 2302.10287, Algorithms 1 to 3).
+"""The faithful engine: CertViT as published, with misprints corrected (arXiv 2302.10287, Algorithms 1 to 3).
 
-One layer at a time: soft thresholding with a fixed β is the proximal step; the projection goes block by block over the
-mini-batches, each giving one quadratic constraint. Two corrections to the printed algorithms. The update of
-Douglas–Rachford is Ŵ ← Ŵ + λ (W̃ − W). In Algorithm 2, δ = c ∇c / ‖∇c‖² being the step to the half-space that
-linearises the constraint c ≤ 0, the first branch is W − δ and the second W₀ − (1 + π/ν) δ; so they agree with
-Haugazeau's projection onto two half-spaces (Combettes 2000, "Strong convergence of block-iterative outer approximation
+Each layer is solved separately. Soft thresholding with a fixed β is the proximal step. The projection iterates over the
+mini-batches, each of which gives one quadratic constraint. Two misprints are corrected. The update of Douglas–Rachford
+is Ŵ ← Ŵ + λ (W̃ − W). In Algorithm 2, with δ = c ∇c / ‖∇c‖² the step to the half-space that linearises the constraint
+c ≤ 0, the first branch is W − δ and the second W₀ − (1 + π/ν) δ; so they agree with Haugazeau's projection onto two
+half-spaces (Combettes 2000, "Strong convergence of block-iterative outer approximation
 methods for convex optimization").
 
-The iteration is transiently chaotic: two correct implementations agree over the first steps and at the limit, not in
-between. It is here for comparison; :func:`lipcert.certvit.solve.constrain_matrix` solves the same problem exactly.
+The iteration is transiently chaotic: two correct implementations agree over the first steps and at the limit, but not
+in between. It serves for comparison; :func:`lipcert.certvit.solve.constrain_matrix` solves the same problem exactly.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FAITHFUL = "l1, block-iterative"
 class _Constraint:
     """c(V) = Σ_t d²(V x_t) − bound over one mini-batch (equation 12), from raw rows (T, M) or their moments (M, M).
 
-    d is the distance to W_pre x_t, or, with a ReLU behind the layer, to what it does not tell from that, which takes
-    raw rows. Equation 13 of the paper, ∇c = 2 Σ_t (V x_t − y_t) x_tᵀ, is for the first; in general it is
-    2 Σ_t (V x_t − P_t) x_tᵀ with P_t the nearest point of the set.
+    d is the distance to W_pre x_t or, with a ReLU after the layer, to the set of points with the same ReLU, which needs
+    raw rows. Equation 13 of the paper, ∇c = 2 Σ_t (V x_t − y_t) x_tᵀ, is for the first case; in general
+    ∇c = 2 Σ_t (V x_t − P_t) x_tᵀ with P_t the nearest point of the set.
     """
 
     data: Tensor
@@ -75,31 +75,31 @@ def constrain_blockwise(
     projection_tolerance: float = 1e-7,
     point: Literal["projected", "sparse"] = "projected",
 ) -> Solution:
-    """Lowers Σ |w| while each mini-batch keeps the layer's outputs to a relative error of ``error``.
+    """Lowers Σ |w| while the outputs of the layer on each mini-batch keep a relative error of at most ``error``.
 
     The defaults are those of the authors' scripts (github.com/sagarverma/transformer-lipschitz,
     liptrf/lip_relax/vit/lip_relax_vit_cifar10.py: lr 1.2, lipr_epochs 2, proj_epochs 100, lipr_prec 1e-4,
     proj_prec 1e-7, threshold at the quantile 0.1 of |W|); their scripts for other models and data sets have the same.
-    There the threshold is computed anew at each iteration; with the fixed β of the paper the iteration is that of one
-    convex problem. Each mini-batch's bound is
-    error² · Σ_t ‖W_pre x_t‖² over its own rows, so meeting all of them meets the pooled constraint.
+    These scripts recompute the threshold in each iteration; with the fixed β of the paper the iteration solves one
+    convex problem. The bound of a mini-batch is error² · Σ_t ‖W_pre x_t‖² over its own rows, so the constraints of all
+    mini-batches imply the pooled constraint.
 
     Args:
         weight: W_pre, (O, M); convolutions without groups are flattened to it.
         blocks: J mini-batches, each as raw activations (T_j, M) or as :class:`Moments` without groups.
         error: relative output error as a ratio of norms, above 0 and below 1.
         eta: η of equation 10, in place of ``error``: the bound of a mini-batch of T rows is T η.
-        relu: what stands behind the layer; the constraint is then that of equation 10 with ∂f of ReLU, see
+        relu: the ReLU after the layer; the constraint is then that of equation 10 with ∂f of ReLU, see
             :mod:`lipcert.certvit.behind`, and moments need a sample of rows.
-        beta: threshold; None takes the quantile.
+        beta: the threshold; None uses the quantile.
         quantile: the threshold as a quantile of |W_pre| over the entries that are not zero.
         relaxation: λ, in (0, 2).
-        iterations: of Douglas–Rachford.
-        projection_epochs: passes over the J mini-batches for one projection.
-        tolerance: relative step of Ŵ at which to stop.
-        projection_tolerance: relative step of one epoch at which a projection ends.
+        iterations: the number of iterations of Douglas–Rachford.
+        projection_epochs: the largest number of passes over the J mini-batches for one projection.
+        tolerance: the relative step of Ŵ at which the iteration stops.
+        projection_tolerance: the relative change in one pass at which a projection stops.
         point: "projected" returns W̃, which nearly meets the constraint; "sparse" returns the thresholded W, as the
-            authors' code does, which has zeros and breaks the constraint more.
+            code of the authors does, which has zeros and a larger error.
 
     Returns:
         The solution. The projection is inexact, so ``error_reached`` may exceed ``error_asked``.
@@ -119,7 +119,7 @@ def constrain_blockwise(
     constraints = [constraint for constraint, _ in found]
     bound = sum(constraint.bound for constraint in constraints)
     if bound == 0:
-        raise InputError("the layer's outputs are zero on all images; there is nothing to keep")
+        raise InputError("the outputs of the layer are zero on all images; there is nothing to keep")
     magnitudes = pre[pre != 0].abs()
     step = float(magnitudes.sort().values[int(quantile * len(magnitudes))]) if beta is None else beta
 
@@ -164,7 +164,7 @@ def _constraint(
     rows, data = (block.rows, block.second[0]) if isinstance(block, Moments) else (len(block), block)
     if relu is not None and isinstance(block, Moments):
         if block.sample is None:
-            raise InputError("a relu behind the layer asks for moments with a sample of rows")
+            raise InputError("a relu after the layer needs moments with a sample of rows")
         data, rows = block.sample[0], block.sample.shape[1]
     data = data.to(pre)
     if data.dim() != 2 or data.shape[1] != pre.shape[1] or (isinstance(block, Moments) and block.groups > 1):

@@ -1,4 +1,4 @@
-"""The images of a run: read from what the caller holds, checked, and parted into calibration and held-out images."""
+"""The images of a run: checked, and divided into calibration and held-out images."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from lipcert.errors import InputError
 from lipcert.model import Model
 
-EVERY = 5  # without held-out images of their own, every fifth image is held out
+EVERY = 5  # every fifth image is held out, unless held-out images are given
 _BATCH = 32
-_ONE_STEP = 1 / 255  # contrast below a step of an 8-bit pixel is none
+_ONE_STEP = 1 / 255  # images with less contrast count as one colour
 
 Loader = Tensor | tuple[Tensor, Tensor] | Iterable[Any]
 Share = Literal["all", "calibration", "held-out"]
@@ -23,37 +23,37 @@ Share = Literal["all", "calibration", "held-out"]
 
 @dataclass
 class _Order:
-    """Whether every pass over a loader gave the same images in the same order."""
+    """Checks that every pass over a loader gives the same images in the same order."""
 
     checksum: int | None = None
 
     def check(self, checksum: int) -> None:
         if self.checksum not in (None, checksum):
             raise InputError(
-                "the loader gives other images, or another order, in each pass, so none can be held out of it; "
-                "turn shuffling and augmentation off, or give held_out= images of their own"
+                "the loader gives other images, or another order, in each pass, so none can be held out; "
+                "turn shuffling and augmentation off, or pass held_out= with other images"
             )
         self.checksum = checksum
 
 
 class CalibrationImages:
-    """The images of a loader, or its share for calibration, to be gone through as often as needed.
+    """The images of a loader, or its calibration or held-out images; it can be iterated several times.
 
-    Iterating gives image batches on the model's device and in its dtype.
+    Iterating yields batches of images on the device and in the dtype of the model.
 
     Attributes:
-        count: images given in the last complete pass.
-        left_out: images of the loader that belong to the other share.
+        count: the number of images of the last complete pass.
+        left_out: the number of images of the loader that belong to the other share.
 
     Args:
-        model: takes the images.
+        model: the model, which determines device and dtype.
         loader: a tensor (N, C, H, W), a pair of it and labels (N,), or an iterable of such batches.
-        share: which of the images.
-        varied: refuse images that are all of one colour.
-        order: shared by the two shares of one loader.
+        share: the images to use.
+        varied: refuses images that all have one colour.
+        order: shared by the two shares of a loader.
 
     Raises:
-        InputError: when made or gone through, one line on what is wrong with the loader, the images or the labels.
+        InputError: the loader, the images or the labels are not valid; raised by the constructor or an iteration.
     """
 
     def __init__(self, model: Model, loader: Loader, share: Share, *, varied: bool, order: _Order):
@@ -63,8 +63,8 @@ class CalibrationImages:
             )
         if isinstance(loader, Iterator):
             raise InputError(
-                "the images are gone through more than once, and this iterator gives them only once; "
-                "give a tensor, a list of batches or a DataLoader"
+                "the images are read more than once, and this iterator gives them only once; "
+                "pass a tensor, a list of batches or a DataLoader"
             )
         self.model = model
         self.loader = loader
@@ -78,7 +78,7 @@ class CalibrationImages:
             yield images
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Batches of images and their labels, int64 on the CPU; None where the loader gives none."""
+        """Batches of images and their labels, int64 on the CPU, or None without labels."""
         position = count = checksum = 0
         varied = not self.varied
         for images, labels in _batches(self.loader):
@@ -98,17 +98,17 @@ class CalibrationImages:
             self.order.check(checksum)
         if count and not varied:
             raise InputError(
-                "every calibration image is of one colour, which says nothing about how the network sees others; "
-                "give photographs or whatever it was trained on"
+                "every calibration image has only one colour, so the activations are not representative; "
+                "pass images like those that the network was trained on"
             )
         self.count, self.left_out = count, position - count
 
 
 def part(model: Model, loader: Loader, held_out: Loader | None) -> tuple[CalibrationImages, CalibrationImages]:
-    """The calibration images and the held-out ones: those given, or else every fifth of the loader.
+    """The calibration images and the held-out images: the given ones, or every fifth of the loader.
 
     Raises:
-        InputError: for an iterator that can be read only once.
+        InputError: the loader is an iterator, which can be read only once.
     """
     order = _Order()
     if held_out is not None:
@@ -133,7 +133,7 @@ def _batches(loader: Loader) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _is_pair(loader: object) -> bool:
-    """Whether this is images with their labels, and not two batches of images."""
+    """Whether this is a pair of images and labels, rather than two batches of images."""
     tensors = isinstance(loader, (tuple, list)) and all(isinstance(item, Tensor) for item in loader)
     return tensors and len(loader) == 2 and loader[1].dim() < 2  # type: ignore[arg-type, index]
 

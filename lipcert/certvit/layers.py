@@ -1,4 +1,4 @@
-"""Which layers of a network can be constrained, what they see, and their norms."""
+"""The layers of a network that can be constrained, the sizes of their inputs, and their norms."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Untouched = tuple[str, str]
 
 @dataclass
 class Layer:
-    """A Linear or Conv2d of the network, or the values of an attention by distance.
+    """A Linear or Conv2d layer of the network, or the values of an L2 attention.
 
     Attributes:
-        module: the layer; of values the attention.
-        name: of its weight in the module.
-        sizes: (height, width) of the images that a convolution gets; more than one if it is called several times.
+        module: the layer; for values the attention.
+        name: the name of its weight in the module.
+        sizes: the (height, width) of the inputs of a convolution; several if it is called several times.
         called: whether the network calls it.
-        relu: what the ReLU behind it sees, where that is part of the constraint.
+        relu: the ReLU after the layer, if the constraint includes it.
     """
 
     module: Holder
@@ -41,14 +41,15 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        """The parameter that is constrained; values have a group of rows for each head."""
+        """The constrained parameter; the weight of values has a group of rows for each head."""
         weight: Tensor = getattr(self.module, self.name)
         return weight
 
     def norm(self, weight: Tensor) -> float:
-        """Upper bound of the layer's ℓ2 norm with this weight; of the flattened kernel unless padding is by zeros.
+        """An upper bound on the ℓ2 norm of the layer with this weight.
 
-        Of values it is the largest norm of a head's.
+        For a convolution with padding other than zeros it is that of the flattened kernel, for values the largest norm
+        of a head.
         """
         module = self.module
         if isinstance(module, L2Attention):
@@ -62,14 +63,14 @@ class Layer:
 
 
 def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer], list[Untouched]]:
-    """The layers to constrain, in the network's order, and the weights that are left out, with the reason.
+    """The layers to constrain, in the order of the network, and the other weights, with the reason.
 
     Args:
-        model: is run on one grey image to see which layers it calls.
-        names: module paths in ``model.net``; None takes every layer that can be constrained.
+        model: the model, which is run on one grey image to find the layers that it calls.
+        names: module paths in ``model.net``; None selects every layer that can be constrained.
 
     Raises:
-        InputError: a name that is no layer of the network, or a named layer that cannot be constrained; no layers.
+        InputError: a name is no layer of the network, a named layer cannot be constrained, or there are no layers.
     """
     layers: dict[str, Layer] = {}
     for path, module in model.net.named_modules():
@@ -117,7 +118,7 @@ def _watch(model: Model, layers: Mapping[str, Layer]) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards every module is in the mode it was in."""
+    """Sets evaluation mode during the block, and restores the mode of every module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -128,7 +129,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _owners(net: nn.Module) -> dict[int, list[str]]:
-    """Where each parameter is registered."""
+    """The module paths at which each parameter is registered, by its id."""
     owners: dict[int, list[str]] = {}
     for path, module in net.named_modules():
         for parameter in module._parameters.values():
@@ -137,7 +138,7 @@ def _owners(net: nn.Module) -> dict[int, list[str]]:
 
 
 def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
-    """Why a layer cannot be constrained; empty if it can."""
+    """The reason why a layer cannot be constrained; empty if it can."""
     weight = layer.module._parameters.get(layer.name)
     if weight is None:
         return "its weight is computed from other parameters"
@@ -171,7 +172,7 @@ def _unknown(name: str, net: nn.Module, layers: Mapping[str, Layer]) -> str:
 
 
 def _other_weights(net: nn.Module) -> list[Untouched]:
-    """Weight matrices that are no layer of their own."""
+    """Weight matrices that belong to no layer, with the reason why they are not constrained."""
     return [
         (f"{path}.{name}".lstrip("."), f"it is no Linear or Conv2d layer but part of a {type(module).__name__}")
         for path, module in net.named_modules()

@@ -1,8 +1,8 @@
-"""Second moments of a layer's inputs: all that the constraint of CertViT needs to know about the images.
+"""Second moments of the inputs of a layer, which determine the constraint of CertViT.
 
 For rows x_t (tokens, or unfolded patches of a convolution) and a change D of the weight matrix,
-Σ_t ‖D x_t‖² = tr(D S Dᵀ) with S = Σ_t x_t x_tᵀ. S is M × M in float64 whatever the number of images, so one streaming
-pass with forward hooks is enough, and several processes add theirs up.
+Σ_t ‖D x_t‖² = tr(D S Dᵀ) with S = Σ_t x_t x_tᵀ. S is an M × M matrix in float64 for any number of images. So one pass
+with forward hooks is enough, and the moments of several processes are added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lipcert._processes import Processes
 from lipcert.errors import InputError
 from lipcert.surgery import L2Attention
 
-_CHUNK_BYTES = 64 << 20  # float64 copies of activations are made in pieces of at most this size
+_CHUNK_BYTES = 64 << 20  # activations are converted to float64 in pieces of at most this size
 
 BatchProgress = Callable[[int, int, int], object]
 Holder = nn.Linear | nn.Conv2d | L2Attention
@@ -28,15 +28,15 @@ Holder = nn.Linear | nn.Conv2d | L2Attention
 
 @dataclass
 class Moments:
-    """S = Σ_t x_t x_tᵀ of one layer's inputs on some set of images.
+    """S = Σ_t x_t x_tᵀ of the inputs of one layer on a set of images.
 
     Attributes:
-        name: the layer's module path, used in messages.
+        name: the module path of the layer, for messages.
         second: (G, M, M) float64, symmetric; one matrix for each group of a grouped convolution, otherwise G = 1.
             M is in_features, or in_channels / groups · kernel height · kernel width.
-        rows: how many rows x_t were summed, over all processes after :meth:`all_reduce`.
-        sample: every so many-th of the rows, (G, T, M), for constraints that moments do not know; None where none were
-            asked for.
+        rows: the number of rows x_t, over all processes after :meth:`all_reduce`.
+        sample: rows at regular intervals, (G, T, M), for constraints that need more than moments; None if not
+            requested.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Moments:
         """The moments of the rows of a (T, M) matrix, or of a (G, T, M) stack of them.
 
         Raises:
-            InputError: when a value is NaN or infinite, or there are no rows.
+            InputError: a value is NaN or infinite, or there are no rows.
         """
         stack = rows if rows.dim() == 3 else rows[None]
         moments = cls(name, stack.new_zeros(stack.shape[0], stack.shape[2], stack.shape[2], dtype=torch.float64))
@@ -63,7 +63,7 @@ class Moments:
         """Adds the rows of a (G, T, M) stack.
 
         Raises:
-            InputError: when a value is NaN or infinite.
+            InputError: a value is NaN or infinite.
         """
         if not torch.isfinite(rows).all():
             raise InputError(f"the inputs of layer {self.name} are NaN or infinite; check the weights and the images")
@@ -76,7 +76,7 @@ class Moments:
         self.rows += count
 
     def _keep(self, rows: Tensor) -> None:
-        """Adds every so many-th row to the sample; where it gets too large, every second one of it goes."""
+        """Adds rows at regular intervals to the sample; if it gets too large, the intervals are doubled."""
         assert self.sample is not None
         first = -self.rows % self._every
         self.sample = torch.cat([self.sample, rows[:, first :: self._every].to(self.sample)], dim=1)
@@ -85,14 +85,18 @@ class Moments:
             self._every *= 2
 
     def require_rows(self) -> None:
-        """Raises InputError when no row was ever summed."""
+        """Checks that at least one row was added.
+
+        Raises:
+            InputError: there are no rows.
+        """
         if not self.rows:
             raise InputError(f"layer {self.name} saw no images; give at least one batch that is not empty")
 
     def all_reduce(self) -> None:
-        """Adds up the moments of all processes, in place. Without torch.distributed it does nothing.
+        """Adds the moments of all processes, in place; without torch.distributed it does nothing.
 
-        Every process has to call it for the same layers in the same order.
+        Every process must call it for the same layers in the same order.
         """
         processes = Processes.connected()
         processes.add_up(self.second)
@@ -111,25 +115,25 @@ class Moments:
 
     @property
     def rank(self) -> int:
-        """The lowest numerical rank among the groups: eigenvalues above M · eps · the largest one."""
+        """The smallest numerical rank among the groups: the number of eigenvalues above M · eps · the largest one."""
         eigenvalues = torch.linalg.eigvalsh(self.second)
         threshold = eigenvalues[:, -1:] * self.width * torch.finfo(self.second.dtype).eps
         return int((eigenvalues > threshold.clamp_min(0)).sum(dim=-1).min())
 
     def energy(self, matrix: Tensor) -> float:
-        """tr(A S Aᵀ) = Σ_t ‖A x_t‖² for A of shape (O, M); with G groups each block of O / G rows meets its own S."""
+        """tr(A S Aᵀ) = Σ_t ‖A x_t‖² for A of shape (O, M); with G groups, each block of O / G rows has its own S."""
         blocks = matrix.to(self.second).reshape(self.groups, -1, self.width)
         return max(0.0, float(((blocks @ self.second) * blocks).sum()))
 
     def relative_error(self, weight: Tensor, reference: Tensor) -> float:
-        """‖(W − W_pre) X‖ / ‖W_pre X‖, Frobenius norms over all rows: 0.01 means outputs that are off by 1 %.
+        """‖(W − W_pre) X‖ / ‖W_pre X‖ with Frobenius norms over all rows; 0.01 is an error of 1 %.
 
         Args:
             weight: W, (O, M) or (O, M₁, …) with as many entries.
-            reference: W_pre, same shape.
+            reference: W_pre, of the same shape.
 
         Returns:
-            The ratio; NaN when the reference's outputs are all zero.
+            The ratio; NaN if the outputs of the reference are all zero.
         """
         before = reference.flatten(1).to(self.second)
         energy = self.energy(before)
@@ -137,7 +141,7 @@ class Moments:
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
-    """The moments of all rows of one layer, from those of disjoint parts of them."""
+    """The moments of all rows of a layer, from those of disjoint parts."""
     if len(parts) == 1:
         return parts[0]
     total = sum((part.second for part in parts[1:]), parts[0].second)
@@ -147,17 +151,17 @@ def pooled(parts: Sequence[Moments]) -> Moments:
 
 
 def sample_size(width: int) -> int:
-    """The most rows of a sample: four times as many as they have entries, and 4096 at least."""
+    """The largest number of rows of a sample: four times the number of their entries, but at least 4096."""
     return max(4096, 4 * width)
 
 
 @dataclass
 class Targets:
-    """Cross moments with outputs other than the layer's own: C = Σ_t y_t x_tᵀ and Σ_t ‖y_t‖².
+    """Cross moments with given target outputs y_t: C = Σ_t y_t x_tᵀ and Σ_t ‖y_t‖².
 
     Attributes:
         cross: (O, M) float64.
-        energy: Σ_t ‖y_t‖², one number for each group, (G,) float64. Targets are without the layer's bias.
+        energy: Σ_t ‖y_t‖² for each group, (G,) float64. The targets do not contain the bias of the layer.
     """
 
     cross: Tensor
@@ -165,12 +169,12 @@ class Targets:
 
     @classmethod
     def from_rows(cls, inputs: Tensor, outputs: Tensor) -> Targets:
-        """From inputs (T, M) and targets (T, O), for a layer without groups."""
+        """The cross moments of inputs (T, M) and targets (T, O), for a layer without groups."""
         x, y = inputs.double(), outputs.double()
         return cls(y.mT @ x, y.square().sum()[None])
 
     def add(self, other: Targets) -> None:
-        """Adds the cross moments of further rows, in place."""
+        """Adds the cross moments of other rows, in place."""
         self.cross += other.cross
         self.energy += other.energy
 
@@ -183,10 +187,10 @@ def collect(
     max_bytes: int = 2 << 30,
     progress: BatchProgress | None = None,
 ) -> dict[str, Moments]:
-    """The moments of every layer, on the CPU. See :func:`stream` for the arguments and for less memory.
+    """The moments of every layer, on the CPU; see :func:`stream` for the arguments and for less memory.
 
     Returns:
-        Module path → moments. A layer that the model never calls is missing when ``layers`` is None.
+        Module path → moments; if ``layers`` is None, without layers that the model never calls.
 
     Raises:
         InputError: see :func:`stream`.
@@ -208,27 +212,27 @@ def stream(
 ) -> Iterator[dict[str, Moments]]:
     """Yields the moments of one group of layers after the other, each group from one pass over the images.
 
-    While a pass runs, at most ``max_bytes`` of moments are held on the device where the activations are; a caller that
-    uses and drops each group never holds more. The model runs in eval mode without gradients. With torch.distributed
-    initialised each process gives its own share of the images and all receive the sum.
+    A pass keeps at most ``max_bytes`` of moments on the device of the activations. A caller that drops each group after
+    use never needs more memory. The model runs in evaluation mode without gradients. With torch.distributed
+    initialised, each process passes its own share of the images, and all receive the sum.
 
     Args:
         model: called as ``model(batch)``; its result is not used.
-        batches: image batches. With more than one group they are gone through once per group, so this must then be a
-            list, a DataLoader or another iterable that can start again, and not a generator.
+        batches: batches of images. Several groups need one pass each, so this must then be a list, a DataLoader or
+            another reusable iterable, not a generator.
         layers: module path → nn.Linear, nn.Conv2d or, for its values, :class:`lipcert.surgery.L2Attention`, in any
-            order; None takes all Linear and Conv2d layers of the model.
-        max_bytes: limit for the moments of one group, 8 · G · M² bytes per layer.
-        progress: called as ``progress(pass, passes, images so far)`` after every batch, passes counted from 1.
-        sampled: the layers whose moments keep a sample of rows, of at most :func:`sample_size`, in float32.
+            order; None selects all Linear and Conv2d layers of the model.
+        max_bytes: the limit for the moments of one group, 8 · G · M² bytes per layer.
+        progress: called as ``progress(pass, passes, images so far)`` after every batch; passes start at 1.
+        sampled: the layers whose moments keep a sample of at most :func:`sample_size` rows, in float32.
 
     Yields:
         Module path → moments on the CPU, for one group of layers.
 
     Raises:
-        InputError: no images; NaN or infinite activations; a layer that is no Linear or Conv2d, that does more than
-            multiply by its weight, that the model never calls, or whose moments alone exceed ``max_bytes``; batches
-            that cannot be gone through again.
+        InputError: there are no images; activations are NaN or infinite; a layer is no Linear or Conv2d, does more than
+            multiply by its weight, is never called, or has moments above ``max_bytes``; or several passes are needed
+            and ``batches`` can be read only once.
     """
     chosen = _chosen(model, layers)
     groups = _grouped(chosen, max_bytes, sampled)
@@ -290,10 +294,10 @@ def _empty(name: str, module: Holder, device: torch.device) -> Moments:
 
 
 class _ValueHook:
-    """Adds what the values of attention by distance are computed from: u = Σ_j P_ij y_j W_hᵀ/√d for head h.
+    """Collects the moments of the inputs of the values of L2 attention: u = Σ_j P_ij y_j W_hᵀ/√d for head h.
 
-    The output of a head is V_h u + bias, so the values are a layer with a group for each head. With W_h as rows,
-    Σ u uᵀ = W_hᵀ (Σ v vᵀ) W_h/d for v = Σ_j P_ij y_j, which has as many entries as a head.
+    The output of a head is V_h u + bias, so the values are a layer with one group per head. With W_h as rows,
+    Σ u uᵀ = W_hᵀ (Σ v vᵀ) W_h/d for v = Σ_j P_ij y_j, whose dimension is that of a head.
     """
 
     def __init__(self, name: str, module: L2Attention):
@@ -311,14 +315,14 @@ class _ValueHook:
         return self.plain(x, bias)
 
     def _parts(self, x: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """A few of the sets of tokens at a time, with the bias of each."""
+        """Splits the sets of tokens into parts that fit into memory, each with its bias."""
         size = max(1, _CHUNK_BYTES // (8 * self.module.num_heads * x.shape[1] * (x.shape[1] + self.module.head_dim)))
         for start in range(0, len(x), size):
             own = bias is not None and bias.dim() == 4 and len(bias) == len(x)
             yield x[start : start + size], bias[start : start + size] if own and bias is not None else bias
 
     def end(self) -> Moments:
-        """What was found; the attention is as it was."""
+        """Removes the hook and returns the moments."""
         del self.module.attend
         queries = self.module.q.weight.detach().unflatten(0, (self.module.num_heads, -1)).to(self.mixed.second)
         self.mixed.second = queries.mT @ self.mixed.second @ queries * self.module.scale**2
@@ -326,7 +330,7 @@ class _ValueHook:
 
 
 class _Hook:
-    """Adds the inputs of every call of one layer to its moments."""
+    """Adds the inputs of every call of a layer to its moments."""
 
     def __init__(self, name: str, module: nn.Linear | nn.Conv2d, sampled: bool):
         self.moments = _empty(name, module, module.weight.device)
@@ -336,7 +340,7 @@ class _Hook:
         self.handle = module.register_forward_hook(self)
 
     def end(self) -> Moments:
-        """What was found; the layer is as it was."""
+        """Removes the hook and returns the moments."""
         self.handle.remove()
         return self.moments
 
@@ -353,7 +357,11 @@ class _Hook:
             self._require_plain(module, args[0], output)
 
     def _require_plain(self, module: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> None:
-        """Subclasses may pad or normalise inside; then the inputs seen here are not the ones the weight meets."""
+        """Checks that the layer only multiplies its inputs by the weight; a subclass may pad or normalise them first.
+
+        Raises:
+            InputError: it does more, or computes NaN or infinity.
+        """
         first = inputs[:1]
         plain = F.linear(first, module.weight) if isinstance(module, nn.Linear) else _convolve(module, first)
         if module.bias is not None:
@@ -369,7 +377,7 @@ class _Hook:
 
 
 def _padded(module: nn.Conv2d, images: Tensor) -> Tensor:
-    """The convolution's own padding, so that what follows needs none."""
+    """The images with the padding of the convolution."""
     if isinstance(module.padding, str):
         sides = zip(module.dilation, module.kernel_size, strict=True)
         totals = [dilation * (size - 1) if module.padding == "same" else 0 for dilation, size in sides]

@@ -1,7 +1,6 @@
-"""CertViT on a whole network: collect moments, solve every layer, put the weights in, say what it did.
+"""CertViT on a whole network: collects moments, solves every layer, replaces the weights, and reports the figures.
 
-This is algorithm 3 of Gupta and Verma 2023 (arXiv 2302.10287) but for its last step, which is
-:func:`lipcert.finetune`.
+This is algorithm 3 of Gupta and Verma 2023 (arXiv 2302.10287) without its last step, which is :func:`lipcert.finetune`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ BASELINES = ("rescale", "clip")
 LayerProgress = Callable[[str, int, int | None], None]
 Weights = dict[str, Tensor]
 
-_BLOCKS = 4  # mini-batches of the faithful engine, each a constraint
-_GENERALISES = 1.5  # a held-out error above so many times the one asked is remarked on
+_BLOCKS = 4  # the number of mini-batches of the faithful engine; each is a constraint
+_GENERALISES = 1.5  # held-out errors above this multiple of the allowed error are reported
 
 
 @takes(ConstrainSettings)
@@ -52,32 +51,33 @@ def constrain(
     progress: LayerProgress | None = None,
     **settings: Any,
 ) -> Model:
-    """Lowers the norms of a model's Linear and Conv2d layers while their outputs on images stay as they are.
+    """Lowers the norms of the Linear and Conv2d layers of a model, and keeps their outputs on images.
 
-    Each layer's weight is replaced by the one of least ``measure`` whose outputs, for the inputs that the layer has in
-    the network as it is now, are off by at most ``error``: see :func:`lipcert.certvit.constrain_matrix`. A convolution
-    is the matrix that multiplies its patches. Errors of several layers add up in the network: look at accuracy and
-    agreement. ``model.constraint`` holds a :class:`ConstraintReport`, and ``model.recipe`` gains a step.
-    A layer that cannot be solved is reported and left as it was. On any error the model is as it was.
+    The weight of each layer is replaced by the weight with the smallest ``measure`` whose outputs, for the inputs of
+    the layer in the original network, have a relative error of at most ``error``; see
+    :func:`lipcert.certvit.constrain_matrix`. A convolution is the matrix that multiplies its patches. The errors of the
+    layers add up in the network, so check accuracy and agreement. ``model.constraint`` holds a
+    :class:`ConstraintReport`, and ``model.recipe`` gains a step. A layer that cannot be solved is reported and stays
+    unchanged. After an error the whole model is unchanged.
 
-    With torch.distributed initialised each process gives its own share of the images and all get the same weights.
+    With torch.distributed initialised, each process passes its own share of the images, and all get the same weights.
 
     Args:
-        model: from :func:`lipcert.load`, or a module that timm made.
+        model: from :func:`lipcert.load`, or a module built by timm.
         loader: images in [0, 1], with labels or without: a tensor (N, C, H, W), a pair of it and labels (N,), or an
-            iterable of such batches that can be gone through several times, in the same order if ``held_out`` is None.
-        error: relative output error of each layer, above 0 and below 1.
-        held_out: images to measure errors, accuracy and agreement on, as ``loader``; None holds out every fifth image.
-        origin: what the images are from, by name, as values that JSON can hold; the recipe states it.
-        progress: called as ``progress(what, done, total)``, total None where it is not known.
+            iterable of such batches that can be iterated several times, in the same order if ``held_out`` is None.
+        error: the relative output error allowed in each layer, above 0 and below 1.
+        held_out: images for errors, accuracy and agreement, as ``loader``; None holds out every fifth image.
+        origin: a description of the images, as values for JSON; the recipe records it.
+        progress: called as ``progress(what, done, total)``, with total None if unknown.
         **settings: the other fields of :class:`lipcert.certvit.ConstrainSettings`.
 
     Returns:
         The model.
 
     Raises:
-        InputError: an option, a layer name, a device, images or labels that cannot be used; NaN activations; images of
-            one colour; no layer that could be solved.
+        InputError: an option, a layer name, a device, images or labels are not valid; activations are NaN; all images
+            have one colour; or no layer could be solved.
     """
     started = time.perf_counter()
     asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
@@ -158,9 +158,9 @@ def _moments(
     count: int,
     report: LayerProgress,
 ) -> Iterator[tuple[dict[str, list[Moments]], dict[str, Moments]]]:
-    """Group by group of layers, their moments on calibration and on held-out images, if there are any of these.
+    """For each group of layers, the moments on calibration images and on held-out images, if there are any.
 
-    The calibration images are dealt out to ``count`` parts, each with moments of its own.
+    The calibration images are divided into ``count`` parts, each with its own moments.
     """
     modules = {path: layer.module for path, layer in chosen.items()}
     sampled = [path for path, layer in chosen.items() if layer.relu is not None]
@@ -182,7 +182,7 @@ def _moments(
 
 @dataclass(frozen=True)
 class _Dealt:
-    """Every ``count``-th image of each batch, from the one in place ``first``."""
+    """Every ``count``-th image of each batch, from index ``first`` on."""
 
     images: CalibrationImages
     first: int
@@ -226,7 +226,7 @@ def _outcomes(
 
 
 def _error(asked: ConstrainSettings, moments: Moments, weight: Tensor) -> float:
-    """The relative error asked of a layer: with η that of Σ_t ‖W x_t − y_t‖² = T η over its T rows."""
+    """The allowed relative error of a layer; with η it is that of Σ_t ‖W x_t − y_t‖² = T η over its T rows."""
     energy = moments.energy(weight)
     if asked.eta is None or not energy:
         return asked.error
@@ -241,7 +241,7 @@ def _entry(
     results: Mapping[str, Outcome],
     asked: ConstrainSettings,
 ) -> tuple[LayerConstraint, Weights]:
-    """A layer's line of the report, and its weight under each method: its own where that method failed."""
+    """The figures of a layer, and its weight by each method; the original weight if the method failed."""
     before = layer.weight.detach().clone()
     weights = {
         method: result.weight.to(before) if isinstance(result, Solution) else before
@@ -290,13 +290,13 @@ def _shortfalls(entry: LayerConstraint, results: Mapping[str, Outcome], dtype: t
     faithful = any(isinstance(result, Solution) and result.measure == FAITHFUL for result in results.values())
     for method, result in results.items():
         if isinstance(result, Failure):
-            yield f"{path}: left as it was ({method}): {result.message}"
+            yield f"{path}: unchanged ({method}): {result.message}"
     if entry.status == "rounding":
-        yield f"{path}: left as it was: an error of {asked:g} is less than its dtype {dtype} can express; ask for more"
+        yield f"{path}: unchanged: its dtype {dtype} cannot express an error of {asked:g}; allow a larger one"
     elif entry.status == "iteration limit" and faithful:
-        yield f"{path}: ended at the number of iterations that the authors of the faithful engine take"
+        yield f"{path}: stopped at the number of iterations of the authors' code"
     elif entry.status == "iteration limit":
-        yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the best norm possible"
+        yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the smallest possible norm"
     if entry.error_reached is not None and entry.error_reached > asked * (1 + 1e-9):
         why = "after an inexact projection" if faithful else f"rounded to {dtype}"
         yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {asked:g}"
@@ -324,7 +324,7 @@ def _compare(
     variants: Mapping[str, Weights],
     report: LayerProgress,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Accuracy and agreement with the first variant on the held-out images, by variant; the last stays in the model."""
+    """Accuracy and agreement with the first variant on held-out images, by variant; the last stays in the model."""
     right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
     images = labelled = 0
     with Processes.connected().together(), evaluating(model), torch.no_grad():
@@ -358,7 +358,7 @@ def _top(logits: Tensor, name: str, labels: Tensor | None) -> Tensor:
 
 
 def _sums(numbers: list[int]) -> list[int]:
-    """Totals over all processes."""
+    """The sums over all processes."""
     return [sum(parts) for parts in zip(*Processes.connected().gather(numbers), strict=True)]
 
 
@@ -367,14 +367,13 @@ def _notes(
 ) -> Iterator[str]:
     if not held_out:
         yield (
-            f"no held-out images, so nothing says how the weights do on others; give {EVERY} images or more, "
-            "or held_out="
+            f"no held-out images, so the errors on other images are unknown; pass at least {EVERY} images, or held_out="
         )
     few = [entry for entry in entries if entry.rows < entry.width]
     if few:
         least = min(few, key=lambda entry: entry.rows / entry.width)
         yield (
-            f"{len(few)} of {len(entries)} layers saw too few inputs, {least.path} fewest with {least.rows} of "
+            f"{len(few)} of {len(entries)} layers had too few inputs, {least.path} the fewest: {least.rows} of "
             f"{least.width} entries each; use more images"
         )
     flat = [entry for entry in entries if entry.rank < entry.width]
@@ -382,22 +381,22 @@ def _notes(
         least = min(flat, key=lambda entry: entry.rank / entry.width)
         yield (
             f"the inputs of {len(flat)} of {len(entries)} layers do not span all dimensions, those of {least.path} "
-            f"{least.rank} of {least.width}; in the others the weights are free to change: look at the held-out errors"
+            f"{least.rank} of {least.width}; weights may change freely in the others: check held-out errors"
         )
     if any(layer.relu is not None for layer in chosen.values()):
         behind = sum(layer.relu is not None for layer in chosen.values())
         yield (
-            f"{behind} of {len(entries)} layers have a ReLU behind them; their errors are those that the ReLU tells, "
-            "and the baselines' are not"
+            f"{behind} of {len(entries)} layers have a ReLU after them; their errors are those after the ReLU, but the "
+            "errors of the baselines are not"
         )
     elif keep == "activations":
-        yield "no layer has a ReLU directly behind it, so keeping activations is keeping outputs"
+        yield "no layer has a ReLU directly after it, so keeping activations is keeping outputs"
     queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
     if any(path in chosen for path in queries):
         yield (
-            "the weight of q in attention by distance also forms its values, and what its change does there is not "
-            "part of its output error: look at the agreement"
+            "the weight of q in L2 attention also forms its values, and its change there is not part of its output "
+            "error: check the agreement"
         )
     flattened = [path for path, layer in chosen.items() if getattr(layer.module, "padding_mode", "zeros") != "zeros"]
     if flattened:
-        yield f"norms of {', '.join(flattened)} are those of the flattened kernel, for their padding is not zeros"
+        yield f"norms of {', '.join(flattened)} are those of the flattened kernel, because their padding is not zeros"

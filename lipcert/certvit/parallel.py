@@ -1,7 +1,7 @@
-"""Layers are independent, so they are solved side by side: over worker processes, devices, and machines.
+"""Solves independent layers in parallel, on worker processes, devices and machines.
 
-A layer that fails, or whose worker dies, becomes a :class:`Failure` and leaves the others untouched. With a resume
-folder every finished layer is one safetensors file, and an interrupted run goes on with the layers that are missing.
+A layer that fails, or whose worker dies, becomes a :class:`Failure` and does not affect the others. With a resume
+folder every finished layer is one safetensors file, and an interrupted run continues with the missing layers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Task:
     """One layer to solve.
 
     Attributes:
-        name: module path, unique among the tasks of a run.
-        weight: the layer's weight.
-        data: what ``solver`` takes after the weight: moments, or mini-batches for the faithful engine.
+        name: the module path, unique among the tasks of a run.
+        weight: the weight of the layer.
+        data: the second argument of ``solver``: moments, or mini-batches for the faithful engine.
         options: keyword arguments for ``solver``.
-        solver: a function of a module, called as ``solver(weight, data, **options)``.
+        solver: a module-level function, called as ``solver(weight, data, **options)``.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Task:
 
 @dataclass
 class Failure:
-    """A layer that was not solved, and why, in one line."""
+    """A layer that was not solved, and the reason in one line."""
 
     name: str
     message: str
@@ -72,24 +72,24 @@ def solve_layers(
 ) -> dict[str, Outcome]:
     """Solves every task.
 
-    Tasks are drawn one by one as workers become free, so a generator that collects moments group by group keeps few of
-    them in memory. Workers are started with ``spawn``: a script that calls this needs the usual
-    ``if __name__ == "__main__"``. Cores are shared out evenly as threads. With torch.distributed initialised every
-    process must be given the same tasks in the same order; it solves its share and all receive all outcomes.
+    The iterable is advanced when a worker becomes free, so a generator that collects moments group by group keeps few
+    of them in memory. Workers are started with ``spawn``, so a script that calls this function needs ``if __name__ ==
+    "__main__"``. Each worker gets an equal number of threads. With torch.distributed initialised, every process must
+    pass the same tasks in the same order; each solves its share, and all receive all outcomes.
 
     Args:
         tasks: the layers.
-        workers: local worker processes; None takes one per core, 0 solves in this process.
-        resume_dir: folder for finished layers; made when missing. A file counts only if weight, moments and options are
-            those of the task.
-        progress: called as ``progress(name, outcome)`` when a layer is finished here or was found finished.
+        workers: the number of local worker processes; None starts one per core, 0 solves in this process.
+        resume_dir: a folder for finished layers, created if missing. A file is used only if weight, moments and options
+            are those of the task.
+        progress: called as ``progress(name, outcome)`` when a layer is finished here or was read from a file.
         devices: worker k solves on ``devices[k % len(devices)]``, such as ("cuda:0", "cuda:1").
 
     Returns:
         Name → :class:`Solution`, on the CPU, or :class:`Failure`, in the order of the tasks.
 
     Raises:
-        InputError: a device that is not there, a resume folder that cannot be used, or two tasks of one name.
+        InputError: a device does not exist, the resume folder cannot be used, or two tasks have the same name.
     """
     processes = Processes.connected()
     with processes.together():
@@ -128,7 +128,7 @@ def _require(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} is not there; use cpu, or one that torch lists") from error
+        raise InputError(f"there is no device {device!r}; use cpu, or one that torch lists") from error
 
 
 def _folder(path: Path) -> Path:
@@ -140,7 +140,7 @@ def _folder(path: Path) -> Path:
 
 
 def _own_share(tasks: Iterable[Task], processes: Processes, order: list[str]) -> Iterator[Task]:
-    """This process's tasks; the names of all of them go to ``order``."""
+    """The tasks of this process; appends the names of all tasks to ``order``."""
     seen = set()
     for index, task in enumerate(tasks):
         if task.name in seen:
@@ -174,7 +174,7 @@ class _Worker:
 
 
 def _in_workers(tasks: Open, count: int, devices: Sequence[str]) -> Done:
-    """Hands each free worker the next task. One that dies fails its task only, and a new one takes its place."""
+    """Gives each free worker the next task. If a worker dies, only its task fails, and a new worker replaces it."""
     threads = max(1, (os.cpu_count() or 1) // count)
     workers: list[_Worker] = []
     try:
@@ -209,7 +209,7 @@ def _start(device: str, threads: int) -> _Worker:
 def _hand(worker: _Worker, task: Task, path: Path | None) -> None:
     worker.task = task, path
     message = pickle.dumps((task.name, task.weight, task.data, dict(task.options), task.solver))
-    with contextlib.suppress(OSError):  # a worker that is gone is found when its pipe is read
+    with contextlib.suppress(OSError):  # a dead worker is detected when its pipe is read
         worker.pipe.send_bytes(message)
 
 
@@ -230,7 +230,7 @@ def _next_done(workers: list[_Worker]) -> tuple[int, tuple[Task, Path | None, Ou
 
 
 def _work(pipe: Connection, device: str, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its workers
     torch.set_num_threads(threads)
     while True:
         try:
@@ -241,7 +241,7 @@ def _work(pipe: Connection, device: str, threads: int) -> None:
 
 
 def _fingerprint(task: Task) -> str:
-    """Changes with the weight, the options and the data; moments count by their rows and six digits of their traces."""
+    """A hash of the weight, the options and the data; of moments, of their rows and six digits of their traces."""
     digest = hashlib.sha256(task.weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     blocks = task.data if isinstance(task.data, (list, tuple)) else [task.data]
     facts = [
@@ -265,7 +265,7 @@ def _save(path: Path, task: Task, solution: Solution) -> None:
 
 
 def _load(path: Path, task: Task) -> Solution | None:
-    """The finished layer in that file; None when it is missing, damaged or another task's."""
+    """The finished layer in the file; None if the file is missing, damaged or belongs to another task."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What :func:`lipcert.constrain` did, in numbers."""
+"""The figures of a run of :func:`lipcert.constrain`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerConstraint:
-    """One layer.
+    """The figures of one layer.
 
     Attributes:
-        path: module path in the network.
-        norm_before: upper bound of the layer's ℓ2 norm; of a convolution on images of the size it gets.
+        path: the module path in the network.
+        norm_before: an upper bound on the ℓ2 norm of the layer; for a convolution, on inputs of its size.
         norm_after: the same with the new weight.
-        baselines: measure → the same with the weight that this baseline gives at the same error.
-        error_asked: relative output error allowed, ‖(W − W_pre) X‖_F / ‖W_pre X‖_F over the rows X of all images.
-        error_reached: the same with the weight as it is now in the network, on the calibration images; None for a
-            layer that failed.
-        error_held_out: the same on the held-out images; None without any, or where the outputs are zero on them.
-        sparsity: share of entries that are exactly zero.
-        iterations: of the solver; 0 for closed forms.
-        gap: relative distance to the best norm possible at most; None where it is not known.
-        seconds: of the solver.
-        rows: calibration inputs that the layer saw, such as tokens or patches.
-        width: entries of an input.
-        rank: dimensions that these inputs span, the fewest among the groups of a convolution.
-        status: "converged", "iteration limit", "zero weight", "rounding", or "failed" for a layer left as it was.
-        shortfalls: whatever else there is to say, one line each, with the layer's path.
-        behind: "relu" where the errors are those that the ReLU behind the layer tells; else None.
+        baselines: measure → the same with the weight of this baseline at the same error.
+        error_asked: the allowed relative output error, ‖(W − W_pre) X‖_F / ‖W_pre X‖_F over the rows X of all images.
+        error_reached: the error of the new weight in the network on the calibration images; None for a layer that
+            failed.
+        error_held_out: the same on the held-out images; None without any, or if the outputs are zero on them.
+        sparsity: the fraction of entries that are exactly zero.
+        iterations: iterations of the solver; 0 for closed forms.
+        gap: an upper bound on the relative distance to the smallest possible norm; None if unknown.
+        seconds: the time of the solver.
+        rows: the number of calibration inputs of the layer, such as tokens or patches.
+        width: the number of entries of an input.
+        rank: the dimension of the span of these inputs, the smallest among the groups of a convolution.
+        status: "converged", "iteration limit", "zero weight", "rounding", or "failed" for an unchanged layer.
+        shortfalls: remarks, one line each, with the path of the layer.
+        behind: "relu" if errors are measured after the ReLU that follows the layer; otherwise None.
     """
 
     path: str
@@ -57,9 +57,9 @@ class NetworkFigures:
 
     Attributes:
         log10_norms: Σ log10 of the norms of the layers in the report, without layers whose weight is zero.
-        log10_bound: log10 of the global Lipschitz bound; None for a baseline, or where an operation has no rule.
-        accuracy: share of the held-out images that are classified right; None without labels or held-out images.
-        agreement: share of them whose top class is that of the network before; None without held-out images.
+        log10_bound: log10 of the global Lipschitz bound; None for a baseline, or if an operation has no rule.
+        accuracy: the fraction of correctly classified held-out images; None without labels or held-out images.
+        agreement: the fraction of held-out images with the same top class as before; None without held-out images.
     """
 
     log10_norms: float
@@ -70,22 +70,22 @@ class NetworkFigures:
 
 @dataclass(frozen=True)
 class ConstraintReport:
-    """What :func:`lipcert.constrain` did.
+    """The results of :func:`lipcert.constrain`.
 
     Attributes:
-        measure: what was minimised in each layer.
+        measure: the minimised measure.
         engine: "exact", or "faithful" for the block-iterative algorithm of the paper.
-        error: relative output error allowed in each layer.
-        images: calibration images.
-        held_out: images that took no part, on which errors, accuracy and agreement are measured.
-        layers: one entry a layer, in the order of the network.
-        before: the network as it was.
-        after: the network as it is.
+        error: the relative output error allowed in each layer.
+        images: the number of calibration images.
+        held_out: the number of other images, on which errors, accuracy and agreement are measured.
+        layers: one entry per layer, in the order of the network.
+        before: the network before the run.
+        after: the network after the run.
         baselines: measure → the network with every layer constrained by this baseline at the same error.
-        untouched: weights that were left out of the run, and why.
-        notes: what there is to say about the whole network.
-        seconds: wall-clock time of everything.
-        keep: "outputs", or "activations" where that is what stays of layers with a ReLU behind them.
+        untouched: the weights that were not constrained, with the reason.
+        notes: remarks on the whole network.
+        seconds: the wall-clock time of the run.
+        keep: "outputs", or "activations" if layers with a ReLU after them keep its result.
     """
 
     measure: str
@@ -104,20 +104,20 @@ class ConstraintReport:
 
     @property
     def method(self) -> str:
-        """The measure, and the engine where it is not the exact one."""
+        """The measure, and the engine if it is not the exact one."""
         return self.measure if self.engine == "exact" else f"{self.measure}, {self.engine} (block-iterative)"
 
     @property
     def failed(self) -> tuple[LayerConstraint, ...]:
-        """The layers that could not be solved and were left as they were."""
+        """The layers that could not be solved and are unchanged."""
         return tuple(layer for layer in self.layers if layer.status == "failed")
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """All that should be read before the numbers are trusted, one line each."""
+        """All remarks, one line each."""
         return (*self.notes, *(line for layer in self.layers for line in layer.shortfalls))
 
 
 def log10_norms(norms: Mapping[str, float]) -> float:
-    """Σ log10 over the layers, without those that are zero."""
+    """Σ log10 of the norms, without those that are zero."""
     return math.fsum(math.log10(norm) for norm in norms.values() if norm > 0)

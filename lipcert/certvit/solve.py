@@ -1,14 +1,14 @@
-"""The exact engine: lower a measure of one weight matrix while the layer's outputs on the images stay as they are.
+"""The exact engine: lowers a measure of one weight matrix and keeps the outputs of the layer on the images.
 
     minimise ‖W‖   subject to   Σ_t ‖W x_t − y_t‖² ≤ error² · Σ_t ‖y_t‖²
 
 This is problem 2 of Gupta and Verma 2023 (arXiv 2302.10287), equations 9 and 10, with one mini-batch and no activation;
-:mod:`lipcert.certvit.behind` has the ReLU. W_pre satisfies it (equation 11). The images enter through their moments
-alone (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares solution, which is W_pre itself when
-the y_t are the layer's own outputs. Douglas–Rachford splitting (Lions and Mercier 1979; proposition 3 there says when
-it converges) alternates the proximal operator of the norm with the exact projection onto the ellipsoid, and stops on a
-duality gap. What is returned is the projection's point: it always satisfies the constraint. For ℓ1 it is the nearest
-such point with the zeros that the proximal operator made, see :func:`_with_zeros`.
+:mod:`lipcert.certvit.behind` adds the ReLU. W_pre satisfies it (equation 11). The images enter only through their
+moments (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares solution, which is W_pre itself if
+the y_t are the outputs of the layer. Douglas–Rachford splitting (Lions and Mercier 1979, with conditions for
+convergence in proposition 3) alternates the proximal operator of the norm with the exact projection onto the ellipsoid,
+and stops at a small duality gap. The result is the projected point, which always satisfies the constraint. For ℓ1 it is
+a nearby such point with the zeros of the proximal operator, see :func:`_with_zeros`.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from lipcert.norms import dense_norm
 
 _RELAXATION = 1.6
 _CHECK_EVERY = 5
-_ROUNDS = 60  # ellipsoids inside the set behind a ReLU, at most
-_FINER = 0.1  # share of the tolerance to which each is solved
-_DEARER = 0.01  # share by which zeros may raise a norm
+_ROUNDS = 60  # the largest number of ellipsoids for a layer with a ReLU
+_FINER = 0.1  # the tolerance for each of them, relative to that of the layer
+_DEARER = 0.01  # the largest relative increase of a norm for the sake of zeros
 _ITERATIONS_OF_ZEROS = 200
-_INSIDE = 1e-4  # of the radius, that rounding sparse weights leaves free
-_STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # of a layer: the first that any group has
+_INSIDE = 1e-4  # the relative margin of the squared radius for rounding sparse weights
+_STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # a layer has the first status of any group
 
 
 @dataclass
 class Solution:
-    """A constrained weight and what there is to say about it.
+    """A constrained weight and its figures.
 
     Attributes:
-        weight: in the shape, dtype and device of the original one (float32 where that was half precision).
-        norm_before: certified upper bound of ‖W_pre‖₂, the largest over the groups of a grouped convolution.
+        weight: has the shape, dtype and device of the original weight (float32 for half precision).
+        norm_before: a certified upper bound on ‖W_pre‖₂, the largest over the groups of a grouped convolution.
         norm_after: the same for the new weight.
         error_asked: the relative output error allowed.
         error_reached: √(Σ_t ‖W x_t − y_t‖² / Σ_t ‖y_t‖²), computed from the raw moments with the returned weight.
-        sparsity: share of entries that are exactly zero.
-        iterations: of Douglas–Rachford, the most over the groups; 0 for closed forms.
-        gap: (‖W‖ − lower bound) / ‖W‖ of the measure that was minimised, the largest over the groups; None where no
-            lower bound was computed.
+        sparsity: the fraction of entries that are exactly zero.
+        iterations: iterations of Douglas–Rachford, the largest number over the groups; 0 for closed forms.
+        gap: (‖W‖ − lower bound) / ‖W‖ for the minimised measure, the largest over the groups; None without a lower
+            bound.
         status: "converged"; "iteration limit"; "zero weight" (the outputs to keep are zero, nothing to lower);
-            "rounding" (the error asked is too small for the weight's dtype; the least-squares solution is kept, which
-            is W_pre for the layer's own outputs).
+            "rounding" (the allowed error is too small for the dtype of the weight; the least-squares solution is kept,
+            which is W_pre for the outputs of the layer).
         seconds: wall-clock time.
-        measure: what was minimised, or the name of the baseline or engine.
+        measure: the minimised measure, or the name of the baseline or engine.
     """
 
     weight: Tensor
@@ -105,7 +105,7 @@ class _Problem:
 
 @dataclass(frozen=True)
 class _BehindProblem(_Problem):
-    """One group with a ReLU behind it: its rows (T, M), and what the ReLU sees of its units."""
+    """One group with a ReLU after it: its rows (T, M), and the ReLU."""
 
     rows: Tensor
     relu: Relu
@@ -118,7 +118,7 @@ class _BehindProblem(_Problem):
 
 @dataclass(frozen=True)
 class _Point:
-    """A feasible weight; ``interior`` is one that is further inside, to round towards; None for the centre."""
+    """A feasible weight. Rounding moves it towards ``interior``, a point further inside; None for the centre."""
 
     weight: Tensor
     iterations: int = 0
@@ -138,11 +138,11 @@ def constrain_matrix(
     tolerance: float = 1e-3,
     iterations: int = 500,
 ) -> Solution:
-    """The weight of least measure whose outputs are off by at most ``error``.
+    """The weight with the smallest measure whose outputs have a relative error of at most ``error``.
 
     ``error`` is a ratio of norms, ‖W X − Y‖_F / ‖Y‖_F over all rows x_t, not a ratio of squares: 1e-2 means that the
-    squared error is 1e-4 of the squared norm. Biases stay as they are and do not enter. With G groups each group has
-    its own constraint and its own least norm.
+    squared error is 1e-4 of the squared norm. Biases are unchanged and do not enter. Each of G groups has its own
+    constraint and its own smallest norm.
 
     ``clip`` and ``rescale`` are the baselines, in closed form. ``clip`` lowers the singular values of the centre
     (W_pre, or the least-squares solution for given targets) to the one level that meets the constraint with equality;
@@ -161,10 +161,10 @@ def constrain_matrix(
         moments: of the layer's inputs.
         error: above 0 and below 1.
         measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
-        targets: outputs to stay near instead of the layer's own.
-        relu: what stands behind the layer; the moments need a sample of rows then.
-        tolerance: stop when the relative duality gap and the relative step are both at most this.
-        iterations: limit for Douglas–Rachford.
+        targets: target outputs in place of those of the layer.
+        relu: the ReLU after the layer; the moments then need a sample of rows.
+        tolerance: the relative duality gap and the relative step at which the iteration stops.
+        iterations: the largest number of iterations of Douglas–Rachford.
 
     Returns:
         The solution; its weight meets the constraint as evaluated in float64 on the raw moments.
@@ -236,7 +236,7 @@ def _behind(
     name: str, pre: Tensor, rows: Tensor | None, relu: Relu, targets: Targets | None, error: float
 ) -> list[_Problem]:
     if rows is None or targets is not None:
-        raise InputError(f"layer {name}: a relu behind it asks for moments with a sample of rows, and for no targets")
+        raise InputError(f"layer {name}: a relu after it needs moments with a sample of rows, and no targets")
     found: list[_Problem] = []
     for group, (weight, sample) in enumerate(zip(pre, rows, strict=True)):
         x = sample.to(weight)
@@ -258,7 +258,7 @@ def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterati
     if problem.allowed <= floor:
         raise InputError(
             f"layer {name}: a relative error of {problem.error:g} cannot be reached, least squares on these images "
-            f"gets to {math.sqrt(floor / problem.energy):.4g}; ask for more than that"
+            f"reaches {math.sqrt(floor / problem.energy):.4g}; allow a larger error"
         )
     radius = math.sqrt(problem.allowed - floor)
     if measure == "clip":
@@ -273,7 +273,7 @@ def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterati
 
 
 def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
-    """Ellipsoid after ellipsoid inside the set behind the ReLU, see :mod:`lipcert.certvit.behind`."""
+    """Minimises over a sequence of ellipsoids within the set with the ReLU, see :mod:`lipcert.certvit.behind`."""
     chosen = MEASURES[measure]
     before = problem.rows @ problem.pre.mT
     best, value, lower = _Point(problem.pre), chosen.value(problem.pre), 0.0
@@ -299,21 +299,21 @@ def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, toler
             best, value = point, reached
         elif momentum == 1:
             break
-        else:  # begin anew from the best
+        else:  # restart from the best point
             at, momentum = best.weight, 1
     status = "converged" if gap <= tolerance else "iteration limit"
     return replace(best, iterations=taken, gap=gap, status=status)
 
 
 def _minimise(centre: Tensor, second: Tensor, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
-    """Norms that rotations leave alone are minimised in the eigenbasis of S, where the projection is diagonal."""
+    """Minimises rotation-invariant norms in the eigenbasis of S, where the projection is diagonal."""
     chosen = MEASURES[measure]
     eigenvalues, basis = eigenbasis(second)
     if not chosen.rotates:
         ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
         return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations, second)
     rotated = centre @ basis
-    if min(centre.shape) == 1:  # these norms are then the Frobenius norm, least at the projection of zero
+    if min(centre.shape) == 1:  # these norms then equal the Frobenius norm, which is smallest at the projection of zero
         nearest = Ellipsoid(rotated, eigenvalues, None, radius).project(torch.zeros_like(rotated))
         return _Point(nearest @ basis.mT, gap=0.0)
     start = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues) if measure == "spectral" else rotated
@@ -339,17 +339,17 @@ def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor
 
 
 def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -> tuple[Tensor, Tensor] | None:
-    """A member of the ellipsoid with the zeros of a matrix near it, and one further inside; None where none was found.
+    """A member of the ellipsoid with the zeros of a matrix near it, and one further inside; None if none was found.
 
-    Conjugate gradients for the least tr((V − centre) S (V − centre)ᵀ) over matrices with these zeros, from ``sparse``,
-    stopped well inside. Between the last two iterates, which have the same zeros, lies a point near the boundary: the
-    first in the direction from ``sparse`` that leaves room for rounding.
+    Conjugate gradients minimise tr((V − centre) S (V − centre)ᵀ) over the matrices with these zeros, from ``sparse``
+    on, and stop well inside. The member lies near the boundary, on the segment between the last two iterates: the first
+    point that leaves room for rounding.
 
     Args:
         sparse: (O, M).
-        centre: of the ellipsoid, (O, M).
+        centre: the centre of the ellipsoid, (O, M).
         second: S, (M, M).
-        radius: of the ellipsoid.
+        radius: the radius of the ellipsoid.
     """
     mask = sparse != 0
 
@@ -386,21 +386,21 @@ def _douglas_rachford(
     iterations: int,
     zeros_in: Tensor | None = None,
 ) -> _Point:
-    """minimise ‖V‖ over the ellipsoid.
+    """Minimises ‖V‖ over the ellipsoid.
 
     W = prox(Ŵ), W̃ = projection(2W − Ŵ), Ŵ ← Ŵ + λ (W̃ − W); W and W̃ have the same limit, and W̃ is always feasible.
 
-    The lower bound: for every Y and every feasible V, ‖V‖ · ‖Y‖_dual ≥ ⟨−Y, V⟩ ≥ −max_V ⟨Y, V⟩. The outward direction
-    Y = (W̃ − centre) S is the one that matters: at the limit −Y is a multiple of a subgradient of the norm, and then
-    both inequalities are equalities.
+    Lower bound: for every Y and every feasible V, ‖V‖ · ‖Y‖_dual ≥ ⟨−Y, V⟩ ≥ −max_V ⟨Y, V⟩. The outward direction
+    Y = (W̃ − centre) S is used, because at the limit −Y is a multiple of a subgradient of the norm, and then both
+    inequalities are equalities.
 
     Args:
         ellipsoid: the constraint.
         measure: the norm.
         start: a feasible point; the result is never worse.
         tolerance: for the relative gap and ‖W̃ − W‖_F / ‖W̃‖_F.
-        iterations: limit.
-        zeros_in: the moments S; then the result has the zeros that the proximal operator made last.
+        iterations: the largest number of iterations.
+        zeros_in: the moments S, for a result with the zeros of the last proximal operator; None for no zeros.
 
     Returns:
         The best feasible point seen, with iterations, gap and status.
@@ -434,7 +434,7 @@ def _douglas_rachford(
 
 
 def _rounded(point: _Point, centre: Tensor, problem: _Problem, dtype: torch.dtype) -> _Point:
-    """The point in ``dtype``, drawn towards the centre as little as rounding needs for the constraint to hold."""
+    """The point in ``dtype``, moved towards the interior just enough for the constraint to hold after rounding."""
     kept = centre.to(dtype)
     inside = centre if point.interior is None else point.interior
     for slack in (0.0, *(10.0**-k for k in range(12, 0, -1))):

@@ -192,7 +192,7 @@ def certify_to_file(
         except KeyboardInterrupt as error:
             raise Interrupted(
                 f"interrupted after {len(file.tally) - before} images; {own} keeps {len(file.tally)} rows, "
-                "and the same command goes on from there"
+                "and the same command continues from there"
             ) from error
     if processes.count == 1:
         return file.tally

@@ -199,7 +199,7 @@ class L2Attention(nn.Module):
         return weight.unflatten(0, (self.num_heads, -1))
 
     def _bound(self, gains: list[Upper]) -> Bound:
-        method = "attention by distance"
+        method = "L2 attention"
         weights = [self.q.weight, self.v_weight, self.proj.weight]
         if not all(bool(weight.isfinite().all()) for weight in weights):
             raise InputError("a weight of L2Attention holds NaN or an infinity; check the checkpoint")
