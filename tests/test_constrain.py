@@ -307,7 +307,7 @@ def test_a_weight_of_zeros_and_an_error_below_the_precision():
     body, head = model.constraint.layers
     assert (body.status, head.status) == ("rounding", "zero weight")
     assert model.constraint.after.log10_norms == pytest.approx(math.log10(body.norm_after))
-    assert any("can express" in line for line in body.shortfalls)
+    assert any("cannot express" in line for line in body.shortfalls)
 
 
 def test_norms_of_convolutions_are_those_of_the_operators():
@@ -591,7 +591,7 @@ def test_command_refuses_bad_input(folder):
     assert "only one colour" in refused(model, "--data", "flat")
     Path("notes.txt").write_text("mine")
     assert "not a lipcert artifact" in refused(*command, "--out", "notes.txt")
-    assert "own file" in refused(*command, "--out", model)
+    assert "file of the model itself" in refused(*command, "--out", model)
     assert sorted(path.name for path in Path().iterdir()) == ["empty", "flat", "images", model, "notes.txt"]
 
 

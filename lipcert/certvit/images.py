@@ -111,14 +111,10 @@ def part(model: Model, loader: Loader, held_out: Loader | None) -> tuple[Calibra
         InputError: the loader is an iterator, which can be read only once.
     """
     order = _Order()
-    if held_out is not None:
-        return (
-            CalibrationImages(model, loader, "all", varied=True, order=order),
-            CalibrationImages(model, held_out, "all", varied=False, order=order),
-        )
+    shares: tuple[Share, Share] = ("calibration", "held-out") if held_out is None else ("all", "all")
     return (
-        CalibrationImages(model, loader, "calibration", varied=True, order=order),
-        CalibrationImages(model, loader, "held-out", varied=False, order=order),
+        CalibrationImages(model, loader, shares[0], varied=True, order=order),
+        CalibrationImages(model, loader if held_out is None else held_out, shares[1], varied=False, order=order),
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import timm.layers
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.certvit.behind import Relu
-from lipcert.certvit.moments import Holder
+from lipcert.certvit.moments import Holder, evaluating
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import conv_norm, dense_norm
@@ -114,18 +113,6 @@ def _watch(model: Model, layers: Mapping[str, Layer]) -> None:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode during the block, and restores the mode of every module afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _owners(net: nn.Module) -> dict[int, list[str]]:

@@ -7,6 +7,7 @@ with forward hooks is enough, and the moments of several processes are added.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -251,6 +252,18 @@ def stream(
         yield {name: moments for name, moments in found.items() if moments.rows}
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode during the block, and restores the mode of every module afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def _chosen(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> dict[str, Holder]:
     if layers is None:
         layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
@@ -412,12 +425,10 @@ def _one_pass(
         for name, module in layers.items()
     }
     found: dict[str, Moments] = {}
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     processes = Processes.connected()
     images = 0
     try:
-        with processes.together(), torch.no_grad():
+        with processes.together(), evaluating(model), torch.no_grad():
             for batch in batches:
                 if not len(batch):
                     continue
@@ -427,8 +438,6 @@ def _one_pass(
                     progress(images)
     finally:
         found = {name: hook.end() for name, hook in hooks.items()}
-        for module, flag in training.items():
-            module.training = flag
     if not sum(processes.gather(images)):
         raise InputError("no images to collect moments from; give at least one batch")
     for moments in found.values():

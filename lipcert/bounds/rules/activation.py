@@ -249,13 +249,11 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
 
 
 @remainder("leaky_relu")
-class LeakyRelu(Kinked):
+class LeakyRelu(Relu):
     """As ReLU, but the slope changes by 1 − negative_slope."""
 
-    entrywise = True
-
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(operands[0].abs())
+        super().__init__(node, operands, result)
         given = arguments(node).get("negative_slope", 0.01)
         self.slope = abs(1 - float(given))
         self.bends = 1 if given <= 1 else -1
@@ -327,15 +325,10 @@ def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
 
 @remainder("abs")
-class Absolute(Kinked):
-    """|z|: the slope changes by 2 at 0."""
+class Absolute(Relu):
+    """|z|: as ReLU, but the slope changes by 2."""
 
     slope = 2.0
-    bends = 1
-    entrywise = True
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(operands[0].abs())
 
 
 @remainder("hardsigmoid")

@@ -27,7 +27,7 @@ from lipcert.bounds._registry import (
     rounding,
     rule,
 )
-from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, worst
+from lipcert.bounds._remainder import Against, Bilinear, Remainder, per_image, remainder, worst
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
@@ -288,19 +288,16 @@ def _times(call: Call, x: Value, constant: Any) -> Value:
 
 
 @remainder("mul")
-class Gate(Remainder):
+class Gate(Bilinear):
     """x ∘ y: R = δx ∘ δy, ‖R‖ ≤ ‖δx‖‖δy‖. Broadcasting an operand m times makes its deviation √m times as large."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         entries = math.prod(node.shape)
         first, second = node.operands
-        self.copies = math.sqrt(entries / math.prod(first.shape)) * math.sqrt(entries / math.prod(second.shape))
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.copies * rho[0] * rho[1]
+        self.factor = math.sqrt(entries / math.prod(first.shape)) * math.sqrt(entries / math.prod(second.shape))
 
     def against(self, direction: Tensor) -> Against:
-        largest = per_image(direction).abs().amax(1) * self.copies
+        largest = per_image(direction).abs().amax(1) * self.factor
         return lambda rho: largest * rho[0] * rho[1]
 
 

@@ -30,7 +30,7 @@ from lipcert.bounds._registry import (
     rounding,
     rule,
 )
-from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, Remainder, per_image, remainder
+from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.bounds.rules.structure import expand
@@ -176,7 +176,7 @@ def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
 
 
 @remainder("matmul")
-class MatrixProduct(Remainder):
+class MatrixProduct(Bilinear):
     """XY: R = δX δY. ‖R‖_F ≤ ‖δX‖_F ‖δY‖_F over all matrices of the batch, and |⟨G, δX δY⟩| ≤ max‖G‖₂ ‖δX‖_F ‖δY‖_F.
 
     The deviation of an operand whose matrices are broadcast m times is √m times as large.
@@ -194,11 +194,8 @@ class MatrixProduct(Remainder):
             raise NoAnswer("vectors")
         batch = math.prod(node.shape[:-2])
         self.used = [math.sqrt(batch / math.prod(x.shape[:-2])) for x in (first, second)]
-        self.copies = math.prod(self.used)
+        self.factor = math.prod(self.used)
         self.aligned = len(first.shape) == len(second.shape)
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.copies * rho[0] * rho[1]
 
     @staticmethod
     def _spectral(direction: Tensor) -> Tensor:
@@ -210,7 +207,7 @@ class MatrixProduct(Remainder):
         return torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
 
     def against(self, direction: Tensor) -> Against:
-        largest = self._spectral(direction) * self.copies
+        largest = self._spectral(direction) * self.factor
         return lambda rho: largest * rho[0] * rho[1]
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -19,7 +18,7 @@ from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan, Pair
-from lipcert.certifier.anchored.rounding import Rounded, rounded
+from lipcert.certifier.anchored.rounding import Rounded, error_factor, rounded
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import Draw, Ledger, part_of
@@ -120,7 +119,7 @@ class Norms:
         :mod:`.rounding` gives the factor from the error of a product to the error of a norm.
         """
         terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
-        own = 4 * (terms + 16) * UNIT * (16 + 4 * math.sqrt(max(a.entries, b.entries)))
+        own = 4 * (terms + 16) * UNIT * error_factor(a, b)
         lost = form.norm * self.slack[a, b] + form.size * own * self.gains[a, b]
         return torch.minimum(norm + lost, form.norm * self.gains[a, b])
 

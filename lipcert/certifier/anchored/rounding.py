@@ -75,6 +75,11 @@ _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
 
 
+def error_factor(a: Node, b: Node) -> float:
+    """c: the error of a norm of G(a → b), relative to the error of the products from which it is computed."""
+    return 16 + 4 * math.sqrt(max(a.entries, b.entries))
+
+
 class OperationRounding:
     """The rounding errors of the single operations of a network, from norms of the absolute values of their Jacobians.
 
@@ -346,7 +351,7 @@ class PathBounds:
             self.bounds = self._table(nodes, taken)
             products = self.off_by()
             self.slack = {
-                pair: self._factor(pair) * products[:, self.place[pair[0]], self.place[pair[1]]] for pair in found
+                pair: error_factor(*pair) * products[:, self.place[pair[0]], self.place[pair[1]]] for pair in found
             }
             holds = {pair: taken[pair] >= found[pair] + self.slack[pair] for pair in found}
             if all(bool(good.all()) for good in holds.values()):
@@ -360,11 +365,6 @@ class PathBounds:
             taken = {pair: torch.full_like(norm, math.inf) for pair, norm in found.items()}
             self.bounds = self._table(nodes, taken)
         self.slack = {pair: torch.where(taken[pair] < math.inf, slack, math.inf) for pair, slack in self.slack.items()}
-
-    def _factor(self, pair: tuple[Node, Node]) -> float:
-        """c."""
-        a, b = pair
-        return 16 + 4 * math.sqrt(max(math.prod(a.shape), math.prod(b.shape)))
 
     def _table(self, nodes: list[Node], taken: Mapping[tuple[Node, Node], Tensor]) -> Tensor:
         table = self.chains.table(nodes, taken, self.gains)
@@ -450,6 +450,5 @@ def _single(link: Link, found: Errors, links: Mapping[Link, Tensor]) -> Tensor:
     """A bound on ‖J‖ and ‖Ĵ‖ of one operation."""
     gain, kappa = found.gains[link], found.off[link]
     if link in links:
-        factor = 16 + 4 * math.sqrt(max(math.prod(link.operand.shape), math.prod(link.node.shape)))
-        gain = torch.minimum(gain, links[link] + factor * kappa)
+        gain = torch.minimum(gain, links[link] + error_factor(link.operand, link.node) * kappa)
     return gain + kappa
