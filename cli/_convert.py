@@ -64,9 +64,7 @@ def convert(
             **choice(_CHOICES["norm"]),
         ),
     ] = "keep",
-    activation: Annotated[
-        str, typer.Option(help="Replacement for ReLU.", **choice(_CHOICES["activation"]))
-    ] = "keep",
+    activation: Annotated[str, typer.Option(help="Replacement for ReLU.", **choice(_CHOICES["activation"]))] = "keep",
     data: Annotated[
         str | None,
         typer.Option(
