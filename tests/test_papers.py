@@ -38,7 +38,9 @@ def test_the_commands_of_a_recipe_are_understood(name, scale):
     """Of the last row that has the recipe, whose training is not the commonest."""
     known = get_command(app)
     row = [row for table in TABLES for row in table.rows if row.recipe == name][-1]
-    steps = papers.commands(row, SCALES[scale], "D")
+    steps = papers.commands(row, SCALES[scale], "my folder/train.tar")
+    assert all(step[step.index("--data") + 1] == "my folder/train.tar" for step in steps)
+    assert any("--limit" in part for step in steps if step[0] == "finetune" for part in step) is (scale == "small")
     assert len(steps) == len(RECIPES[name].steps)
     assert ("--no-pretrained" in steps[0]) is not RECIPES[name].pretrained
     for command, *options in steps:

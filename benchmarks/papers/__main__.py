@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -54,14 +55,14 @@ def row(one: Row, of: Table, scale: Scale, folders: dict[str, str], work: Path) 
     steps = commands(one, scale, train)
     if one.data not in folders and (of.needs or scale.data is not None):
         here = f"needs the data set {one.data}: --data {one.data}=FOLDER" + ("" if of.needs else ", or --scale full")
-        return {**known, "here": here, "commands": [" ".join(["lipcert", *step]) for step in steps]}
+        return {**known, "here": here, "commands": [shlex.join(["lipcert", *step]) for step in steps]}
     print(one.name, flush=True)
     model, done, seconds = one.model, [], []
     try:
         for number, (command, _, *options) in enumerate(steps):
             out = work / f"{number}.lipcert.safetensors"
             arguments = [command, model, *options]
-            done.append(" ".join(["lipcert", *arguments]).replace(str(work), "WORK"))
+            done.append(shlex.join(["lipcert", *arguments]).replace(str(work), "WORK"))
             started = time.perf_counter()
             _run([*arguments, "--out", str(out), "--force"])
             seconds.append(time.perf_counter() - started)
@@ -81,7 +82,8 @@ def commands(one: Row, scale: Scale, train: str) -> list[list[str]]:
     assert one.model is not None
     recipe, values, made = RECIPES[one.recipe], values_of(one, scale, train), []
     for number, step in enumerate(recipe.steps):
-        command, *options = step.format(**values).split()
+        command, *parts = step.split()
+        options = [part.format(**values) for part in parts if part != "{limit}" or scale.images]
         fresh = [] if recipe.pretrained or number else ["--no-pretrained"]
         fresh += [] if number or not one.model_args else ["--model-args", one.model_args]
         made.append([command, "MODEL" if number else one.model, *fresh, *options])

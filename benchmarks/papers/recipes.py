@@ -222,7 +222,7 @@ def values_of(row: Row, scale: Scale, train: str) -> dict[str, object]:
         "until": known.until,
         "over": f"{known.over:.4g}", "sparsity": known.sparsity if row.sparsity is None else row.sparsity,
         "batch": scale.batch or known.batch, "epochs": scale.epochs or known.epochs,
-        "limit": f"--limit {scale.images}" if scale.images else "", "calibration": scale.calibration,
+        "limit": f"--limit={scale.images}", "calibration": scale.calibration,
     }  # fmt: skip
 
 
