@@ -1,9 +1,8 @@
-"""The rounding question: how far is an operation of the deployed network from the same one in real arithmetic?
+"""Bounds on the rounding error of an operation of the deployed network, for the same operands as in real arithmetic.
 
-Both are taken on the same operands. A rule gets the node, its operands as :class:`Operand` (what is known of the
-deployed values), and the format, and returns an upper bound on |f̂(â) − f(â)|, entry by entry, of shape (N,
-*node.shape); ∞ where it has no answer. What is assumed of the machine is written at the head of
-:mod:`lipcert.roundoff`.
+A rule gets the node, its operands as :class:`Operand` (bounds on the deployed values), and the format. It returns an
+upper bound on the entries of |f̂(â) − f(â)|, shape (N, *node.shape); ∞ where there is none. :mod:`lipcert.roundoff`
+lists the assumptions on the machine.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from lipcert.graph import Node
 
 @dataclass(frozen=True)
 class Operand:
-    """A value of the deployed network, around the nominal one.
+    """Bounds on a value of the deployed network.
 
     Attributes:
         nominal: the value at the image in real arithmetic, shape (N, ...).
-        rho: how far the deployed value can be from it in ℓ2, shape (N,).
-        limit: a bound on its absolute entries that holds as well, shape (N,).
+        rho: a bound on the ℓ2 distance of the deployed value from it, shape (N,).
+        limit: a bound on the absolute entries of the deployed value, shape (N,).
     """
 
     nominal: Tensor
@@ -37,17 +36,17 @@ class Operand:
     limit: Tensor
 
     def over(self, numbers: Tensor) -> Tensor:
-        """Numbers of shape (N,), to broadcast with the value."""
+        """Reshapes numbers of shape (N,) to broadcast with the value."""
         return numbers.reshape(-1, *[1] * (self.nominal.dim() - 1))
 
     @property
     def size(self) -> Tensor:
-        """Nominal absolute entries."""
+        """The absolute nominal entries."""
         return self.nominal.abs()
 
     @property
     def most(self) -> Tensor:
-        """Bounds on the absolute entries: none moves by more than ρ."""
+        """Bounds on the absolute deployed entries; each deviates by at most ρ."""
         return torch.minimum(self.size + self.over(self.rho), self.over(self.limit))
 
 
@@ -56,7 +55,7 @@ def local_error(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
     Args:
         node: the operation.
-        operands: what is known of the deployed operands, in the order of ``node.operands``.
+        operands: bounds on the deployed operands, in the order of ``node.operands``.
         fmt: the deployed format.
 
     Raises:
@@ -71,6 +70,7 @@ def local_error(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
 
 
 def zeros(node: Node, operands: Sequence[Operand]) -> Tensor:
+    """Zeros of the shape of a rounding error, (N, *node.shape)."""
     return operands[0].nominal.new_zeros(len(operands[0].nominal), *node.shape)
 
 
@@ -82,7 +82,7 @@ def aligned(tensor: Tensor, node: Node, images: bool) -> Tensor:
 
 
 def each_of(node: Node, operands: Sequence[Operand], fmt: Format, *given: Any) -> list[tuple[Tensor, Tensor]]:
-    """For the arguments of an elementwise operation: bounds on the absolute entries, and |cast error| of constants."""
+    """For each argument of an elementwise operation: bounds on its absolute entries, and its |cast error|."""
     known = by_operand(node, operands)
     found = []
     for argument in given:
@@ -96,5 +96,5 @@ def each_of(node: Node, operands: Sequence[Operand], fmt: Format, *given: Any) -
 
 
 def exact(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """No rounding. Numbers below the normal range may be flushed to zero, which the operation that made them counts."""
+    """No rounding error. The operation that computes a subnormal number accounts for its flush to zero."""
     return zeros(node, operands)

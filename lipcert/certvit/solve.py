@@ -144,22 +144,22 @@ def constrain_matrix(
     squared error is 1e-4 of the squared norm. Biases are unchanged and do not enter. Each of G groups has its own
     constraint and its own smallest norm.
 
-    ``clip`` and ``rescale`` are the baselines, in closed form. ``clip`` lowers the singular values of the centre
-    (W_pre, or the least-squares solution for given targets) to the one level that meets the constraint with equality;
-    ``rescale`` multiplies the centre by the factor for which it is. With own outputs that factor is 1 − error, and
-    clip's norm is never above rescale's: at the level (1 − error) σ₁ every singular value loses at most
-    the share ``error`` of itself. ``spectral`` starts from clip's point and keeps the best, so its norm is never above
-    clip's.
+    ``clip`` and ``rescale`` are baselines in closed form. ``clip`` lowers the singular values of the centre (W_pre, or
+    the least-squares solution for given targets) to the level at which the constraint holds with equality; ``rescale``
+    multiplies the centre by the factor with this property. For the outputs of the layer itself this factor is
+    1 − error, and the norm of ``clip`` is at most that of ``rescale``: at the level (1 − error) σ₁ every singular value
+    falls by at most the fraction ``error``. ``spectral`` starts from the point of ``clip`` and keeps the best point, so
+    its norm is at most that of ``clip``.
 
-    With a ReLU behind the layer its outputs may change where ReLU does not tell: the constraint is then
-    Σ_t d²_∂f(y_t)(W x_t − y_t) ≤ error² · Σ_t ‖W_pre x_t‖² on the moments' sample of rows, see
-    :mod:`lipcert.certvit.behind`, and ``error_reached`` is that. The bound on the right is the same as without it. The
-    baselines do not know it.
+    With a ReLU after the layer, outputs may change where the ReLU gives the same result. The constraint is then
+    Σ_t d²_∂f(y_t)(W x_t − y_t) ≤ error² · Σ_t ‖W_pre x_t‖² on the sample of rows of the moments, see
+    :mod:`lipcert.certvit.behind`, and ``error_reached`` refers to it. The right-hand side is the same as without the
+    ReLU. The baselines ignore the ReLU.
 
     Args:
         weight: W_pre, (O, M), or (O, …) such as (O, C / G, kh, kw) with M = C / G · kh · kw.
-        moments: of the layer's inputs.
-        error: above 0 and below 1.
+        moments: the moments of the inputs of the layer.
+        error: the allowed relative error, above 0 and below 1.
         measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
         targets: target outputs in place of those of the layer.
         relu: the ReLU after the layer; the moments then need a sample of rows.
@@ -170,8 +170,8 @@ def constrain_matrix(
         The solution; its weight meets the constraint as evaluated in float64 on the raw moments.
 
     Raises:
-        InputError: NaN in the weight; shapes that do not fit; an unknown measure; an error outside (0, 1) or below what
-            least squares can reach, which is named; outputs that are all zero.
+        InputError: the weight has NaN; shapes do not fit; the measure is unknown; the error is outside (0, 1) or below
+            that of least squares, which the message states; or all outputs are zero.
     """
     started = time.perf_counter()
     name = moments.name
