@@ -417,6 +417,35 @@ def test_values_read_from_running_statistics_are_refused(normalize, held):
         lipcert.certify(loaded(net), torch.full((1, *SIZE), 0.415), eps=0.1, method="gloro")
 
 
+@pytest.mark.parametrize("keep", ["attribute", "object", "global", "two images ago"])
+@pytest.mark.parametrize("use", ["number", "operations"])
+def test_values_kept_from_the_last_image_are_refused(keep, use):
+    """Their values are below the threshold for every image that is tried."""
+    kept = []
+
+    class Remembers(Code):
+        last = older = torch.zeros(())
+
+        def forward(self, x):
+            mean = x.mean().detach()
+            if keep == "attribute":
+                before, self.last = self.last, mean
+            elif keep == "two images ago":
+                before, self.older, self.last = self.older, self.last, mean
+            elif keep == "object":
+                self.step.last, before = mean, getattr(self.step, "last", mean)
+            else:
+                kept.append(mean)
+                before = kept[-2:][0]
+            if use == "number":
+                return super().forward(x).roll(int(0.4 < float(before) < 0.41), 1)
+            return super().forward(x) * (1 + (before - 0.405).abs().lt(0.005).to(x.dtype))
+
+    net = Remembers(lambda z, x: z.relu())
+    with pytest.raises(UnsupportedCode):
+        examine(net, torch.rand(1, *SIZE))
+
+
 @pytest.mark.parametrize("held", ["parameter", "view of a parameter", "buffer"])
 def test_code_that_writes_to_its_weights_and_restores_them_is_refused(held):
     """The write counts stay as they were, since ``data`` has its own."""

@@ -7,7 +7,8 @@ torch calls and the memory that depends on the image. A network is refused if it
 - reads values that depend on the image out of a tensor (as a number, a list, an array, a size or an error), or
   continues in another thread;
 - behaves differently with gradients enabled or in inference mode;
-- draws random numbers, gives two results for one image, or changes its own parameters, buffers or attributes;
+- draws random numbers, gives two results for one image, uses values that it kept from an earlier image, or changes its
+  own parameters, buffers or attributes;
 - runs other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
   other tensors that do not depend on the image.
 
@@ -82,10 +83,14 @@ _WIDENING = (F.rms_norm, torch.rms_norm)
 
 
 class _Dependent:
-    """The memory that depends on the image."""
+    """The memory that depends on the image, or on an image of the looks before."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: _Dependent | None = None) -> None:
         self._known: dict[int, StorageWeakRef] = {}
+        known: dict[int, StorageWeakRef] = {} if before is None else before._before | before._known
+        self._before: dict[int, StorageWeakRef] = {
+            place: storage for place, storage in known.items() if not storage.expired()
+        }
 
     def add(self, tensor: Tensor) -> None:
         if tensor.layout == torch.strided:
@@ -93,9 +98,15 @@ class _Dependent:
             self._known[storage._cdata] = StorageWeakRef(storage)
 
     def __contains__(self, tensor: Tensor) -> bool:
-        if tensor.layout != torch.strided:
-            return True
-        return tensor.untyped_storage()._cdata in self._known
+        return self.is_new(tensor) or tensor.untyped_storage()._cdata in self._before
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Whether the memory depends on the image of this look."""
+        return tensor.layout != torch.strided or tensor.untyped_storage()._cdata in self._known
+
+
+# What depended on images in a module's last look. Code may have kept some of it, in the module or elsewhere.
+_DEPENDENT: weakref.WeakKeyDictionary[nn.Module, _Dependent] = weakref.WeakKeyDictionary()
 
 
 class _Kernels(TorchDispatchMode):
@@ -137,6 +148,8 @@ class _Kernels(TorchDispatchMode):
             and not _draws_nothing(kernel, name, args, kwargs)
         ):
             self.problem(f"{name}, which draws random numbers")
+        if not all(map(self.dependent.is_new, touched)):
+            self.problem(f"{name} of values that are kept from an earlier image")
         if touched and _reads(kernel, name, args, touched):
             self.problem(f"{name}, which reads values that depend on the image")
         if matmul_precision() != self.precision:
@@ -257,7 +270,7 @@ def look(module: nn.Module, image: Tensor) -> Look:
     with watched(module, given, stack) as kernels, module_calls(entered), _no_threads(kernels), _Functions(kernels):
         kernels.look.result = module(given)
     passed()
-    kernels.look.kept = {place for place, tensor in _held(module) if tensor in kernels.dependent}
+    kernels.look.kept = {place for place, tensor in _held(module) if kernels.dependent.is_new(tensor)}
     return kernels.look
 
 
@@ -270,7 +283,7 @@ def watched(module: nn.Module, given: Tensor, stack: list[str]) -> Iterator[_Ker
         given: the input, shape (1, C, H, W); the block must use this tensor object.
         stack: module paths; the last entry is the module that is running.
     """
-    dependent = _Dependent()
+    dependent = _DEPENDENT[module] = _Dependent(_DEPENDENT.get(module))
     dependent.add(given)
     kernels = _Kernels(Look(given.clone()), module, dependent, stack)
     with torch.no_grad(), _one_kernel_for_all_types(), kernels:
