@@ -265,11 +265,11 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} per image)"))
     if outcome.path is not None:
         facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
-    facts.append(("next", _next(plan, out)))
+    facts.append(("next", _next(plan, out, [outcome])))
     print_facts(facts)
 
 
-def _next(plan: _Plan, out: Path | None) -> str:
+def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
     """A suggestion for the next command."""
     if out is None:
         return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
@@ -277,8 +277,9 @@ def _next(plan: _Plan, out: Path | None) -> str:
         return f"the same with --shard {plan.part + 2}/{plan.parts}; without --shard it puts the rows together"
     if plan.parts > 1:
         return "the same without --shard, which puts the rows together"
-    page = out / "report.html" if out.is_dir() else out.with_suffix(".html")
-    return command("report", out, "--html", page)
+    if out.is_dir():
+        return command("report", out, "--html", out / "report.html")
+    return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
 
 
 def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, str]]:
@@ -298,7 +299,8 @@ def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | None) -> None:
     """Prints one line per model, with the largest certified fraction first."""
     attacked = any(outcome.tally.attacked for outcome in outcomes)
-    columns = ["model", "images", "clean", *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
+    right = "right" if plan.settings[0].noise else "clean"  # the class drawn most is not the network's own
+    columns = ["model", "images", right, *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
     columns += ["median radius", "Lipschitz bound", "seconds"]
     rows = []
     for outcome in sorted(outcomes, key=lambda outcome: -outcome.certified):
@@ -317,7 +319,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
             ]
         )
     print_table(columns, rows, optional=("seconds", "Lipschitz bound"))
-    say(f"next: {_next(plan, out)}")
+    say(f"next: {_next(plan, out, outcomes)}")
 
 
 def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -> bool:

@@ -277,7 +277,8 @@ class CertifySettings:
         except ValueError:
             sigma = math.nan
         if not 0 < sigma < math.inf:
-            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, got {self.sigma}")
+            got = "" if self.sigma is None else f", got {self.sigma}"
+            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25{got}")
         object.__setattr__(self, "sigma", sigma)
         if not (isinstance(self.alpha, Real) and 0 < self.alpha < 1):
             raise InputError(f"alpha is a failure probability between 0 and 1, got {self.alpha}; for example 0.001")

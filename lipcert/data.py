@@ -22,7 +22,7 @@ import safetensors
 import safetensors.torch
 import timm.data
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
@@ -338,7 +338,8 @@ class _IndexedImages(Images):
                 with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
                     return self.transform(image), label
         except Exception as error:
-            reason = first_line(error)
+            foreign = isinstance(error, UnidentifiedImageError)  # its text is a Python object
+            reason = "it is damaged, or no image of a known format" if foreign else first_line(error)
             raise InputError(f"cannot read the image {self._name(index)}: {reason}; mend it or take it out") from error
 
     def first_size(self) -> tuple[int, int] | None:
@@ -356,7 +357,8 @@ class _IndexedImages(Images):
     def _name(self, index: int) -> str:
         if hasattr(self.source, "filename"):
             with contextlib.suppress(Exception):
-                return f"{self.source.filename(index)} of {self.spec}"
+                name = self.source.filename(index)
+                return name if os.path.basename(str(self.spec)) == name else f"{name} of {self.spec}"
         return f"number {index} of {self.spec}"
 
 

@@ -401,7 +401,12 @@ def test_a_row_that_claims_more_than_its_draws_does_not_stand(change: dict[str, 
 
 
 def test_reports_keep_both_kinds_apart(tmp_path: Path) -> None:
-    assert certified(tmp_path, "--sigma", "0.12,0.25", "--samples", "200", "--limit", "8", "--out", "s.jsonl")[0] == 0
+    asked = ("--sigma", "0.12,0.25", "--samples", "200", "--limit", "8", "--out", "s.jsonl")
+    code, out, said = certified(tmp_path, *asked)
+    assert code == 0
+    assert "next: lipcert report s.sigma-0.12.jsonl s.sigma-0.25.jsonl --html s.html" in said
+    assert "\tright\t" in out
+    assert "clean" not in out
     command("certify", "--eps", "36/255", "--method", "gloro", "--limit", "8", "--out", "g.jsonl", cwd=tmp_path)
     arguments = (
         "report",

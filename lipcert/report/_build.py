@@ -20,7 +20,7 @@ Eps = Sequence[tuple[float, str]]
 OVERVIEW = (
     "radius: the median of the images predicted right; none for runs that stop at the verdict for ε. δ: probability "
     "that one radius is too large, over lipcert's own random draws; 0 is deterministic. Certificates that hold for "
-    "smoothed(σ) are not about the network itself."
+    "smoothed(σ) are not about the network itself; right is there the share whose most drawn class is right."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -102,7 +102,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
             run.network,
         ]
 
-    columns = ["results", "certified", "95 %", "ε", *(["clean"] if labelled else [])]
+    columns = ["results", "certified", "95 %", "ε", *(["right" if smoothed else "clean"] if labelled else [])]
     columns += [
         *(["unbroken"] if attacked else []),
         "radius",
