@@ -617,7 +617,7 @@ def test_many_models_that_cannot_be_certified(artifact):
     assert "names no model" in refused(*command, "--models", "zoo.txt")
     assert "cannot read" in refused(*command, "--models", "none.txt")
     assert "one by one" in refused(*command, "a", "b", "--checkpoint", "w.pth")
-    assert "is a folder" in refused(*command, "a", "b", "--out", "zoo.txt")
+    assert "must be a folder" in refused(*command, "a", "b", "--out", "zoo.txt")
     assert "none of 2 models" in run(*command, "a.pth", "b.pth", code=2).stderr
 
 
