@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and the rows")
     parser.add_argument("--width", type=int, default=64, help="channels of the residual blocks")
-    parser.add_argument("--epochs", type=int, default=11)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--limit", type=int, help="certify that many test images of a fixed shuffle, and not all")
     parser.add_argument("--note", help="a line for the result file")

@@ -22,6 +22,7 @@ from typing import Any
 
 import lipcert
 from lipcert.checkpoints import ASSETS, TABLE, checkpoints
+from lipcert.results._rows import delta
 
 KINDS: dict[str, dict[str, Any]] = {
     "digits-vit": {
@@ -78,7 +79,7 @@ def main() -> None:
         "clean": len(right) / len(found),
         "certified": sum(bool(row["certified"]) for row in right) / len(found),
         "attacked": sum(r["predicted"] == r["label"] and not r["attacked"] for r in hit) / len(hit),
-        "rigor": max(found, key=lambda r: r["delta"] or 0.0)["rigor"],
+        "rigor": max((row["rigor"] for row in found), key=lambda rigor: delta(rigor) or 0.0),
         "seconds": float(f"{fmean(row['seconds'] for row in found):.2g}"),
         "command": " ".join(
             [
