@@ -53,7 +53,7 @@ def _made(text: str) -> torch.nn.Module:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
     if not isinstance(made, torch.nn.Module):
-        raise InputError(f"--denoiser {text} must return a torch.nn.Module, got a {type(made).__name__}")
+        raise InputError(f"--denoiser {text} must return a torch.nn.Module, got {type(made).__name__}")
     return made
 
 

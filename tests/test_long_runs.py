@@ -348,7 +348,7 @@ def test_a_false_certificate_stops_the_command(folder, monkeypatch):
     first = next(iter(open_images(None, load(None), limit=60).batches(8)))
     named = [f"A CERTIFICATE IS FALSE: image {index} of the data: an attack changes" for index in first.indices]
     assert any(text in result.stderr for text in named)
-    assert "report it" in result.stderr
+    assert "please report this" in result.stderr
     assert json.loads(Path("r.summary.json").read_text())["complete"] is False
 
 

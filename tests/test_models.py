@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import lipcert
 from benchmarks import make_zoo_table
 from lipcert import zoo
-from lipcert.bounds import Value, box, remainder, rounding, rule
+from lipcert.bounds import Remainder, Value, box, remainder, rounding, rule
 from lipcert.bounds._registry import RULES, key_of
 from lipcert.cli import app
 from lipcert.errors import InputError
@@ -212,7 +212,7 @@ def _moves_by(share):
 def _curved(factor):
     """|d² sin(2x)| ≤ 4, so what the linearisation leaves out is at most 2ρ²."""
 
-    class Curved:
+    class Curved(Remainder):
         def __init__(self, node, operands, result):
             pass
 

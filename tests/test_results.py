@@ -241,7 +241,7 @@ def test_places_that_cannot_be_written(tmp_path):
         ResultFile(tmp_path / "file" / "r.jsonl", RUN)
     written(tmp_path / "new" / "folder" / "r.jsonl", [1])
     assert len(read_rows(tmp_path / "new" / "folder" / "r.jsonl", RUN)) == 1
-    with pytest.raises(InputError, match="cannot hold"):
+    with pytest.raises(InputError, match="is a folder"):
         ResultFile(tmp_path, RUN)
 
 

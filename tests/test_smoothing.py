@@ -596,7 +596,11 @@ def test_a_denoiser_in_front(tmp_path: Path) -> None:
     again = ("verify", "bundled", "r.jsonl", "--all")
     assert command(*again, "--denoiser", "own_denoiser:Box", cwd=tmp_path)[0] == 0
     assert command(*again, cwd=tmp_path)[0] == 2
-    for name, message in (("number", "makes a int"), ("small", "both must be the same"), ("none", "AttributeError")):
+    for name, message in (
+        ("number", "must return a torch.nn.Module, got int"),
+        ("small", "both must be the same"),
+        ("none", "AttributeError"),
+    ):
         code, _, said = certified(tmp_path, *SMALL, "--denoiser", f"own_denoiser:{name}")
         assert code == 2
         assert message in said

@@ -125,8 +125,8 @@ class _Kernels(TorchDispatchMode):
         self.look.problems.append((what, (self.stack or [""])[-1]))
 
     def kept(self, constant: Tensor) -> Tensor:
-        """The constant itself if it lies in a parameter or buffer, which nothing may write to; otherwise a copy."""
-        return constant if self.is_held(constant) else constant.clone()
+        """An alias of the constant if it lies in a parameter or buffer, which nothing may write to; else a copy."""
+        return constant.detach() if self.is_held(constant) else constant.clone()
 
     def is_held(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and memory_of(tensor)[:1] in self.held
