@@ -124,7 +124,7 @@ class _Kernels(TorchDispatchMode):
     def problem(self, what: str) -> None:
         self.look.problems.append((what, (self.stack or [""])[-1]))
 
-    def kept(self, constant: Tensor) -> Tensor:
+    def recorded(self, constant: Tensor) -> Tensor:
         """An alias of the constant if it lies in a parameter or buffer, which nothing may write to; else a copy."""
         return constant.detach() if self.is_held(constant) else constant.clone()
 
@@ -156,7 +156,7 @@ class _Kernels(TorchDispatchMode):
             self.problem("code that changes the precision of float32 products")
         step = Step(name.rstrip("_"), (), [], (self.stack or [""])[-1])
         if touched:
-            step.constants = [self.kept(tensor) for tensor in tensors if tensor not in self.dependent]
+            step.constants = [self.recorded(tensor) for tensor in tensors if tensor not in self.dependent]
         try:
             outcome = kernel(*args, **kwargs)
         except Exception:
