@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
@@ -131,6 +132,7 @@ def busy(what: str) -> Iterator[None]:
 
 def start() -> None:
     """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     with busy("importing torch"):
         importlib.import_module("lipcert.loading")
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 from lipcert.errors import InputError
 
 if TYPE_CHECKING:
-    from typing import Required
-
     from lipcert.attacks import Attack
 
 S = TypeVar("S")
@@ -124,9 +122,8 @@ def plain(settings: Any) -> None:
 
 
 class CertifyOptions(TypedDict, total=False):
-    """The fields of :class:`CertifySettings` as keywords, for editors and type checkers."""
+    """The fields of :class:`CertifySettings` but ``eps`` as keywords, for editors and type checkers."""
 
-    eps: Required[float | str]
     method: Method
     dtype: Dtype
     rigor: RigorAsked

@@ -18,7 +18,7 @@ from lipcert.artifact import is_artifact, load_artifact
 from lipcert.checkpoints import ASSETS, path_of
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
-from lipcert.model import Model, loads_modules, outside_inference_mode
+from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 BUNDLED = ASSETS / "digits_vit.safetensors"
 _PIXELS = ("mean", "std", "input_size")
@@ -38,6 +38,9 @@ def load(
     **timm_arguments: Any,
 ) -> Model:
     """Loads a model for conversion and certification, in evaluation mode.
+
+    A module in training mode is put into evaluation mode; a warning says so if dropout or batch normalisation makes the
+    two differ.
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
@@ -67,7 +70,7 @@ def load(
     if "checkpoint_path" in timm_arguments:
         raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
     if isinstance(source, nn.Module):
-        source = getattr(source, "_orig_mod", source)  # the module inside a torch.compile wrapper
+        source = evaluated(getattr(source, "_orig_mod", source))  # the module inside a torch.compile wrapper
         _refuse(given - {*_PIXELS}, "a module that is already built")
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from lipcert._real import RealArithmetic
 from lipcert.errors import InputError
@@ -61,6 +64,17 @@ def loads_modules(load: F) -> F:
     """Registers the function that wraps a module as a model; this module cannot import it."""
     _LOADERS[:] = [load]
     return load
+
+
+def evaluated(net: nn.Module) -> nn.Module:
+    """A module in evaluation mode; warns if it was in training mode and that makes a difference."""
+    for path, part in net.named_modules():
+        drops = getattr(part, "p", 0) if isinstance(part, _DropoutNd) else getattr(part, "drop_prob", 0)
+        if part.training and (drops or (isinstance(part, _NormBase) and part.track_running_stats)):
+            what = f"{path or 'it'} is a {type(part).__name__}"
+            warnings.warn(f"the module was in training mode, and {what}; model.eval() was called", stacklevel=4)
+            break
+    return net.eval()
 
 
 def outside_inference_mode(function: F) -> F:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import html
+import inspect
 import json
 import subprocess
 import sys
 import typing
+import warnings
 
 import numpy as np
 import pytest
@@ -124,6 +126,26 @@ def test_a_plain_module_is_named_by_every_function(images) -> None:
 def test_training_mode_is_named(images) -> None:
     with pytest.raises(InputError, match=r"training mode; call model.eval\(\)"):
         lipcert.certify(lipcert.load().train(), images, **GLORO)
+
+
+@pytest.mark.parametrize(("module", "said"), [("resnet10t", "conv1.1"), ("test_vit", None)])
+def test_a_module_that_differs_in_training_mode_is_put_into_evaluation_mode(module, said) -> None:
+    """Not so a vision transformer without dropout, which timm.create_model returns in training mode too."""
+    net = timm.create_model(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not lipcert.load(net).training
+    lines = [str(one.message) for one in caught if "training mode" in str(one.message)]
+    assert len(lines) == (said is not None)
+    assert all(f"{said} is a BatchNorm" in line and "model.eval()" in line for line in lines)
+
+
+def test_eps_may_stand_in_fourth_place(model, images, expected) -> None:
+    found = lipcert.certify(model, images, None, "36/255", method="gloro")
+    assert torch.equal(found.radius, expected.radius)
+    assert "eps" in inspect.signature(lipcert.certify).parameters
+    with pytest.raises(InputError, match="missing a required argument: 'eps'"):
+        lipcert.certify(model, images)
 
 
 def test_a_module_that_timm_made_is_saved_and_built_again(tmp_path) -> None:
@@ -255,7 +277,7 @@ def test_a_bound_prints_itself_in_three_lines(model) -> None:
 
 def test_editors_know_every_setting() -> None:
     known = typing.get_type_hints(CertifyOptions, None, {**vars(_settings), **vars(typing), "Attack": object})
-    assert {*known} == {one.name for one in dataclasses.fields(CertifySettings) if one.init}
+    assert {"eps", *known} == {one.name for one in dataclasses.fields(CertifySettings) if one.init}
     for one in dataclasses.fields(CertifySettings):
         if choices := one.metadata.get("choices"):
             assert typing.get_args(known[one.name]) == choices

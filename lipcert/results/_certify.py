@@ -158,6 +158,7 @@ def certify(
     model: Model | nn.Module,
     images: Pixels,
     labels: Tensor | np.ndarray | Sequence[int] | None = None,
+    eps: float | str | None = None,
     *,
     batch_size: int | None = None,
     **settings: Unpack[CertifyOptions],
@@ -171,9 +172,10 @@ def certify(
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
             DataLoader, where each batch is a tensor of images or a pair of images and labels.
         labels: true classes, shape (N,), or None.
+        eps: ℓ2 radius on pixels in [0, 1], such as ``"36/255"``; required.
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
-        **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``eps``, which is required, ``method``,
-            ``dtype``, ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
+        **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
+            ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
             ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
 
     Returns:
@@ -186,7 +188,7 @@ def certify(
         UnsupportedOperation: the model has operations without a rule.
     """
     started = time.perf_counter()
-    asked = settings_of(CertifySettings, **settings)
+    asked = settings_of(CertifySettings, *(() if eps is None else (eps,)), **settings)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size is a number of images, at least 1, got {batch_size!r}; or leave it out")
     model = checked(model)

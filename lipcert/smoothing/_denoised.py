@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.errors import InputError, first_line
-from lipcert.model import Model
+from lipcert.model import Model, evaluated
 
 
 class Denoised(Model):
@@ -38,7 +38,7 @@ class Denoised(Model):
             recipe=[*model.recipe, {"step": "denoise", "denoiser": name or type(denoiser).__name__}],
         )
         self.to(model.device)
-        self.denoiser = denoiser.to(model.device, model.dtype).eval()
+        self.denoiser = evaluated(denoiser.to(model.device, model.dtype))
         grey = torch.full((1, *model.input_size), 0.5, device=model.device, dtype=model.dtype)
         try:
             with torch.no_grad():
