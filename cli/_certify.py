@@ -88,7 +88,7 @@ def certify(
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
     if annotations is not None:
         one_of("annotations", annotations, FORMS)
-    part = parse_shard(shard) if shard else None
+    part = None if shard is None else parse_shard(shard)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
     several_models = models_file is not None or len(names) > 1
     if several_models and checkpoint is not None:

@@ -69,7 +69,7 @@ def move_to(model: Model, device: str) -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         model.to(torch.device(name))
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
-        raise InputError(f"there is no device {name} here; give --device cpu, or leave it out") from error
+        raise InputError(f"there is no device {name!r} here; give --device cpu, or leave it out") from error
 
 
 def show_preprocessing(images: Images, model: Model) -> None:

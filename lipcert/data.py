@@ -206,6 +206,8 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
     if spec is None:
         return _BundledImages(model, limit)
     spec = os.fspath(spec)
+    if not spec.strip():
+        raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled images")
     transform = _Transform(model)
     kind = spec.partition("/")[0].lower() if "/" in spec else ""
     source = open_named(kind, spec) if kind in KINDS else _open_path(spec)

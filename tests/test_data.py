@@ -198,6 +198,7 @@ def test_paths_without_images(tmp_path):
     refused(write_tar(tmp_path / "texts.tar", {"a/1.txt": b"text"}), "holds no images")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "holds no images")
+    refused("", "empty name", "leave --data out")
     (tmp_path / "x.txt").write_bytes(picture(0))
     refused(tmp_path / "x.txt", "neither an image nor a folder or a .tar")
     refused(write(tmp_path / "mixed", {**CLASSES, "0.png": picture(0)}), "beside")
