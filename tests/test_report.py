@@ -159,6 +159,14 @@ def test_wide_ranges_are_logarithmic_and_unbounded_radii_left_aside(results):
         assert "ε = 0.1" in text_plot([r])
 
 
+def test_a_model_with_tiny_radii_does_not_press_the_others_against_the_edge(results):
+    large = [row(i, 0.2) for i in range(8)]
+    few = read_runs([results([*large, row(8, 1e-12), row(9, 1e-12)])])
+    assert span(few)[0] == 0.0
+    many = read_runs([results([*large, *(row(i, 1e-12) for i in range(8, 16))])])
+    assert span(many)[0] == pytest.approx(1e-4)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (0.17999, "0.179"), (0.1999, "0.199"), (5.709e-6, "5.70e-6"), (sys.float_info.max, "unbounded")],

@@ -394,4 +394,4 @@ def _caption(runs: Sequence[Run]) -> str:
 
 
 def _radii_caption(runs: Sequence[Run]) -> str:
-    return f"Certified radii{' of the images predicted right' if runs[0].labelled else ''}."
+    return f"Certified radii{' of the images predicted right' if runs[0].labelled else ''}. Dots: the ε asked for."

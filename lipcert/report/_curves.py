@@ -14,8 +14,10 @@ Array = NDArray[np.float64]
 
 # Larger than the diameter of every image box: a radius beyond it means that the whole box is certified.
 UNBOUNDED = 1e5
-# If the ratio of large to small radii is at least this, ε is shown on a logarithmic scale.
+# If at least a quarter of the radii are smaller than the large ones by this factor, ε is shown on a logarithmic scale.
 WIDE = 100.0
+# A logarithmic scale starts at most this factor below the smaller of ε and the large radii, down to a power of ten.
+_DECADES = 1e3
 
 
 def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
@@ -71,7 +73,8 @@ def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
     end = 1.08 * max([*asked, *radii.tolist()])
     if not len(radii):
         return 0.0, end, False
-    low, high = np.quantile(radii, [0.05, 0.95])
-    if max(high, *asked) / low < WIDE:
+    low, quarter, high = np.quantile(radii, [0.05, 0.25, 0.95])
+    if max(high, *asked) / quarter < WIDE:
         return 0.0, end, False
-    return 10.0 ** math.floor(math.log10(low)), end, True
+    # A few tiny radii must not press what happens around ε against the right edge.
+    return 10.0 ** math.floor(math.log10(max(low, min(high, *asked) / _DECADES))), end, True

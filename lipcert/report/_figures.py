@@ -29,6 +29,7 @@ _STYLE: dict[Any, Any] = {
     "text.parse_math": False,
 }
 _WIDTH = 5.2
+_LONGEST = 40
 _DOTS: dict[str, Any] = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (1, 2))}
 
 P = ParamSpec("P")
@@ -108,7 +109,7 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
         eps = steps(np.concatenate([run.radii, run.broken_at]), start, end)
         lower, upper = 100 * certified_curve(run, eps), 100 * attack_curve(run, eps)
         one = len(runs) == 1
-        name = f"{run.name}, {run.holds_for}" if run.smoothed else run.name
+        name = f"{_short(run)}, {run.holds_for}" if run.smoothed else _short(run)
         marks: dict[str, Any] = {"color": colour, "clip_on": False}
         if one:
             axes.fill_between(eps, lower, upper, step="post", color=colour, alpha=0.12, linewidth=0)
@@ -139,7 +140,8 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
     for value, typed in sorted({run.eps: run.eps_typed for run in runs}.items()):
         axes.axvline(value, **_DOTS)
         axes.text(value, 1.01, f"ε = {typed}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
-    figure.legend(loc="outside lower left", ncols=1 if len(runs) > 3 else 2 if len(runs) > 1 else 1, frameon=False)
+    wide = len(runs) > 3 or any(len(run.name) > 20 for run in runs)
+    figure.legend(loc="outside lower left", ncols=1 if wide or len(runs) == 1 else 2, frameon=False)
     drawn.append(axes)
     return figure
 
@@ -164,7 +166,7 @@ def histogram(runs: Sequence[Run]) -> Any:
         axes.hist(radii, bins=bins, color=_COLOURS[i % len(_COLOURS)], linewidth=0, rwidth=0.92)
         axes.axvline(run.eps, **_DOTS)
         axes.yaxis.get_major_locator().set_params(integer=True, nbins=4)
-        axes.set_title(f"{run.name}, ε = {run.eps_typed} at the dots", fontsize=11, loc="left")
+        axes.set_title(_short(run), fontsize=11, loc="left")
     panels[-1].set_xlabel("certified radius" + (", those below the axis in its first bar" if logarithmic else ""))
     return figure
 
@@ -186,6 +188,11 @@ def budget(modules: Sequence[tuple[str, float]]) -> Any:
     axes.invert_yaxis()
     axes.set_xlabel("powers of ten by which a perturbation can grow")
     return figure
+
+
+def _short(run: Run) -> str:
+    """The name of a run, cut to the width of a figure."""
+    return run.name if len(run.name) <= _LONGEST else f"{run.name[: _LONGEST - 1]}…"
 
 
 def _scale(axes: Any, start: float, end: float, logarithmic: bool) -> None:
