@@ -17,7 +17,10 @@ MODEL_HELP = (
     "A timm name, an hf-hub: id, a path, or a name from lipcert models --certified; by default the newest "
     "lipcert artifact in this folder, or the bundled checkpoint."
 )
-_KINDS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+_KINDS = (
+    *("torch/cifar10", "torch/cifar100", "torch/mnist", "torch/svhn"),
+    *("hfds/", "hfids/", "tfds/", "wds/"),
+)
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -47,17 +50,26 @@ def complete_data(incomplete: str) -> list[str]:
     return [*_starting(incomplete, _KINDS), *_files(incomplete, "*.tar")]
 
 
+def complete_results(incomplete: str) -> list[str]:
+    """Completions of result files: ``.jsonl`` files and folders."""
+    return _files(incomplete, "*.jsonl")
+
+
 def _starting(incomplete: str, choices: Sequence[str]) -> list[str]:
     return [one for one in choices if one.startswith(incomplete)]
 
 
 def _files(incomplete: str, pattern: str) -> list[str]:
-    """Folders, and files that match the pattern, whose paths start with the given text."""
+    """Folders, and files that match the pattern, whose paths start with the given text.
+
+    A single folder comes with what it contains, so that shells do not write a space behind it.
+    """
     place, _, start = incomplete.rpartition("/")
     if incomplete.startswith("/"):
         place = place or "/"
     found = sorted(path for path in Path(place or ".").glob(f"{start}*") if start or not path.name.startswith("."))
-    return [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.match(pattern)]
+    names = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.match(pattern)]
+    return names + _files(names[0], pattern) if len(names) == 1 and names[0].endswith("/") else names
 
 
 def choice(choices: Sequence[str]) -> dict[str, Any]:

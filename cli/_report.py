@@ -7,14 +7,19 @@ from typing import Annotated
 import typer
 
 from ._errors import one_line_errors
-from ._options import AsJson
+from ._options import AsJson, complete_results
 from ._print import busy, command, print_facts, print_json, print_table, say
 
 
 @one_line_errors
 def report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="Files that certify --out wrote, or folders of them.")
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS",
+            help="Files that certify --out wrote, or folders of them.",
+            autocompletion=complete_results,
+        ),
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.", show_default=False)] = None,
     markdown: Annotated[

@@ -18,6 +18,7 @@ from ._options import (
     NoPretrained,
     complete_data,
     complete_model,
+    complete_results,
 )
 from ._print import command, complain, print_facts, print_json, progress, say, start
 
@@ -34,7 +35,10 @@ def verify(
             autocompletion=complete_model,
         ),
     ],
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.")],
+    results: Annotated[
+        Path,
+        typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.", autocompletion=complete_results),
+    ],
     sample: Annotated[int, typer.Option(help="Number of rows to recompute, chosen at random.")] = SAMPLE,
     everything: Annotated[bool, typer.Option("--all", help="Recompute all rows.")] = False,
     data: Annotated[

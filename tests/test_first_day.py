@@ -89,6 +89,12 @@ def test_a_shell_completes_without_torch(folder) -> None:
     assert "swin_transformer" in completions("lipcert models --family swin")
     assert "cuda" in completions("lipcert certify --device c")
     assert completions("lipcert certify --data im") == ["images/"]
+    (folder / "images" / "0").mkdir()
+    (folder / "images" / "1").mkdir()
+    assert completions("lipcert certify --data im") == ["images/", "images/0/", "images/1/"]  # hence no space
+    assert "torch/cifar10" in completions("lipcert certify --data tor")
+    (folder / "r.jsonl").touch()
+    assert "r.jsonl" in completions("lipcert report ")
     assert completions("lipcert finetune --loss loc") == ["local-b", "local-g"]
 
 

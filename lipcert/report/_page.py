@@ -39,7 +39,8 @@ td[style*=right] img { margin-left: auto; }
 .figures strong { font-size: 2.1rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .figures td + td + td { color: var(--soft); } .ranking strong { font-size: 1.15rem; }
 .ranking { width: fit-content; min-width: 100%; max-width: calc(100vw - 2.4rem); position: relative; left: 50%;
-  transform: translateX(-50%); } .ranking table { font-size: .85rem; width: 100%; } .ranking :is(td, th) { padding-right: .7rem; }
+  transform: translateX(-50%); } .ranking table { font-size: .85rem; width: 100%; }
+.ranking :is(td, th) { padding-right: .7rem; }
 .ranking :is(td, th):last-child { text-align: left !important; white-space: normal; overflow-wrap: anywhere; }
 .ranking td:last-child { min-width: 9.5rem; }
 figure { margin: 1.2rem 0; max-width: 36rem; }
@@ -49,7 +50,8 @@ figure input { width: 100%; margin: .4rem 0; accent-color: var(--accent); } figu
 figure svg:has(+ input) { cursor: crosshair; touch-action: pan-y; }
 pre { overflow-x: auto; background: var(--field); padding: .7rem; border-radius: .4rem; font-size: .85rem; }
 @media (max-width: 32rem) { th, td { padding-right: .7rem; } table { font-size: .85rem; }
-  .ranking td:first-child { overflow-wrap: anywhere; } .figures tbody { grid-template-columns: 1fr 1fr; gap: .5rem; } .figures strong { font-size: 1.6rem; } }
+  .ranking td:first-child { overflow-wrap: anywhere; }
+  .figures tbody { grid-template-columns: 1fr 1fr; gap: .5rem; } .figures strong { font-size: 1.6rem; } }
 @media print { body { max-width: none; } figure, tr { break-inside: avoid; } figure input { display: none; } }
 """
 
