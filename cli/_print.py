@@ -118,7 +118,10 @@ def progress(what: str, total: int | None = None) -> Iterator[Update]:
         task = shown.add_task(what, total=total)
 
         def update(done: float, total: float | None = None, what: str | None = None) -> None:
-            shown.update(task, completed=done, total=total, description=what or shown.tasks[0].description)
+            known = shown.tasks[0]
+            if known.completed and total != known.total:  # another count, with a speed of its own
+                shown.reset(task, total=total, description=what or known.description)
+            shown.update(task, completed=done, total=total, description=what or known.description)
 
         yield update
 

@@ -676,6 +676,23 @@ def test_bars_say_how_fast_it_goes():
         assert _bars.Pace().render(task).plain == text
 
 
+def test_another_count_has_a_speed_of_its_own(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    shown = _bars.bars()
+    monkeypatch.setattr(_bars, "bars", lambda: shown)
+    with _print.progress("reading") as update:
+        update(20, 24)
+        (task,) = shown.tasks
+        started = task.start_time
+        update(21, 24)
+        assert task.start_time == started
+        update(1, 1026, "bounding")
+        assert task.start_time > started
+        assert (task.completed, task.total, task.description) == (1, 1026, "bounding")
+
+
 def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
     """--import brings in a module of the user's folder: a registered architecture, and a rule for its operation."""
     monkeypatch.chdir(tmp_path)
