@@ -166,7 +166,7 @@ def test_products_with_jacobians_are_off_by_no_more_than_is_said(condition: floa
     network_of = method.network
     values = network_of.values(pixels[:, None])
     local = network_of.local(values)
-    ways = PathBounds(network_of.chains, local.gains, local.off, {})
+    ways = PathBounds(network_of.chains, local.gains, local.off, {}, {})
     before = network_of.graph.output.operands[0].operands[0]  # the last value of six entries
     place = ways.place[network_of.source], ways.place[before]
     said, largest = ways.off_by()[0][place].item(), ways.bounds[0][place].item()

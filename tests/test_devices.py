@@ -295,10 +295,9 @@ def test_norms_of_a_large_matrix_between_weights(device: torch.device) -> None:
     torch.testing.assert_close(there.to("cpu"), found(torch.device("cpu")), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("width", [8, 33])  # its Jacobian written out, and by Lanczos
-def test_the_sensitivity_of_attention(device: torch.device, width: int) -> None:
+def test_the_sensitivity_of_attention(device: torch.device) -> None:
     def found(where: torch.device) -> Tensor:
-        x, *weights = (random(*size, seed=i).to(where) for i, size in enumerate([(1, 32, width), *[(width, 2)] * 3]))
+        x, *weights = (random(*size, seed=i).to(where) for i, size in enumerate([(1, 32, 8), *[(8, 2)] * 3]))
         return attention_sensitivity(x, AttentionLayer(*weights), 0.1).change
 
     there = found(device)

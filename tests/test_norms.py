@@ -1,12 +1,14 @@
 """Operator norms: never below the dense truth, close to it, and right when the estimate behind them is wrong."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lipcert._upper import Upper
 from lipcert.errors import InputError
@@ -14,6 +16,7 @@ from lipcert.norms import (
     Draw,
     Ledger,
     _conv,
+    _lanczos,
     _verify,
     conv_norm,
     conv_transpose_norm,
@@ -21,6 +24,7 @@ from lipcert.norms import (
     explicit_norm,
     explicit_row_norm,
     gram_norm,
+    lanczos_error,
     lanczos_norm,
     longest_row,
     row_norm,
@@ -510,6 +514,61 @@ def test_lanczos_says_infinity_where_products_are_not_finite_and_zero_for_zero_a
     assert 1 <= bound[2] <= 1.1
     assert 1e-200 <= bound[3] < 1e-100
     assert bound[4] == 0
+
+
+class WorstStart:
+    """Start vectors with the smallest part along the first axis for which a Lanczos bound must hold."""
+
+    def __init__(self, delta: float) -> None:
+        self.delta = delta
+
+    def normal(self, rows: int, size: int) -> Tensor:
+        count, part = _lanczos._parts(self.delta, size)
+        assert rows == count
+        assert part >= 2.0**-18
+        vectors = random_tensor(rows, size, seed=3)
+        vectors[:, 0] = 0
+        vectors /= vectors.norm(dim=1, keepdim=True)
+        vectors *= (1 - part**2) ** 0.5
+        vectors[:, 0] = part
+        return vectors
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(2, 60),
+    steps=st.integers(1, 48),
+    rest=st.sampled_from(["flat", "close", "spread", "zero"]),
+    delta=st.sampled_from([1e-3, 1e-9, 1e-13]),
+)
+def test_lanczos_holds_whenever_the_start_vector_has_its_part(size: int, steps: int, rest: str, delta: float) -> None:
+    """The failure probability is that of the start vectors alone, so with these the bound may never be too small."""
+    place = torch.arange(size, dtype=torch.float64)
+    values = {
+        "flat": torch.ones(size).double(), "close": 1.5 - 1e-7 * place, "spread": 1 / (1 + place),
+        "zero": torch.zeros(size).double(),
+    }[rest]  # fmt: skip
+    values[0] = 1.5
+    draw: Any = WorstStart(delta)
+    bound = lanczos_norm(lambda v: v * values, lambda u: u * values, 1, size, draw=draw, steps=steps)
+    assert bound.item() >= 1.5
+
+
+@pytest.mark.parametrize(("error", "hidden"), [(1e-12, False), (1e-7, False), (1e-6, False), (1e-5, True)])
+def test_lanczos_covers_products_whose_errors_hide_the_top_vector(error: float, hidden: bool) -> None:
+    """Errors that depend on the vector and point away from the top singular vector."""
+    values = torch.ones(50, dtype=torch.float64)
+    values[0] = 1.5
+
+    def product(v: Tensor) -> Tensor:
+        moved = v * values
+        moved[:, 0] -= (v[:, 0] / 2).clamp(-error, error)
+        return moved
+
+    draw: Any = WorstStart(1e-9)
+    bound = lanczos_norm(product, product, 1, 50, draw=draw).item()
+    assert (bound < 1.5) == hidden
+    assert bound + lanczos_error() * error >= 1.5
 
 
 @settings(deadline=None, max_examples=30)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lipcert._numerics import INFLATE
 from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
-from lipcert.norms import Draw, lanczos_norm, verified_norms
+from lipcert.norms import Draw, lanczos_error, lanczos_norm, verified_norms
 
 DENSE_SIDE = 256
 _DENSE_ENTRIES = 2**20
@@ -144,16 +144,13 @@ class Core:
 
         columns, rows = inner[0].numel(), outer[0].numel()
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
-        return lanczos_norm(
-            forth,
-            back,
-            len(inner),
-            size,
-            draw=draw,
-            tolerance=0.02,
-            steps=_LANCZOS_STEPS,
-            device=inner.device,
+        found = lanczos_norm(
+            forth, back, len(inner), size, draw=draw, tolerance=0.02, steps=_LANCZOS_STEPS, device=inner.device
         )
+        # As for `rounding`; a sum of the adjoint has at most as many terms as the weight has entries per input channel.
+        terms = max(self.fan_in, self.weight.numel() // self.weight.shape[1])
+        error = (terms + 16) * 2.0**-52 * self._schur(outer, inner)
+        return (found + lanczos_error(_LANCZOS_STEPS) * error) * INFLATE
 
 
 def core_of(node: Node) -> Core | None:

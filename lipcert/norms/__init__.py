@@ -12,7 +12,7 @@ from lipcert.norms._explicit import (
     row_norms,
 )
 from lipcert.norms._gram import gram_norm
-from lipcert.norms._lanczos import SMALLEST, lanczos_norm
+from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm
 from lipcert.norms._ledger import Draw, Ledger, part_of, rigor_of
 from lipcert.norms._verify import verified_norms
 
@@ -28,6 +28,7 @@ __all__ = [
     "explicit_row_norms",
     "explicit_rows",
     "gram_norm",
+    "lanczos_error",
     "lanczos_norm",
     "longest_row",
     "part_of",

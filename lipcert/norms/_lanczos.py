@@ -8,14 +8,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipcert._numerics import INFLATE, SMALLEST_NORMAL
 from lipcert.norms._ledger import Draw
 
 Product = Callable[[Tensor], Tensor]
 
 # The root search cuts its bracket into _SECTIONS parts, _NARROWED times.
 _SECTIONS, _NARROWED = 64, 5
+_STEPS = 48
+# Remainders of a smaller relative size consist of rounding errors: they count as part of f_j.
+_NOISE = 2.0**-46
 # JᵀJ may underflow for maps of a smaller norm.
 SMALLEST = 1e-140
+# The smallest t. Errors of products are multiplied by about 4√k/t, and a larger t takes more start vectors.
+_SMALLEST_PART = 2.0**-18
+
+
+def lanczos_error(steps: int = _STEPS) -> float:
+    """The error of :func:`lanczos_norm`, in units of a bound S on the error of a product with a unit vector.
+
+    f_j contains the error of A v_j, at most 2‖J‖S + S². So ‖J‖² ≤ β² + c(2‖J‖S + S²) with c = 2√k/t for k steps, and
+    ‖J‖ ≤ β + (2c + √c)S. One more S makes β plus this error a bound on the norm of the computed product.
+    """
+    c = 2 * math.sqrt(steps) / _SMALLEST_PART
+    return (2 * c + math.sqrt(c) + 1) * (1 + 1e-6)
 
 
 def lanczos_norm(
@@ -26,26 +42,35 @@ def lanczos_norm(
     *,
     draw: Draw,
     tolerance: float = 0.05,
-    steps: int = 48,
+    steps: int = _STEPS,
     device: torch.device | None = None,
 ) -> Tensor:
     """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``draw.delta``.
 
-    All maps start from the same random vector, and each keeps its first bound within the tolerance. So the result for
-    one map does not depend on the others in its batch. ``draw.delta`` is a probability for each map, not for all
-    together. It is valid for maps that do not depend on the vector.
+    All maps start from the same random vectors, and each stops at its first bound within the tolerance. So the result
+    for one map does not depend on the others in its batch. ``draw.delta`` is a probability for each map, not for all
+    together. It is valid for maps that do not depend on the vectors.
 
-    Lanczos on A = JᵀJ from a uniformly random unit vector v gives, after k steps, a unit vector p_k(A)v with
-    p_k(λ) = ∏(λ − θ_i)/∏β_j, θ_i the Ritz values and β_j the off-diagonal entries of the tridiagonal matrix. Its part
-    along the top eigenvector is γ p_k(λ₁) with γ that of v, so p_k(λ₁) ≤ 1/|γ|. A coordinate of a uniform unit vector
-    in n dimensions has a density of at most √(n/2π) for n ≥ 3, so |γ| ≥ t except with probability t √(2n/π); n ≤ 2
-    satisfies this too. To the right of the largest Ritz value p_k increases, so the λ with p_k(λ) = 1/t bounds λ₁. The
-    bound adapts to the spectrum, whereas that of Kuczyński and Woźniakowski (1992) assumes the worst spectrum. Source:
-    van Dorsselaer, Hochstenbach, van der Vorst (2000), "Computing probabilistic bounds for extreme eigenvalues of
-    symmetric matrices with the Lanczos method".
+    Let A = JᵀJ, λ its largest eigenvalue and u a unit eigenvector. Lanczos on A from v_1 computes vectors v_j and
+    numbers α_j, β_j with A v_j = β_{j−1} v_{j−1} + α_j v_j + β_j v_{j+1} − f_j, where f_j is due to rounding. Let T be
+    the tridiagonal matrix of k steps, θ its largest eigenvalue, p_k(μ) = det(μ − T)/∏β_j, and F the matrix of the f_j.
+    The scalar products of these equations with u give, for λ > θ and whether or not the v_j are orthogonal,
 
-    Rounding: with full reorthogonalisation in float64 the computed tridiagonal matrix is that of A + E with ‖E‖ of
-    about 1e-14 ‖A‖. Products count as exact; the caller accounts for their error (lipcert.certifier.anchored.rounding).
+        ⟨u, v_1⟩ = ⟨u, v_{k+1}⟩ / p_k(λ) − ⟨Fᵀu, (λ − T)⁻¹ e_1⟩,  so  |⟨u, v_1⟩| ≤ ‖v_{k+1}‖ / p_k(λ) + ‖F‖ / (λ − θ).
+
+    To the right of θ, p_k increases. So |⟨u, v_1⟩| ≥ t implies that λ is at most the larger of θ + 2‖F‖/t and the root
+    of p_k = 2‖v_{k+1}‖/t. Without rounding the root of p_k = 1/t is the bound of van Dorsselaer, Hochstenbach and van
+    der Vorst (2000), "Computing probabilistic bounds for extreme eigenvalues of symmetric matrices with the Lanczos
+    method". It adapts to the spectrum, whereas that of Kuczyński and Woźniakowski (1992) assumes the worst spectrum.
+
+    Probability: nothing but |⟨u, v_1⟩| ≥ t is required of v_1, and u does not depend on v_1; rounding errors may. A
+    coordinate of a uniform unit vector in n ≥ 3 dimensions has a density of at most √(n/2π), so it is below t with
+    probability at most t √(2n/π). This also holds for n ≤ 2 and t ≤ ½. A single vector would need a tiny t, and
+    rounding errors are divided by t. So there are q independent vectors with probability δ^(1/q) each, with the
+    smallest q for which t ≥ 2⁻¹⁸. The largest of their q bounds fails only if all of them fail.
+
+    Rounding: f_j is the residual of its equation, which is measured, plus the error of the computed A v_j. The caller
+    adds the latter: :func:`lanczos_error` times a bound on the errors of ``product`` and ``adjoint`` for unit vectors.
     A map whose square underflows float64 counts as 1e-140, and a map with products that are not finite as ∞.
     Off-diagonal entries are raised to 1e-12 of the largest Ritz value, and the result by 1e-9.
 
@@ -54,50 +79,89 @@ def lanczos_norm(
         adjoint: u ↦ Jᵀ u, back to (images, size).
         images: number of maps N.
         size: dimension n of the space that ``product`` takes.
-        draw: the start vector and its failure probability for each image, from a :class:`~lipcert.norms.Ledger`. It is
-            drawn on the CPU, so it is the same on every device.
+        draw: the start vectors and their failure probability for each image, from a :class:`~lipcert.norms.Ledger`.
+            They are drawn on the CPU, so they are the same on every device.
         tolerance: stop when every bound is within this relative distance of the root of the largest Ritz value.
-        steps: largest number of steps. Stopping early or late changes the tightness of the bound, never its validity.
+        steps: largest number of steps for each start vector. Stopping early or late changes the tightness of the
+            bound, never its validity.
         device: the device of the vectors; the CPU by default.
 
     Returns:
         float64, shape (N,), on that device.
     """
-    start = draw.normal(1, size)
-    basis = [(start / start.norm()).to(device).expand(images, size)]
-    diagonal: list[Tensor] = []
-    beside: list[Tensor] = []
-    log_reach = -math.log(draw.delta / math.sqrt(2 * size / math.pi))
-    bound = torch.full((images,), math.inf, dtype=torch.float64, device=device)
-    settled = torch.zeros(images, dtype=torch.bool, device=device)
-    broken = torch.zeros(images, dtype=torch.bool, device=device)
-    zero = torch.zeros(images, dtype=torch.bool, device=device)
-    last = min(steps, size)
-    for step in range(1, last + 1):
+    count, part = _parts(draw.delta, size)
+    bound = ritz = torch.zeros(images, dtype=torch.float64, device=device)
+    for start in draw.normal(count, size):
+        first = (start / start.norm()).to(device).expand(images, size)
+        bound, ritz = _raised(product, adjoint, first, part, min(steps, size), tolerance, bound, ritz)
+    return torch.where(bound > 0, (bound.sqrt() * (1 + 1e-9)).clamp_min(SMALLEST), 0.0)
+
+
+def _parts(delta: float, size: int) -> tuple[int, float]:
+    """The number q of start vectors, and the t that each of them falls below with probability at most δ^(1/q)."""
+    part, count = 0.0, 0
+    while part < _SMALLEST_PART:
+        count += 1
+        part = min(0.5, delta ** (1 / count) * math.sqrt(math.pi / (2 * size)) * (1 - 1e-9))
+    return count, part
+
+
+def _raised(
+    product: Product,
+    adjoint: Product,
+    start: Tensor,
+    part: float,
+    steps: int,
+    tolerance: float,
+    bound: Tensor,
+    ritz: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The bounds on λ and the largest Ritz values of N maps, raised to those from one more start vector."""
+    images = len(start)
+    basis, diagonal, beside = [start], list[Tensor](), list[Tensor]()
+    found, top, residual = torch.full_like(bound, math.inf), ritz, torch.zeros_like(bound)
+    settled = torch.zeros(images, dtype=torch.bool, device=start.device)
+    zero, broken = settled, settled
+    for step in range(1, steps + 1):
         current = basis[-1]
         forth = product(current)
         if step == 1:
             zero = (forth == 0).reshape(images, -1).all(1)
         image = adjoint(forth)
-        broken |= ~torch.isfinite(image).all(1)
+        broken = broken | ~torch.isfinite(image).all(1)
         image = torch.where(broken[:, None], 0.0, image)
         diagonal.append((image * current).sum(1))
         # Two passes are enough: the second removes the rounding error of the first.
-        stacked = torch.stack(basis, 1)
+        stacked, rest = torch.stack(basis, 1), image
         for _ in range(2):
-            image = image - torch.einsum("nkd,nk->nd", stacked, torch.einsum("nkd,nd->nk", stacked, image))
-        length = image.norm(dim=1)
-        beside.append(length)
-        basis.append(torch.where(length[:, None] > 0, image / length.clamp_min(1e-300)[:, None], 0.0))
-        if step % 4 == 0 or step == last:
-            ritz, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), log_reach)
-            bound = torch.where(settled, bound, now)
-            settled |= bound <= (1 + tolerance) ** 2 * ritz
+            rest = rest - torch.einsum("nkd,nk->nd", stacked, torch.einsum("nkd,nd->nk", stacked, rest))
+        size, length = _length(image), _length(rest)
+        beside.append(torch.where(length > _NOISE * size, length, 0.0))
+        basis.append(torch.where(beside[-1][:, None] > 0, rest / length.clamp_min(1e-300)[:, None], 0.0))
+        terms = [(diagonal[-1], current), (beside[-1], basis[-1])]
+        if step > 1:
+            terms.append((beside[-2], basis[-3]))
+        rounding = size
+        for factor, vector in terms:
+            image = image - factor[:, None] * vector
+            rounding = rounding + factor.abs()
+        residual = residual + (_length(image) + 2.0**-50 * rounding).square()
+        if step % 2 == 0 or step == steps:
+            value, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), math.log(2 * INFLATE / part))
+            now = torch.maximum(now, value + 2 * INFLATE / part * residual.sqrt())
+            found = torch.where(settled, found, torch.minimum(found, now))
+            top = torch.where(settled, top, torch.maximum(ritz, value))
+            settled = settled | (found <= (1 + tolerance) ** 2 * top) | (found <= bound)
             if bool(settled.all()):
                 break
-    bound = (bound.clamp_min(0).sqrt() * (1 + 1e-9)).clamp_min(SMALLEST)
-    bound = torch.where(zero, 0.0, bound)  # a map that sends a random vector to 0 is 0 almost surely
-    return torch.where(broken, math.inf, bound)
+    found = torch.where(zero, 0.0, found.clamp_min(SMALLEST**2))  # 0 for a random vector: the map is 0 almost surely
+    return torch.maximum(bound, torch.where(broken, math.inf, found)), top
+
+
+def _length(vectors: Tensor) -> Tensor:
+    """Norms of vectors, shape (N,), without underflow."""
+    size = vectors.abs().amax(1).clamp_min(SMALLEST_NORMAL)
+    return size * (vectors / size[:, None]).norm(dim=1)
 
 
 def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, Tensor]:
@@ -107,15 +171,15 @@ def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, 
         off = beside[:, :-1]
         tridiagonal = tridiagonal + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     theta = torch.linalg.eigvalsh(tridiagonal)
-    top = theta[:, -1].clamp_min(0)
-    scale = top.clamp_min(1e-300)
-    log_beside = torch.log(torch.maximum(beside, 1e-12 * scale[:, None]) / scale[:, None]).sum(1)
+    top = theta[:, -1]
+    scale = torch.maximum(top, beside.amax(1)).clamp_min(1e-300)
+    log_beside = torch.log((beside / scale[:, None]).clamp_min(1e-12)).sum(1)
+    distances = (top[:, None] - theta) / scale[:, None]
     low, high = torch.zeros_like(top), torch.ones_like(top)
     steps = torch.linspace(0, 1, _SECTIONS + 1, dtype=top.dtype, device=top.device)
 
     def too_low(excess: Tensor) -> Tensor:
-        distance = (1 + excess)[:, :, None] - (theta / scale[:, None])[:, None]
-        return torch.log(distance).sum(2) - log_beside[:, None] < log_reach
+        return torch.log(excess[:, :, None] + distances[:, None]).sum(2) - log_beside[:, None] < log_reach
 
     while bool((rising := too_low(high[:, None])[:, 0]).any()):
         low = torch.where(rising, high, low)
@@ -127,4 +191,4 @@ def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, 
         enough[:, -1] = True  # established above; a batched evaluation may round differently
         first = enough.long().argmax(1, keepdim=True)
         low, high = points.gather(1, first)[:, 0], points.gather(1, first + 1)[:, 0]
-    return top, torch.where(top > 0, scale * (1 + high), 0.0)
+    return top, top + scale * (high + 1e-11)  # the computed Ritz values are accurate to 1e-13 scale

@@ -29,6 +29,8 @@ from torch import Tensor
 from lipcert.graph import PIECES, REARRANGING, Node, Replay
 from lipcert.norms import SMALLEST
 
+Pair = tuple[Node, Node]
+
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
 _ADDING = frozenset(("add", "sub", "rsub"))
 
@@ -99,10 +101,10 @@ class Chains:
 
     def bounds(
         self,
-        wanted: Iterable[tuple[Node, Node]],
-        known: Mapping[tuple[Node, Node], Tensor],
+        wanted: Iterable[Pair],
+        known: Mapping[Pair, Tensor],
         links: Mapping[Link, Tensor],
-    ) -> dict[tuple[Node, Node], Tensor]:
+    ) -> dict[Pair, Tensor]:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for the requested pairs, from known norms and the norms of links."""
         wanted = list(wanted)
         starts = list(dict.fromkeys(a for a, _ in wanted))
@@ -113,7 +115,7 @@ class Chains:
     def table(
         self,
         starts: list[Node],
-        known: Mapping[tuple[Node, Node], Tensor],
+        known: Mapping[Pair, Tensor],
         links: Mapping[Link, Tensor],
     ) -> dict[Node, Tensor]:
         """The same for all values b, each of shape (starts, N)."""

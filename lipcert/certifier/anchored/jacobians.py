@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form, per_image
+from lipcert.certifier.anchored.chains import Pair
 from lipcert.certifier.anchored.network import Network
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
@@ -18,6 +20,7 @@ from lipcert.norms import (
     explicit_row_norm,
     explicit_row_norms,
     explicit_rows,
+    lanczos_error,
     lanczos_norm,
     longest_row,
     row_norm,
@@ -75,7 +78,7 @@ class Jacobians:
     def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
 
-    def check_sizes(self, pairs: Sequence[tuple[Node, Node]]) -> None:
+    def check_sizes(self, pairs: Sequence[Pair]) -> None:
         """Checks that every Jacobian is small enough to be computed in full.
 
         Raises:
@@ -92,6 +95,13 @@ class Jacobians:
     def writes_out(self, a: Node, rows: int) -> bool:
         """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
         return self.deterministic or min(a.entries, rows) <= _FEW
+
+    def error_factor(self, a: Node, rows: int) -> float:
+        """The error of :meth:`norm` for a matrix with these rows, in units of a bound S on that of a product.
+
+        S is for unit vectors, and for products with the matrix and its transpose.
+        """
+        return written_error(a.entries, rows) if self.writes_out(a, rows) else lanczos_error()
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
         """The same for the largest norm of a row; for an affine path it is computed once for all images."""
@@ -224,6 +234,17 @@ class Jacobians:
             jacobian = self.operator(a, u, part, several=True, form=form.only(slice(i, i + together)))
             found.append(torch.stack(explicit_rows(jacobian.adjoint, len(part[a]), rows, device=units.device), 1))
         return torch.cat(found)
+
+
+def written_error(columns: int, rows: int) -> float:
+    """The error of norms that are not computed by Lanczos, in units of a bound S on that of a product.
+
+    With n the larger number of entries, each column or row of a matrix computed in full has an error of at most S, and
+    the matrix one of at most √n S. For k Gaussian vectors g_t, the root of a sum of squares over t has an error of at
+    most S(Σ_t ‖g_t‖²)^½ and is divided by √(ck). With c > 1/8 and Σ_t ‖g_t‖² < 2kn, whose failure probability is below
+    e^(−10000) for k ≥ 256 and n ≥ 256, that is at most 4√n S. 16 + 4√n covers both, and one more S.
+    """
+    return 16 + 4 * math.sqrt(max(columns, rows))
 
 
 def rows_of(b: Node, values: Values, form: Form | None) -> int:

@@ -71,8 +71,7 @@ def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
                         continue
                     norms[a] = form.norm * part.gain(a, u)
                     if (a, u) not in at.plan.chained:
-                        norm = at.finder.formed(a, target, part.values, form, key)
-                        norms[a] = part.norms.raised(norm, a, u, form)
+                        norms[a] = at.finder.formed(a, target, part.values, form, part.norms, key)
                 found[v].append(FormNorms(u, {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}))
     return found
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from lipcert._numerics import UNIT
 from lipcert._settings import RIGORS
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.chains import Link
-from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
+from lipcert.certifier.anchored.chains import Link, Pair
+from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, written_error
 from lipcert.certifier.anchored.network import Network
-from lipcert.certifier.anchored.plan import NormPlan, Pair
-from lipcert.certifier.anchored.rounding import Rounded, error_factor, rounded
+from lipcert.certifier.anchored.plan import NormPlan
+from lipcert.certifier.anchored.rounding import Rounded, rounded
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import Draw, Ledger, part_of
@@ -93,7 +93,7 @@ class Norms:
         weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
         along: ‖D G(a → b)‖ and its largest row norm, shape (N, 2), by (a, v): D takes the components of the tokens of
             b, the operand of v, along their unit vectors.
-        slack: a bound on the rounding error of a norm as computed, by (a, b).
+        slack: a bound S on the rounding error of a product with G(a → b) and a unit vector, by (a, b).
         rounded: bounds on the other rounding errors.
     """
 
@@ -111,17 +111,15 @@ class Norms:
         """The number of norms computed so far."""
         return len(self.gains) + len(self.peaks) + len(self.weighted) + len(self.along)
 
-    def raised(self, norm: Tensor, a: Node, b: Node, form: Form) -> Tensor:
+    def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
         """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,).
 
         M multiplies the error of a product with G by at most ‖M‖. A product with M has an error of at most
         γ size ‖Gv‖, with γ for sums of at most as many terms as a deviation, or a tensor of the form, has entries.
-        :mod:`.rounding` gives the factor from the error of a product to the error of a norm.
         """
         terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
-        own = 4 * (terms + 16) * UNIT * error_factor(a, b)
-        lost = form.norm * self.slack[a, b] + form.size * own * self.gains[a, b]
-        return torch.minimum(norm + lost, form.norm * self.gains[a, b])
+        lost = form.norm * self.slack[a, b] + form.size * 4 * (terms + 16) * UNIT * self.gains[a, b]
+        return torch.minimum(norm + error_factor * lost, form.norm * self.gains[a, b])
 
     def only(self, index: Tensor) -> Norms:
         """The same for some of the images, given by their numbers."""
@@ -198,12 +196,19 @@ class NormFinder:
             report()
         links = {link: self._link(link, number, values, ledger) for number, link in enumerate(plan.links)}
         found.rounded, found.slack, found.gains = rounded(
-            self.network.local, values, found.gains, links, self.network.rules, plan.chained
+            self.network.local,
+            values,
+            found.gains,
+            links,
+            self.network.rules,
+            plan.chained,
+            self.jacobians.error_factor,
         )
+        lost = {(a, b): written_error(a.entries, b.entries) * slack for (a, b), slack in found.slack.items()}
         for pair, bound in found.peaks.items():
-            found.peaks[pair] = torch.minimum(bound + found.slack[pair], found.gains[pair])
+            found.peaks[pair] = torch.minimum(bound + lost[pair], found.gains[pair])
         for pair in self.columns.keys() - self._raised:
-            self.columns[pair] = self.columns[pair] + found.slack[pair][0]
+            self.columns[pair] = self.columns[pair] + lost[pair][0]
             self._raised.add(pair)
         for a, v in plan.weighted:
             found.weighted[a, v] = self._weighted(a, v, values, found)
@@ -211,7 +216,7 @@ class NormFinder:
         units = {v: self.network.remainder(v, values).units for v in plan.tokens}
         for a, v in plan.along:
             size = self.jacobians.along(a, v.operands[0], values, units[v], plan.tokens[v])
-            found.along[a, v] = size + found.slack[a, self.network.operands(v)[0]][:, None]
+            found.along[a, v] = size + lost[a, self.network.operands(v)[0]][:, None]
             report()
         return found
 
@@ -249,7 +254,8 @@ class NormFinder:
             return self.jacobians.norm(a, u, known, draw, form=form(len(known[a])))
 
         bound = self._still(("weighted", a, v), u, values, norm)
-        return found.raised(bound, a, self.network.operands(v)[0], form(len(values[a])))
+        factor = self.jacobians.error_factor(a, u.entries)
+        return found.raised(bound, a, self.network.operands(v)[0], form(len(values[a])), factor)
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
@@ -262,13 +268,15 @@ class NormFinder:
             self._link_constants[link] = self.jacobians.norm(a, b, alone, draw, path=link.path).item()
         return values[a].new_full((len(values[a]),), self._link_constants[link])
 
-    def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, ledger: Ledger) -> Tensor:
-        """Upper bounds on ‖M G(a → b)‖ as computed, shape (N,), with M given by a form.
+    def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger) -> Tensor:
+        """Upper bounds on ‖M G(a → b)‖, shape (N,), with M given by a form.
 
         The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
-        draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows_of(b, values, form)))
-        return self.jacobians.norm(a, b, values, draw, form=form)
+        rows = rows_of(b, values, form)
+        draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows))
+        norm = self.jacobians.norm(a, b, values, draw, form=form)
+        return norms.raised(norm, a, self.network.root(b), form, self.jacobians.error_factor(a, rows))
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is ``known`` from the entries, or G is empty.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lipcert.certifier.anchored.chains import work
+from lipcert.certifier.anchored.chains import Pair, work
 from lipcert.certifier.anchored.jacobians import GRAMS, passes_for, writes_rows
 from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
-
-Pair = tuple[Node, Node]
 
 # The usual number of passes for the norm of a single operation, and the cost of a norm without its passes, in
 # floating-point operations.

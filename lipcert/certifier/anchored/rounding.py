@@ -11,19 +11,11 @@ and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all 
     ‖Ĝ(a → b)v − G(a → b)v‖ ≤ S(a, b)‖v‖,    S(a, b) = Σ_(o → w) g(a → o) κ_wo g(w → b),
 
 and likewise for the transposed product. A norm computed from such products is raised by c S, where c depends on the
-method:
-
-- A Jacobian computed in full: each of its n columns has an error of at most S, the matrix one of at most √n S.
-- Lanczos: step j is exact for A + F_j, where A = GᵀG and ‖F_j‖ ≤ 2‖G‖S + S². All k ≤ 48 steps together are exact for
-  A − F Vᵀ with the basis V and the matrix F of the errors, and ‖F Vᵀ‖ ≤ √k (2‖G‖S + S²). So ‖G‖ ≤ β + (2√k + 1)S for
-  a bound β² on the norm of A − F Vᵀ.
-- Gaussian vectors g_t: the root of a sum of squares over t has an error of at most S(Σ_t ‖g_t‖²)^½. It is divided by
-  √(ck) with c > 0.4 for k vectors, and ‖g_t‖² < 2n, so the error is at most √(5n) S.
-
-c = 16 + 4√n covers all of these plus one more S, so that a raised norm is a bound g too. The other g are products of
-norms of single operations, A + κ each, and of known norms (:mod:`.chains`). Each norm is first assumed to be slightly
-larger than computed. If the assumption does not cover the error, it is enlarged; after several failures the norm is
-dropped. Once all assumptions hold, all bounds are proved by induction over the length of the paths.
+method (:meth:`.jacobians.Jacobians.error_factor`). It includes one more S than needed, so that a raised norm is a bound
+g too. The other g are products of norms of single operations, A + κ each, and of known norms (:mod:`.chains`). Each
+norm is first assumed to be slightly larger than computed. If the assumption does not cover the error, it is enlarged;
+after several failures the norm is dropped. Once all assumptions hold, all bounds are proved by induction over the
+length of the paths.
 
 **Values.** The exact network with the perturbation δ deviates from the computed values by
 
@@ -44,9 +36,8 @@ This holds whatever the error of p, and no norm is multiplied along the depth.
 Assumptions on torch's kernels in float64: they sum products in any order, with or without fused multiply-add; they
 compute derivatives by the formulas of the operation, with rounding errors relative to the terms; library functions are
 accurate to 16 ulp. Operations without bounds of their own, such as LSTM, are assumed to compute products with errors of
-2⁻⁴⁰ relative to the terms; their norms are computed like those between operations. The matrix A − F Vᵀ depends on the
-start vector through the rounding errors; the failure probability of a Lanczos bound is assumed to hold for it as for a
-matrix that does not. With ``at``, rounding errors before the perturbed value are not counted.
+2⁻⁴⁰ relative to the terms; their norms are computed like those between operations. With ``at``, rounding errors before
+the perturbed value are not counted.
 """
 
 from __future__ import annotations
@@ -62,7 +53,7 @@ from torch import Tensor
 
 from lipcert._numerics import SMALLEST_NORMAL, at_most
 from lipcert.bounds import RULES, WINDOW, Jacobian, NoAnswer, gamma, lengths, remainder_of
-from lipcert.certifier.anchored.chains import Chains, Link
+from lipcert.certifier.anchored.chains import Chains, Link, Pair
 from lipcert.graph import REARRANGING, Node, map_nodes
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
@@ -73,11 +64,6 @@ _HUGE = 1e140
 # The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
-
-
-def error_factor(a: Node, b: Node) -> float:
-    """c: the error of a norm of G(a → b), relative to the error of the products from which it is computed."""
-    return 16 + 4 * math.sqrt(max(a.entries, b.entries))
 
 
 class OperationRounding:
@@ -327,13 +313,14 @@ class PathBounds:
 
     Attributes:
         bounds: shape (N, values, values), ∞ where no bound is known; 0 only where b does not depend on a.
-        slack: c S for the pairs whose norms were computed, each of shape (N,); ∞ for those that were dropped.
+        slack: S for the pairs whose norms were computed, each of shape (N,); ∞ for those that were dropped.
 
     Args:
         chains: the links of the network.
         gains: bounds for single operations.
         off: the κ.
         found: the norms as computed.
+        factor: c for each pair.
     """
 
     def __init__(
@@ -341,7 +328,8 @@ class PathBounds:
         chains: Chains,
         gains: Mapping[Link, Tensor],
         off: Mapping[Link, Tensor],
-        found: Mapping[tuple[Node, Node], Tensor],
+        found: Mapping[Pair, Tensor],
+        factor: Mapping[Pair, float],
     ):
         self.chains, self.gains, self.off = chains, gains, off
         nodes = [chains.source, *chains.links]
@@ -350,14 +338,12 @@ class PathBounds:
         for attempt in range(_ATTEMPTS):
             self.bounds = self._table(nodes, taken)
             products = self.off_by()
-            self.slack = {
-                pair: error_factor(*pair) * products[:, self.place[pair[0]], self.place[pair[1]]] for pair in found
-            }
-            holds = {pair: taken[pair] >= found[pair] + self.slack[pair] for pair in found}
+            self.slack = {pair: products[:, self.place[pair[0]], self.place[pair[1]]] for pair in found}
+            holds = {pair: taken[pair] >= found[pair] + factor[pair] * self.slack[pair] for pair in found}
             if all(bool(good.all()) for good in holds.values()):
                 break
             for pair, good in holds.items():
-                more = found[pair] + 4 * self.slack[pair]
+                more = found[pair] + 4 * factor[pair] * self.slack[pair]
                 if attempt >= _ATTEMPTS // 2:
                     more = torch.full_like(more, math.inf)
                 taken[pair] = torch.where(good, taken[pair], more)
@@ -366,7 +352,7 @@ class PathBounds:
             self.bounds = self._table(nodes, taken)
         self.slack = {pair: torch.where(taken[pair] < math.inf, slack, math.inf) for pair, slack in self.slack.items()}
 
-    def _table(self, nodes: list[Node], taken: Mapping[tuple[Node, Node], Tensor]) -> Tensor:
+    def _table(self, nodes: list[Node], taken: Mapping[Pair, Tensor]) -> Tensor:
         table = self.chains.table(nodes, taken, self.gains)
         return at_most(torch.stack([table[node] for node in nodes]).permute(2, 1, 0))
 
@@ -393,11 +379,12 @@ class PathBounds:
 def rounded(
     local: OperationRounding,
     values: Mapping[Node, Tensor],
-    gains: Mapping[tuple[Node, Node], Tensor],
+    gains: Mapping[Pair, Tensor],
     links: Mapping[Link, Tensor],
     starts: Iterable[Node],
-    wanted: Collection[tuple[Node, Node]],
-) -> tuple[Rounded, dict[tuple[Node, Node], Tensor], dict[tuple[Node, Node], Tensor]]:
+    wanted: Collection[Pair],
+    error_factor: Callable[[Node, int], float],
+) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
     """Adds bounds on the rounding errors to computed norms, as described at the head of this file.
 
     Args:
@@ -407,17 +394,19 @@ def rounded(
         links: norms of single operations as computed.
         starts: the nonlinear operations.
         wanted: pairs without a computed norm.
+        error_factor: c of a norm of G(a → b), from a and the number of rows.
 
     Returns:
-        The rounding errors; the c S of the norms, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖. All
-        of shape (N,).
+        The rounding errors; S of the computed norms, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖.
+        All of shape (N,).
     """
     chains, found = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
     place = {node: number for number, node in enumerate(nodes)}
     first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts)))}
     rows = torch.tensor([place[a] for a in first])
-    exact = {link: _single(link, found, links) for link in found.gains}
+    factor = {(a, b): error_factor(a, b.entries) for a, b in gains}
+    exact = {link: _single(link, found, links, error_factor) for link in found.gains}
     errors = torch.stack([found.errors.get(node, found.still) for node in nodes], 1)
     pairs = [*gains, *wanted]
     paths, noise, slack, bounds = [], [], [], []
@@ -428,6 +417,7 @@ def rounded(
             {link: gain[some] for link, gain in exact.items()},
             {link: kappa[some] for link, kappa in found.off.items()},
             {pair: norm[some] for pair, norm in gains.items()},
+            factor,
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))
@@ -442,13 +432,15 @@ def rounded(
     added = {pair: torch.cat([one[pair] for one in slack]) for pair in gains}
     whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
     for pair, norm in gains.items():
-        whole[pair] = torch.minimum(whole[pair], norm + added[pair])
+        whole[pair] = torch.minimum(whole[pair], norm + factor[pair] * added[pair])
     return Rounded(off, found.errors, found.off, torch.cat(paths), first, place), added, whole
 
 
-def _single(link: Link, found: Errors, links: Mapping[Link, Tensor]) -> Tensor:
+def _single(
+    link: Link, found: Errors, links: Mapping[Link, Tensor], error_factor: Callable[[Node, int], float]
+) -> Tensor:
     """A bound on ‖J‖ and ‖Ĵ‖ of one operation."""
     gain, kappa = found.gains[link], found.off[link]
     if link in links:
-        gain = torch.minimum(gain, links[link] + error_factor(link.operand, link.node) * kappa)
+        gain = torch.minimum(gain, links[link] + error_factor(link.operand, link.node.entries) * kappa)
     return gain + kappa
