@@ -73,7 +73,7 @@ def run(
     if parts > 1 and out is None:
         raise InputError("parts of a run need --out, the file in which their rows are combined")
     several = several_models or len(asked) > 1
-    plan = _Plan(asked, pixels, partial(load_model, **loading), data, limit, part, parts, fail_under)
+    plan = _Plan(asked, pixels, partial(load_model, **loading), data, limit, part, parts, shard is not None, fail_under)
     with torchrun():
         if several_models:
             outcomes, failed = _certify_all(plan, names, out, processes)
@@ -105,6 +105,7 @@ class _Plan:
     limit: int | None
     part: int
     parts: int
+    sharded: bool
     fail_under: float | None
 
     @property
@@ -273,9 +274,9 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
     """A suggestion for the next command."""
     if out is None:
         return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
-    if plan.part + 1 < plan.parts:
+    if plan.sharded and plan.part + 1 < plan.parts:
         return f"the same with --shard {plan.part + 2}/{plan.parts}; without --shard it puts the rows together"
-    if plan.parts > 1:
+    if plan.sharded and plan.parts > 1:
         return "the same without --shard, which puts the rows together"
     if out.is_dir():
         return command("report", out, "--html", out / "report.html")

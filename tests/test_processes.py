@@ -186,7 +186,9 @@ def test_torchrun_runs_the_commands(tmp_path: Path) -> None:
         assert names[0] == names[1]
     assert outputs[2, "finetune"].stderr.count("epoch 1 of 2") == 1
     assert not list(tmp_path.glob("*.checkpoint"))
-    assert "no device tpu9" in run(2, *lowering, "--device", "tpu9", code=2).stderr
+    certifying = ("certify", "small.safetensors", "--eps", "0.1", "--method", "gloro", "--out", "r.jsonl")
+    assert "next\tlipcert report r.jsonl" in run(2, *certifying).stdout
+    assert "no device 'tpu9'" in run(2, *lowering, "--device", "tpu9", code=2).stderr
 
 
 if __name__ == "__main__":
