@@ -744,7 +744,7 @@ def test_what_the_command_refuses(folder) -> None:
     assert "a number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")
     assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, "--max-norm", "*.fc1")
     assert "no layer of the network matches" in refused(small, *SHORT, "--max-norm", "*.fc9=1")
-    assert "no device tpu9" in refused(small, *SHORT, "--device", "tpu9")
+    assert "no device 'tpu9'" in refused(small, *SHORT, "--device", "tpu9")
     assert "epochs must be at least 1" in refused(small, *SHORT, "--epochs", 0)
     assert "use a smaller learning rate" in run(small, *SHORT, "--epochs", 1, "--lr", "1e29", code=2).stderr
     assert (folder / "notes.txt").read_text() == "mine"
