@@ -51,7 +51,7 @@ class Tokens(nn.Module):
 
 
 class Mean(nn.Module):
-    """The mean over the tokens, behind a norm."""
+    """The mean over the tokens, after a norm."""
 
     def __init__(self, norm: nn.Module):
         super().__init__()

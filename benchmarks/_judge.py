@@ -72,7 +72,7 @@ class Subject:
     looks_at_type: bool = False
 
     def model(self) -> Model:
-        """The network behind its normalisation."""
+        """The network after its normalisation."""
         mean, std = ((0.0, 1.0), (0.5, 0.25))[self.seed % 2]
         channels = self.size[0]
         return Model(self.build(), mean=(mean,) * channels, std=(std,) * channels, input_size=self.size)
@@ -369,7 +369,7 @@ def _length(directions: Tensor) -> Tensor:
 def _confirmed(subject: Subject, dtype: str, image: Tensor, point: Tensor, own: int) -> float | None:
     """How far another class leads at ``point``, in a network built anew that sees it alone; None where none does.
 
-    A network with a state, or with noise, may answer differently the next time: it is asked several times, behind the
+    A network with a state, or with noise, may answer differently the next time: it is asked several times, after the
     image itself.
     """
     ahead = _alone(Runner(subject, dtype), point, own)

@@ -416,7 +416,7 @@ def _kink(model: lipcert.Model, first: Tensor, rng: random.Random) -> None:
 
 
 def _flat_tokens(model: lipcert.Model, first: Tensor, rng: random.Random) -> None:
-    """Channels that hardly differ behind the first layer: tokens with almost no variance."""
+    """Channels that hardly differ after the first layer: tokens with almost no variance."""
     layer = _layers(model)[0]
     layer.weight.copy_(layer.weight[:1] * (1 + rng.choice((1e-2, 1e-6)) * torch.randn_like(layer.weight)))
     if layer.bias is not None:

@@ -137,7 +137,7 @@ class Draft:
         return self.rng.choice(("True", "False"))
 
     def dim(self) -> int:
-        """An axis, seldom the images' own, often counted from behind."""
+        """An axis, seldom the images' own, often counted from the end."""
         dims = self.value.dim()
         if dims == 0:
             return self.rng.choice((0, -1))

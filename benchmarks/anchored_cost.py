@@ -1,6 +1,6 @@
 """How the cost of the anchored certificate grows with depth and with tokens.
 
-Untrained vision transformers of width 128 with dot-product attention behind smooth projections, weight matrices of norm
+Untrained vision transformers of width 128 with dot-product attention after smooth projections, weight matrices of norm
 1, random images. CPU seconds per image and the process's peak memory; the exponents are slopes of least-squares lines
 through the logarithms.
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.campaign --radii 100000 --rows campaign.jsonl
 
-writes a line a network to the rows, goes on behind those that are there, and sums up in benchmarks/results. A trial is
+writes a line a network to the rows, goes on after those that are there, and sums up in benchmarks/results. A trial is
 one radius above 0: a network, an image, a method and a dtype. A violation is an image of [0, 1] nearer than the radius
 that the network, in real arithmetic or in that dtype, predicts as another class.
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fuzz --programs 20000 --modules 1000 --rows fuzz.jsonl --workers 2
 
-writes a line a network to the rows, goes on behind those that are there, and sums up in benchmarks/results. Networks
+writes a line a network to the rows, goes on after those that are there, and sums up in benchmarks/results. Networks
 that do not run in plain PyTorch, in float32 and in float64, are left out and not counted. The outcome of a network is
 the worst over methods and types:
 

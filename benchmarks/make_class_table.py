@@ -37,7 +37,7 @@ def page() -> str:
             EXCEPTIONS,
             *_section("Attention that stays", "because", KEPT.items()),
             *_section("Normalisations that `--norm project`, `smooth` or `lofast` replace", "become", projected),
-            "An activation that is part of such a class stays behind the projection.\n",
+            "An activation that is part of such a class stays after the projection.\n",
             *_section("Normalisations that stay", "because", KEPT_NORMS.items()),
             *_section("Needs no surgery", "because", ((name, "linear in evaluation") for name in sorted(LINEAR_NORMS))),
             *_section("Linear maps, always", "become", maps),

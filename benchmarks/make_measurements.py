@@ -95,7 +95,7 @@ def _accuracy() -> str:
     rows = []
     one = read("certified_accuracy")
     rows.append(
-        ["ViT, 2 blocks behind a convolution", one["images"], one["clean"], one["pgd"], one["certified"], "anchored"]
+        ["ViT, 2 blocks after a convolution", one["images"], one["clean"], one["pgd"], one["certified"], "anchored"]
     )
     residual = read("liresnet_cifar")
     rows.append(
@@ -244,7 +244,7 @@ def _both_kinds() -> str:
         ]
         for name, one in known.items()
     ]
-    head = f"""Both kinds in one run (`benchmarks.both_kinds`), at a small scale: the CIFAR-10 ViT behind a
+    head = f"""Both kinds in one run (`benchmarks.both_kinds`), at a small scale: the CIFAR-10 ViT after a
 convolution, {minutes["noisy"]:.1f} CPU minutes of training under noise, from there
 {minutes["anchored, beyond noisy"]:.1f} more on {asked["limit"]:,} images for anchored, and
 {known["anchored"]["images"]} test images. So few images show the cost; the shares are uncertain by 20 points and more.

@@ -1,4 +1,4 @@
-"""What lipcert covers of timm's zoo: writes the table behind ``lipcert models``.
+"""What lipcert covers of timm's zoo: writes the table of ``lipcert models``.
 
     python -m benchmarks.make_zoo_table [--work build/zoo] [--resume]
     python -m benchmarks.make_zoo_table --match 'liresnet_*,lip_convnet_*' --keep

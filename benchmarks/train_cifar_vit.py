@@ -4,7 +4,7 @@ A timm ViT (32×32 images, smooth or kinked layer projection in place of LayerNo
 weight matrices are held at a spectral norm. The loss is the cross-entropy of logits to which ε‖∇(f_y − f_j)‖, j the
 runner-up, is added for every wrong class: it asks for the margin that the first-order certificate needs. Queries and
 keys are held lower, which keeps attention smooth, and so is what curvature sees squared: the matrices in front of GELU
-(``--curved``) and the embedding (``--conv``). The head reads the mean of the tokens as it is: behind all other
+(``--curved``) and the embedding (``--conv``). The head reads the mean of the tokens as it is: after all other
 remainders, a projection of its own would cost the certificate most.
 
 ``--stem 96`` puts convolutions of that many channels each with GELU in front, as timm's hybrid transformers have them;

@@ -62,7 +62,7 @@ def _starting(incomplete: str, choices: Sequence[str]) -> list[str]:
 def _files(incomplete: str, pattern: str) -> list[str]:
     """Folders, and files that match the pattern, whose paths start with the given text.
 
-    A single folder comes with what it contains, so that shells do not write a space behind it.
+    A single folder comes with what it contains, so that shells do not write a space after it.
     """
     place, _, start = incomplete.rpartition("/")
     if incomplete.startswith("/"):

@@ -76,7 +76,7 @@ class ConstrainSettings:
             are always reported for comparison.
         keep: ``"outputs"`` of each layer, or ``"activations"``. With activations, a layer followed by a ReLU only has
             to keep the outputs of the ReLU. This leaves inactive units free and gives lower norms, see
-            :mod:`lipcert.certvit.behind`. The bound on the error is the same.
+            :mod:`lipcert.certvit.relu`. The bound on the error is the same.
         eta: η of the paper, which replaces ``error``: the squared error of a layer's output for one row, such as a
             token or a patch, averaged over rows.
         preset: selects η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`. Explicit values
@@ -115,7 +115,7 @@ class ConstrainSettings:
         "faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0], choices=ENGINES
     )
     keep: str = option(
-        "activations: where a ReLU is behind a layer, only what it makes of the outputs has to stay.",
+        "activations: where a ReLU follows a layer, only what it makes of the outputs has to stay.",
         KEPT[0],
         choices=KEPT,
     )

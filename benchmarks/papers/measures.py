@@ -14,7 +14,7 @@ from benchmarks.papers import lofast
 from benchmarks.papers.recipes import Table
 from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.certvit import Moments, constrain_matrix
-from lipcert.certvit.behind import Relu
+from lipcert.certvit.relu import Relu
 from lipcert.data import open_images
 from lipcert.networks.lip_convnet import LipConvNet
 from lipcert.surgery import swap

@@ -173,7 +173,7 @@ TABLES = (
     Table("certvit", "9", "Hyper-parameters of training from scratch", measure="settings", settings=_NINE),
     Table("certvit", "10", "Hyper-parameters of pretrained transformers", measure="settings", settings=_TEN),
     Table(
-        "certvit", "equation 10", "The constraint set with and without the ReLU behind the layer",
+        "certvit", "equation 10", "The constraint set with and without the ReLU after the layer",
         ("norm", "outputs kept", "activations kept"), measure="behind",
     ),
     Table("certvit", "figure 1", "Perturbed images", needs="ImageNet-1K and timm's checkpoints"),

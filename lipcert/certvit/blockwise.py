@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lipcert.certvit._measures import soft_threshold
-from lipcert.certvit.behind import Relu
 from lipcert.certvit.moments import Moments
+from lipcert.certvit.relu import Relu
 from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
@@ -90,7 +90,7 @@ def constrain_blockwise(
         error: relative output error as a ratio of norms, above 0 and below 1.
         eta: η of equation 10, in place of ``error``: the bound of a mini-batch of T rows is T η.
         relu: the ReLU after the layer; the constraint is then that of equation 10 with ∂f of ReLU, see
-            :mod:`lipcert.certvit.behind`, and moments need a sample of rows.
+            :mod:`lipcert.certvit.relu`, and moments need a sample of rows.
         beta: the threshold; None uses the quantile.
         quantile: the threshold as a quantile of |W_pre| over the entries that are not zero.
         relaxation: λ, in (0, 2).

@@ -10,8 +10,8 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
-from lipcert.certvit.behind import Relu
 from lipcert.certvit.moments import Holder, evaluating
+from lipcert.certvit.relu import Relu
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import conv_norm, dense_norm

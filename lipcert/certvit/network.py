@@ -19,12 +19,12 @@ from lipcert._constrain_settings import ConstrainSettings
 from lipcert._processes import Processes
 from lipcert._settings import settings_of, takes
 from lipcert.bounds import Progress, lipschitz
-from lipcert.certvit.behind import relus
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
 from lipcert.certvit.layers import Layer, choose
 from lipcert.certvit.moments import Moments, evaluating, pooled, stream
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
+from lipcert.certvit.relu import relus
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError, UnsupportedOperation

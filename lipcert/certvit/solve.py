@@ -3,7 +3,7 @@
     minimise ‖W‖   subject to   Σ_t ‖W x_t − y_t‖² ≤ error² · Σ_t ‖y_t‖²
 
 This is problem 2 of Gupta and Verma 2023 (arXiv 2302.10287), equations 9 and 10, with one mini-batch and no activation;
-:mod:`lipcert.certvit.behind` adds the ReLU. W_pre satisfies it (equation 11). The images enter only through their
+:mod:`lipcert.certvit.relu` adds the ReLU. W_pre satisfies it (equation 11). The images enter only through their
 moments (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares solution, which is W_pre itself if
 the y_t are the outputs of the layer. Douglas–Rachford splitting (Lions and Mercier 1979, with conditions for
 convergence in proposition 3) alternates the proximal operator of the norm with the exact projection onto the ellipsoid,
@@ -24,8 +24,8 @@ from torch import Tensor
 from lipcert._constrain_settings import METHODS
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
-from lipcert.certvit.behind import Relu, inner
 from lipcert.certvit.moments import Moments, Targets
+from lipcert.certvit.relu import Relu, inner
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 
@@ -153,7 +153,7 @@ def constrain_matrix(
 
     With a ReLU after the layer, outputs may change where the ReLU gives the same result. The constraint is then
     Σ_t d²_∂f(y_t)(W x_t − y_t) ≤ error² · Σ_t ‖W_pre x_t‖² on the sample of rows of the moments, see
-    :mod:`lipcert.certvit.behind`, and ``error_reached`` refers to it. The right-hand side is the same as without the
+    :mod:`lipcert.certvit.relu`, and ``error_reached`` refers to it. The right-hand side is the same as without the
     ReLU. The baselines ignore the ReLU.
 
     Args:
@@ -273,7 +273,7 @@ def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterati
 
 
 def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
-    """Minimises over a sequence of ellipsoids within the set with the ReLU, see :mod:`lipcert.certvit.behind`."""
+    """Minimises over a sequence of ellipsoids within the set with the ReLU, see :mod:`lipcert.certvit.relu`."""
     chosen = MEASURES[measure]
     before = problem.rows @ problem.pre.mT
     best, value, lower = _Point(problem.pre), chosen.value(problem.pre), 0.0

@@ -134,7 +134,7 @@ class RmsLayerProject(LayerProject):
     With weight 1 and without bias this is the LayerProject of Havens, Araujo, Zhang and Hu, ICML 2024, equation 29: the
     nearest point P(x) of the ball of radius R. ⟨x − P(x), u − P(x)⟩ ≤ 0 for every u in the ball. Adding this at x for
     u = P(y) and at y for u = P(x) gives ‖P(x) − P(y)‖² ≤ ⟨x − y, P(x) − P(y)⟩, so P is 1-Lipschitz. Tokens of norm at
-    most R are not moved, and none behind P is longer than R: with n tokens, the matrix of tokens that attention gets
+    most R are not moved, and none after P is longer than R: with n tokens, the matrix of tokens that attention gets
     has a norm of at most √n·R.
     """
 

@@ -14,7 +14,7 @@ from lipcert._constrain_settings import PRESETS
 from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.certvit import Moments, constrain_blockwise, constrain_matrix, network
 from lipcert.certvit._measures import MEASURES
-from lipcert.certvit.behind import Relu, relus
+from lipcert.certvit.relu import Relu, relus
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.training import finetune
