@@ -156,6 +156,8 @@ def test_every_step_is_recorded(folder) -> None:
     run("certify", "c.safetensors", "--data", "images", "--eps", 0.1, "--method", "gloro", "-o", "r.jsonl")
     steps = re.findall(r"→ (\w+)", read_run(Path("r.jsonl")).architecture)
     assert steps == ["convert", "constrain", "finetune"]
+    named = dict(read_run(Path("r.jsonl")).steps)["constrain"]
+    assert f"layers={constrain['layers'][0]} … {constrain['layers'][-1]} ({len(constrain['layers'])})" in named
 
 
 def test_a_certifier_says_which_method_runs_and_how_far_it_is() -> None:

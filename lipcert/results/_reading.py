@@ -23,6 +23,7 @@ from lipcert.results._statistics import Tally
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
 _IDENTITY = ("model", "preprocessing", *_SETTINGS, "data", "lipcert")
 _VERSIONS = ("torch", "timm")
+_LISTED = 4
 
 
 class Run(Tally):
@@ -343,4 +344,10 @@ def _summary(path: Path) -> Mapping[str, Any]:
 
 
 def _pairs(known: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={value}" for key, value in known.items()]
+    return [f"{key}={_brief(value)}" for key, value in known.items()]
+
+
+def _brief(value: Any) -> Any:
+    """A long list, such as the names of layers, by its first and last entry and its length."""
+    long = isinstance(value, list) and len(value) > _LISTED
+    return f"{value[0]} … {value[-1]} ({len(value)})" if long else value
