@@ -186,7 +186,7 @@ def budget(modules: Sequence[tuple[str, float]]) -> Any:
     axes.barh(places, [gain for _, gain in modules], color=_COLOURS[0], height=0.7)
     axes.set_yticks(places, [name for name, _ in modules])
     axes.invert_yaxis()
-    axes.set_xlabel("powers of ten by which a perturbation can grow")
+    axes.set_xlabel("log10 of gain")
     return figure
 
 
