@@ -13,7 +13,7 @@ from lipcert.zoo import Architecture, architectures, matches
 
 from ._errors import one_line_errors
 from ._options import AsJson, complete_family
-from ._print import command, print_json, print_table, say
+from ._print import busy, command, print_json, print_table, say
 
 _CERTIFIED = ("checkpoint", "parameters", "eps", "clean", "attacked", "certified", "images", "method", "s/image")
 _COLUMNS = ("architecture", "family", "parameters", "bound", "convert", "certificates")
@@ -39,7 +39,8 @@ def models(
     if certified:
         _show_certified(pattern, family, as_json)
         return
-    found = architectures(pattern, family)
+    with busy("importing timm"):
+        found = architectures(pattern, family)
     if not found:
         named = " and ".join(text for text in (pattern, family and f"family {family}") if text)
         import timm
@@ -68,7 +69,7 @@ def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> N
     if as_json:
         print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in found])
         return
-    print_table(_CERTIFIED, [_certified_row(one) for one in found])
+    print_table(_CERTIFIED, [_certified_row(one) for one in found], optional=("s/image", "parameters", "images"))
     for one in found:
         attack = f"; attacked: PGD on {one.attacked_images} images" if one.attacked_images else ""
         say(f"{one.name}: {one.data}; {one.rigor}{attack}; card: {one.card}")

@@ -8,7 +8,7 @@ import typer
 
 from ._errors import one_line_errors
 from ._options import AsJson, complete_results
-from ._print import busy, command, print_facts, print_json, print_table, say
+from ._print import busy, command, print_facts, print_json, print_table, say, start
 
 
 @one_line_errors
@@ -42,6 +42,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show results: certified accuracy over ε, radii, methods; several results are compared."""
+    start()
     from lipcert._settings import parse_eps
     from lipcert.report import (
         OVERVIEW,
