@@ -38,21 +38,17 @@ _FEWER: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def fewer_blocks(name: str) -> dict[str, Any]:
-    """Arguments of timm with which an architecture has fewer blocks; none if there are no such arguments."""
-    whole = _parameters(name, {})
+def fewer_blocks(name: str, whole: float) -> dict[str, Any]:
+    """Arguments of timm with which an architecture has fewer parameters than ``whole``; none if there are none."""
     for arguments in _FEWER:
         try:
-            if _parameters(name, arguments) < whole:
-                return arguments
+            with torch.device("meta"):
+                model = timm.create_model(name, **arguments)
         except Exception:  # timm's own, of many kinds
             continue
+        if sum(p.numel() for p in model.parameters()) < whole:
+            return arguments
     return {}
-
-
-def _parameters(name: str, arguments: dict[str, Any]) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in timm.create_model(name, **arguments).parameters())
 
 
 def _built(name: str, fewer: dict[str, Any]) -> tuple[lipcert.Model, int]:
@@ -120,7 +116,8 @@ def main() -> None:
     done = {row["name"] for row in rows}
     sizes = {each.name: each.parameters or math.inf for each in zoo.architectures()}
     left = sorted((n for n in timm.list_models() if n not in done), key=lambda n: sizes.get(n, math.inf))
-    fewer = {name: fewer_blocks(name) for name in left if sizes.get(name, math.inf) > args.shorten * 1e6}
+    large = {name: size for name in left if (size := sizes.get(name, math.inf)) > args.shorten * 1e6}
+    fewer = {name: fewer_blocks(name, size) for name, size in large.items()}
     with args.rows.open("a") as file:
         for name in sorted(left, key=lambda n: not fewer.get(n)):
             if time.process_time() > args.seconds:
