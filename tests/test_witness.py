@@ -465,6 +465,59 @@ def test_code_that_writes_to_its_weights_and_restores_them_is_refused(held):
         examine(net, torch.rand(1, *SIZE))
 
 
+def in_place(weight: Tensor) -> Tensor:
+    weight = weight.clone()
+    weight += 1e17
+    return weight.sub_(1e17)
+
+
+CANCELLING: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda w: (w + 1e17) - 1e17,
+    "in place": in_place,
+    "number": lambda w: w * float((w.sum() + 1e17) - 1e17 + 1),
+    "mean": lambda w: w + 1e9 * ((w + 1e9).mean() - 1e9 - w.mean()),
+    "view": lambda w: ((w.T + 1e17) - 1e17).T,
+    "absorbed": lambda w: torch.cat([w, w + 1e17], 0)[len(w) :] - 1e17,
+}
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_constants_in_which_large_numbers_cancel_are_refused(name):
+    """In real arithmetic these are other weights, and so another network."""
+
+    class Computed(Code):
+        def forward(self, x):
+            z = F.linear(x.flatten(1), CANCELLING[name](self.body.weight), self.body.bias)
+            return self.head(z.relu())
+
+    model = loaded(Computed(lambda z, x: z))
+    with pytest.raises(UnsupportedCode, match="large numbers may cancel"):
+        Certifier(model, 0.1, "gloro")
+
+
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "standardized": lambda w: (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True),
+    "normalized": lambda w: w / torch.linalg.matrix_norm(w, 2),
+    "orthogonal": lambda w: torch.linalg.matrix_exp(w[:, :6] - w[:, :6].T) @ w,
+    "number": lambda w: w / float(w.norm()),
+    "read in float32": lambda w: w.float().double(),
+    "zeros": lambda w: w * 0,
+    "integers": lambda w: w[torch.argsort(w.sum(1))],
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_constants_that_are_computed_accurately_are_taken(name):
+    class Computed(Code):
+        def forward(self, x):
+            return self.head(F.linear(x.flatten(1), EXACT[name](self.body.weight), self.body.bias))
+
+    net = Computed(lambda z, x: z).double()
+    before = [parameter.clone() for parameter in net.parameters()]
+    examine(net, torch.rand(1, *SIZE).double())
+    assert all(map(torch.equal, before, net.parameters()))
+
+
 def test_a_module_may_be_captured_with_one_image_after_the_other():
     net = Code(lambda z, x: z.relu())
     assert capture(net, torch.rand(1, *SIZE)).nodes

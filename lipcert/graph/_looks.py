@@ -45,6 +45,7 @@ class Look:
         result: the network's output.
         problems: (description, module path) pairs.
         kept: the module attributes that hold tensors that depend on the image.
+        computes: whether the code computes constants from parameters and buffers.
     """
 
     image: Tensor
@@ -52,6 +53,7 @@ class Look:
     result: Any = None
     problems: list[tuple[str, str]] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
+    computes: bool = False
 
 
 def only_in(dtype: torch.dtype, found: Look) -> None:
@@ -79,19 +81,33 @@ def across_types(first: Look, other: Look) -> None:
         raise UnsupportedCode(problems)
 
 
-def differences(first: Look, other: Look, when: str, types: bool = False) -> list[tuple[str, str]]:
+def differences(
+    first: Look, other: Look, when: str, types: bool = False, tolerance: float = 0.0
+) -> list[tuple[str, str]]:
+    """The first difference between the steps of two runs, as (description, module path); empty if there is none.
+
+    Args:
+        first: one run.
+        other: the other run.
+        when: what is special about it, for the description.
+        types: allow casts, copies and views that differ, and the rounding of the types.
+        tolerance: allow numbers and constants that differ by this, relative to the largest entry.
+    """
     ours, theirs = first.steps, other.steps
+    allowed = tolerance or (torch.finfo(torch.float32).eps if types else 0.0)
     if types:
         ours, theirs = ([step for step in steps if step.name not in _MOVING] for steps in (ours, theirs))
     for one, two in zip(ours, theirs, strict=False):
         if one.name != two.name:
             return [(f"{two.name} in place of {one.name} {when}", two.path)]
-        if one.form != two.form and not (types and _alike(one.form, two.form)):
+        if one.form != two.form and not (allowed and _alike(one.form, two.form, allowed)):
             return [(f"{one.name} with {_first_difference(two.form, one.form)} {when}", two.path)]
         if len(one.constants) != len(two.constants):
             return [(f"{one.name} of other tensors {when}", two.path)]
         for mine, its in zip(one.constants, two.constants, strict=True):
-            if not _one_memory(mine, its) and not (close(mine, its) if types else same(mine, its)):
+            if _one_memory(mine, its):
+                continue
+            if not (close(mine, its, tolerance or None) if allowed else same(mine, its)):
                 return [(f"{one.name} with other constants {when}", two.path)]
     if len(ours) != len(theirs):
         step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
@@ -111,9 +127,8 @@ def _one_memory(one: Tensor, two: Tensor) -> bool:
     return one is two or bool(memory_of(one) and memory_of(one) == memory_of(two))
 
 
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two forms differ at most by rounding to float32, the lowest precision in which kernels compute."""
-    unit = torch.finfo(torch.float32).eps
+def _alike(one: tuple[Any, ...], other: tuple[Any, ...], unit: float) -> bool:
+    """Whether two forms differ at most by a relative error in their numbers."""
     both = [(*form[0], *form[1]) for form in (one, other)]
     return len(both[0]) == len(both[1]) and all(
         a == b or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= unit * abs(b))

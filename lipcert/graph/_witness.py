@@ -10,7 +10,8 @@ torch calls and the memory that depends on the image. A network is refused if it
 - draws random numbers, gives two results for one image, uses values that it kept from an earlier image, or changes its
   own parameters, buffers or attributes;
 - runs other steps for other images or in another floating-point type: other kernels, other sizes, other numbers, or
-  other tensors that do not depend on the image.
+  other tensors that do not depend on the image;
+- computes constants from its parameters in which large numbers cancel, so that they are not those of real arithmetic.
 
 The remaining networks are straight-line code: they run the same kernels on the same constants for every image that was
 tried. :func:`lipcert.graph.capture` then compares the captured graph with the module on the same images.
@@ -78,6 +79,10 @@ _DROPPING = {
     "_fused_sdp_choice": ("dropout_p", 0.0),
     "scaled_dot_product_attention": ("dropout_p", 0.0),
 }
+# Constants that a network computes from its weights are computed again with relative errors of about _NOISE in every
+# operation, 1024 times those of float64. They may move by _MOVED of their largest entry, so rounding moves them by
+# about 2⁻³⁸.
+_NOISE, _MOVED = 2.0**-43, 2.0**-28
 # Functions that torch computes in float32 for narrower types. Their rounding rules hold for that as well.
 _WIDENING = (F.rms_norm, torch.rms_norm)
 
@@ -112,9 +117,13 @@ _DEPENDENT: weakref.WeakKeyDictionary[nn.Module, _Dependent] = weakref.WeakKeyDi
 class _Kernels(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, look: Look, module: nn.Module, dependent: _Dependent, stack: list[str]):
+    def __init__(self, look: Look, module: nn.Module, dependent: _Dependent, stack: list[str], noise: float):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.look = look
+        self.look, self.noise = look, noise
+        self.weights = _Dependent()
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.weights.add(tensor)
+        self.generator = torch.Generator().manual_seed(0)
         self.held = {memory_of(tensor)[:1]: tensor for tensor in (*module.parameters(), *module.buffers())}
         self.dependent = dependent
         self.stack = stack
@@ -127,6 +136,18 @@ class _Kernels(TorchDispatchMode):
     def recorded(self, constant: Tensor) -> Tensor:
         """An alias of the constant if it lies in a parameter or buffer, which nothing may write to; else a copy."""
         return constant.detach() if self.is_held(constant) else constant.clone()
+
+    def computed(self, outcome: Any, given: list[Tensor], written: list[Tensor]) -> None:
+        """Marks tensors that are computed from weights alone, and adds noise to them."""
+        before = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout == torch.strided}
+        for leaf in tree_leaves(outcome):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                new = leaf.untyped_storage()._cdata not in before or _in(leaf, written)
+                self.look.computes |= new
+                if new and self.noise and leaf.is_floating_point() and not self.is_held(leaf):
+                    drawn = torch.randn(leaf.shape, generator=self.generator, dtype=leaf.dtype)
+                    leaf.mul_(1 + self.noise * drawn.to(leaf.device))
+                self.weights.add(leaf)
 
     def is_held(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and memory_of(tensor)[:1] in self.held
@@ -177,6 +198,8 @@ class _Kernels(TorchDispatchMode):
                 step.types = frozenset(t.dtype for t in (*touched, *made, *written) if t.is_floating_point())
             step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
             self.look.steps.append(step)
+        elif any(tensor.layout == torch.strided and tensor in self.weights for tensor in tensors):
+            self.computed(outcome, tensors, written)
         return outcome
 
 
@@ -255,8 +278,11 @@ def _number(leaf: Any) -> Any:
     return "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 
 
-def look(module: nn.Module, image: Tensor) -> Look:
-    """Runs the module on a copy of one image, shape (1, C, H, W), and records the kernels."""
+def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
+    """Runs the module on a copy of one image, shape (1, C, H, W), and records the kernels.
+
+    With ``noise``, constants that it computes from its weights get relative errors of about that size.
+    """
     given, stack = image.clone(), [""]
     paths = {child: path for path, child in module.named_modules()}
 
@@ -267,7 +293,12 @@ def look(module: nn.Module, image: Tensor) -> Look:
         finally:
             stack.pop()
 
-    with watched(module, given, stack) as kernels, module_calls(entered), _no_threads(kernels), _Functions(kernels):
+    with (
+        watched(module, given, stack, noise) as kernels,
+        module_calls(entered),
+        _no_threads(kernels),
+        _Functions(kernels),
+    ):
         kernels.look.result = module(given)
     passed()
     kernels.look.kept = {place for place, tensor in _held(module) if kernels.dependent.is_new(tensor)}
@@ -275,17 +306,18 @@ def look(module: nn.Module, image: Tensor) -> Look:
 
 
 @contextmanager
-def watched(module: nn.Module, given: Tensor, stack: list[str]) -> Iterator[_Kernels]:
+def watched(module: nn.Module, given: Tensor, stack: list[str], noise: float = 0.0) -> Iterator[_Kernels]:
     """Records, inside the ``with`` block, the kernel calls with an argument that depends on ``given``.
 
     Args:
         module: the network.
         given: the input, shape (1, C, H, W); the block must use this tensor object.
         stack: module paths; the last entry is the module that is running.
+        noise: as for :func:`look`.
     """
     dependent = _DEPENDENT[module] = _Dependent(_DEPENDENT.get(module))
     dependent.add(given)
-    kernels = _Kernels(Look(given.clone()), module, dependent, stack)
+    kernels = _Kernels(Look(given.clone()), module, dependent, stack, noise)
     with torch.no_grad(), _one_kernel_for_all_types(), kernels:
         yield kernels
 
@@ -389,6 +421,7 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
             first, *others = [look(module, example) for example in examples(image)]
             state = _state(module)
             again = look(module, image)
+            disturbed = look(module, image, _NOISE) if first.computes and image.dtype == torch.float64 else None
             with torch.no_grad():
                 plain, repeated = module(image.clone()), module(image.clone())
     except LipcertError:
@@ -401,6 +434,9 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     problems = list(dict.fromkeys(problem for found in (first, *others, again) for problem in found.problems))
     for found in (*others, again):
         problems += differences(first, found, "for another image")
+    if disturbed is not None:
+        when = "if rounding errors are larger; large numbers may cancel where the constants are computed"
+        problems += differences(first, disturbed, when, tolerance=_MOVED)
     if not isinstance(plain, Tensor) or not close(first.result, plain, kernel_tolerance(plain)):
         problems.append(("forward code that behaves differently while it is recorded", ""))
     if not same(first.result, again.result) or not same(plain, repeated):
