@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -73,10 +74,18 @@ class Jacobians:
         tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
         deterministic: computes every Jacobian in full.
         seed: the seed of the check that a derivative which autograd takes for 0 is 0.
+        probes: the number of random products from which norms of rows are bounded.
     """
 
-    def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int):
+    def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int, probes: int = _PROBES):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
+        self.probes = probes
+
+    def within(self, tolerance: float) -> Jacobians:
+        """The same with another tolerance."""
+        other = copy.copy(self)
+        other.tolerance = tolerance
+        return other
 
     def check_sizes(self, pairs: Sequence[Pair]) -> None:
         """Checks that every Jacobian is small enough to be computed in full.
@@ -208,7 +217,11 @@ class Jacobians:
             elif draw is None:
                 found.append(explicit_row_norm(jacobian.product, count, columns, block=block, device=device))
             else:
-                found.append(row_norm(jacobian.product, count, columns, draw=draw, block=block, device=device))
+                found.append(
+                    row_norm(
+                        jacobian.product, count, columns, draw=draw, probes=self.probes, block=block, device=device
+                    )
+                )
         return torch.cat(found)
 
     def columns(self, a: Node, b: Node, values: Values, draw: Draw | None) -> Tensor:

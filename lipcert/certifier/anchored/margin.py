@@ -63,15 +63,20 @@ def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
             answer, some = forms[v]
             part, found[v] = at if len(some) == len(unknown) else at.only(some), []
             for number, form in enumerate(answer.forms):
-                target, form = v.operands[form.operand], form.only(some)
-                u, key = network.root(target), ledger.only(some).part(network.replay.position[v], number)
-                norms = {u: form.norm}
-                for a in (network.source, stage.start, *stage.nonlinear[:place]):
-                    if a in norms or (a, u) in at.plan.unconnected:
+                u, form = network.root(v.operands[form.operand]), form.only(some)
+                key = ledger.only(some).part(network.replay.position[v], number)
+                norms, left = {u: form.norm}, []
+                for a in dict.fromkeys((network.source, stage.start, *stage.nonlinear[:place])):
+                    if a is u or (a, u) in at.plan.unconnected:
                         continue
-                    norms[a] = form.norm * part.gain(a, u)
-                    if (a, u) not in at.plan.chained:
-                        norms[a] = at.finder.formed(a, target, part.values, form, part.norms, key)
+                    if (a, u) in at.plan.chained or not at.finder.wants("form", a, v, number):
+                        left.append(a)
+                    else:
+                        norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)
+                known = {a: norm for a, norm in norms.items() if a is not u}
+                for a in left:
+                    least = at.finder.product(a, u, known, part.norms)
+                    norms[a] = torch.minimum(form.norm * part.gain(a, u), least)
                 found[v].append(FormNorms(u, {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}))
     return found
 
@@ -130,6 +135,18 @@ class RivalMargin:
             least: valid radii, shape (N,).
             round: the number of rival classes examined before; it identifies the start vectors.
         """
+        upto, forms = self.forms(least)
+        if not forms:
+            return least
+        norms = curvature_norms(self.at, forms, round)
+
+        def left(eps: Tensor) -> Tensor:
+            return torch.where(eps <= upto, self.left(eps, norms, forms), -1.0)
+
+        return torch.maximum(search(left, least), least)
+
+    def forms(self, least: Tensor) -> tuple[Tensor, dict[Node, tuple[Contracted, Tensor]]]:
+        """The ε up to which contracted forms hold, and those worth their norms for radii of about ``least``."""
         upto = FURTHER * least
         moved = self.at.walk(upto).operands
         forms: dict[Node, tuple[Contracted, Tensor]] = {}
@@ -139,11 +156,4 @@ class RivalMargin:
             worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
             if found is not None and len(worth):
                 forms[v] = found, worth
-        if not forms:
-            return least
-        norms = curvature_norms(self.at, forms, round)
-
-        def left(eps: Tensor) -> Tensor:
-            return torch.where(eps <= upto, self.left(eps, norms, forms), -1.0)
-
-        return torch.maximum(search(left, least), least)
+        return upto, forms

@@ -60,6 +60,7 @@ from torch import Tensor
 
 from lipcert._numerics import SAFETY
 from lipcert.certifier._search import search_each
+from lipcert.certifier.anchored.effort import chosen
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
@@ -134,6 +135,8 @@ class Anchored:
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
+        if self.finder.effort is None:
+            self.finder.effort = chosen(self.finder)
         return Anchor(self, Linearization(self.finder, images, progress, ledger=ledger))
 
 

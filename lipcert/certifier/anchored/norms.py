@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ from lipcert.certifier.anchored.chains import Link, Pair
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.rounding import Rounded, rounded
+from lipcert.certifier.anchored.rounding import Rounded, rounded, times
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import Draw, Ledger, part_of
 
 NormProgress = Callable[[int, int], None]
+# What identifies a norm: its kind, "norm", "peak", "weighted" or "form", and its operations.
+NormKey = tuple[str | Node | int, ...]
 
 
 class SeminormKind(Enum):
@@ -138,6 +141,9 @@ class NormFinder:
 
     Attributes:
         delta: the failure probability that the norms may spend.
+        effort: tolerances of norms that differ from that of the options; ∞ leaves a norm to products (:mod:`.effort`).
+            Norms that are the same for all images are always computed, within the tolerance of the options. None until
+            they are chosen.
         columns: the norms of columns computed so far; they do not depend on the image.
 
     Args:
@@ -154,9 +160,10 @@ class NormFinder:
     def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, share: float = 1.0, spare: int = 0):
         self.network, self.plan, self.options = network, plan, options
         self.delta = options.delta * share
+        self.effort: Mapping[NormKey, float] | None = None
         self.columns: dict[Pair, Tensor] = {}
         self._share = part_of(self.delta, plan.count + spare)
-        self._constants: dict[tuple[str, Node, Node], float] = {}
+        self._constants: dict[NormKey, float] = {}
         self._link_constants: dict[Link, float] = {}
         self._raised: set[Pair] = set()  # columns to which the rounding error was added
         self.jacobians = Jacobians(
@@ -176,24 +183,26 @@ class NormFinder:
         """
         plan, found = self.plan, Norms(ledger, columns=self.columns)
         alone = {node: value[:1] for node, value in values.items()}
-        in_all = len(plan.pairs) + len(plan.peaks) + len(plan.weighted) + len(plan.along)
+        kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
+        in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs) + len(plan.along)
+        done = itertools.count(1)
 
         def report() -> None:
             if progress is not None:
-                progress(found.count, in_all)
+                progress(next(done), in_all)
 
         for v, u in plan.columns:
             draw = self._draw(ledger, "columns", v, u, known=self.jacobians.writes_out_columns(u))
             if (v, u) not in self.columns:
                 self.columns[v, u] = self.jacobians.columns(v, u, alone, draw)
         for a, b in plan.pairs:
-            draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, b.entries))
-            norm = partial(self.jacobians.norm, a, b, draw=draw)
-            found.gains[a, b] = self._still(("norm", a, b), b, values, norm)
-            report()
+            if self.wants("norm", a, b):
+                found.gains[a, b] = self._gain(a, b, values, ledger)
+                report()
         for a, b in plan.peaks:
-            found.peaks[a, b] = torch.minimum(self._largest_row(a, b, values, ledger), found.gains[a, b])
-            report()
+            if self.wants("peak", a, b):
+                found.peaks[a, b] = self._largest_row(a, b, values, ledger)
+                report()
         links = {link: self._link(link, number, values, ledger) for number, link in enumerate(plan.links)}
         found.rounded, found.slack, found.gains = rounded(
             self.network.local,
@@ -201,18 +210,32 @@ class NormFinder:
             found.gains,
             links,
             self.network.rules,
-            plan.chained,
+            [*plan.chained, *(pair for pair in plan.pairs if pair not in found.gains)],
             self.jacobians.error_factor,
+            cuts=[stage.start for stage in self.network.stages],
+            proved=not plan.chained,
         )
         lost = {(a, b): written_error(a.entries, b.entries) * slack for (a, b), slack in found.slack.items()}
         for pair, bound in found.peaks.items():
             found.peaks[pair] = torch.minimum(bound + lost[pair], found.gains[pair])
+        rows = {pair: norm for pair, norm in found.peaks.items() if self.network.affine_path(*pair)}
+        for a, b in plan.peaks:
+            if (a, b) not in found.peaks:
+                known = {v: norm for (v, u), norm in rows.items() if u is b}
+                found.peaks[a, b] = torch.minimum(self.product(a, b, known, found), found.gains[a, b])
         for pair in self.columns.keys() - self._raised:
             self.columns[pair] = self.columns[pair] + lost[pair][0]
             self._raised.add(pair)
         for a, v in plan.weighted:
-            found.weighted[a, v] = self._weighted(a, v, values, found)
-            report()
+            if self.wants("weighted", a, v):
+                found.weighted[a, v] = self._weighted(a, v, values, found)
+                report()
+        for a, v in plan.weighted:
+            if (a, v) not in found.weighted:
+                u = self.network.operands(v)[0]
+                known = {b: norm for (b, w), norm in found.weighted.items() if w is v}
+                most = self.columns[v, plan.ahead[v]].amax().sqrt() * found.gains[a, u]
+                found.weighted[a, v] = torch.minimum(self.product(a, u, known, found), most)
         units = {v: self.network.remainder(v, values).units for v in plan.tokens}
         for a, v in plan.along:
             size = self.jacobians.along(a, v.operands[0], values, units[v], plan.tokens[v])
@@ -220,27 +243,65 @@ class NormFinder:
             report()
         return found
 
+    def wants(self, kind: str, a: Node, b: Node, *more: int) -> bool:
+        """Whether a norm is computed, rather than bounded by products."""
+        if self.tolerance((kind, a, b, *more)) < math.inf:
+            return True
+        return kind != "form" and self.network.affine_path(a, b if kind in ("norm", "peak") else b.operands[0])
+
+    def tolerance(self, key: NormKey) -> float:
+        """The tolerance of a norm; ∞ for products."""
+        return self.options.tolerance if self.effort is None else self.effort.get(key, self.options.tolerance)
+
+    def product(self, a: Node, u: Node, known: Mapping[Node, Tensor], found: Norms) -> Tensor:
+        """The least ‖M G(v → u)‖ ‖G(a → v)‖, which bounds ‖M G(a → u)‖, shape (N,); ∞ without a suitable v.
+
+        If every path from the perturbed value to u passes through v, and a comes before v, then
+        G(a → u) = G(v → u) G(a → v); :mod:`.chains` proves it.
+
+        Args:
+            a: the first value.
+            u: the last value.
+            known: upper bounds on ‖M G(v → u)‖, or on the largest norm of its rows, by v.
+            found: the norms so far, rounding included.
+        """
+        network, best = self.network, torch.full_like(next(iter(found.gains.values())), math.inf)
+        for v, norm in known.items():
+            if network.replay.position[a] < network.replay.position[v] and network.chains.on_every_path(v, u):
+                best = torch.minimum(best, times(norm, found.rounded.path(a, v)))
+        return best
+
+    def _compute(self, key: NormKey, norm: Callable[[Jacobians], Tensor]) -> Tensor:
+        """A norm, within its tolerance."""
+        return norm(self.jacobians.within(self.tolerance(key)))
+
     def _still(
         self,
-        key: tuple[str, Node, Node],
+        key: NormKey,
+        a: Node,
         b: Node,
         values: dict[Node, Tensor],
-        norm: Callable[[dict[Node, Tensor]], Tensor],
+        norm: Callable[[Jacobians, dict[Node, Tensor]], Tensor],
     ) -> Tensor:
         """A norm of G(a → b), computed once for all images if the path is affine."""
-        a = key[1]
         if not self.network.affine_path(a, b):
-            return norm(values)
+            return self._compute(key, lambda jacobians: norm(jacobians, values))
         if key not in self._constants:
-            self._constants[key] = norm({node: value[:1] for node, value in values.items()}).item()
+            alone = {node: value[:1] for node, value in values.items()}
+            self._constants[key] = norm(self.jacobians, alone).item()
         return values[a].new_full((len(values[a]),), self._constants[key])
+
+    def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
+        draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, b.entries))
+        return self._still(("norm", a, b), a, b, values, lambda by, known: by.norm(a, b, known, draw))
 
     def _largest_row(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         draw = self._draw(ledger, "peak", a, b, known=self.jacobians.writes_out_rows(a, b))
         block, arranged = self.plan.blocks[b]
         target = b if block == 1 else arranged
-        norm = partial(self.jacobians.largest_row, a, target, draw=draw, block=block)
-        return self._still(("peak", a, b), b, values, norm)
+        return self._still(
+            ("peak", a, b), a, b, values, lambda by, known: by.largest_row(a, target, known, draw, block)
+        )
 
     def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
         u = v.operands[0]
@@ -250,10 +311,10 @@ class NormFinder:
         def form(images: int) -> Form:
             return Form.weights(scale.expand(images, *v.shape))
 
-        def norm(known: dict[Node, Tensor]) -> Tensor:
-            return self.jacobians.norm(a, u, known, draw, form=form(len(known[a])))
+        def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
+            return by.norm(a, u, known, draw, form=form(len(known[a])))
 
-        bound = self._still(("weighted", a, v), u, values, norm)
+        bound = self._still(("weighted", a, v), a, u, values, norm)
         factor = self.jacobians.error_factor(a, u.entries)
         return found.raised(bound, a, self.network.operands(v)[0], form(len(values[a])), factor)
 
@@ -268,14 +329,17 @@ class NormFinder:
             self._link_constants[link] = self.jacobians.norm(a, b, alone, draw, path=link.path).item()
         return values[a].new_full((len(values[a]),), self._link_constants[link])
 
-    def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger) -> Tensor:
-        """Upper bounds on ‖M G(a → b)‖, shape (N,), with M given by a form.
+    def formed(
+        self, a: Node, v: Node, number: int, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger
+    ) -> Tensor:
+        """Upper bounds on ‖M G(a → b)‖, shape (N,): M is form ``number`` of v, and b the operand of the form.
 
         The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
+        b = v.operands[form.operand]
         rows = rows_of(b, values, form)
         draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows))
-        norm = self.jacobians.norm(a, b, values, draw, form=form)
+        norm = self._compute(("form", a, v, number), lambda by: by.norm(a, b, values, draw, form=form))
         return norms.raised(norm, a, self.network.root(b), form, self.jacobians.error_factor(a, rows))
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:

@@ -263,7 +263,7 @@ class Rounded:
         errors: bounds on ‖e_w‖, each of shape (N,).
         off: bounds κ_wo, each of shape (N,).
         paths: upper bounds on ‖G(a → o)‖, shape (N, starts, values).
-        starts: the index of every a: the source and the nonlinear operations.
+        starts: the index of every a: the source, the nonlinear operations and the cuts.
         place: the index of every value o.
     """
 
@@ -279,6 +279,10 @@ class Rounded:
         noise, errors = ({node: value[index] for node, value in known.items()} for known in (self.noise, self.errors))
         off = {link: value[index] for link, value in self.off.items()}
         return Rounded(noise, errors, off, self.paths[index], self.starts, self.place)
+
+    def path(self, a: Node, b: Node) -> Tensor:
+        """An upper bound on ‖G(a → b)‖, shape (N,)."""
+        return self.paths[:, self.starts[a], self.place[b]]
 
     def taken(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a margin by rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖.
@@ -313,7 +317,8 @@ class PathBounds:
 
     Attributes:
         bounds: shape (N, values, values), ∞ where no bound is known; 0 only where b does not depend on a.
-        slack: S for the pairs whose norms were computed, each of shape (N,); ∞ for those that were dropped.
+        slack: S for the pairs whose norms were computed, each of shape (N,), ∞ for those that were dropped; and for the
+            pairs ``also``.
 
     Args:
         chains: the links of the network.
@@ -321,6 +326,7 @@ class PathBounds:
         off: the κ.
         found: the norms as computed.
         factor: c for each pair.
+        also: further pairs for which S is computed, for instance for norms of M G(a → b).
     """
 
     def __init__(
@@ -330,6 +336,7 @@ class PathBounds:
         off: Mapping[Link, Tensor],
         found: Mapping[Pair, Tensor],
         factor: Mapping[Pair, float],
+        also: Collection[Pair] = (),
     ):
         self.chains, self.gains, self.off = chains, gains, off
         nodes = [chains.source, *chains.links]
@@ -337,8 +344,7 @@ class PathBounds:
         taken = {pair: norm * (1 + _SHARE) for pair, norm in found.items()}
         for attempt in range(_ATTEMPTS):
             self.bounds = self._table(nodes, taken)
-            products = self.off_by()
-            self.slack = {pair: products[:, self.place[pair[0]], self.place[pair[1]]] for pair in found}
+            self.slack = self._slack((*found, *also))
             holds = {pair: taken[pair] >= found[pair] + factor[pair] * self.slack[pair] for pair in found}
             if all(bool(good.all()) for good in holds.values()):
                 break
@@ -350,7 +356,13 @@ class PathBounds:
         else:
             taken = {pair: torch.full_like(norm, math.inf) for pair, norm in found.items()}
             self.bounds = self._table(nodes, taken)
-        self.slack = {pair: torch.where(taken[pair] < math.inf, slack, math.inf) for pair, slack in self.slack.items()}
+            self.slack = self._slack((*found, *also))
+        for pair in found:
+            self.slack[pair] = torch.where(taken[pair] < math.inf, self.slack[pair], math.inf)
+
+    def _slack(self, pairs: Iterable[Pair]) -> dict[Pair, Tensor]:
+        products = self.off_by()
+        return {(a, b): products[:, self.place[a], self.place[b]] for a, b in pairs}
 
     def _table(self, nodes: list[Node], taken: Mapping[Pair, Tensor]) -> Tensor:
         table = self.chains.table(nodes, taken, self.gains)
@@ -384,6 +396,9 @@ def rounded(
     starts: Iterable[Node],
     wanted: Collection[Pair],
     error_factor: Callable[[Node, int], float],
+    *,
+    cuts: Iterable[Node] = (),
+    proved: bool = True,
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
     """Adds bounds on the rounding errors to computed norms, as described at the head of this file.
 
@@ -395,15 +410,17 @@ def rounded(
         starts: the nonlinear operations.
         wanted: pairs without a computed norm.
         error_factor: c of a norm of G(a → b), from a and the number of rows.
+        cuts: further values a for which bounds on ‖G(a → o)‖ are kept.
+        proved: whether the error of the values is bounded; otherwise it is checked, and ν is 0.
 
     Returns:
-        The rounding errors; S of the computed norms, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖.
-        All of shape (N,).
+        The rounding errors; S of all pairs, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖. All of
+        shape (N,).
     """
     chains, found = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
     place = {node: number for number, node in enumerate(nodes)}
-    first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts)))}
+    first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts, *cuts)))}
     rows = torch.tensor([place[a] for a in first])
     factor = {(a, b): error_factor(a, b.entries) for a, b in gains}
     exact = {link: _single(link, found, links, error_factor) for link in found.gains}
@@ -418,6 +435,7 @@ def rounded(
             {link: kappa[some] for link, kappa in found.off.items()},
             {pair: norm[some] for pair, norm in gains.items()},
             factor,
+            wanted,
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))
@@ -427,9 +445,9 @@ def rounded(
     for v in starts:  # a rule computes norms of its operands from the computed values
         for u in {*v.operands} & off.keys():
             off[u] = off[u] + gamma(8 * u.shape[-1] if u.shape else 0) * lengths(values[u])
-    if wanted:  # products of norms make ν² too large; the nominal values are checked instead
+    if not proved:  # products of norms make ν² too large; the nominal values are checked instead
         off = {node: torch.zeros_like(value) for node, value in off.items()}
-    added = {pair: torch.cat([one[pair] for one in slack]) for pair in gains}
+    added = {pair: torch.cat([one[pair] for one in slack]) for pair in pairs}
     whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
     for pair, norm in gains.items():
         whole[pair] = torch.minimum(whole[pair], norm + factor[pair] * added[pair])

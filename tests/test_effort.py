@@ -1,0 +1,189 @@
+"""Norms left to products, and norms within tolerances of their own: still upper bounds, whatever the choice."""
+
+import math
+import random
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import lipcert
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored
+from lipcert.certifier.anchored import effort
+from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
+
+
+def vit(norm="smooth", depth=2, width=16):
+    torch.manual_seed(0)
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=width, depth=depth, num_heads=2, num_classes=4,
+        mlp_ratio=2.0, class_token=False, global_pool="avg",
+    )  # fmt: skip
+    for parameter in net.parameters():
+        if parameter.dim() == 2:
+            nn.init.orthogonal_(parameter)
+    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16))
+    return lipcert.convert(model, attention="keep", norm=norm).double()
+
+
+def convolutions():
+    torch.manual_seed(1)
+    layers = (nn.Conv2d(3, 4, 3, 2, 1), nn.GELU(), nn.Conv2d(4, 4, 3, 2, 1), nn.SiLU(), nn.Flatten(), nn.Linear(64, 4))
+    return lipcert.load(nn.Sequential(*layers).eval(), mean=(0.5,) * 3, std=(0.3,) * 3, input_size=(3, 16, 16)).double()
+
+
+MODELS = {"vit": lambda: vit(depth=1), "layer norm": lambda: vit("keep", depth=1), "convolutions": convolutions}
+
+
+def pixels(count, seed=0):
+    return torch.rand(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def keys(method):
+    """All norms that a choice may name."""
+    plan = method.plan
+    named = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
+    found = [(kind, *pair) for kind, pairs in named.items() for pair in pairs]
+    starts = [method.network.source, *(stage.start for stage in method.network.stages), *method.network.rules]
+    return found + [("form", a, v, 0) for v, rule in method.network.rules.items() if rule.contracts for a in starts]
+
+
+def some(method, share, seed=0):
+    """A choice that leaves about this share of the norms to products, and loosens half of the others."""
+    draw = random.Random(seed)
+    return {key: math.inf if draw.random() < share else draw.choice((0.02, 0.5)) for key in keys(method)}
+
+
+def jacobian(anchor, a, b, image):
+    values = {node: value[image : image + 1] for node, value in anchor.linearization.values.items()}
+    replay = anchor.method.network.replay
+    found = torch.autograd.functional.jacobian(lambda x: replay(a, x, [b], values)[0], values[a])
+    return found.reshape(values[b].numel(), values[a].numel())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_all_bounds_are_above_the_exact_norms(name, share):
+    """Norms, largest rows and weighted norms, all of which need products somewhere."""
+    method = Anchored(MODELS[name]())
+    method.finder.effort = some(method, share)
+    plan, finder = method.plan, method.finder
+    left = [key for key in keys(method) if key[0] != "form" and not finder.wants(*key)]
+    assert {key[0] for key in left} == ({"norm", "peak"} if name == "convolutions" else {"norm", "peak", "weighted"})
+    anchor = method(pixels(2))
+    norms = anchor.norms
+    for image in range(2):
+        for a, b in plan.pairs:
+            exact = torch.linalg.matrix_norm(jacobian(anchor, a, b, image), 2)
+            assert exact <= norms.gains[a, b][image] * (1 + 1e-9)
+        for a, b in plan.peaks:
+            block, target = plan.blocks[b]
+            rows = jacobian(anchor, a, b if block == 1 else target, image).reshape(-1, block, a.entries)
+            exact = torch.linalg.matrix_norm(rows, 2).max()
+            assert exact <= norms.peaks[a, b][image] * (1 + 1e-9) < math.inf
+        for a, v in plan.weighted:
+            scale = finder.columns[v, plan.ahead[v]].sqrt().reshape(-1, 1)
+            exact = torch.linalg.matrix_norm(scale * jacobian(anchor, a, v.operands[0], image), 2)
+            assert exact <= norms.weighted[a, v][image] * (1 + 1e-9) < math.inf
+
+
+def forms_of(method, anchor, predicted, gaps):
+    toward = RivalMargin(anchor.linearization, gaps.argmin(1), predicted, gaps)
+    return toward.forms(toward.radius())[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forms_left_to_products_are_above_the_exact_norms(name):
+    model = MODELS[name]()
+    method = Anchored(model)
+    predicted, gaps = margins(model(pixels(1)))
+    method.finder.effort = some(method, 1.0)
+    anchor = method(pixels(1))
+    forms = forms_of(method, anchor, predicted, gaps)
+    assert forms
+    count = 0
+    for v, found in curvature_norms(anchor.linearization, forms, 0).items():
+        for form, known in zip(forms[v][0].forms, found, strict=True):
+            u = v.operands[form.operand]
+            for a, norm in known.norms.items():
+                if a is known.operand:
+                    continue
+                count += not method.finder.wants("form", a, v, 0)
+                moved = jacobian(anchor, a, u, 0).T.reshape(a.entries, 1, *u.shape)
+                mapped = torch.stack([form(one).flatten() for one in moved], 1)
+                assert torch.linalg.matrix_norm(mapped, 2) <= norm[0] * (1 + 1e-9)
+    assert count
+
+
+def attacked(model, images, predicted, radius):
+    """The smallest margin that gradient descent finds within the radius, shape (N,)."""
+    size = lambda delta: delta.flatten(1).norm(dim=1)[:, None, None, None]  # noqa: E731
+    delta, least = pixels(len(images), seed=5) - 0.5, torch.full_like(radius, math.inf)
+    for _ in range(20):
+        delta = (delta / size(delta) * radius[:, None, None, None]).detach().requires_grad_()
+        logits = model(images + delta)
+        rest = logits.scatter(1, predicted[:, None], -math.inf).amax(1)
+        margin = logits.gather(1, predicted[:, None])[:, 0] - rest
+        least = torch.minimum(least, margin.detach())
+        (gradient,) = torch.autograd.grad(margin.sum(), delta)
+        delta = -gradient
+    return least
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_attack_passes_a_radius(name):
+    """A radius from products is valid, and no larger than from all norms, all within the smaller tolerance."""
+    model, images = MODELS[name](), pixels(2)
+    predicted, gaps = margins(model(images))
+    full = Anchored(model, tolerance=0.01)(images).radius(predicted, gaps)
+    for share in (0.3, 1.0):
+        method = Anchored(model)
+        method.finder.effort = some(method, share, seed=2)
+        radius = method(images).radius(predicted, gaps)
+        assert bool(((radius > 0) & (radius <= full * 1.02)).all())
+        assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    monkeypatch.setattr(effort, "_WORTH", 0.0)
+
+
+def test_what_is_chosen_costs_less_at_about_the_same_radius(eager):
+    model, images = vit(depth=1, width=32), pixels(2, seed=7)
+    predicted, gaps = margins(model(images))
+    method, usual = Anchored(model), Anchored(model)
+    found = method(images)
+    tolerances = method.finder.effort.values()
+    assert 10 < sum(tolerance == math.inf for tolerance in tolerances) < len(tolerances)
+    usual.finder.effort = {}
+    radius, full = (one.radius(predicted, gaps) for one in (found, usual(images)))
+    assert bool((radius > 0.9 * full).all())
+    assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
+    assert bool((found.norms.ledger.spent <= method.finder.delta).all())
+
+
+def test_a_choice_depends_on_no_image(eager):
+    """Radii are the same alone and beside others, and whichever images came before."""
+    model, images = vit(depth=1, width=32), pixels(2)
+    predicted, gaps = margins(model(images))
+    together = Anchored(model)(images).radius(predicted, gaps)
+    method = Anchored(model)
+    for i in (1, 0):
+        alone = method(images[i : i + 1]).radius(predicted[i : i + 1], gaps[i : i + 1])
+        torch.testing.assert_close(alone, together[i : i + 1], rtol=1e-9, atol=0)
+
+
+def test_nothing_is_chosen_where_it_would_not_pay(eager, monkeypatch):
+    model = vit(depth=1, width=32)
+    assert effort.chosen(Anchored(model).finder)
+    assert effort.chosen(Anchored(model, rigor="deterministic").finder) == {}
+    assert effort.chosen(Anchored(model, passes=100).finder) == {}
+    straight = lipcert.load(
+        nn.Sequential(nn.Flatten(), nn.Linear(768, 4)), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16)
+    ).double()
+    assert effort.chosen(Anchored(straight).finder) == {}
+    monkeypatch.setattr(effort, "_WORTH", math.inf)
+    assert effort.chosen(Anchored(model).finder) == {}
