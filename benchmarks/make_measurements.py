@@ -244,10 +244,11 @@ def _both_kinds() -> str:
         ]
         for name, one in known.items()
     ]
+    images = known["anchored"]["images"]
     head = f"""Both kinds in one run (`benchmarks.both_kinds`), at a small scale: the CIFAR-10 ViT after a
 convolution, {minutes["noisy"]:.1f} CPU minutes of training under noise, from there
 {minutes["anchored, beyond noisy"]:.1f} more on {asked["limit"]:,} images for anchored, and
-{known["anchored"]["images"]} test images. So few images show the cost; the shares are uncertain by 20 points and more.
+{images} test images, on which a share has a 95 % interval of up to ±{98 / images**0.5:.0f} points.
 The first table has networks that were trained for longer.
 """
     return "\n".join([head, *table(columns, rows), ""])
