@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lipcert._environment import matmul_precision
 from lipcert._memory import is_out_of_memory
@@ -137,17 +137,24 @@ class _Kernels(TorchDispatchMode):
         """An alias of the constant if it lies in a parameter or buffer, which nothing may write to; else a copy."""
         return constant.detach() if self.is_held(constant) else constant.clone()
 
-    def computed(self, outcome: Any, given: list[Tensor], written: list[Tensor]) -> None:
-        """Marks tensors that are computed from weights alone, and adds noise to them."""
+    def computed(self, outcome: Any, given: list[Tensor], written: list[Tensor]) -> Any:
+        """The result of a kernel on weights alone, marked as such, and with noise unless it is a view."""
         before = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout == torch.strided}
-        for leaf in tree_leaves(outcome):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                new = leaf.untyped_storage()._cdata not in before or _in(leaf, written)
-                self.look.computes |= new
-                if new and self.noise and leaf.is_floating_point() and not self.is_held(leaf):
+
+        def marked(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+                return leaf
+            overwritten = _in(leaf, written)
+            if overwritten or leaf.untyped_storage()._cdata not in before:
+                self.look.computes = True
+                if self.noise and leaf.is_floating_point() and not self.is_held(leaf):
                     drawn = torch.randn(leaf.shape, generator=self.generator, dtype=leaf.dtype)
-                    leaf.mul_(1 + self.noise * drawn.to(leaf.device))
-                self.weights.add(leaf)
+                    noisy = leaf * (1 + self.noise * drawn.to(leaf.device))
+                    leaf = leaf.copy_(noisy) if overwritten else noisy
+            self.weights.add(leaf)
+            return leaf
+
+        return tree_map(marked, outcome)
 
     def is_held(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and memory_of(tensor)[:1] in self.held
@@ -199,7 +206,7 @@ class _Kernels(TorchDispatchMode):
             step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
             self.look.steps.append(step)
         elif any(tensor.layout == torch.strided and tensor in self.weights for tensor in tensors):
-            self.computed(outcome, tensors, written)
+            return self.computed(outcome, tensors, written)
         return outcome
 
 
