@@ -31,8 +31,10 @@ from lipcert.training import Augmentation, Batches, TrainingBound
 from lipcert.training._matrices import matrices
 
 RESULT = Path(__file__).parent / "results" / "training_bound.json"
-NETWORK: dict[str, Any] = {"width": 16, "depth": 4, "neck": 32, "features": 128}
-SETTINGS: dict[str, Any] = {"lr": 2e-3, "optimizer": "nadam", "channels_last": True}
+NETWORK: dict[str, Any] = {"width": 16, "depth": 4, "neck": 32, "num_features": 128}
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "optimizer": "muon", "channels_last": True}
+TIMED = {"liresnet_l6w64": ("ce", "emma"), "lip_convnet_6c2f": ("ce", "emma", "local-b", "local-g")}
+_BATCH = 64
 _STEP = 1e-3
 
 
@@ -70,7 +72,7 @@ def network(seed: int) -> lipcert.Model:
 def compared(args: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
     model = network(seed)
     images = open_images(str(args.data / "train.tar"), model, limit=args.images)
-    batches = Batches(images, model, 128, Augmentation("shift"))
+    batches = Batches(images, model, _BATCH, Augmentation("shift"))
     started = time.process_time()
     with mock.patch("lipcert.training._finetune.TrainingBound", Flattened if kind == "flattened" else TrainingBound):
         lipcert.finetune(model, batches, EPS, loss="emma", epochs=args.epochs, **SETTINGS)
@@ -102,34 +104,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--images", type=int, default=5120)
-    parser.add_argument("--tested", type=int, default=2000)
+    parser.add_argument("--images", type=int, default=2048)
+    parser.add_argument("--tested", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args()
-    result: dict[str, Any] = {
+    about = {
         "network": {"name": "liresnet_l6w64", **NETWORK},
-        "settings": {**SETTINGS, "images": args.images, "epochs": args.epochs, "batch_size": 128, "crop": "shift"},
+        "settings": {**SETTINGS, "images": args.images, "epochs": args.epochs, "batch_size": _BATCH, "crop": "shift"},
         "tested": args.tested,
-        "runs": [],
-        "cpu_seconds_an_update": {},
-        "environment": environment(),
     }
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    same = {key: known.get(key) for key in about} == about
+    runs, updates = (known["runs"], known["cpu_seconds_an_update"]) if same else ([], {})
 
     def write() -> None:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        result = {**about, "runs": runs, "summary": summary(runs), "cpu_seconds_an_update": updates}
+        RESULT.write_text(json.dumps({**result, "environment": environment()}, indent=1) + "\n")
 
-    for name, losses in (
-        ("liresnet_l6w64", ("ce", "emma")),
-        ("lip_convnet_6c2f", ("ce", "emma", "local-b", "local-g")),
-    ):
-        result["cpu_seconds_an_update"][name] = {loss: cpu_seconds(loss, name, 128) for loss in losses}
-        print(name, result["cpu_seconds_an_update"][name], flush=True)
-        write()
     for seed in range(args.seeds):
         for kind in ("true", "flattened"):
-            result["runs"].append(compared(args, kind, seed))
-            print(json.dumps(result["runs"][-1]), flush=True)
-            write()
+            if not any((run["gradient"], run["seed"]) == (kind, seed) for run in runs):
+                runs.append(compared(args, kind, seed))
+                print(json.dumps(runs[-1]), flush=True)
+                write()
+    for name, losses in TIMED.items():
+        for loss in losses:
+            if loss not in updates.setdefault(name, {}):
+                updates[name][loss] = cpu_seconds(loss, name, _BATCH)
+                write()
+        plain = updates[name]["ce"]
+        ratios = ", ".join(f"{loss} {seconds / plain:.2f}" for loss, seconds in updates[name].items())
+        print(f"{name}: CPU seconds of an update over those of plain cross-entropy: {ratios}")
+    for kind, means in summary(runs).items():
+        print(f"{kind}: clean {means['clean']:.1%}, certified {means['certified']:.1%}, bound {means['bound']:.3g}")
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over seeds, by gradient."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("true", "flattened"):
+        own = [run for run in runs if run["gradient"] == kind]
+        if own:
+            found[kind] = {key: sum(run[key] for run in own) / len(own) for key in ("clean", "certified", "bound")}
+    return found
 
 
 if __name__ == "__main__":

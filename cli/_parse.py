@@ -35,17 +35,22 @@ def read_names(path: Path) -> list[str]:
     return names
 
 
+_NO_MODEL_ARGS = ("source", "pretrained", "checkpoint", "features")  # of lipcert.load
+
+
 def parse_model_args(text: str | None) -> dict[str, Any]:
     """``KEY=VALUE`` pairs; a value is a Python literal if it can be read as one, else text.
 
     Raises:
-        InputError: a part is no such pair.
+        InputError: a part is no such pair, or what the command has an option for.
     """
     arguments: dict[str, Any] = {}
     for pair in (text or "").split():
         key, equals, value = pair.partition("=")
         if not equals or not key.isidentifier():
             raise InputError(f"--model-args takes KEY=VALUE pairs with spaces between, got {pair!r}")
+        if key in _NO_MODEL_ARGS:
+            raise InputError(f"--model-args is for arguments of the timm model, and {key} is none of them")
         try:
             arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -158,7 +158,7 @@ def test_model_arguments():
     expected = {"img_size": 32, "act_layer": "gelu", "mean": (0.5,), "flag": True, "name": "a=b"}
     assert _parse.parse_model_args(text) == expected
     assert _parse.parse_model_args(None) == {}
-    for bad in ("img_size", "=3", "a-b=3", "img_size= 3"):
+    for bad in ("img_size", "=3", "a-b=3", "img_size= 3", "features=128", "pretrained=True"):
         with pytest.raises(InputError):
             _parse.parse_model_args(bad)
 

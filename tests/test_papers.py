@@ -1,19 +1,22 @@
 """The papers' tables as data, the commands that make them, and the README of the benchmarks."""
 
+import dataclasses
 import inspect
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
 from click import Context
+from PIL import Image
 from typer.main import get_command
 
 import lipcert
 from benchmarks import make_readme, parallel_layers
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import measures
-from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, values_of
+from benchmarks.papers import measures, shown, trained
+from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Row, Scale, Table, values_of
 from benchmarks.papers.tables import LISTED, TABLES, find
 from lipcert.cli import app
 
@@ -38,7 +41,7 @@ def test_the_commands_of_a_recipe_are_understood(name, scale):
     """Of the last row that has the recipe, whose training is not the commonest."""
     known = get_command(app)
     row = [row for table in TABLES for row in table.rows if row.recipe == name][-1]
-    steps = papers.commands(row, SCALES[scale], "my folder/train.tar")
+    steps = trained.commands(row, SCALES[scale], "my folder/train.tar")
     assert all(step[step.index("--data") + 1] == "my folder/train.tar" for step in steps)
     assert any("--limit" in part for step in steps if step[0] == "finetune" for part in step) is (scale == "small")
     assert len(steps) == len(RECIPES[name].steps)
@@ -52,13 +55,21 @@ def test_the_commands_of_a_recipe_are_understood(name, scale):
 def test_full_scale_takes_the_numbers_of_the_papers_tables():
     rows = {(table.paper, table.number, row.name): row for table in TABLES for row in table.rows}
     stated = {
-        ("certvit", "1", "MNIST, CertViT 4C3F"): {"batch": 512, "epochs": 100, "schedule": "multistep"},
-        ("certvit", "1", "CIFAR-10, GloRo 4C3F"): {"batch": 512, "epochs": 800, "over": "1.133"},
-        ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "until": 0.667},
+        ("certvit", "1", "MNIST, CertViT 4C3F"): {
+            "batch": 512,
+            "epochs": 100,
+            "updates": "--lr 0.001 --schedule multistep",
+        },
+        ("certvit", "1", "CIFAR-10, GloRo 4C3F"): {"batch": 512, "epochs": 800, "ramp": "0,1.133,0.5"},
+        ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "ramp": "0,1.099,0.667"},
         ("certvit", "3", "vit_base_patch8_224"): {"batch": 128, "epochs": 70, "preset": "vit_base_patch8"},
         ("liresnet", "1", "ImageNet, LiResNet L12W588"): {"batch": 1024, "epochs": 400},
-        ("local-lip", "2", "CIFAR-10, Local-Lip-B 6C2F"): {"batch": 256, "epochs": 800, "over": "1.099"},
-        ("local-lip", "6", "λ_sparse 0.03"): {"batch": 128, "lr": 2.5e-4, "sparsity": 0.03},
+        ("local-lip", "2", "CIFAR-10, Local-Lip-B 6C2F"): {"batch": 256, "epochs": 800, "ramp": "0,1.099,0.5"},
+        ("local-lip", "6", "λ_sparse 0.03"): {
+            "batch": 128,
+            "updates": "--lr 0.00025 --schedule exponential",
+            "sparsity": 0.03,
+        },
     }
     for key, expected in stated.items():
         found = values_of(rows[key], SCALES["full"], "D")
@@ -71,17 +82,110 @@ def test_rows_that_cannot_be_run_say_what_they_need(tmp_path, monkeypatch, capsy
     def no_command(arguments):
         raise AssertionError(arguments)
 
-    monkeypatch.setattr(papers, "_run", no_command)
-    rows = {row["name"]: row for row in papers.table(find("certvit", "1"), "small", {}, None)}
+    monkeypatch.setattr(trained, "run", no_command)
+    rows = {row["name"]: row for row in papers.table(find("certvit", "1"), "small", {})}
     assert "needs the data set mnist" in rows["MNIST, Standard 4C3F"]["here"]
     assert rows["MNIST, BCP 4C3F"]["here"].startswith("quoted")
     assert rows["CIFAR-10, CertViT ViT"]["paper"]["certified"] == 33.1
-    (needs, first, *_) = papers.table(find("certvit", "3"), "full", {}, None)
+    (needs, first, *_) = papers.table(find("certvit", "3"), "full", {})
     assert "ImageNet" in needs["needs"]
     assert first["commands"][0].startswith("lipcert convert vit_tiny_patch16_224 ")
-    assert "Treebank" in papers.table(find("lofast", "figure 5"), "small", {})[0]["needs"]
+    assert "Treebank" in next(papers.table(find("lofast", "figure 5"), "small", {}))["needs"]
     with pytest.raises(SystemExit, match="no table 99 of certvit here; there are 1, 2"):
         find("certvit", "99")
+
+
+SMALL = Scale(8, {"gloro": 4, "local": 2}, 2, 4, 1, 4, optimizers={"": "adamw --lr 1e-3"}, data=())
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Four classes of images of 8×8, in folders."""
+    for split in ("train", "test"):
+        for number in range(8):
+            folder = tmp_path / "data" / split / f"class {number % 4}"
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    return {"cifar10": str(tmp_path / "data")}
+
+
+def small(name, recipe, paper):
+    size = "act_layer=relu img_size=8 num_classes=4"
+    return Row(name, paper, "cifar10", "lip_convnet_4c3f", recipe, "0.01", size, "Local-Lip, table 3")
+
+
+def test_a_trained_row_runs_its_commands_once(images, tmp_path, monkeypatch):
+    """Two tables share the network of a row; the second trains nothing and says the same."""
+    table = Table("local-lip", "2", "title", rows=(small("one", "gloro", (1.0, 2.0, 3.0)),))
+    kept = trained.Kept(tmp_path)
+    first = trained.row(table.rows[0], table, SMALL, images, kept)
+    here = first["here"]
+    assert here["certified"]["gloro"]["images"] == 4
+    assert 0 <= here["certified"]["gloro"]["certified"] <= here["clean"] <= 1
+    assert here["certified"]["local"]["gloro on these"] <= here["certified"]["local"]["certified"] <= 1
+    assert 0 <= here["constant units"] <= 1
+    assert here["parameters"] > 0 < here["seconds an epoch"]
+    assert first["commands"][0].startswith("lipcert finetune lip_convnet_4c3f --no-pretrained ")
+    monkeypatch.setattr(trained, "run", lambda arguments: pytest.fail(f"trained again: {arguments}"))
+    assert trained.row(table.rows[0], table, SMALL, images, kept) == first
+
+
+def test_a_command_that_fails_is_a_row_that_says_why(images, tmp_path):
+    table = Table("local-lip", "2", "title", rows=(small("one", "local-b", (1.0, 2.0, 3.0)),))
+    wrong = dataclasses.replace(SMALL, optimizers={"": "adamw --lr -1"})
+    found = trained.row(table.rows[0], table, wrong, images, trained.Kept(tmp_path))
+    assert "lr must be a positive number" in found["here"]
+    assert "one: lipcert: lr must be" in shown.text(table, wrong, [found], None)
+
+
+def made(name, paper, share, data="cifar10", seconds=1.0):
+    """A row as trained.row gives it."""
+    shares = {"gloro": {"certified": share, "images": 500}, "local": {"certified": share, "images": 40}}
+    here = {
+        "clean": 0.5, "pgd": 0.4, "certified": shares, "log10 bound": 9.6, "seconds an epoch": seconds,
+        "constant units": 0.25,
+    }  # fmt: skip
+    return {"name": name, "paper": paper, "data": data, "here": here}
+
+
+def test_methods_are_compared_with_the_papers_order():
+    paper = [{"certified": value} for value in (10.0, 20.0, 30.0, None)]
+    table = Table("local-lip", "2", "t", ("certified",), (small("a", "gloro", (1.0,)),))
+    names, shares = ("a", "b", "c", "d"), (0.10, 0.90, 0.50, 0.3)
+    rows = [made(name, each, share) for name, each, share in zip(names, paper, shares, strict=True)]
+    rows.append(made("other data", {"certified": 0.0}, 0.9, data="mnist"))
+    order = shown.compared(table, SMALL, rows)
+    assert (order["as in the paper"], order["the other way round"]) == (2, [["c", "b"]])
+    assert not order["too close to say"]
+    assert "1 the other way round: b above c. Networks were trained for 1 epochs of 8 images" in shown.said(order)
+    near = shown.compared(table, SMALL, [made("a", paper[0], 0.50), made("b", paper[1], 0.52)])
+    assert near["too close to say"] == [["b", "a"]]
+    timed = Table("local-lip", "7", "t", ("seconds an epoch",), table.rows, ordered="seconds an epoch")
+    fast = [made(n, {"seconds an epoch": p}, 0.5, seconds=s) for n, p, s in (("a", 1.0, 2.0), ("b", 9.0, 3.0))]
+    assert shown.compared(timed, SMALL, fast)["as in the paper"] == 1
+
+
+def test_trained_tables_fit_into_100_columns():
+    for table in TABLES:
+        ran = [row for row in table.rows if row.recipe and table.measure is None and row.data == "cifar10"]
+        quoted = [row for row in table.rows if table.measure is None and row not in ran]
+        rows = [made(row.name, dict(zip(table.columns, row.paper, strict=True)), 0.123) for row in ran]
+        if rows and rows[-1]["name"].endswith("ViT"):
+            rows[-1]["here"]["certified"]["anchored"] = {"certified": 0.5, "images": 8}
+        rows += [{"name": row.name, "paper": {}, "here": "quoted: no such method or network"} for row in quoted]
+        text = shown.text(table, SCALES["small"], rows, shown.compared(table, SCALES["small"], rows))
+        assert max(map(len, text.splitlines()), default=0) <= shown.WIDTH, table.title
+        assert all(row.name.split(", ")[-1] in text for row in ran)
+
+
+def test_a_folder_that_is_not_there_is_refused(monkeypatch, capsys):
+    given = ["papers", "--paper", "local-lip", "--table", "2", "--data", "cifar10=/no/such"]
+    monkeypatch.setattr("sys.argv", given)
+    with pytest.raises(SystemExit) as ended:
+        papers.main()
+    assert ended.value.code == 2
+    assert "a folder with train.tar and test.tar" in capsys.readouterr().err
 
 
 def test_hyper_parameters_and_parameters_are_those_of_the_package(monkeypatch, tmp_path, capsys):

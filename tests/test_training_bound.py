@@ -175,8 +175,9 @@ def test_the_gradient_is_that_of_the_bound_for_every_parameter(name: str) -> Non
 def test_the_gradient_of_a_linear_residual_network_is_exact() -> None:
     """Cosine with the gradient of log ∏‖A‖ by the matrices of all operators, each by its definition."""
     torch.manual_seed(0)
-    arguments = {"img_size": 8, "width": 4, "depth": 2, "neck": 4, "features": 8}
+    arguments = {"img_size": 8, "width": 4, "depth": 2, "neck": 4, "num_features": 8}
     model = lipcert.load("liresnet_l6w64", pretrained=False, **arguments).double()
+    assert model.net.head.weight.shape == (10, 8)
     net = model.net
     bound = settled(model, 2000)
 

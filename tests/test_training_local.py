@@ -54,6 +54,9 @@ def test_the_papers_toy_example() -> None:
     rise = (worst - logits)[0, 0].item()
     assert rise == pytest.approx(2 * eps, rel=1e-6)  # 2 is the constant of the normalisation
     assert lipcert.lipschitz(model).value == pytest.approx(2 * 9 * 3**0.5, rel=1e-4)
+    constant, bound = LocalBound(model).measured(image, eps)
+    assert constant == pytest.approx(4 / 6)  # the first two units of each layer
+    assert bound == pytest.approx(2 * 3**0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("activation", ["relu", "clipped", "maxmin", "both"])

@@ -6,8 +6,9 @@ in percent, as the papers print them.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lipcert._constrain_settings import PRESETS
 from lipcert._settings import Method
@@ -59,6 +60,7 @@ class Table:
         needs: what it takes that is not at hand, in a sentence. Rows with a recipe are run when ``--data`` names their
             data set; without it their commands are printed.
         settings: hyper-parameters, of tables that list them.
+        ordered: the figure by which methods are compared; small is better for seconds.
     """
 
     paper: str
@@ -69,6 +71,7 @@ class Table:
     measure: str | None = None
     needs: str = ""
     settings: Sequence[Mapping[str, object]] = ()
+    ordered: str = "certified"
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,18 @@ class Recipe:
     pretrained: bool = False
 
 
-_TRAIN = (
-    "finetune --data {train} {limit} --eps {eps} --batch-size {batch} --epochs {epochs} --lr {lr} --schedule {schedule}"
-)
+_ON = "finetune --data {train} {limit} --eps {eps} --batch-size {batch} --epochs {epochs}"
+_TRAIN = f"{_ON} {{updates}}"
 # Section 3.5 of CertViT says fine-tuning and no learning rate.
-_TUNE = _TRAIN.replace("{lr}", "3e-4").replace("{schedule}", "cosine") + " --loss gloro"
+_TUNE = f"{_ON} {{tuning}} --loss gloro"
 _CONSTRAIN = "constrain --data {train} --limit {calibration} --keep activations --preset {preset}"
-_LOCAL = f"{_TRAIN} --ramp 0,{{over}},{{until}} --sparsity {{sparsity}} --loss local-"
-_EMMA = f"{_TRAIN} --ramp 0.1,2,0.5 --optimizer nadam --randaugment rand-m9-n2 --crop shift --loss "
+_LOCAL = f"{_TRAIN} --ramp {{ramp}} --sparsity {{sparsity}} --loss local-"
+_EMMA = f"{_ON} {{updates}} --ramp 0.1,2,0.5 {{strong}} --loss "
 _TO_L2 = "convert --attention l2 --norm smooth --data {train}"
 _ADAPT = f"{_TRAIN} --loss ce --only *.attn.*"
 RECIPES = {
     "standard": Recipe("cross-entropy", (f"{_TRAIN} --loss ce",), ("gloro",)),
-    "gloro": Recipe("LiResNet, equation 1", (f"{_TRAIN} --ramp 0,{{over}},{{until}} --loss gloro",), ("gloro",)),
+    "gloro": Recipe("LiResNet, equation 1", (f"{_TRAIN} --ramp {{ramp}} --loss gloro",), ("gloro", "local")),
     "local-b": Recipe("Local-Lip, equations 6, 21 to 29", (f"{_LOCAL}b",), ("gloro", "local")),
     "local-g": Recipe("Local-Lip, equations 6, 21 to 29", (f"{_LOCAL}g",), ("gloro", "local")),
     "certvit": Recipe(
@@ -188,22 +190,49 @@ class Scale:
 
     Attributes:
         images: training images.
-        tested: test images.
+        tested: test images, by certificate.
+        attacked: test images that PGD attacks.
         batch: images a step.
         epochs: passes over the images.
         calibration: images that layers are constrained on.
+        thinner: what the widths of the LiResNets are divided by.
+        optimizers: in place of the paper's, with its learning rate, by what the name of a network starts with; images
+            are then shifted and flipped.
+        ramp: schedule of ε in place of the paper's, for all losses that have one but EMMA and TRADES.
+        sizes: arguments of networks in place of the paper's, by what the name of a network starts with.
         data: the data sets that are taken without ``--data``; None for all.
     """
 
     images: int | None
-    tested: int
+    tested: Mapping[Method, int]
+    attacked: int
     batch: int | None
     epochs: int | None
     calibration: int
+    thinner: int = 1
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    ramp: str | None = None
+    sizes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     data: tuple[str, ...] | None = None
 
+    def updates(self, model: str | None) -> str | None:
+        """Options of ``finetune`` that stand in place of the paper's."""
+        fitting = [start for start in self.optimizers if (model or "").startswith(start)]
+        return f"--optimizer {self.optimizers[max(fitting, key=len)]} --crop shift" if fitting else None
 
-SCALES = {"small": Scale(1000, 100, 100, 1, 100, ()), "full": Scale(None, 10_000, None, None, 10_000)}
+    def described(self) -> dict[str, object]:
+        """What the rows of a table have in common, for the file of results."""
+        return {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(self).items() if name != "data"}
+
+
+SCALES = {
+    "small": Scale(
+        2000, {"gloro": 500, "local": 40, "anchored": 8}, 32, 32, 3, 200, 16,
+        {"": "adamw --lr 2e-3", "certvit": "adamw --lr 1e-3", "liresnet": "muon --lr 1e-2"}, "0,1.1,0.5",
+        {"certvit": {"embed_dim": "96", "depth": "2"}}, (),
+    ),
+    "full": Scale(None, {"gloro": 10_000, "local": 10_000, "anchored": 10_000}, 10_000, None, None, 10_000),
+}  # fmt: skip
 
 
 def preset_of(row: Row) -> str:
@@ -216,13 +245,17 @@ def values_of(row: Row, scale: Scale, train: str) -> dict[str, object]:
     """What the braces of a recipe stand for."""
     preset = PRESETS[preset_of(row)]
     stated = TRAININGS[row.training][str(row.data)] if row.training else None
+    updates = scale.updates(row.model)
     known = stated or Training("CertViT, table 10", preset.batch_size, preset.epochs)
     return {
-        "train": train, "eps": row.eps, "preset": preset_of(row), "lr": known.lr, "schedule": known.schedule,
-        "until": known.until,
-        "over": f"{known.over:.4g}", "sparsity": known.sparsity if row.sparsity is None else row.sparsity,
+        "train": shlex.quote(train), "eps": row.eps, "preset": preset_of(row),
+        "ramp": scale.ramp or f"0,{known.over:.4g},{known.until}",
+        "updates": updates or f"--lr {known.lr} --schedule {known.schedule}",
+        "tuning": updates or "--lr 3e-4",
+        "strong": "" if updates else "--optimizer nadam --randaugment rand-m9-n2 --crop shift",
+        "sparsity": known.sparsity if row.sparsity is None else row.sparsity,
         "batch": scale.batch or known.batch, "epochs": scale.epochs or known.epochs,
-        "limit": f"--limit={scale.images}", "calibration": scale.calibration,
+        "limit": f"--limit {scale.images}" if scale.images else "", "calibration": scale.calibration,
     }  # fmt: skip
 
 

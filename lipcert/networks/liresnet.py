@@ -76,7 +76,7 @@ class LiResNet(Classifier):
         depth: L, the number of blocks.
         width: W, the number of channels of the blocks.
         neck: the number of channels of the convolution of the neck; W by default.
-        features: the width of the dense layer of the neck.
+        num_features: the width of the dense layer of the neck.
         stem: kernel, stride and padding of the first convolution.
         act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
         block: ``linear``; or, for comparison, ``residual`` for the conventional block (appendix D) or ``conv`` for a
@@ -94,7 +94,7 @@ class LiResNet(Classifier):
         depth: int = 6,
         width: int = 128,
         neck: int | None = None,
-        features: int = 2048,
+        num_features: int = 2048,
         stem: tuple[int, int, int] = (5, 2, 2),
         act_layer: str = "maxmin",
         block: str = "linear",
@@ -111,17 +111,17 @@ class LiResNet(Classifier):
             )
         if block not in BLOCKS:
             raise InputError(f"there is no block {block!r}; choose one of {', '.join(BLOCKS)}")
-        self.num_classes, self.num_features = num_classes, features
+        self.num_classes, self.num_features = num_classes, num_features
         self.stem, self.blocks = stem_and_blocks(in_chans, width, depth, stem, act_layer, block)
         neck = neck or width
         self.neck = nn.Sequential(
             nn.Conv2d(width, neck, 4, 4),
             activation(act_layer, neck),
             nn.Flatten(),
-            nn.Linear(neck * (sides[0] // 4) * (sides[1] // 4), features),
-            activation(act_layer, features),
+            nn.Linear(neck * (sides[0] // 4) * (sides[1] // 4), num_features),
+            activation(act_layer, num_features),
         )
-        self.head = NormalizedLinear(features, num_classes) if num_classes else nn.Identity()
+        self.head = NormalizedLinear(num_features, num_classes) if num_classes else nn.Identity()
 
     def forward_features(self, x: Tensor) -> Tensor:
         return self.neck(self.blocks(self.stem(x)))
@@ -142,7 +142,7 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def liresnet_l6w64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
     """A small LiResNet for images of 32×32: 1.4 million parameters."""
-    return build(LiResNet, "liresnet_l6w64", pretrained, kwargs, depth=6, width=64, neck=128, features=512)
+    return build(LiResNet, "liresnet_l6w64", pretrained, kwargs, depth=6, width=64, neck=128, num_features=512)
 
 
 @register_model
@@ -173,5 +173,5 @@ def liresnet_l12w512_64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
 @register_model
 def liresnet_l12w588_224(pretrained: bool = False, **kwargs: Any) -> LiResNet:
     """The paper's L12W588 for images of 224×224."""
-    own = {"depth": 12, "width": 588, "features": 4096, "stem": (14, 14, 0), "img_size": 224, "num_classes": 1000}
+    own = {"depth": 12, "width": 588, "num_features": 4096, "stem": (14, 14, 0), "img_size": 224, "num_classes": 1000}
     return build(LiResNet, "liresnet_l12w588_224", pretrained, kwargs, **own)

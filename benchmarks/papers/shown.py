@@ -1,0 +1,179 @@
+"""Tables as text of at most 100 columns, and how the order of the methods here compares with the paper's."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from math import sqrt
+from typing import Any
+
+from benchmarks.papers.recipes import IMAGES, TRAININGS, Scale, Table
+
+WIDTH = 100
+_SHORT = {
+    "certified": "cert.", "parameters in millions": "", "parameters": "", "seconds an epoch": "s/epoch",
+    "training flops 1e13": "", "global bound": "global", "local bound": "local", "clean, deviation": "±",
+    "pgd, deviation": "±", "certified, deviation": "±",
+}  # fmt: skip
+_HERE = ("clean", "pgd", "gloro", "local", "anchored", "bound", "s/epoch", "const.")
+_NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet"}
+
+
+def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: Mapping[str, Any] | None) -> str:
+    """The rows, one line each; those that need a data set, or an explanation, below."""
+    if table.measure is not None:
+        return "\n".join(_wrapped("; ".join(_parts(row))) for row in rows)
+    ran = [row for row in rows if isinstance(row["here"], dict)] if not _needs(rows) else []
+    lines: list[str] = []
+    if ran:
+        lines += [_wrapped(_scaled(scale)), "", *_columns(table, ran)]
+    for row in rows:
+        if row not in ran:
+            what = row.get("needs") or row["here"]
+            lines.append(_wrapped(f"{row.get('name', table.title)}: {what}"))
+    if order is not None:
+        lines += ["", _wrapped(said(order))]
+    return "\n".join(lines)
+
+
+def _columns(table: Table, ran: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows that ran, under two lines of headings; the paper's FLOPs and sizes are in the file alone."""
+    cells = [_here(row) for row in ran]
+    shown = [key for key in _HERE if any(key in each for each in cells)]
+    columns = [column for column in table.columns if _SHORT.get(column) != ""]
+    one = len({row["data"] for row in ran}) == 1
+    names = [_short(row) if one else str(row["name"]) for row in ran]
+    ours = [shown, *([each.get(key, "–") for key in shown] for each in cells)]
+    theirs = [
+        [_SHORT.get(column, column) for column in columns],
+        *([_number(row["paper"][column]) for column in columns] for row in ran),
+    ]
+    wide = max(map(len, names))
+    left, right = _aligned(ours, 2), _aligned(theirs, 2)
+    if wide + len(left[0]) + len(right[0]) + 2 > WIDTH:
+        left, right = _aligned(ours, 1), _aligned(theirs, 1)
+    heading = f"{'':{wide}}{'here':>{len(left[0])}} |{' the paper':>{len(right[0])}}"
+    lines = (f"{name:{wide}}{a} |{b}" for name, a, b in zip(["", *names], left, right, strict=True))
+    return [heading, *lines]
+
+
+def _aligned(lines: Sequence[Sequence[str]], gap: int) -> list[str]:
+    wide = [max(map(len, column)) + gap for column in zip(*lines, strict=True)]
+    return ["".join(f"{cell:>{n}}" for cell, n in zip(line, wide, strict=True)) for line in lines]
+
+
+def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How many pairs of methods on one data set stand here as in the paper, and which are the other way round.
+
+    A difference of certified shares within two standard errors of the test images says nothing; the images are the
+    same for both, so that this errs towards saying nothing.
+    """
+    ran = [row for row in rows if "data" in row]
+    if table.ordered not in table.columns or len(ran) < 2:
+        return None
+    same, close, other = 0, [], []
+    timed = table.ordered != "certified"
+    for one, two in combinations(ran, 2):
+        ours, theirs = (_value(row, timed) for row in (one, two)), (row["paper"][table.ordered] for row in (one, two))
+        (a, n), (b, _) = ours
+        p, q = theirs
+        if one["data"] != two["data"] or None in (p, q) or p == q:
+            continue
+        first, second = (one, two) if p > q else (two, one)
+        names = [_short(first), _short(second)]
+        if not timed and abs(a - b) <= 2 * sqrt((a * (1 - a) + b * (1 - b)) / n):
+            close.append(names)
+        elif (a > b) is (p > q):
+            same += 1
+        else:
+            other.append(names)
+    training = {TRAININGS[r.training][str(r.data)] for r in table.rows if r.training and r.data == ran[0]["data"]}
+    return {
+        "by": table.ordered, "as in the paper": same, "too close to say": close, "the other way round": other,
+        "epochs": scale.epochs, "images": scale.images, "epochs of the paper": sorted({t.epochs for t in training}),
+        "images of the paper": IMAGES[str(ran[0]["data"])],
+    }  # fmt: skip
+
+
+def said(order: Mapping[str, Any]) -> str:
+    """The comparison in words."""
+    close, other = order["too close to say"], order["the other way round"]
+    total = order["as in the paper"] + len(close) + len(other)
+    words = (
+        f"Order by {order['by']}: {order['as in the paper']} of {total} pairs as in the paper, {len(close)} too close "
+        f"to say, {len(other)} the other way round"
+    )
+    if other:
+        words += ": " + "; ".join(f"{worse} above {better}" for better, worse in other)
+    epochs = " or ".join(str(number) for number in order["epochs of the paper"])
+    if order["epochs"]:
+        words += (
+            f". Networks were trained for {order['epochs']} epochs of {order['images']:,} images; the paper's for "
+            f"{epochs} of {order['images of the paper']:,}"
+        )
+    return f"{words}."
+
+
+def _needs(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return not any("here" in row for row in rows)
+
+
+def _scaled(scale: Scale) -> str:
+    """What the figures were measured on."""
+    methods = ", ".join(f"{count:,} by {method}" for method, count in scale.tested.items())
+    words = f"Test images: {methods}; {scale.attacked:,} attacked by PGD. Shares in %."
+    if scale.images is None:
+        return words
+    parts = [f"{scale.images:,} training images", f"{scale.epochs} epochs", f"batches of {scale.batch}"]
+    parts += [f"{start or 'by default'} {update}" for start, update in scale.optimizers.items()]
+    parts += [f"{start} {' '.join(f'{k}={v}' for k, v in made.items())}" for start, made in scale.sizes.items()]
+    if scale.thinner > 1:
+        parts.append(f"widths of LiResNets divided by {scale.thinner}")
+    return f"{', '.join(parts)}. {words}"
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    return str(row["name"]).removeprefix(f"{_NAMES.get(row['data'], '')}, ")
+
+
+def _here(row: Mapping[str, Any]) -> dict[str, str]:
+    found = row["here"]
+    cells = {"clean": f"{100 * found['clean']:.1f}", "pgd": f"{100 * found['pgd']:.1f}"}
+    cells |= {method: f"{100 * each['certified']:.1f}" for method, each in found["certified"].items()}
+    cells["bound"] = _number(10 ** found["log10 bound"])
+    cells["s/epoch"] = f"{found['seconds an epoch']:.1f}"
+    if "constant units" in found:
+        cells["const."] = f"{100 * found['constant units']:.1f}"
+    return cells
+
+
+def _value(row: Mapping[str, Any], timed: bool) -> tuple[float, int]:
+    """The figure that is compared, and its images: the best certificate on the images that all were tried on."""
+    if timed:
+        return row["here"]["seconds an epoch"], 0
+    shares = row["here"]["certified"]
+    fewest = min(each["images"] for each in shares.values())
+    best = max(each["certified"] for each in shares.values() if each["images"] == fewest)
+    return max(best, shares["gloro"]["certified"]), fewest
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _parts(row: Mapping[str, Any]) -> Iterable[str]:
+    for key, value in row.items():
+        if isinstance(value, float):
+            yield f"{key} {value:.4g}"
+        elif isinstance(value, Mapping):
+            yield f"{key}: {', '.join(_parts(value))}"
+        else:
+            yield str(value) if key == "name" else f"{key} {json.dumps(value, ensure_ascii=False)}"
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False)
