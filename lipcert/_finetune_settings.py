@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lipcert._settings import EPS, one_of, option, parse_eps, plain
 from lipcert.errors import InputError
 
-Loss = Literal["anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
+Loss = Literal[
+    "anchored", "adversarial", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"
+]
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
 OPTIMIZERS = ("adamw", "muon", "nadam")
 SCHEDULES = ("cosine", "multistep", "exponential")
-LOSSES: tuple[Loss, ...] = ("anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise")
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 # Losses with the global bound.
 GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
 # Losses with local bounds.
@@ -43,7 +45,7 @@ class FinetuneSettings:
     """
 
     loss: Loss = option(
-        "anchored: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
+        "anchored, or adversarial, which takes less time: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
         "local-b, local-g: for local; noise: for smoothing; ce: cross-entropy.",
         LOSSES[0],
         choices=LOSSES,

@@ -32,6 +32,7 @@ from lipcert.training import (
     Mixed,
     Muon,
     NormHold,
+    adversarial_loss,
     anchored_loss,
     emma_loss,
     fixed_loss,
@@ -105,6 +106,48 @@ def test_anchored_loss_of_a_linear_model() -> None:
     torch.testing.assert_close(loss, torch.stack(expected).mean())
     torch.testing.assert_close(logits, images.flatten(1) @ weight.T)
     assert not images.requires_grad
+
+
+def test_adversarial_loss_of_a_linear_model_is_the_anchored_one_for_two_classes() -> None:
+    weight = torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
+    images, labels = torch.rand(5, 3, 2, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 0])
+    slopes = []
+    for loss in (anchored_loss, adversarial_loss):
+        value, logits = loss(lambda x: x.flatten(1) @ weight.T, images, labels, 0.7, 0.5)
+        torch.testing.assert_close(logits.detach(), images.flatten(1) @ weight.detach().T)
+        slopes.append((value.detach(), *torch.autograd.grad(value, weight)))
+    torch.testing.assert_close(*(value for value, _ in slopes))
+    # The direction of the move is a constant for the gradient, and it is the gradient's own: the envelope theorem.
+    torch.testing.assert_close(*(slope for _, slope in slopes))
+    assert not images.requires_grad
+
+
+def test_adversarial_loss_is_the_cross_entropy_where_the_margin_is_least_to_first_order(digits) -> None:
+    model = vit(attention="keep")
+    images, labels = digits[0][:8], digits[1][:8]
+    own = F.one_hot(labels, 10).bool()
+
+    def margins(pixels: Tensor) -> Tensor:
+        """To the runner-up at the images."""
+        rivals = model(images).masked_fill(own, -math.inf).argmax(1, keepdim=True)
+        logits = model(pixels)
+        return (logits.gather(1, labels[:, None]) - logits.gather(1, rivals))[:, 0]
+
+    seen: list[Tensor] = []
+
+    def watched(pixels: Tensor) -> Tensor:
+        seen.append(pixels.detach())
+        return model(pixels)
+
+    eps = 0.05
+    loss, _ = adversarial_loss(watched, images, labels, eps)
+    moved = seen[-1]
+    torch.testing.assert_close((moved - images).flatten(1).norm(dim=1), torch.full((8,), eps))
+    torch.testing.assert_close(loss, F.cross_entropy(model(moved), labels))
+    for seed in range(20):
+        step = torch.randn(images.shape, generator=torch.Generator().manual_seed(seed))
+        elsewhere = images + eps * F.normalize(step.flatten(1)).view_as(images)
+        assert (margins(moved) < margins(elsewhere)).all()
 
 
 def test_anchored_loss_is_differentiated_through_the_gradient(digits) -> None:
@@ -325,10 +368,13 @@ def test_losses_with_the_bound_widen_gloro_radii(loss: str, digits, loader) -> N
     assert lipcert.lipschitz(model).value < lipcert.lipschitz(plain).value / 2
 
 
-def test_the_anchored_loss_widens_first_order_radii(digits, loader) -> None:
+@pytest.mark.parametrize(
+    "asked", [{"loss": "anchored"}, {"loss": "adversarial"}, {"loss": "adversarial", "amp": "bfloat16"}], ids=str
+)
+def test_margin_losses_widen_first_order_radii(asked, digits, loader) -> None:
     seen: list[Epoch] = []
     model, plain = vit(), vit()
-    lipcert.finetune(model, loader, eps=0.5, epochs=4, lr=5e-3, temperature=0.25, progress=seen.append)
+    lipcert.finetune(model, loader, eps=0.5, epochs=4, lr=5e-3, temperature=0.25, progress=seen.append, **asked)
     lipcert.finetune(plain, loader, eps=0.5, loss="ce", epochs=4, lr=5e-3, temperature=0.25)
     radii = [first_order_radii(m, *digits).median().item() for m in (model, plain)]
     assert radii[0] > 1.3 * radii[1]
@@ -835,5 +881,6 @@ def test_batches_are_shuffled_augmented_and_in_range(folder, monkeypatch) -> Non
 
 
 def test_the_command_lists_all_losses() -> None:
-    assert set(LOSSES) == {"anchored", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"}
+    global_and_local = {"emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g"}
+    assert set(LOSSES) == {"anchored", "adversarial", "ce", "noise"} | global_and_local
     assert all(loss in run("--help").stdout for loss in LOSSES)

@@ -10,6 +10,7 @@ from lipcert.training._bound import TrainingBound
 from lipcert.training._finetune import Epoch, check_trainable, finetune
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
+    adversarial_loss,
     anchored_loss,
     emma_loss,
     fixed_loss,
@@ -33,6 +34,7 @@ __all__ = [
     "Muon",
     "NormHold",
     "TrainingBound",
+    "adversarial_loss",
     "anchored_loss",
     "check_trainable",
     "emma_loss",

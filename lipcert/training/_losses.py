@@ -35,15 +35,49 @@ def anchored_loss(
     Returns:
         The loss, and the logits of the model, shape (N, classes).
     """
+    logits, gradient = _margin_gradient(model, images, labels, create_graph=True)
+    reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
+    own = F.one_hot(labels, logits.shape[1]).bool()
+    return F.cross_entropy((logits + reach * ~own) / temperature, labels), logits
+
+
+def adversarial_loss(
+    model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, eps: float, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy at x − ε∇(f_y − f_j)/‖∇(f_y − f_j)‖, j the runner-up: where the margin is smallest to first order.
+
+    For two classes this is :func:`anchored_loss` to first order in ε, since the margin there is f_y − f_j − ε‖∇(f_y −
+    f_j)‖ up to curvature. The moved image is a constant for the gradient, so there is no second derivative.
+
+    Source: the fast gradient method of Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial
+    examples", ICLR 2015, section 4, with the ℓ2 norm, and with the margin in place of the cross-entropy.
+
+    Args:
+        model: maps pixels to logits, each image independently.
+        images: shape (N, C, H, W).
+        labels: the classes y, shape (N,).
+        eps: ε in ℓ2 on pixels.
+        temperature: divides the logits.
+
+    Returns:
+        The loss, and the logits of the images as they are, shape (N, classes).
+    """
+    logits, gradient = _margin_gradient(model, images, labels)
+    moved = images - eps * F.normalize(gradient.flatten(1)).view_as(images)
+    return F.cross_entropy(model(moved) / temperature, labels), logits.detach()
+
+
+def _margin_gradient(
+    model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, create_graph: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The logits f, shape (N, classes), and ∇(f_y − f_j) on pixels, j the runner-up, of the shape of the images."""
     images = images.detach().requires_grad_()
     logits = model(images)
-    scaled = logits / temperature
     own = F.one_hot(labels, logits.shape[1]).bool()
-    runner_up = scaled.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
-    margin = scaled.gather(1, labels[:, None]) - scaled.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), images, create_graph=True)
-    reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
-    return F.cross_entropy(scaled + reach * ~own, labels), logits
+    runner_up = logits.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
+    margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
+    (gradient,) = torch.autograd.grad(margin.sum(), images, create_graph=create_graph)
+    return logits, gradient
 
 
 def noise_loss(
