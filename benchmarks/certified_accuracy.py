@@ -9,7 +9,7 @@ image counts as not certified, where it is classified wrong, where projected gra
 it, or where the first-order limit min m/‖∇m‖ is not above ε.
 
 Rows are written a batch at a time, and a run goes on with the images that are missing. Results and environment go to
-benchmarks/results/certified_accuracy.json. The networks of ``benchmarks.train_cifar_vit`` are known.
+benchmarks/results/certified_accuracy.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-import benchmarks.train_cifar_vit  # noqa: F401  registers its architecture
 import lipcert
 from benchmarks._cifar import EPS, clean, first_order_limit, labels_of, pgd
 from benchmarks._env import environment

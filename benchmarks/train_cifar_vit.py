@@ -7,10 +7,8 @@ keys are held lower, which keeps attention smooth, and so is what curvature sees
 (``--curved``) and the embedding (``--conv``). The head reads the mean of the tokens as it is: after all other
 remainders, a projection of its own would cost the certificate most.
 
-``--stem 96`` puts convolutions of that many channels each with GELU in front, as timm's hybrid transformers have them;
-they halve the sides. What bends early costs a certificate little, and with them the network learns several times
-faster. timm has such networks only with normalisation in between, so this module registers one, ``cifar_vit_stem``,
-and the commands want it imported: ``lipcert --import benchmarks.train_cifar_vit certify …``.
+``--stem 96`` takes ``cifar_vit_stem`` of :mod:`lipcert.networks.stem_vit`, with convolutions of that many channels each
+in front, with which the network learns several times faster.
 
     python -m benchmarks.train_cifar_vit --data ../shared/data/cifar10 --out cifar_vit.safetensors --depth 3 --epochs 12
 
@@ -47,8 +45,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +52,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data import create_dataset
-from timm.layers import HybridEmbed
-from timm.models import register_model
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import lipcert
 from lipcert.training import NormHold, anchored_loss, hold_projections, twice_differentiable
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-@register_model
-def cifar_vit_stem(stem: Sequence[int] = (96,), patch_size: int = 4, **arguments: Any) -> VisionTransformer:
-    """A vision transformer on the results of convolutions of ``stem`` channels, each of half the sides of the last."""
-    for name in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-        arguments.pop(name, None)  # timm's, for weights there are none of
-    layers: list[nn.Module] = []
-    for before, channels in zip((3, *stem), stem, strict=False):
-        layers += [nn.Conv2d(before, channels, 5, 2, 2), nn.GELU()]
-    embed = partial(HybridEmbed, backbone=nn.Sequential(*layers))
-    net: Any = VisionTransformer(patch_size=patch_size, embed_layer=embed, **arguments)
-    net.pretrained_cfg = {"input_size": (3, 32, 32), "mean": MEAN, "std": STD, "crop_pct": 1.0}
-    return net
 
 
 def read(folder: str, split: str) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,8 @@ class FinetuneSettings:
     """
 
     loss: Loss = option(
-        "anchored, or adversarial, which takes less time: for the anchored certificate; emma, gloro, trades, fixed: for gloro; lmt: for global; "
+        "anchored, or adversarial, which takes less time: for the anchored certificate; emma, gloro, trades, fixed: "
+        "for gloro; lmt: for global; "
         "local-b, local-g: for local; noise: for smoothing; ce: cross-entropy.",
         LOSSES[0],
         choices=LOSSES,

@@ -4,6 +4,6 @@
 as well as ``lipcert finetune liresnet_l6w128``.
 """
 
-from lipcert.networks import certvit, lip_convnet, liresnet, liresnet_vit
+from lipcert.networks import certvit, lip_convnet, liresnet, liresnet_vit, stem_vit
 
-__all__ = ["certvit", "lip_convnet", "liresnet", "liresnet_vit"]
+__all__ = ["certvit", "lip_convnet", "liresnet", "liresnet_vit", "stem_vit"]

@@ -1,0 +1,41 @@
+"""A vision transformer on the results of convolutions, like timm's hybrids but without normalisation in between.
+
+What is nonlinear early costs the anchored certificate little, and with convolutions in front a small network learns
+several times faster. Tokens are averaged, and there is no normalisation before the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from timm.layers import HybridEmbed
+from timm.models import generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from lipcert.networks._parts import build, configuration
+
+_CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "interpolation": "bicubic"}
+_SIZES = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
+_COMMON = {"class_token": False, "global_pool": "avg", "final_norm": False}
+
+default_cfgs = generate_default_cfgs(
+    {"cifar_vit_stem": {**configuration(32), **_CIFAR, "first_conv": "patch_embed.backbone.0"}}
+)
+
+
+def _stem_vit(stem: Sequence[int] = (96,), **arguments: Any) -> VisionTransformer:
+    """timm's vision transformer; ``stem`` are the channels of the convolutions, each of half the sides of the last."""
+    layers: list[nn.Module] = []
+    for before, channels in zip((3, *stem), stem, strict=False):
+        layers += [nn.Conv2d(before, channels, 5, 2, 2), nn.GELU()]
+    embed = partial(HybridEmbed, backbone=nn.Sequential(*layers))
+    return VisionTransformer(embed_layer=embed, **arguments)
+
+
+@register_model
+def cifar_vit_stem(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """A convolution of 96 channels, then 2 blocks of width 128 on 16 tokens, for images of 32×32."""
+    return build(_stem_vit, "cifar_vit_stem", pretrained, kwargs, **_SIZES, **_COMMON)
