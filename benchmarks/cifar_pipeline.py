@@ -4,8 +4,8 @@
     python -m benchmarks.cifar_pipeline --data ../shared/data/cifar10 --work pipeline4 --network table4 --epochs 60 60
 
 Starts from random weights and ends with certificates, through the same commands that a user types; they are printed.
-``stem`` is the network of :mod:`lipcert.networks.stem_vit`, with one convolution in front, 2 blocks and 16 tokens, which
-two cores can train; ``table4`` is the architecture of table 4 of the CertViT paper (arXiv 2302.10287): patches of 4, 6
+``stem`` is the network of :mod:`lipcert.networks.stem_vit`, one convolution and then 2 blocks on 16 tokens, which two
+cores can train; ``table4`` is the architecture of table 4 of the CertViT paper (arXiv 2302.10287): patches of 4, 6
 blocks, width 192, MLP ratio 3. Neither has a normalisation in front of the head, which certificates pay for.
 Dot-product attention stays, LayerNorm becomes a smooth projection, and fine-tuning is for the anchored certificate.
 

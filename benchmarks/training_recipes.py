@@ -1,10 +1,12 @@
 """What each part of a recipe does to certified accuracy per core hour: one thing changed at a time.
 
     python -m benchmarks.training_recipes --data ../shared/data/cifar10
+    python -m benchmarks.training_recipes --data ../shared/data/cifar10 --network hybrid --images 8192
 
-Trains a narrow LiResNet on a part of CIFAR-10's training images, from the same random weights and with the same
-batches, and certifies other training images by GloRo at 36/255. A recipe is a base with one setting changed. Results
-and environment go to benchmarks/results/training_recipes.json after each run; what is there already is not run again.
+Trains a narrow LiResNet, or a narrow hybrid with L2 attention, on a part of CIFAR-10's training images, from the same
+random weights and with the same batches, and certifies other training images by GloRo at 36/255. A recipe is a base
+with settings changed, of the training or of the network. Results and environment go to benchmarks/results/
+training_recipes.json or hybrid_recipes.json after each run; what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -25,13 +27,23 @@ from lipcert.data import Images, open_images
 from lipcert.errors import InputError
 from lipcert.training import Augmentation, Batches
 
-RESULT = Path(__file__).parent / "results" / "training_recipes.json"
-NETWORK: dict[str, Any] = {"width": 16, "depth": 4, "neck": 32, "features": 128}
+RESULTS = Path(__file__).parent / "results"
+FILES = {"liresnet": "training_recipes.json", "hybrid": "hybrid_recipes.json"}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "liresnet": {"name": "liresnet_l6w64", "width": 16, "depth": 4, "neck": 32},
+    "hybrid": {"name": "liresnet_vit_l2", "width": 16, "embed_dim": 64},
+}
 COMMON: dict[str, Any] = {"amp": "bfloat16", "channels_last": True}
 BASES: dict[str, dict[str, Any]] = {
     "nadam": {"loss": "emma", "optimizer": "nadam", "lr": 1e-3, "batch_size": 256},
     "muon": {"loss": "emma", "optimizer": "muon", "lr": 1e-2, "batch_size": 256},
 }
+_ALL = {"start": 0.1, "radius": 8.0, "neck": 128}
+HYBRIDS: list[dict[str, Any]] = [
+    {}, {"network": {"start": 0.1}}, {"network": {"start": 0.1, "radius": 8.0}},
+    {"network": {"start": 0.1, "neck": 128}}, {"network": _ALL}, {"network": {**_ALL, "depth": 1}},
+    {"network": _ALL, "lr": 2e-2},
+]  # fmt: skip
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "nadam": [{}, {"lr": 3e-3}, {"optimizer": "adamw"}],
     "muon": [
@@ -41,14 +53,19 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def built(network: dict[str, Any]) -> lipcert.Model:
+    arguments = {key: value for key, value in network.items() if key != "name"}
+    return lipcert.load(network["name"], pretrained=False, **arguments)
+
+
 def trained(
-    images: Images, held_out: Images, epochs: int, kept: dict[int, Any], asked: dict[str, Any]
+    network: dict[str, Any], images: Images, held_out: Images, epochs: int, kept: dict[int, Any], asked: dict[str, Any]
 ) -> dict[str, Any]:
     """The accuracy that a recipe reaches on the images held out, and the core seconds of its training."""
     settings = {**COMMON, **asked}
     size = settings.pop("batch_size")
     torch.manual_seed(0)
-    model = lipcert.load("liresnet_l6w64", pretrained=False, **NETWORK)
+    model = built({**network, **settings.pop("network", {})})
     batches = Batches(images, model, size, Augmentation(settings.pop("crop", "shift")))
     batches.kept = kept
     started = time.process_time()
@@ -67,19 +84,22 @@ def trained(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar")
+    parser.add_argument("--network", choices=NETWORKS, default="liresnet")
     parser.add_argument("--images", type=int, default=16384)
     parser.add_argument("--held-out", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--bases", default="muon,nadam")
     args = parser.parse_args()
+    network, path = NETWORKS[args.network], RESULTS / FILES[args.network]
+    changes = CHANGES if args.network == "liresnet" else {"muon": HYBRIDS}
     about = {
-        "network": {"name": "liresnet_l6w64", **NETWORK},
+        "network": network,
         "common": {**COMMON, "images": args.images, "epochs": args.epochs, "crop": "shift", "eps": "36/255"},
         "held_out": args.held_out,
     }
-    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    known = json.loads(path.read_text()) if path.exists() else {}
     runs = known["runs"] if {key: known.get(key) for key in about} == about else []
-    model = lipcert.load("liresnet_l6w64", pretrained=False, **NETWORK)
+    model = built(network)
     images, held_out = (
         open_images(str(args.data / "train.tar"), model, limit=args.images + args.held_out) for _ in range(2)
     )
@@ -87,7 +107,12 @@ def main() -> None:
     images.order, held_out.order = images.order[: args.images], images.order[args.images :]
     kept: dict[int, Any] = {}
     torch.set_num_threads(1)
-    wanted = [(base, json.loads(json.dumps(change))) for base in args.bases.split(",") for change in CHANGES[base]]
+    wanted = [
+        (base, json.loads(json.dumps(change)))
+        for base in args.bases.split(",")
+        if base in changes
+        for change in changes[base]
+    ]
     for base, change in wanted:
         if any((run["base"], run["changed"]) == (base, change) for run in runs):
             continue
@@ -97,12 +122,12 @@ def main() -> None:
                 pass
             kept = whole.kept
         try:
-            found = trained(images, held_out, args.epochs, kept, {**BASES[base], **change})
+            found = trained(network, images, held_out, args.epochs, kept, {**BASES[base], **change})
         except InputError as error:
             found = {"error": str(error)}
         runs.append({"base": base, "changed": change, **found})
         print(json.dumps(runs[-1]), flush=True)
-        RESULT.write_text(json.dumps({**about, "bases": BASES, "runs": runs, "environment": environment()}, indent=1))
+        path.write_text(json.dumps({**about, "bases": BASES, "runs": runs, "environment": environment()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ attention (:class:`lipcert.surgery.L2Attention`) has one without a bound on the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from timm.layers import to_2tuple
@@ -14,7 +15,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from lipcert.networks._parts import build, configuration
+from lipcert.networks._parts import NormalizedLinear, activation, build, configuration
 from lipcert.networks.liresnet import stem_and_blocks
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._projections import SmoothProject
@@ -55,14 +56,55 @@ class ResidualEmbed(nn.Module):
         return self.proj(self.blocks(self.stem(x))).flatten(2).transpose(1, 2)
 
 
-def _hybrid(**kwargs: Any) -> VisionTransformer:
-    """timm's vision transformer with dot-product or L2 attention, as ``attention`` is "dot" or "l2"."""
-    attention = kwargs.pop("attention")
-    net = VisionTransformer(embed_layer=ResidualEmbed, norm_layer=SmoothProject, **kwargs)
-    if attention == "l2":
-        for block in net.blocks:
-            block.attn = L2Attention(net.embed_dim, kwargs["num_heads"])
-    return net
+class Hybrid(VisionTransformer):
+    """timm's vision transformer on the tokens of :class:`ResidualEmbed`, with smooth projections as normalisations.
+
+    Args:
+        attention: "dot", or "l2" for :class:`lipcert.surgery.L2Attention`.
+        width: the number of channels of the residual blocks on the image.
+        residual_depth: the number of these blocks.
+        radius: of the projections.
+        start: a factor of the initial weights at the end of every branch of attention and of every MLP.
+        neck: the width of a dense layer on all tokens together, as LiResNet's, with a head whose rows have norm 1;
+            0 for the mean of the tokens and a plain head.
+        **kwargs: of the vision transformer.
+    """
+
+    def __init__(
+        self,
+        attention: str = "l2",
+        width: int = 64,
+        residual_depth: int = 4,
+        radius: float = 1.0,
+        start: float = 1.0,
+        neck: int = 0,
+        **kwargs: Any,
+    ):
+        embed = partial(ResidualEmbed, width=width, depth=residual_depth)
+        super().__init__(embed_layer=embed, norm_layer=partial(SmoothProject, radius=radius), **kwargs)
+        for block in self.blocks:
+            if attention == "l2":
+                block.attn = L2Attention(self.embed_dim, kwargs["num_heads"])
+            for last in (block.attn.proj, block.mlp.fc2):
+                last.weight.data.mul_(start)
+        self.width_of_neck = neck
+        if neck:
+            tokens = self.patch_embed.num_patches
+            dense = nn.Linear(tokens * self.embed_dim, neck)
+            self.neck = nn.Sequential(nn.Flatten(), dense, activation("maxmin", neck))
+            self.reset_classifier(self.num_classes)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        if not self.width_of_neck:
+            result: Tensor = super().forward_head(x, pre_logits)
+            return result
+        x = self.neck(x)
+        return x if pre_logits else self.head(x)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        super().reset_classifier(num_classes, global_pool)
+        if self.width_of_neck and num_classes:
+            self.head = NormalizedLinear(self.width_of_neck, num_classes)
 
 
 _SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
@@ -79,10 +121,10 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def liresnet_vit_dot(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """4 residual blocks of 64 channels, then 2 blocks of dot-product attention on 16 tokens of width 128."""
-    return build(_hybrid, "liresnet_vit_dot", pretrained, kwargs, attention="dot", **_SIZES, **_COMMON)
+    return build(Hybrid, "liresnet_vit_dot", pretrained, kwargs, attention="dot", **_SIZES, **_COMMON)
 
 
 @register_model
 def liresnet_vit_l2(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """The same with L2 attention."""
-    return build(_hybrid, "liresnet_vit_l2", pretrained, kwargs, attention="l2", **_SIZES, **_COMMON)
+    return build(Hybrid, "liresnet_vit_l2", pretrained, kwargs, attention="l2", **_SIZES, **_COMMON)
