@@ -1,11 +1,14 @@
 """Puts certified checkpoints into the package: weights, rows of ``lipcert models --certified``, and model cards.
 
-    python -m benchmarks.make_checkpoints digits-vit
-    python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --work liresnet
+    python -m benchmarks.make_checkpoints digits-vit --work digits
+    python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --work liresnet \
+        --model liresnet/rounded.safetensors
+    python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
+        --model both/anchored.safetensors
 
-The work folder of the LiResNet is that of ``benchmarks.liresnet_cifar``, with the model, rounded to float16, and its
-rows. Certifies images and attacks some of them, by the commands that a user types; they are printed, and go on
-where they were stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
+The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, rounded to float16, and of ``benchmarks.both_kinds``.
+Certifies images and attacks some of them, by the commands that a user types; they are printed, and go on where they
+were stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
 """
 
 from __future__ import annotations
@@ -36,6 +39,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
+    "cifar10-vit": {
+        "file": "cifar10_vit.safetensors", "method": "anchored", "attacked_images": 100, "limit": 100,
+        "test": "test.tar",
+        "data": "CIFAR-10, 100 test images of a fixed shuffle, lightly compressed JPEG files",
+        "trained": ("python -m benchmarks.both_kinds --data cifar10 --work both",),
+    },
 }  # fmt: skip
 EPS = "36/255"
 
@@ -54,19 +63,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=KINDS)
     parser.add_argument("--data", type=Path, help="folder with test.tar")
-    parser.add_argument("--work", type=Path, required=True, help="folder for rows; with rounded.safetensors or without")
+    parser.add_argument("--work", type=Path, required=True, help="folder for rows")
+    parser.add_argument("--model", type=Path, help="the trained model; by default the one in the package")
     args = parser.parse_args()
     kind = dict(KINDS[args.name])
-    file, test = ASSETS / kind["file"], kind.pop("test", None)
+    file, test, limit = ASSETS / kind["file"], kind.pop("test", None), kind.pop("limit", None)
     args.work.mkdir(exist_ok=True)
-    if (args.work / "rounded.safetensors").exists():
-        shutil.copy(args.work / "rounded.safetensors", file)
+    if args.model is not None:
+        shutil.copy(args.model, file)
     model = lipcert.load(file)
     data = () if test is None else ("--data", str(args.data / test))
     rows, attacked, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".attacked.jsonl", ".md"))
-    common = ("certify", str(file), *data, "--eps", EPS, "--method", kind["method"])
-    run(*common, "--out", str(rows))
-    run(*common, "--attack", "--limit", str(kind["attacked_images"]), "--out", str(attacked))
+    common = ("certify", str(file), *data, "--eps", EPS)
+    first = () if limit is None else ("--limit", str(limit))
+    run(*common, "--method", kind["method"], *first, "--out", str(rows))
+    attack = ("--method", "global", "--attack", "--limit", str(kind["attacked_images"]))
+    run(*common, *attack, "--out", str(attacked))  # global, since an attack is the same beside any certificate
     found, hit = rows_of(rows), rows_of(attacked)
     right = [row for row in found if row["predicted"] == row["label"]]
     method = () if kind["method"] == "staged" else ("--method", kind["method"])
@@ -89,6 +101,7 @@ def main() -> None:
                 "--eps",
                 EPS,
                 *method,
+                *first,
             ]
         ),
         **kind,
