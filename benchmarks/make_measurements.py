@@ -41,6 +41,7 @@ def page() -> str:
     parts = [
         _accuracy(),
         _recipes(),
+        _margin_losses(),
         _methods(),
         _surgery(),
         _attacked(),
@@ -147,6 +148,18 @@ def _recipes() -> str:
 """
     columns = ["optimizer", "changed", "clean", "certified", "core seconds"]
     return _section("One setting of a training changed at a time", columns, rows, text)
+
+
+def _margin_losses() -> str:
+    found = read("margin_losses")
+    seconds = found["cpu_seconds_a_step"]
+    rows = [[f"`{name}`", f"{one:.2f}", f"{one / seconds['anchored']:.2f}"] for name, one in seconds.items()]
+    cosines = ", ".join(f"{cosine:.4f} at {eps}" for eps, cosine in found["cosine_of_gradients"].items())
+    text = f"""A step on {found["images"]} images for the ViT of 2 blocks after a convolution. For the weights of the
+bundled checkpoint, the gradients of `adversarial` and `anchored` have a cosine of {cosines}.
+"""
+    columns = ["loss", "CPU seconds per step", "of `anchored`"]
+    return _section("Losses for the anchored certificate", columns, rows, text)
 
 
 def _methods() -> str:
