@@ -70,9 +70,6 @@ def main() -> None:
     args = parser.parse_args()
     kind = dict(KINDS[args.name])
     file, test, limit = ASSETS / kind["file"], kind.pop("test", None), kind.pop("limit", None)
-    cost = (
-        json.loads(BOTH.read_text())["certificates"]["anchored"]["cpu seconds an image"] if kind.pop("both", 0) else 0
-    )
     args.work.mkdir(exist_ok=True)
     if args.model is not None:
         shutil.copy(args.model, file)

@@ -22,7 +22,8 @@ SMALL = {
     "lip_convnet_8c2f": {"act_layer": "relu"},
     "certvit_mnist": {"depth": 1},
     "liresnet_vit_dot": {"depth": 1},
-    "liresnet_vit_l2": {"depth": 1},
+    "liresnet_vit_l2": {"depth": 1, "residual_depth": 1, "width": 8, "radius": 8.0, "start": 0.1, "neck": 16},
+    "cifar_vit_stem": {"stem": (8, 8), "patch_size": 2, "embed_dim": 32, "depth": 1},
 }
 
 
@@ -130,3 +131,11 @@ def test_maxmin_with_a_gradient_is_maxmin() -> None:
 def test_what_cannot_be_built_is_said(name: str, arguments: dict, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         lipcert.load(name, pretrained=False, **arguments)
+
+
+def test_a_small_start_makes_the_constant_of_a_hybrid_small() -> None:
+    found = []
+    for start in (1.0, 0.1):
+        torch.manual_seed(0)
+        found.append(lipcert.lipschitz(lipcert.load("liresnet_vit_l2", pretrained=False, depth=1, start=start)).value)
+    assert found[1] < found[0] / 2
