@@ -73,10 +73,10 @@ def main() -> None:
     batch = next(open_images(None, bundled).batches(120))
     cosines = {}
     for typed, eps in EPS.items():
-        both = [
+        one, other = (
             slope(bundled, losses(eps)[name], batch.images, labels_of(batch)) for name in ("anchored", "adversarial")
-        ]
-        cosines[typed] = float(F.cosine_similarity(*both, dim=0))
+        )
+        cosines[typed] = float(F.cosine_similarity(one, other, dim=0))
     result = {
         "images": len(images),
         "cpu_seconds_a_step": {name: round(min(found), 4) for name, found in seconds.items()},

@@ -82,7 +82,8 @@ class Hybrid(VisionTransformer):
     ):
         embed = partial(ResidualEmbed, width=width, depth=residual_depth)
         super().__init__(embed_layer=embed, norm_layer=partial(SmoothProject, radius=radius), **kwargs)
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             if attention == "l2":
                 block.attn = L2Attention(self.embed_dim, kwargs["num_heads"])
             for last in (block.attn.proj, block.mlp.fc2):
