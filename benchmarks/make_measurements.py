@@ -42,6 +42,7 @@ def page() -> str:
         _accuracy(),
         _recipes(),
         _margin_losses(),
+        *_papers(),
         _methods(),
         _surgery(),
         _attacked(),
@@ -160,6 +161,28 @@ bundled checkpoint, the gradients of `adversarial` and `anchored` have a cosine 
 """
     columns = ["loss", "CPU seconds per step", "of `anchored`"]
     return _section("Losses for the anchored certificate", columns, rows, text)
+
+
+def _papers() -> list[str]:
+    """A section for each table of a paper whose networks were trained here."""
+    sections = []
+    for key, stored in read("papers").items():
+        ran = [row for row in stored["rows"] if isinstance(row.get("here"), dict)]
+        if not ran or "conditions" not in stored:
+            continue
+        paper, number, scale = key.split(", ")
+        methods = [m for m in ("gloro", "local", "anchored") if any(m in row["here"]["certified"] for row in ran)]
+        rows = []
+        for row in ran:
+            here, sure = row["here"], row["here"]["certified"]
+            shares = [here["clean"], here["pgd"], *(sure[m]["certified"] if m in sure else None for m in methods)]
+            theirs = [row["paper"].get("clean"), row["paper"].get("certified")]
+            quoted = ["–" if value is None else f"{value} %" for value in theirs]
+            rows.append([row["name"], *map(_percent, shares), *quoted])
+        columns = ["network", "clean", "under PGD", *methods, "the paper's clean", "the paper's certified"]
+        text = f"{stored['conditions']} {stored.get('in words', '')}".strip() + "\n"
+        sections.append(_section(f"Table {number} of {paper}, at scale {scale}", columns, rows, text))
+    return sections
 
 
 def _methods() -> str:

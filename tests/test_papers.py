@@ -13,7 +13,7 @@ from PIL import Image
 from typer.main import get_command
 
 import lipcert
-from benchmarks import make_readme, parallel_layers
+from benchmarks import make_measurements, make_readme, parallel_layers
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import measures, shown, trained
 from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Row, Scale, Table, values_of
@@ -177,6 +177,19 @@ def test_trained_tables_fit_into_100_columns():
         text = shown.text(table, SCALES["small"], rows, shown.compared(table, SCALES["small"], rows))
         assert max(map(len, text.splitlines()), default=0) <= shown.WIDTH, table.title
         assert all(row.name.split(", ")[-1] in text for row in ran)
+
+
+def test_trained_tables_are_sections_of_the_measurements(monkeypatch):
+    rows = [made("one", {"clean": 80.0, "certified": None}, 0.125), {"name": "two", "here": "quoted"}]
+    known = {
+        "local-lip, 2, small": {"rows": rows, "conditions": "Few images.", "in words": "Order: 1 of 1."},
+        "certvit, 9, small": {"rows": [{"name": "mnist"}]},
+    }
+    monkeypatch.setattr(make_measurements, "read", {"papers": known}.get)
+    (section,) = make_measurements._papers()
+    assert "## Table 2 of local-lip, at scale small" in section
+    assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 80.0 % | – |" in section
+    assert "Few images. Order: 1 of 1." in section
 
 
 def test_a_folder_that_is_not_there_is_refused(monkeypatch, capsys):

@@ -7,7 +7,7 @@
 Data sets are those of torchvision by name; ``--data NAME=FOLDER`` names a folder with ``train.tar`` and ``test.tar`` or
 with folders of these names. Rows of methods that lipcert does not have are quoted. Tables and environment go to
 ``benchmarks/results/papers.json``, or to ``--out``, after each row. ``--keep FOLDER`` keeps the trained networks: a
-second table, or a second run, trains none again.
+second table, or a second run, trains none again. In another folder than the repository's, PYTHONPATH names it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.list or args.paper is None or args.table is None:
         for one in TABLES:
-            print(f"{one.paper:10} {one.number:12} {one.title}" + (f"; needs {one.needs}" if one.needs else ""))
+            needs = f"; needs {one.needs}" if one.needs else ""
+            print(shown.wrapped(f"{one.paper:10} {one.number:12} {one.title}{needs}"))
         return
     folders = dict(item.split("=", 1) for item in args.data)
     for name, folder in folders.items():
@@ -71,7 +72,7 @@ def main() -> None:
         rows.append(each)
         order = shown.compared(found, scale, rows)
         stored: dict[str, Any] = {"environment": environment(), "rows": rows}
-        stored |= {"scale": scale.described()} if found.measure is None else {}
+        stored |= {"scale": scale.described(), "conditions": shown.scaled(scale)} if found.measure is None else {}
         stored |= {"order": order, "in words": shown.said(order)} if order is not None else {}
         known = json.loads(args.out.read_text()) if args.out.exists() else {}
         known[f"{args.paper}, {args.table}, {args.scale}"] = stored

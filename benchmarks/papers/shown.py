@@ -24,17 +24,18 @@ _NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tin
 def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: Mapping[str, Any] | None) -> str:
     """The rows, one line each; those that need a data set, or an explanation, below."""
     if table.measure is not None:
-        return "\n".join(_wrapped("; ".join(_parts(row))) for row in rows)
+        return "\n".join(wrapped("; ".join(_parts(row))) for row in rows)
     ran = [row for row in rows if isinstance(row["here"], dict)] if not _needs(rows) else []
     lines: list[str] = []
     if ran:
-        lines += [_wrapped(_scaled(scale)), "", *_columns(table, ran)]
+        lines += [wrapped(scaled(scale)), "", *_columns(table, ran)]
     for row in rows:
         if row not in ran:
-            what = row.get("needs") or row["here"]
-            lines.append(_wrapped(f"{row.get('name', table.title)}: {what}"))
+            figures = ", ".join(f"{name} {_number(value)}" for name, value in row.get("paper", {}).items() if value)
+            what = f"needs {row['needs']}" if "needs" in row else row["here"]
+            lines.append(wrapped(f"{row.get('name', table.title)}: {what}" + (f"; {figures}" if figures else "")))
     if order is not None:
-        lines += ["", _wrapped(said(order))]
+        lines += ["", wrapped(said(order))]
     return "\n".join(lines)
 
 
@@ -44,7 +45,7 @@ def _columns(table: Table, ran: Sequence[Mapping[str, Any]]) -> list[str]:
     shown = [key for key in _HERE if any(key in each for each in cells)]
     columns = [column for column in table.columns if _SHORT.get(column) != ""]
     one = len({row["data"] for row in ran}) == 1
-    names = [_short(row) if one else str(row["name"]) for row in ran]
+    names = [short(row) if one else str(row["name"]) for row in ran]
     ours = [shown, *([each.get(key, "–") for key in shown] for each in cells)]
     theirs = [
         [_SHORT.get(column, column) for column in columns],
@@ -82,7 +83,7 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
         if one["data"] != two["data"] or None in (p, q) or p == q:
             continue
         first, second = (one, two) if p > q else (two, one)
-        names = [_short(first), _short(second)]
+        names = [short(first), short(second)]
         if not timed and abs(a - b) <= 2 * sqrt((a * (1 - a) + b * (1 - b)) / n):
             close.append(names)
         elif (a > b) is (p > q):
@@ -120,8 +121,8 @@ def _needs(rows: Sequence[Mapping[str, Any]]) -> bool:
     return not any("here" in row for row in rows)
 
 
-def _scaled(scale: Scale) -> str:
-    """What the figures were measured on."""
+def scaled(scale: Scale) -> str:
+    """What the figures were measured on, in words."""
     methods = ", ".join(f"{count:,} by {method}" for method, count in scale.tested.items())
     words = f"Test images: {methods}; {scale.attacked:,} attacked by PGD. Shares in %."
     if scale.images is None:
@@ -134,7 +135,7 @@ def _scaled(scale: Scale) -> str:
     return f"{', '.join(parts)}. {words}"
 
 
-def _short(row: Mapping[str, Any]) -> str:
+def short(row: Mapping[str, Any]) -> str:
     return str(row["name"]).removeprefix(f"{_NAMES.get(row['data'], '')}, ")
 
 
@@ -175,5 +176,6 @@ def _parts(row: Mapping[str, Any]) -> Iterable[str]:
             yield str(value) if key == "name" else f"{key} {json.dumps(value, ensure_ascii=False)}"
 
 
-def _wrapped(line: str) -> str:
+def wrapped(line: str) -> str:
+    """A line in lines of at most 100 columns."""
     return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False)
