@@ -262,6 +262,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
         facts += _facts_of_draws(tally, settings)
     else:
         facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
+        facts += [("rounding", tally.rounding)] if tally.rounding else []
     facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
     facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} per image)"))
     if outcome.path is not None:

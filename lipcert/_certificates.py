@@ -31,6 +31,8 @@ class Certificates:
             if it found none; float64, shape (N,), or None without an attack. The true radius lies between ``radius``
             and this distance.
         dtype: the arithmetic for which the certificates hold: ``real``, or the format of the deployed forward pass.
+        rounding: whether what rounding in float64 can take of a certificate is ``proved``, or ``checked`` with noise;
+            N words, or empty where that is not the question.
     """
 
     predicted: Tensor
@@ -44,6 +46,7 @@ class Certificates:
     attacked: Tensor | None = None
     attack_distance: Tensor | None = None
     dtype: str = "real"
+    rounding: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.method)
@@ -60,7 +63,7 @@ class Certificates:
 
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""
-        return {}
+        return {"rounding": self.rounding[i]} if self.rounding else {}
 
     @classmethod
     def join(cls, parts: Sequence[Certificates]) -> Certificates:

@@ -139,6 +139,10 @@ class Format:
         return (norm * self.unit + root * self.smallest) * OWN_ROUNDING
 
 
+# The arithmetic of the certifier itself; the network in it is the one in real arithmetic, without casts.
+REAL = Format(torch.float64, torch.float64)
+
+
 def address(constant: Tensor) -> tuple[int, torch.Size]:
     """Identifies a tensor among all tensors in memory."""
     return constant.data_ptr(), constant.shape

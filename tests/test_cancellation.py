@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier._nominal import NominalCheck
 from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.rounding import PathBounds
 from lipcert.graph import Node
@@ -207,10 +206,73 @@ def test_rounding_costs_an_ordinary_network_nothing() -> None:
     pixels = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     predicted, gaps = margins(vit(pixels).detach())
     certifier = Certifier(vit, 0.1, "gloro")
-    assert torch.allclose(certifier.nominal.sound(pixels, predicted, gaps), gaps, rtol=1e-6, atol=0)
+    left, proved = certifier.nominal.sound(pixels, predicted, gaps)
+    assert proved.all()
+    assert torch.allclose(left, gaps, rtol=1e-6, atol=0)
+    assert (left <= gaps).all()
     norms = Anchored(vit)(pixels).norms
     for pair, slack in norms.slack.items():
         assert bool((slack <= 1e-6 * norms.gains[pair]).all())
+
+
+class Kinked(nn.Module):
+    """Linear maps with ReLU between, whose bias makes large numbers cancel."""
+
+    def __init__(self, size: float, depth: int, generator: torch.Generator):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+        self.head = nn.Linear(4, 2)
+        for layer in (*self.layers, self.head):
+            nn.init.normal_(layer.weight, std=0.3, generator=generator)
+            nn.init.normal_(layer.bias, generator=generator)
+        with torch.no_grad():
+            for layer, sign in zip(self.layers, (1, -1) * depth, strict=False):
+                layer.bias.add_(sign * size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+    def exact(self, pixels: list[float]) -> list[Fraction]:
+        """The logits of the float64 weights, in exact arithmetic."""
+
+        def affine(layer: nn.Linear, values: list[Fraction]) -> list[Fraction]:
+            weight, bias = layer.weight.double().tolist(), layer.bias.double().tolist()
+            rows = zip(weight, bias, strict=True)
+            return [sum((Fraction(w) * v for w, v in zip(row, values, strict=True)), Fraction(b)) for row, b in rows]
+
+        values = [Fraction(pixel) for pixel in pixels]
+        for layer in self.layers:
+            values = [max(value, Fraction()) for value in affine(layer, values)]
+        return affine(self.head, values)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e4, 1e9, 1e12])
+def test_what_rounding_takes_of_a_margin_is_proved(size: float) -> None:
+    """Against exact arithmetic; and the check replaces a proof only where it takes a visible part of the margin."""
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        network = Kinked(size, 1 + seed % 3, generator)
+        wrapped = lipcert.load(network, mean=(0.0,), std=(1.0,), input_size=(1, 2, 2)).double()
+        certifier = Certifier(wrapped, 0.1, "gloro")
+        pixels = torch.rand(4, 1, 2, 2, generator=generator, dtype=torch.float64)
+        predicted, computed = margins(wrapped(pixels).detach())
+        assert certifier.nominal.proof is not None
+        lost = certifier.nominal.proof.margins(pixels, predicted, torch.zeros(4))
+        left, proved = certifier.nominal.sound(pixels, predicted, computed)
+        found = certifier.run(pixels)
+        assert found.rounding == tuple("proved" if one else "checked" for one in proved.tolist())
+        for i, image in enumerate(pixels.flatten(1).tolist()):
+            y, other = int(predicted[i]), 1 - int(predicted[i])
+            logits = network.exact(image)
+            true = logits[y] - logits[other]
+            assert abs(Fraction(computed[i, other].item()) - true) <= Fraction(lost[i, other].item())
+            assert lost[i, other] <= 1e-13 * (1 + size) * 4 ** len(network.layers)
+            assert proved[i] == (lost[i, other] <= 1e-3 * computed[i, other])
+            assert not proved[i] or Fraction(left[i, other].item()) <= true
+        assert size > 1e4 or proved.any()
 
 
 def test_operations_without_a_rule_count_as_noisy_and_do_not_stop_the_check() -> None:
@@ -230,9 +292,8 @@ def test_operations_without_a_rule_count_as_noisy_and_do_not_stop_the_check() ->
 def test_single_operations_round_no_more_than_their_rules_say() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(5, 4, generator=generator, dtype=torch.float64) * torch.tensor([1e8, 1.0, 1e-8, 1e3]).double()
-    wrapped = model(lambda x: nn.functional.linear(x, weight))
-    graph = Certifier(wrapped, 0.1, "global").analysis.graph
-    check = NominalCheck(graph)
+    check = Certifier(model(lambda x: nn.functional.linear(x, weight)), 0.1, "global").nominal
+    graph = check.graph
     (node,) = [node for node in graph.nodes if node.op == "linear"]
     for seed in range(20):
         pixels = torch.rand(1, 1, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -22,7 +22,7 @@ from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Analysis, Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
-from lipcert.certifier._nominal import NominalCheck
+from lipcert.certifier._nominal import NominalMargins
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.errors import (
     BrokenCertificate,
@@ -121,7 +121,7 @@ class Certifier:
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
         self._confirmed = False
-        self.nominal = NominalCheck(self.analysis.graph, self.model.device)
+        self.nominal = NominalMargins(self.model, self.analysis)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
@@ -133,6 +133,7 @@ class Certifier:
         self.delta = 0.0 if rigor == "deterministic" else delta
         self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta
         self.stages: dict[str, roundoff.RadiusMethod] = {}
+        self._proved: set[str] = set()  # stages that prove what rounding takes of the nominal values
         self._flops, self._results = self._forward_pass()
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
         chosen = _STAGES if self.method == "staged" else (self.method,)
@@ -191,6 +192,8 @@ class Certifier:
                 return lambda margin, call: found.radius(classes, margin.to(images.device)).to(margin.device)
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
+            if self.roundoff is None and not method.plan.chained:
+                self._proved.add(name)
 
     def _everywhere(self, name: str) -> roundoff.RadiusMethod:
         """The methods global and gloro."""
@@ -304,7 +307,8 @@ class Certifier:
             self._confirmed = True
         predicted, all_margins = margins(self.model(images).cpu())
         margin = all_margins.amin(dim=1)
-        all_margins = self.nominal.sound(images, predicted, all_margins)
+        all_margins, proved = self.nominal.sound(images, predicted, all_margins)
+        rounding = proved.clone()
         found = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
         radius = torch.zeros(len(images), dtype=torch.float64)
@@ -322,13 +326,16 @@ class Certifier:
             asked = images[wanted], predicted[wanted], own
             with _understood(name):
                 bounds = stage(*asked)(all_margins[wanted], 0)
+                itself = torch.full_like(wanted, name in self._proved, dtype=torch.bool)
                 if self._least is not None:
-                    bounds = torch.maximum(bounds, self._least(*asked)(all_margins[wanted], 0))
-            drew = (own.spent > before).tolist()
-            for place, value, chance in zip(wanted.tolist(), bounds.tolist(), drew, strict=True):
-                if value >= radius[place]:
-                    radius[place], random[place] = value, chance
-                    decided[place] = name
+                    least = self._least(*asked)(all_margins[wanted], 0)
+                    bounds, itself = torch.maximum(bounds, least), itself & (bounds >= least)
+            larger = bounds >= radius[wanted]
+            better = wanted[larger]
+            radius[better], random[better] = bounds[larger], (own.spent > before)[larger]
+            rounding[better] = (proved[wanted] | itself)[larger]
+            for place in better.tolist():
+                decided[place] = name
         distance = None if found is None else self._distance(images, predicted, found, radius)
         if distance is not None:
             for place in (distance < radius).nonzero()[:1, 0].tolist():
@@ -346,6 +353,7 @@ class Certifier:
             None if distance is None else broken | (distance <= self.eps),
             distance,
             self.dtype,
+            tuple("proved" if each else "checked" for each in rounding.tolist()),
         )
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:

@@ -1,56 +1,74 @@
-"""Checks that the computed logits of an image agree with those in real arithmetic.
+"""What rounding can take of the computed margins of an image: proved where that is possible, and else checked.
 
 Every method compares bounds with margins that were computed in float64. If large numbers cancel, such a margin can be
-pure rounding error, and the certificate would be false. The anchored and the layer-by-layer certificate prove a bound
-on this error (:mod:`lipcert.certifier.anchored.rounding`). A proof for any network would multiply norms along the
-depth, and would be useless for deep networks. So before any method, the network runs again here with noise in every
-operation, and the change of the margins is subtracted from them.
+pure rounding error, and the certificate would be false.
 
-The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding errors
-(:class:`~lipcert.certifier.anchored.rounding.OperationRounding`), spread evenly over the entries. There are two runs
-with opposite noise, because a kink may hide one sign, and four times the larger change is subtracted. This is a check,
-not a proof. It assumes that rounding errors, a thousand times smaller in norm, change a margin by no more than this
-noise does. It costs about ten forward passes.
+**Proof.** :class:`~lipcert.roundoff.Roundoff` for float64 itself bounds the rounding error of every operation and
+multiplies it by the Lipschitz constants of all operations behind it. This bound is subtracted from the margins. It is
+tiny for networks with small constants, the only ones that ``global`` and ``gloro`` certify at a visible ε; for others
+the product of norms along the depth is useless. The anchored and the layer-by-layer certificate have a proof of their
+own (:mod:`lipcert.certifier.anchored.rounding`).
+
+**Check.** Without a proof the network runs again with noise in every operation, and the change of the margins is
+subtracted from them. The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding
+errors (:class:`~lipcert.certifier.anchored.rounding.OperationRounding`), spread evenly over the entries. There are two
+runs with opposite noise, because a kink may hide one sign, and four times the larger change is subtracted. This assumes
+that rounding errors, a thousand times smaller in norm, change a margin by no more than this noise does. It costs about
+ten forward passes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lipcert.bounds import Analysis
 from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.rounding import OperationRounding
-from lipcert.graph import Graph, Node, Replay, explicit_attention, needed, run
+from lipcert.errors import UnsupportedOperation
+from lipcert.graph import Node, Replay, explicit_attention, needed, run
+from lipcert.model import Model
+from lipcert.roundoff import REAL, Roundoff
 
 _TIMES = 1024
 _COUNTED = 4
 # Changes up to this fraction of a margin are ignored, because rounding itself is a thousand times smaller.
 _NEGLIGIBLE = 1e-5
+# A proof that takes more than this fraction of a margin is replaced by the check.
+_TAKEN = 1e-3
+# There is no proof for networks whose global bound is larger.
+_LARGEST_LOG10 = 9.0
 
 
-class NominalCheck:
-    """The check for one network.
+class NominalMargins:
+    """The margins of one network without what rounding may have added to them.
 
     Args:
-        graph: the network, captured in float64.
-        device: the device of the network; the CPU by default.
+        model: the network in float64.
+        analysis: its global analysis.
         seed: seed of the noise.
     """
 
-    def __init__(self, graph: Graph, device: torch.device | None = None, seed: int = 0):
+    def __init__(self, model: Model, analysis: Analysis, seed: int = 0):
+        graph = analysis.graph
+        self.proof: Roundoff | None = None
+        if analysis.bound().log10 <= _LARGEST_LOG10:
+            with suppress(UnsupportedOperation):
+                self.proof = Roundoff(model, REAL)
         self.rewritten = bool(graph.forms)
-        self.graph = needed(explicit_attention(graph, device))
+        self.graph = needed(explicit_attention(graph, model.device))
         self.local = OperationRounding(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
 
     @torch.no_grad()
-    def sound(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
-        """The margins, reduced by the possible effect of rounding.
+    def sound(self, images: Tensor, predicted: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
+        """The margins, reduced by the possible effect of rounding, and whether that is proved.
 
         Args:
             images: pixels in [0, 1], float64, shape (N, C, H, W).
@@ -58,10 +76,20 @@ class NominalCheck:
             margins: f_y − f_j, +inf at j = y, shape (N, classes).
 
         Returns:
-            float64, of the shape of ``margins``.
+            The margins, float64, shape (N, classes); and bool, shape (N,).
         """
-        if not len(images):
-            return margins
+        proved = torch.zeros(len(images), dtype=torch.bool)
+        found = margins.clone()
+        if self.proof is not None and len(images):
+            lost = self.proof.margins(images, predicted, torch.zeros(len(images))).to(margins)
+            proved = (lost <= _TAKEN * margins).all(dim=1)
+            found[proved] -= lost[proved]
+        if not proved.all():
+            found[~proved] = self._checked(images[~proved.to(images.device)], predicted[~proved], margins[~proved])
+        return found, proved
+
+    def _checked(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
+        """The margins, reduced by four times what noise takes from them."""
         values = self._values(images[:, None])
         errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(self.seed)

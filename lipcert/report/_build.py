@@ -179,6 +179,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
     if median := _median(run):
         found.append((f"median radius{' of those right' if run.labelled else ''}", median))
     found += [("rigor", run.rigor), ("holds for", about(run))]
+    found += [("rounding", run.rounding)] if run.rounding else []
     if run.smoothed:
         found += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
     decided = run.methods.most_common()

@@ -34,7 +34,8 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         file's name or None, ``image`` is :func:`lipcert.data.image_hash` of the certified image. ``attacked`` says
         whether an attack changed the prediction within ε. ``attack_distance`` is the smallest distance at which the
         attack changed it, also beyond ε, or None. Without an attack both are None. An infinite radius becomes the
-        largest float64. Rows of a smoothed classifier add ``holds_for``, such as ``smoothed(0.25)``, and ``abstained,
+        largest float64. ``rounding`` says whether what rounding in float64 can take of the certificate is ``proved``,
+        or ``checked`` with noise. Rows of a smoothed classifier have no ``rounding``; they add ``holds_for``, such as ``smoothed(0.25)``, and ``abstained,
         count, samples, selected, seed``.
     """
     count, hashes = len(batch.indices), batch.hashes
@@ -81,6 +82,8 @@ def check(row: Mapping[str, Any]) -> None:
         raise ValueError(f"the distance of an attack is {distance}")
     if not math.isfinite(row.get("seconds", 0)) or not math.isfinite(row.get("margin") or 0):
         raise ValueError("its time or margin is not a number")
+    if row.get("rounding", "proved") not in ("proved", "checked"):
+        raise ValueError("its rounding is neither proved nor checked")
     drawn = [row.get(name, 0) for name in ("count", "samples", "selected", "seed")]
     if not all(type(number) is int and 0 <= number < 2**64 for number in drawn):
         raise ValueError("its draws are not whole numbers")

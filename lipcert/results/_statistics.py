@@ -107,6 +107,15 @@ class Tally:
         return Counter(row["rigor"] for row in self.rows)
 
     @property
+    def rounding(self) -> str:
+        """In words, for how many images the effect of rounding on the certificate is proved; empty if not stated."""
+        words = Counter(row["rounding"] for row in self.rows if "rounding" in row)
+        proved, checked = words["proved"], words["checked"]
+        if proved and checked:
+            return f"proved for {proved} of {len(self)} images, checked with noise for {checked}"
+        return "proved" if proved else "checked with noise" if checked else ""
+
+    @property
     def delta(self) -> float:
         """The largest failure probability of one radius; 0 if all are deterministic."""
         return max((delta(rigor) or 0.0 for rigor in self.rigors), default=0.0)

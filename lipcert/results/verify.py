@@ -137,7 +137,7 @@ def verify(
                     others[method] = Certifier(model, one_method)
                 one = batch.split(i)[1].split(1)[0]
                 (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)
-                found |= {key: other[key] for key in ("radius", "method", "rigor")}
+                found |= {key: other[key] for key in ("radius", "method", "rigor", "rounding")}
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
             reason = reason or _objection(claimed, found, attack is not None)
@@ -218,6 +218,8 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
     stated, spent = (delta(row["rigor"]) or 0.0 for row in (claimed, found))
     if stated < spent or bool(stated) is not bool(spent):
         return f"{claimed['rigor']} is claimed and {found['rigor']} found"
+    if claimed.get("rounding") == "proved" != found.get("rounding"):
+        return f"rounding proved is claimed and {found.get('rounding')} found"
     for name in ("attacked", "attack_distance") if attacked else ():
         if not same(claimed.get(name), found[name], _ATTACK_TOLERANCE):
             return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"

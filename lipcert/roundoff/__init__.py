@@ -28,7 +28,7 @@ There is no bound in case of overflow, NaN, operations without a rule, or consta
 weights in an unknown way.
 """
 
-from lipcert._format import DTYPES, Format
+from lipcert._format import DTYPES, REAL, Format
 from lipcert.bounds import Operand, local_error
 from lipcert.roundoff._roundoff import Gains, Radii, RadiusMethod, Roundoff, error_norm, passes
 
@@ -37,6 +37,7 @@ __all__ = [
     "Format",
     "Gains",
     "Operand",
+    "REAL",
     "Radii",
     "Roundoff",
     "RadiusMethod",

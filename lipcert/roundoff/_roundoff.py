@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lipcert._format import OWN_ROUNDING, Format, address
+from lipcert._format import OWN_ROUNDING, REAL, Format, address
 from lipcert._numerics import SAFETY, at_most
 from lipcert._upper import Number
 from lipcert.bounds import (
@@ -39,7 +39,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
-from lipcert.roundoff._constants import computed_error
+from lipcert.roundoff._constants import ConstantErrors
 
 # (images, predicted, ledger) ↦ (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
@@ -71,6 +71,7 @@ class Gains:
         known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
         computed: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
+        errors: ConstantErrors | None = None
         self.format = replace(fmt, computed=computed)
         with torch.no_grad():
             nominal = evaluate(graph, _example(model)[:, None])
@@ -80,7 +81,8 @@ class Gains:
                     continue
                 try:
                     for constant in _constants(node, known):
-                        error = computed_error(constant, node.path, model, fmt)
+                        errors = errors or ConstantErrors(model, _example(model), fmt)
+                        error = errors.of(constant)
                         if error is None:
                             raise NoAnswer("a constant that the network computes")
                         computed[address(constant)] = constant, error
@@ -185,7 +187,7 @@ class Roundoff:
     def __init__(self, model: Model, dtype: str | torch.dtype | Format):
         self.format = Format.of(dtype)
         self.model = model
-        graph = capture(model, _example(model), _whole, casts=True)
+        graph = capture(model, _example(model), _whole, casts=self.format != REAL)
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
@@ -271,6 +273,8 @@ class Roundoff:
 
     def _operand(self, node: Node, nominal: Tensor, radius: Tensor, error: Tensor) -> Operand:
         value = self.gains.values[node]
+        if self.format == REAL:  # the nominal values have errors of the same bound
+            error = 2 * error
         moved = _times(float(value.lip), radius) + error
         return Operand(nominal, moved, torch.full_like(radius, float(value.magnitude)) + error)
 
