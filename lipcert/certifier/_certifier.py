@@ -192,7 +192,7 @@ class Certifier:
                 return lambda margin, call: found.radius(classes, margin.to(images.device)).to(margin.device)
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
-            if self.roundoff is None and not method.plan.chained:
+            if self.roundoff is None and not method.plan.chained and self.nominal.bounded:
                 self._proved.add(name)
 
     def _everywhere(self, name: str) -> roundoff.RadiusMethod:

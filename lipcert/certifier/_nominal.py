@@ -66,6 +66,11 @@ class NominalMargins:
         self.local = OperationRounding(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the rounding of every operation has a bound, forwards and backwards."""
+        return all(self.local.bounded(link) for links in self.local.chains.links.values() for link in links)
+
     @torch.no_grad()
     def sound(self, images: Tensor, predicted: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
         """The margins, reduced by the possible effect of rounding, and whether that is proved.

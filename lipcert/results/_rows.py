@@ -35,8 +35,8 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         whether an attack changed the prediction within ε. ``attack_distance`` is the smallest distance at which the
         attack changed it, also beyond ε, or None. Without an attack both are None. An infinite radius becomes the
         largest float64. ``rounding`` says whether what rounding in float64 can take of the certificate is ``proved``,
-        or ``checked`` with noise. Rows of a smoothed classifier have no ``rounding``; they add ``holds_for``, such as ``smoothed(0.25)``, and ``abstained,
-        count, samples, selected, seed``.
+        or ``checked`` with noise. Rows of a smoothed classifier have no ``rounding``; they add ``holds_for``, such as
+        ``smoothed(0.25)``, and ``abstained, count, samples, selected, seed``.
     """
     count, hashes = len(batch.indices), batch.hashes
     found = []
