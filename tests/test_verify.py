@@ -81,6 +81,16 @@ def test_rows_with_products_of_norms_are_computed_as_they_were(tmp_path, monkeyp
     assert "2 of 2 computed again" in run("verify", "bundled", "s.jsonl").stdout
 
 
+def test_a_proof_of_rounding_is_not_claimed_without_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("certify", "--eps", EPS, "--limit", "1", "--out", "r.jsonl", "--method", "anchored", "--passes", "500")
+    assert '"rounding": "checked"' in (text := Path("r.jsonl").read_text())
+    Path("r.jsonl").write_text(text.replace("checked", "proved"))
+    assert "rounding proved is claimed and checked found" in run("verify", "bundled", "r.jsonl", code=1).stderr
+    Path("r.jsonl").write_text(text.replace("checked", "hoped"))
+    assert "neither proved nor checked" in run("verify", "bundled", "r.jsonl", code=2).stderr
+
+
 def test_smaller_claims_stand(results):
     rows, summary, verified = results
     assert max(row["radius"] for row in rows) > 2e-6

@@ -17,7 +17,7 @@ from lipcert import roundoff
 from lipcert._certificates import Certificates
 from lipcert._environment import check as check_environment
 from lipcert._memory import is_out_of_memory, memory_left
-from lipcert._settings import DETERMINISTIC, SMOOTHING, CertifySettings, settings_of, takes
+from lipcert._settings import DETERMINISTIC, LINEARISED, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Analysis, Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
 from lipcert.certifier._local import Local
@@ -305,9 +305,11 @@ class Certifier:
         if not self._confirmed and len(images):
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
             self._confirmed = True
-        predicted, all_margins = margins(self.model(images).cpu())
-        margin = all_margins.amin(dim=1)
-        all_margins, proved = self.nominal.sound(images, predicted, all_margins)
+        predicted, computed = margins(self.model(images).cpu())
+        margin = computed.amin(dim=1)
+        reduced, proved = self.nominal.sound(images, predicted, computed)
+        # Linearised methods take off themselves what rounding does, from margins as they were computed.
+        linearised = torch.where(proved[:, None], computed, reduced)
         rounding = proved.clone()
         found = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
@@ -325,15 +327,17 @@ class Certifier:
             before = own.spent
             asked = images[wanted], predicted[wanted], own
             with _understood(name):
-                bounds = stage(*asked)(all_margins[wanted], 0)
-                itself = torch.full_like(wanted, name in self._proved, dtype=torch.bool)
+                itself = name in self._proved
+                bounds = stage(*asked)((linearised if itself else reduced)[wanted], 0)
+                sure = torch.full_like(proved[wanted], itself) if name in LINEARISED else proved[wanted]
                 if self._least is not None:
-                    least = self._least(*asked)(all_margins[wanted], 0)
-                    bounds, itself = torch.maximum(bounds, least), itself & (bounds >= least)
+                    least = self._least(*asked)(reduced[wanted], 0)
+                    sure = torch.where(bounds < least, proved[wanted], sure)
+                    bounds = torch.maximum(bounds, least)
             larger = bounds >= radius[wanted]
             better = wanted[larger]
             radius[better], random[better] = bounds[larger], (own.spent > before)[larger]
-            rounding[better] = (proved[wanted] | itself)[larger]
+            rounding[better] = sure[larger]
             for place in better.tolist():
                 decided[place] = name
         distance = None if found is None else self._distance(images, predicted, found, radius)
