@@ -206,6 +206,24 @@ def test_rows_of_other_versions_and_preprocessing_are_left_alone(tmp_path):
     ResultFile(path, {**known, "environment": {**known["environment"], "platform": "y"}}).__exit__(None)
 
 
+def test_a_smaller_run_does_not_complete_a_larger_one_that_was_stopped(tmp_path):
+    def state():
+        summary = json.loads((tmp_path / "r.summary.json").read_text())
+        return summary["limit"], summary["complete"]
+
+    path = tmp_path / "r.jsonl"
+    file = ResultFile(path, {**RUN, "limit": None})
+    file.append(row(0))
+    file.__exit__(KeyboardInterrupt)
+    assert state() == (None, False)
+    written(path, [1], {**RUN, "limit": 2})
+    assert state() == (None, False)
+    written(path, [2], {**RUN, "limit": None})
+    assert state() == (None, True)
+    written(path, [], {**RUN, "limit": 2})
+    assert state() == (None, True)
+
+
 def test_the_larger_limit_of_two_starts_stays(tmp_path):
     path = written(tmp_path / "r.jsonl", range(3), {**RUN, "limit": 3})
     for limit, stated in ((1, 3), (5, 5), (None, None), (5, None)):

@@ -64,6 +64,7 @@ class ResultFile:
         refuse_folder(self.path)
         self.summary_path = summary_path(self.path)
         self.description = dict(description)
+        self._unfinished = False  # whether the file is of an earlier, larger run that was stopped
         if self.path == self.summary_path or (os.path.exists(self.path) and not os.path.isfile(self.path)):
             raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
         try:
@@ -73,7 +74,9 @@ class ResultFile:
                 os.truncate(self.path, earlier.size)
             if earlier is not None and "limit" in self.description:  # keep rows of an earlier, larger run
                 limits: list[Any] = [summary.get("limit") for summary in (earlier.summary, self.description)]
-                self.description["limit"] = None if None in limits else max(limits)
+                widest = None if None in limits else max(limits)
+                self._unfinished = widest != self.description["limit"] and not earlier.summary.get("complete")
+                self.description["limit"] = widest
             self.tally = Tally(earlier.rows if earlier else ())
             self.done = {row["index"] for row in self.tally.rows}
             self._file: IO[str] = self.path.open("a", encoding="utf-8")
@@ -86,7 +89,7 @@ class ResultFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
-        self._write_summary(complete=kind is None)
+        self._write_summary(complete=kind is None and not self._unfinished)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row and flushes it.
