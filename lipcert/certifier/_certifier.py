@@ -53,6 +53,9 @@ _WORK_LIMIT = 1e12
 _WORK_INSTEAD = 5e10
 _PASSES_AN_OPERATION = 256
 _PASSES_AN_ATTACK = 1500
+# For networks with more floating-point operations per image, rounding of the margins is checked, as the norms that a
+# proof needs would take longer than the certificate.
+_WORK_OF_A_PROOF = 1e9
 # Images are certified together as long as the batch needs at most _WORK_TOGETHER, a few seconds on a core, or as long
 # as one operation needs at most _WORK_OF_A_CALL, because then the overhead of the call exceeds its arithmetic.
 _WORK_TOGETHER = 1e11
@@ -121,7 +124,8 @@ class Certifier:
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
         self._confirmed = False
-        self.nominal = NominalMargins(self.model, self.analysis)
+        self._flops, self._results = self._forward_pass()
+        self.nominal = NominalMargins(self.model, self.analysis, prove=self._flops <= _WORK_OF_A_PROOF)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
@@ -134,7 +138,6 @@ class Certifier:
         self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta
         self.stages: dict[str, roundoff.RadiusMethod] = {}
         self._proved: set[str] = set()  # stages that prove what rounding takes of the nominal values
-        self._flops, self._results = self._forward_pass()
         self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
         chosen = _STAGES if self.method == "staged" else (self.method,)
         for name in chosen if self.at is None else chosen[-1:]:

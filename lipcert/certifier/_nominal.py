@@ -52,13 +52,14 @@ class NominalMargins:
     Args:
         model: the network in float64.
         analysis: its global analysis.
+        prove: whether to look for a proof.
         seed: seed of the noise.
     """
 
-    def __init__(self, model: Model, analysis: Analysis, seed: int = 0):
+    def __init__(self, model: Model, analysis: Analysis, prove: bool = True, seed: int = 0):
         graph = analysis.graph
         self.proof: Roundoff | None = None
-        if analysis.bound().log10 <= _LARGEST_LOG10:
+        if prove and analysis.bound().log10 <= _LARGEST_LOG10:
             with suppress(UnsupportedOperation):
                 self.proof = Roundoff(model, REAL)
         self.rewritten = bool(graph.forms)
