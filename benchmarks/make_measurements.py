@@ -41,6 +41,7 @@ def page() -> str:
     parts = [
         _accuracy(),
         _recipes(),
+        _hybrids(),
         _margin_losses(),
         *_papers(),
         _methods(),
@@ -137,18 +138,34 @@ def _accuracy() -> str:
 
 def _recipes() -> str:
     found = read("training_recipes")
+    what = f"A LiResNet of width {found['network']['width']}"
+    return _one_at_a_time("One setting of a training changed at a time", found, what)
+
+
+def _hybrids() -> str:
+    found = read("hybrid_recipes")
+    network = found["network"]
+    what = f"""`{network["name"]}` with residual blocks of width {network["width"]} and tokens of width
+{network["embed_dim"]}. `start` scales the initial weights at the end of each branch, `radius` is that of the
+projections before attention and MLPs, `neck` the width of a dense layer on all tokens, instead of their
+mean. Trained"""
+    return _one_at_a_time("A hybrid with L2 attention: changes of the network", found, what)
+
+
+def _one_at_a_time(title: str, found: Any, what: str) -> str:
+    """A table of ``benchmarks.training_recipes``."""
     bases, common = found["bases"], found["common"]
     rows = []
     for run in sorted(found["runs"], key=lambda run: -run["certified"]):
         base = f"{run['base']}, lr {bases[run['base']]['lr']:g}"
-        changed = ", ".join(f"{name} {value}" for name, value in run["changed"].items()) or "–"
+        changes = {**run["changed"].get("network", {}), **run["changed"]}
+        changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name != "network") or "–"
         rows.append([base, changed, _percent(run["clean"]), _percent(run["certified"]), f"{run['core_seconds']:.0f}"])
-    text = f"""A LiResNet of width {found["network"]["width"]} with the loss `emma`, {common["epochs"]} epochs of
+    text = f"""{what} with the loss `emma`, {common["epochs"]} epochs of
 {common["images"]:,} images of CIFAR-10 in batches of 256, certified by `gloro` at ε = 36/255 on
 {found["held_out"]:,} other training images.
 """
-    columns = ["optimizer", "changed", "clean", "certified", "core seconds"]
-    return _section("One setting of a training changed at a time", columns, rows, text)
+    return _section(title, ["optimizer", "changed", "clean", "certified", "core seconds"], rows, text)
 
 
 def _margin_losses() -> str:

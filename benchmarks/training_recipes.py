@@ -5,8 +5,9 @@
 
 Trains a narrow LiResNet, or a narrow hybrid with L2 attention, on a part of CIFAR-10's training images, from the same
 random weights and with the same batches, and certifies other training images by GloRo at 36/255. A recipe is a base
-with settings changed, of the training or of the network. Results and environment go to benchmarks/results/
-training_recipes.json or hybrid_recipes.json after each run; what is there already is not run again.
+with settings changed, of the training or of the network. Results and environment go to
+benchmarks/results/training_recipes.json, or to benchmarks/results/hybrid_recipes.json, after each run; what is there
+already is not run again.
 """
 
 from __future__ import annotations
