@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "README.md"
@@ -40,10 +42,17 @@ def page() -> str:
     known = json.loads((FOLDER / "results" / "papers.json").read_text())
     papers = []
     for table in TABLES:
-        made = ", ".join(scale for scale in ("small", "full") if f"{table.paper}, {table.number}, {scale}" in known)
+        stored = {scale: known.get(f"{table.paper}, {table.number}, {scale}") for scale in ("small", "full")}
+        made = ", ".join(f"{scale}{_share(one['rows'], table.rows)}" for scale, one in stored.items() if one)
         here = made or (f"needs {table.needs}" if table.needs else "a command")
         papers.append(f"| {table.paper} | {table.number} | {table.title} | {here} |\n")
     return HEAD + "".join(rows) + TAIL + "".join(papers)
+
+
+def _share(made: Sequence[Mapping[str, Any]], rows: Sequence[Any]) -> str:
+    """How many of the rows that have commands were trained; nothing for tables without such rows."""
+    trained, asked = sum("data" in row for row in made), sum(row.recipe is not None for row in rows)
+    return f", {trained} of {asked} rows" if asked and trained else ""
 
 
 def _row(path: Path) -> str:
