@@ -34,7 +34,7 @@ class Format:
 
     dtype: torch.dtype
     sums: torch.dtype = torch.float32
-    computed: Mapping[tuple[int, torch.Size], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    computed: Mapping[Address, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, dtype: str | torch.dtype | Format) -> Format:
@@ -143,9 +143,12 @@ class Format:
 REAL = Format(torch.float64, torch.float64)
 
 
-def address(constant: Tensor) -> tuple[int, torch.Size]:
+Address = tuple[int, torch.Size, tuple[int, ...]]
+
+
+def address(constant: Tensor) -> Address:
     """Identifies a tensor among all tensors in memory."""
-    return constant.data_ptr(), constant.shape
+    return constant.data_ptr(), constant.shape, constant.stride()
 
 
 def _gamma(n: int, unit: float) -> float:

@@ -4,10 +4,11 @@ Every method compares bounds with margins that were computed in float64. If larg
 pure rounding error, and the certificate would be false.
 
 **Proof.** :class:`~lipcert.roundoff.Roundoff` for float64 itself bounds the rounding error of every operation and
-multiplies it by the Lipschitz constants of all operations behind it. This bound is subtracted from the margins. It is
+multiplies it by the Lipschitz constants of all operations after it. This bound is subtracted from the margins. It is
 tiny for networks with small constants, the only ones that ``global`` and ``gloro`` certify at a visible ε; for others
-the product of norms along the depth is useless. The anchored and the layer-by-layer certificate have a proof of their
-own (:mod:`lipcert.certifier.anchored.rounding`).
+the product of norms along the depth is useless. Constants that the network computes from its weights count as float64
+has them; :func:`lipcert.graph.examine` refuses those in which large numbers cancel. The anchored and the layer-by-layer
+certificate have a proof of their own (:mod:`lipcert.certifier.anchored.rounding`).
 
 **Check.** Without a proof the network runs again with noise in every operation, and the change of the margins is
 subtracted from them. The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding
@@ -31,7 +32,7 @@ from torch import Tensor
 from lipcert.bounds import Analysis
 from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.rounding import OperationRounding
-from lipcert.errors import UnsupportedOperation
+from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, Replay, explicit_attention, needed, run
 from lipcert.model import Model
 from lipcert.roundoff import REAL, Roundoff
@@ -60,7 +61,7 @@ class NominalMargins:
         graph = analysis.graph
         self.proof: Roundoff | None = None
         if prove and analysis.bound().log10 <= _LARGEST_LOG10:
-            with suppress(UnsupportedOperation):
+            with suppress(UnsupportedOperation, InputError):
                 self.proof = Roundoff(model, REAL)
         self.rewritten = bool(graph.forms)
         self.graph = needed(explicit_attention(graph, model.device))

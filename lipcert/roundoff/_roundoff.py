@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lipcert._format import OWN_ROUNDING, REAL, Format, address
+from lipcert._format import OWN_ROUNDING, REAL, Address, Format, address
 from lipcert._numerics import SAFETY, at_most
 from lipcert._upper import Number
 from lipcert.bounds import (
@@ -39,7 +39,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
-from lipcert.roundoff._constants import ConstantErrors
+from lipcert.roundoff._constants import computed_error
 
 # (images, predicted, ledger) ↦ (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
@@ -70,8 +70,7 @@ class Gains:
         self._gains: dict[Node, dict[Node, float]] = {}
         known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
-        computed: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
-        errors: ConstantErrors | None = None
+        computed: dict[Address, tuple[Tensor, Tensor]] = {}
         self.format = replace(fmt, computed=computed)
         with torch.no_grad():
             nominal = evaluate(graph, _example(model)[:, None])
@@ -80,9 +79,9 @@ class Gains:
                 if node is graph.input or passes(node):
                     continue
                 try:
-                    for constant in _constants(node, known):
-                        errors = errors or ConstantErrors(model, _example(model), fmt)
-                        error = errors.of(constant)
+                    # In float64 itself the network is the one with these constants as float64 has them.
+                    for constant in () if fmt == REAL else _constants(node, known):
+                        error = computed_error(constant, node.path, model, fmt)
                         if error is None:
                             raise NoAnswer("a constant that the network computes")
                         computed[address(constant)] = constant, error
