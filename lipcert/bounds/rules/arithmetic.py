@@ -215,7 +215,7 @@ def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
     masked = torch.zeros_like(zeros(node, operands), dtype=torch.bool)
     for constant in (first, second):
         if isinstance(constant, Tensor):
-            masked = masked | aligned(constant == -math.inf, node, images=False)
+            masked = masked | aligned(constant == -math.inf, node, images=False).to(masked.device)
     if node.op == "rsub":
         x, dx, y, dy = y, dy, x, dx
     error = fmt.rounded(x + alpha * y, 1 if alpha == 1 else 4) + dx + alpha * dy
