@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,12 @@ def load(
         InputError: arguments contradict each other, the network has no logits, or it does not accept the images.
     """
     pixels = {key: value for key, value in zip(_PIXELS, (mean, std, input_size), strict=True) if value is not None}
+    for key, value in pixels.items():
+        if not isinstance(value, Iterable):
+            example = "(3, 32, 32)" if key == "input_size" else "(0.5, 0.5, 0.5)"
+            raise InputError(f"{key} takes several numbers, such as {example}, got {value!r}")
+    if not isinstance(features, bool):
+        raise InputError(f"features is True or False, got {features!r}; an argument of timm cannot have this name")
     given = {*pixels, *timm_arguments}
     if checkpoint is not None:
         given.add("checkpoint= (--checkpoint)")

@@ -142,6 +142,11 @@ def test_module_without_pixels_says_what_is_missing():
     fails(InputError, "num_classes", source=nn.Linear(3, 2), num_classes=3)
 
 
+@pytest.mark.parametrize("wrong", [{"mean": 0.5}, {"std": 1}, {"input_size": 32}, {"features": 128}])
+def test_arguments_of_another_kind(wrong):
+    fails(InputError, next(iter(wrong)), source="test_vit", pretrained=False, **wrong)
+
+
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".tar", ".ckpt"])
 def test_pickle_is_never_executed(tmp_path, suffix):
     marker = tmp_path / "executed"

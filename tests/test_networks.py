@@ -16,7 +16,7 @@ from lipcert.networks._parts import NormalizedLinear
 from lipcert.surgery import MaxMin
 
 SMALL = {
-    "liresnet_l6w64": {"width": 8, "depth": 2, "neck": 8, "features": 16},
+    "liresnet_l6w64": {"width": 8, "depth": 2, "neck": 8, "num_features": 16},
     "lip_convnet_4c3f": {},
     "lip_convnet_6c2f": {"act_layer": "clipped-maxmin"},
     "lip_convnet_8c2f": {"act_layer": "relu"},
@@ -63,7 +63,9 @@ def test_sizes_are_those_of_the_paper() -> None:
 def test_residual_blocks_are_bounded_as_one_operator() -> None:
     """log ∏‖I + βW/√L‖ by the matrices of the convolutions, which is far below ∏(1 + ‖βW‖/√L)."""
     torch.manual_seed(0)
-    model = lipcert.load("liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=3, neck=4, features=8).double()
+    model = lipcert.load(
+        "liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=3, neck=4, num_features=8
+    ).double()
     bound = lipcert.lipschitz(model)
     found = [layer.log10_gain for layer in bound.layers if layer.path.startswith("net.blocks")]
     truth = []
@@ -79,7 +81,7 @@ def test_residual_blocks_are_bounded_as_one_operator() -> None:
 @pytest.mark.parametrize("block", ["residual", "conv"])
 def test_other_blocks_are_built_and_bounded(block: str) -> None:
     torch.manual_seed(0)
-    sizes = {"img_size": 8, "width": 4, "depth": 2, "neck": 4, "features": 8}
+    sizes = {"img_size": 8, "width": 4, "depth": 2, "neck": 4, "num_features": 8}
     model = lipcert.load("liresnet_l6w64", pretrained=False, block=block, **sizes)
     if block == "residual":
         for module in model.net.blocks[::2]:
@@ -97,7 +99,7 @@ def test_the_heads_rows_have_norm_one() -> None:
     x = torch.randn(3, 6).double()
     rows = head.weight / head.weight.norm(dim=1, keepdim=True)
     assert torch.allclose(head(x), F.linear(x, rows, head.bias))
-    model = lipcert.load("liresnet_l6w64", pretrained=False, width=4, depth=1, neck=4, features=8)
+    model = lipcert.load("liresnet_l6w64", pretrained=False, width=4, depth=1, neck=4, num_features=8)
     from lipcert.bounds import MarginBounds, analyze
 
     weight = MarginBounds(analyze(model)).weight
@@ -126,11 +128,17 @@ def test_maxmin_with_a_gradient_is_maxmin() -> None:
         ("liresnet_l6w64", {"width": 7}, "7 is odd"),
         ("liresnet_l6w64", {"img_size": 4}, "4×4 positions"),
         ("lip_convnet_8c2f", {"img_size": 8}, "too small"),
+        ("liresnet_vit_l2", {"attention": "local"}, "there is no attention 'local'"),
     ],
 )
 def test_what_cannot_be_built_is_said(name: str, arguments: dict, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         lipcert.load(name, pretrained=False, **arguments)
+
+
+def test_the_stem_takes_the_channels_of_the_images() -> None:
+    model = lipcert.load("cifar_vit_stem", pretrained=False, in_chans=1)
+    assert model(torch.rand(2, 1, 32, 32)).shape == (2, 10)
 
 
 def test_a_small_start_makes_the_constant_of_a_hybrid_small() -> None:

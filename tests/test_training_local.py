@@ -165,7 +165,7 @@ def test_networks_and_settings_that_do_not_fit_are_refused() -> None:
     headless = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU())
     with pytest.raises(InputError, match="linear layer at the end"):
         LocalBound(model_of(headless))
-    residual = lipcert.load("liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=1, neck=4, features=8)
+    residual = lipcert.load("liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=1, neck=4, num_features=8)
     with pytest.raises(InputError, match="the network has add"):
         LocalBound(residual)
     with pytest.raises(InputError, match="leave amp"):

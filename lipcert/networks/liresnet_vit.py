@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from lipcert.errors import InputError
 from lipcert.networks._parts import NormalizedLinear, activation, build, configuration
 from lipcert.networks.liresnet import stem_and_blocks
 from lipcert.surgery._attention import L2Attention
@@ -68,6 +69,9 @@ class Hybrid(VisionTransformer):
         neck: the width of a dense layer on all tokens together, as LiResNet's, with a head whose rows have norm 1;
             0 for the mean of the tokens and a plain head.
         **kwargs: of the vision transformer.
+
+    Raises:
+        InputError: there is no such attention.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class Hybrid(VisionTransformer):
         neck: int = 0,
         **kwargs: Any,
     ):
+        if attention not in ("dot", "l2"):
+            raise InputError(f"there is no attention {attention!r}; choose one of dot, l2")
         embed = partial(ResidualEmbed, width=width, depth=residual_depth)
         super().__init__(embed_layer=embed, norm_layer=partial(SmoothProject, radius=radius), **kwargs)
         blocks: Any = self.blocks

@@ -29,7 +29,7 @@ default_cfgs = generate_default_cfgs(
 def _stem_vit(stem: Sequence[int] = (96,), **arguments: Any) -> VisionTransformer:
     """timm's vision transformer; ``stem`` are the channels of the convolutions, each of half the sides of the last."""
     layers: list[nn.Module] = []
-    for before, channels in zip((3, *stem), stem, strict=False):
+    for before, channels in zip((arguments.get("in_chans", 3), *stem), stem, strict=False):
         layers += [nn.Conv2d(before, channels, 5, 2, 2), nn.GELU()]
     embed = partial(HybridEmbed, backbone=nn.Sequential(*layers))
     return VisionTransformer(embed_layer=embed, **arguments)
