@@ -27,7 +27,7 @@ class Format:
     """Binary floating point with rounding to nearest: fl(a ∘ b) = (a ∘ b)(1 + δ) + η', |δ| ≤ unit, |η'| ≤ smallest.
 
     Attributes:
-        dtype: float32, float16 or bfloat16: the type of every result.
+        dtype: float32, float16 or bfloat16, or float64 in ``REAL``: the type of every result.
         sums: the type of sums inside an operation: float32, or ``dtype`` itself.
         computed: constants that a network computes from its weights, by address and shape, with bounds on their errors.
     """

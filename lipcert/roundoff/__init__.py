@@ -24,6 +24,9 @@ these assumptions as far as it can, and refuses a process that violates them:
 * Variances may be computed by two passes, by updates, or as E[x²] − E[x]².
 * The whole network runs in one format: no autocast.
 
+With the format ``REAL``, F̂ is F as the certifier evaluates it in float64. Constants that the network computes from its
+weights are then part of F as float64 has them.
+
 There is no bound in case of overflow, NaN, operations without a rule, or constants that the network computes from its
 weights in an unknown way.
 """
