@@ -94,6 +94,17 @@ def test_other_blocks_are_built_and_bounded(block: str) -> None:
         lipcert.load("liresnet_l6w64", pretrained=False, block="plain", **sizes)
 
 
+def test_a_deep_chain_of_convolutions_starts_as_an_isometry() -> None:
+    """Without it EMMA makes all logits equal within an epoch."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "width": 4, "depth": 12, "neck": 4, "num_features": 8}
+    blocks = lipcert.load("liresnet_l6w64", pretrained=False, block="conv", **sizes).net.blocks.double()
+    for module in blocks[::2]:
+        torch.nn.init.zeros_(module.bias)
+    x = torch.randn(3, 4, 6, 6, dtype=torch.double)
+    torch.testing.assert_close(blocks(x).norm(), x.norm(), rtol=1e-4, atol=0)
+
+
 def test_the_heads_rows_have_norm_one() -> None:
     head = NormalizedLinear(6, 4).double()
     x = torch.randn(3, 6).double()
