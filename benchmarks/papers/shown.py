@@ -93,8 +93,8 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
     training = {TRAININGS[r.training][str(r.data)] for r in table.rows if r.training and r.data == ran[0]["data"]}
     return {
         "by": table.ordered, "as in the paper": same, "too close to say": close, "the other way round": other,
-        "epochs": scale.epochs, "images": scale.images, "epochs of the paper": sorted({t.epochs for t in training}),
-        "images of the paper": IMAGES[str(ran[0]["data"])],
+        "trained": sorted({(row["epochs"], row["images"]) for row in ran}) if scale.images else [],
+        "epochs of the paper": sorted({t.epochs for t in training}), "images of the paper": IMAGES[str(ran[0]["data"])],
     }  # fmt: skip
 
 
@@ -109,11 +109,9 @@ def said(order: Mapping[str, Any]) -> str:
     if other:
         words += ": " + "; ".join(f"{worse} above {better}" for better, worse in other)
     epochs = " or ".join(str(number) for number in order["epochs of the paper"])
-    if order["epochs"]:
-        words += (
-            f". Networks were trained for {order['epochs']} epochs of {order['images']:,} images; the paper's for "
-            f"{epochs} of {order['images of the paper']:,}"
-        )
+    if order["trained"]:
+        trained = " or ".join(f"{passes} epochs of {images:,} images" for passes, images in order["trained"])
+        words += f". Networks were trained for {trained}; the paper's for {epochs} of {order['images of the paper']:,}"
     return f"{words}."
 
 
@@ -128,6 +126,7 @@ def scaled(scale: Scale) -> str:
     if scale.images is None:
         return words
     parts = [f"{scale.images:,} training images", f"{scale.epochs} epochs", f"batches of {scale.batch}"]
+    parts += [f"{start} {images:,} and {epochs}" for start, (images, epochs) in scale.longer.items()]
     parts += [f"{start or 'by default'} {update}" for start, update in scale.optimizers.items()]
     parts += [f"{start} {' '.join(f'{k}={v}' for k, v in made.items())}" for start, made in scale.sizes.items()]
     if scale.thinner > 1:

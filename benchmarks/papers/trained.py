@@ -103,7 +103,7 @@ def row(one: Row, of: Table, scale: Scale, folders: dict[str, str], kept: Kept) 
     epochs = int(str(values_of(one, scale, train)["epochs"]))
     tuned = [spent for spent, step in zip(seconds, steps, strict=True) if step[0] == "finetune"]
     return {
-        **known, "data": one.data,
+        **known, "data": one.data, "images": scale.passes(one.model)[0] or IMAGES[str(one.data)], "epochs": epochs,
         "here": {**json.loads(note.read_text()), "seconds an epoch": tuned[-1] / epochs, "cpu seconds": sum(seconds)},
         "source": sources(one), "commands": [text.replace(train, Path(train).name) for text in typed],
         "cpu seconds of each": seconds,
@@ -221,10 +221,11 @@ def facts(one: Row, model: str, steps: list[list[str]], scale: Scale, train: str
     weights = [p for p in loaded.net.parameters() if p.dim() > 1]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         loaded(torch.zeros(1, *loaded.input_size, dtype=loaded.dtype))
+    images = scale.passes(one.model)[0] or IMAGES[str(one.data)]
     epochs = int(str(values_of(one, scale, train)["epochs"])) * sum(step[0] == "finetune" for step in steps)
     return {
         "parameters": sum(p.numel() for p in loaded.net.parameters()),
         "sparsity": sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights),
         "log10 bound": lipcert.lipschitz(loaded).log10,
-        "training flops": _TRAINING * counter.get_total_flops() * epochs * (scale.images or IMAGES[str(one.data)]),
+        "training flops": _TRAINING * counter.get_total_flops() * epochs * images,
     }
