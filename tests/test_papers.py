@@ -139,6 +139,33 @@ def test_a_command_that_fails_is_a_row_that_says_why(images, tmp_path):
     assert "one: lipcert: lr must be" in shown.text(table, wrong, [found], None)
 
 
+def test_a_single_row_is_added_to_those_that_are_stored(tmp_path, monkeypatch, capsys):
+    def row(one, of, scale, folders, kept, *, wanted=True):
+        return (
+            made(one.name, {"clean": 1.0, "certified": 0.5}, 0.5)
+            if wanted
+            else {"name": one.name, "paper": {}, "here": "not run"}
+        )
+
+    monkeypatch.setattr(trained, "row", row)
+    out = tmp_path / "papers.json"
+    for name in ("ConvNet EMMA", "LiResNet EMMA"):
+        given = ["papers", "--paper", "liresnet", "--table", "3", "--row", f"CIFAR-10, {name}", "--out", str(out)]
+        monkeypatch.setattr("sys.argv", given)
+        papers.main()
+    stored = json.loads(out.read_text())["liresnet, 3, small"]
+    assert [one["name"] for one in stored["rows"]] == [one.name for one in find("liresnet", "3").rows]
+    assert [one["name"] for one in stored["rows"] if "data" in one] == [
+        "CIFAR-10, ConvNet EMMA",
+        "CIFAR-10, LiResNet EMMA",
+    ]
+    assert "CIFAR-100, LiResNet EMMA: not run" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*given[:6], "no such row"])
+    with pytest.raises(SystemExit):
+        papers.main()
+    assert "the rows are CIFAR-10, ConvNet TRADES;" in capsys.readouterr().err
+
+
 def made(name, paper, share, data="cifar10", seconds=1.0):
     """A row as trained.row gives it."""
     shares = {"gloro": {"certified": share, "images": 500}, "local": {"certified": share, "images": 40}}

@@ -6,8 +6,9 @@
 ``full`` is the paper's setting, ``small`` takes minutes and says what it left out: its figures are no reproduction.
 Data sets are those of torchvision by name; ``--data NAME=FOLDER`` names a folder with ``train.tar`` and ``test.tar`` or
 with folders of these names. Rows of methods that lipcert does not have are quoted. Tables and environment go to
-``benchmarks/results/papers.json``, or to ``--out``, after each row. ``--keep FOLDER`` keeps the trained networks: a
-second table, or a second run, trains none again. In another folder than the repository's, PYTHONPATH names it.
+``benchmarks/results/papers.json``, or to ``--out``, after each row. ``--row NAME`` runs this row alone and adds it to
+those stored at the same scale; all others are said not to have been run. ``--keep FOLDER`` keeps the trained networks:
+a second table, or a second run, trains none again. In another folder than the repository's, PYTHONPATH names it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,23 @@ RESULT = Path(__file__).parent.parent / "results" / "papers.json"
 
 
 def table(
-    found: Table, scale: str, folders: dict[str, str], only: str | None = None, kept: Path | None = None
+    found: Table,
+    scale: str,
+    folders: dict[str, str],
+    only: str | None = None,
+    kept: Path | None = None,
+    known: Mapping[str, dict[str, Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a table, as they are made: what was found here, and the paper's figures."""
+    """The rows of a table, as they are made: what was found here, and the paper's figures.
+
+    Args:
+        found: the table.
+        scale: a key of :data:`SCALES`.
+        folders: data sets by name.
+        only: the one row that is run; the others are those of ``known``, or are said not to have been run.
+        kept: for trained networks.
+        known: rows of an earlier run, by name.
+    """
     if found.measure is not None:
         yield from getattr(measures, found.measure)(found, scale == "small", folders.get("cifar10"))
         return
@@ -39,8 +54,10 @@ def table(
     with tempfile.TemporaryDirectory() as work:
         networks = trained.Kept(kept or Path(work))
         for one in found.rows:
-            if only in (None, one.name):
-                yield trained.row(one, found, SCALES[scale], folders, networks)
+            if only not in (None, one.name) and one.name in (known or {}):
+                yield (known or {})[one.name]
+            else:
+                yield trained.row(one, found, SCALES[scale], folders, networks, wanted=only in (None, one.name))
 
 
 def main() -> None:
@@ -48,7 +65,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say which tables there are, and what they need")
     parser.add_argument("--paper", choices=LISTED)
     parser.add_argument("--table", help="such as 1 or 'figure 4'")
-    parser.add_argument("--row", help="only this row")
+    parser.add_argument("--row", help="only this row, beside those that are stored")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for trained networks, which tables then share")
@@ -64,18 +81,25 @@ def main() -> None:
         if not any((Path(folder) / train).exists() for train in ("train.tar", "train")):
             parser.error(f"--data {name}={folder}: a folder with train.tar and test.tar, or train and test, is needed")
     found, scale = find(args.paper, args.table), SCALES[args.scale]
+    if args.row is not None and args.row not in [one.name for one in found.rows]:
+        parser.error(f"--row {args.row}: the rows are {'; '.join(one.name for one in found.rows) or 'made together'}")
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)
+    key = f"{args.paper}, {args.table}, {args.scale}"
+    earlier = json.loads(args.out.read_text()).get(key, {}) if args.out.exists() else {}
+    same = earlier.get("conditions") == shown.scaled(scale)
+    before = {row["name"]: row for row in earlier["rows"] if "data" in row} if same else {}
     rows: list[dict[str, Any]] = []
     order = None
-    for each in table(found, args.scale, folders, args.row, args.keep):
+    for each in table(found, args.scale, folders, args.row, args.keep, before):
         rows.append(each)
         order = shown.compared(found, scale, rows)
-        stored: dict[str, Any] = {"environment": environment(), "rows": rows}
+        later = [row for name, row in before.items() if all(name != one.get("name") for one in rows)]
+        stored: dict[str, Any] = {"environment": environment(), "rows": rows + later}
         stored |= {"scale": scale.described(), "conditions": shown.scaled(scale)} if found.measure is None else {}
         stored |= {"order": order, "in words": shown.said(order)} if order is not None else {}
         known = json.loads(args.out.read_text()) if args.out.exists() else {}
-        known[f"{args.paper}, {args.table}, {args.scale}"] = stored
+        known[key] = stored
         args.out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     print(f"{args.paper} {args.table}, {args.scale}: {found.title}\n")
     print(shown.text(found, scale, rows, order))

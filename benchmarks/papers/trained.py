@@ -80,8 +80,10 @@ def run(arguments: list[str]) -> None:
         raise Failed(ended.output.strip().splitlines()[-1])
 
 
-def row(one: Row, of: Table, scale: Scale, folders: dict[str, str], kept: Kept) -> dict[str, Any]:
-    """One line: the commands of its recipe, and what the last model reaches."""
+def row(
+    one: Row, of: Table, scale: Scale, folders: dict[str, str], kept: Kept, *, wanted: bool = True
+) -> dict[str, Any]:
+    """One line: the commands of its recipe, and what the last model reaches if they are run."""
     known: dict[str, Any] = {"name": one.name, "paper": dict(zip(of.columns, one.paper, strict=True))}
     if one.recipe is None or one.model is None:
         return {**known, "here": "quoted: lipcert has no such method or network"}
@@ -90,6 +92,8 @@ def row(one: Row, of: Table, scale: Scale, folders: dict[str, str], kept: Kept) 
     if one.data not in folders and (of.needs or scale.data is not None):
         here = f"needs the data set {one.data}: --data {one.data}=FOLDER" + ("" if of.needs else ", or --scale full")
         return {**known, "here": here, "commands": [shlex.join(["lipcert", *step]) for step in steps]}
+    if not wanted:
+        return {**known, "here": "not run", "commands": [shlex.join(["lipcert", *step]) for step in steps]}
     print(one.name, flush=True)
     try:
         path, typed, seconds = kept.made(str(steps[0][1]), steps)
