@@ -200,7 +200,7 @@ class Scale:
             are then shifted and flipped.
         ramp: schedule of ε in place of the paper's, for all losses that have one but EMMA and TRADES.
         sizes: arguments of networks in place of the paper's, by what the name of a network starts with.
-        longer: training images and epochs in place of these, by what the name of a network starts with.
+        longer: training images, images a step and epochs in place of these, by what the name of a network starts with.
         data: the data sets that are taken without ``--data``; None for all.
     """
 
@@ -214,13 +214,13 @@ class Scale:
     optimizers: Mapping[str, str] = field(default_factory=dict)
     ramp: str | None = None
     sizes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    longer: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    longer: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     data: tuple[str, ...] | None = None
 
-    def passes(self, model: str | None) -> tuple[int | None, int | None]:
-        """Training images and epochs of a network."""
+    def passes(self, model: str | None) -> tuple[int | None, int | None, int | None]:
+        """Training images, images a step and epochs of a network."""
         fitting = [start for start in self.longer if (model or "").startswith(start)]
-        return self.longer[max(fitting, key=len)] if fitting else (self.images, self.epochs)
+        return self.longer[max(fitting, key=len)] if fitting else (self.images, self.batch, self.epochs)
 
     def updates(self, model: str | None) -> str | None:
         """Options of ``finetune`` that stand in place of the paper's."""
@@ -236,7 +236,7 @@ SCALES = {
     "small": Scale(
         2000, {"gloro": 500, "local": 40, "anchored": 8}, 32, 32, 3, 200, 16,
         {"": "adamw --lr 1e-3", "liresnet": "muon --lr 1e-2"}, "0,1.1,0.5",
-        {"certvit": {"embed_dim": "96", "depth": "2"}}, {"lip_convnet": (4096, 4)}, (),
+        {"certvit": {"embed_dim": "96", "depth": "2"}}, {"lip_convnet": (2000, 16, 4)}, (),
     ),
     "full": Scale(None, {"gloro": 10_000, "local": 10_000, "anchored": 10_000}, 10_000, None, None, 10_000),
 }  # fmt: skip
@@ -254,7 +254,7 @@ def values_of(row: Row, scale: Scale, train: str) -> dict[str, object]:
     stated = TRAININGS[row.training][str(row.data)] if row.training else None
     updates = scale.updates(row.model)
     known = stated or Training("CertViT, table 10", preset.batch_size, preset.epochs)
-    images, epochs = scale.passes(row.model)
+    images, batch, epochs = scale.passes(row.model)
     return {
         "train": shlex.quote(train), "eps": row.eps, "preset": preset_of(row),
         "ramp": scale.ramp or f"0,{known.over:.4g},{known.until}",
@@ -262,7 +262,7 @@ def values_of(row: Row, scale: Scale, train: str) -> dict[str, object]:
         "tuning": updates or "--lr 3e-4",
         "strong": "" if updates else "--optimizer nadam --randaugment rand-m9-n2 --crop shift",
         "sparsity": known.sparsity if row.sparsity is None else row.sparsity,
-        "batch": scale.batch or known.batch, "epochs": epochs or known.epochs,
+        "batch": batch or known.batch, "epochs": epochs or known.epochs,
         "limit": f"--limit {images}" if images else "", "calibration": scale.calibration,
     }  # fmt: skip
 

@@ -126,7 +126,7 @@ def scaled(scale: Scale) -> str:
     if scale.images is None:
         return words
     parts = [f"{scale.images:,} training images", f"{scale.epochs} epochs", f"batches of {scale.batch}"]
-    parts += [f"{start} {images:,} and {epochs}" for start, (images, epochs) in scale.longer.items()]
+    parts += [f"{start} {images:,}, {epochs} and {batch}" for start, (images, batch, epochs) in scale.longer.items()]
     parts += [f"{start or 'by default'} {update}" for start, update in scale.optimizers.items()]
     parts += [f"{start} {' '.join(f'{k}={v}' for k, v in made.items())}" for start, made in scale.sizes.items()]
     if scale.thinner > 1:
