@@ -190,15 +190,19 @@ def _papers() -> list[str]:
             continue
         paper, number, scale = key.split(", ")
         methods = [m for m in ("gloro", "local", "anchored") if any(m in row["here"]["certified"] for row in ran)]
+        constant = ["constant units"] if any("constant units" in row["here"] for row in ran) else []
         rows = []
         for row in ran:
             here, sure = row["here"], row["here"]["certified"]
             shares = [here["clean"], here["pgd"], *(sure[m]["certified"] if m in sure else None for m in methods)]
             theirs = [row["paper"].get("clean"), row["paper"].get("certified")]
             quoted = ["–" if value is None else f"{value} %" for value in theirs]
-            rows.append([row["name"], *map(_percent, shares), *quoted])
-        columns = ["network", "clean", "under PGD", *methods, "the paper's clean", "the paper's certified"]
-        text = f"{stored['conditions']} {stored.get('in words', '')}".strip() + "\n"
+            shares += [here.get("constant units")] if constant else []
+            rows.append([row["name"], *map(_percent, shares), f"{10 ** here['log10 bound']:.3g}", *quoted])
+        columns = ["network", "clean", "under PGD", *methods, *constant, "bound", "the paper's clean", "its certified"]
+        left = ", ".join(row["name"] for row in stored["rows"] if row.get("here") == "not run")
+        said = [stored["conditions"], stored.get("in words", ""), f"Not run: {left}." if left else ""]
+        text = " ".join(filter(None, said)) + "\n"
         sections.append(_section(f"Table {number} of {paper}, at scale {scale}", columns, rows, text))
     return sections
 

@@ -208,14 +208,16 @@ def test_trained_tables_fit_into_100_columns():
 
 def test_trained_tables_are_sections_of_the_measurements(monkeypatch):
     rows = [made("one", {"clean": 80.0, "certified": None}, 0.125), {"name": "two", "here": "quoted"}]
+    rows += [{"name": name, "here": "not run"} for name in ("three", "four")]
     known = {
         "local-lip, 2, small": {"rows": rows, "conditions": "Few images.", "in words": "Order: 1 of 1."},
         "certvit, 9, small": {"rows": [{"name": "mnist"}]},
     }
     monkeypatch.setattr(make_measurements, "read", {"papers": known}.get)
     (section,) = make_measurements._papers()
+    assert "Not run: three, four." in section
     assert "## Table 2 of local-lip, at scale small" in section
-    assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 80.0 % | – |" in section
+    assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 25.0 % | 3.98e+09 | 80.0 % | – |" in section
     assert "Few images. Order: 1 of 1." in section
 
 

@@ -87,7 +87,7 @@ def main() -> None:
         args.keep.mkdir(parents=True, exist_ok=True)
     key = f"{args.paper}, {args.table}, {args.scale}"
     earlier = json.loads(args.out.read_text()).get(key, {}) if args.out.exists() else {}
-    same = earlier.get("conditions") == shown.scaled(scale)
+    same = earlier.get("conditions") == shown.scaled(found, scale)
     before = {row["name"]: row for row in earlier["rows"] if "data" in row} if same else {}
     rows: list[dict[str, Any]] = []
     order = None
@@ -96,7 +96,9 @@ def main() -> None:
         order = shown.compared(found, scale, rows)
         later = [row for name, row in before.items() if all(name != one.get("name") for one in rows)]
         stored: dict[str, Any] = {"environment": environment(), "rows": rows + later}
-        stored |= {"scale": scale.described(), "conditions": shown.scaled(scale)} if found.measure is None else {}
+        stored |= (
+            {"scale": scale.described(), "conditions": shown.scaled(found, scale)} if found.measure is None else {}
+        )
         stored |= {"order": order, "in words": shown.said(order)} if order is not None else {}
         known = json.loads(args.out.read_text()) if args.out.exists() else {}
         known[key] = stored

@@ -9,7 +9,7 @@ from itertools import combinations
 from math import sqrt
 from typing import Any
 
-from benchmarks.papers.recipes import IMAGES, TRAININGS, Scale, Table
+from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Scale, Table
 
 WIDTH = 100
 _SHORT = {
@@ -28,7 +28,7 @@ def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: M
     ran = [row for row in rows if isinstance(row["here"], dict)] if not _needs(rows) else []
     lines: list[str] = []
     if ran:
-        lines += [wrapped(scaled(scale)), "", *_columns(table, ran)]
+        lines += [wrapped(scaled(table, scale)), "", *_columns(table, ran)]
     for row in rows:
         if row not in ran:
             figures = ", ".join(f"{name} {_number(value)}" for name, value in row.get("paper", {}).items() if value)
@@ -119,19 +119,29 @@ def _needs(rows: Sequence[Mapping[str, Any]]) -> bool:
     return not any("here" in row for row in rows)
 
 
-def scaled(scale: Scale) -> str:
-    """What the figures were measured on, in words."""
-    methods = ", ".join(f"{count:,} by {method}" for method, count in scale.tested.items())
+def scaled(table: Table, scale: Scale) -> str:
+    """What the figures of a table were measured on, in words."""
+    asked = [row for row in table.rows if row.recipe is not None and row.model is not None]
+    used = {method for row in asked for method in RECIPES[str(row.recipe)].methods}
+    methods = ", ".join(f"{count:,} by {method}" for method, count in scale.tested.items() if method in used)
     words = f"Test images: {methods}; {scale.attacked:,} attacked by PGD. Shares in %."
     if scale.images is None:
         return words
-    parts = [f"{scale.images:,} training images", f"{scale.epochs} epochs", f"batches of {scale.batch}"]
-    parts += [f"{start} {images:,}, {epochs} and {batch}" for start, (images, batch, epochs) in scale.longer.items()]
-    parts += [f"{start or 'by default'} {update}" for start, update in scale.optimizers.items()]
-    parts += [f"{start} {' '.join(f'{k}={v}' for k, v in made.items())}" for start, made in scale.sizes.items()]
-    if scale.thinner > 1:
-        parts.append(f"widths of LiResNets divided by {scale.thinner}")
-    return f"{', '.join(parts)}. {words}"
+    starts = {start for named in (scale.longer, scale.optimizers, scale.sizes) for start in named}
+    trained: dict[str, str] = {}
+    for row in asked:
+        model = str(row.model)
+        images, batch, epochs = scale.passes(model)
+        parts = [f"{images:,} training images", f"{epochs} epochs", f"batches of {batch}"]
+        parts += [update.removeprefix("--optimizer ") for update in [scale.updates(model)] if update]
+        parts += [
+            " ".join(f"{k}={v}" for k, v in made.items()) for n, made in scale.sizes.items() if model.startswith(n)
+        ]
+        parts += [f"widths divided by {scale.thinner}"] if "width=" in row.model_args and scale.thinner > 1 else []
+        trained.setdefault(max((s for s in starts if model.startswith(s)), key=len, default=""), ", ".join(parts))
+    alone = len(trained) == 1
+    groups = "; ".join(parts if alone else f"{start or 'others'}: {parts}" for start, parts in trained.items())
+    return f"{groups}. {words}"
 
 
 def short(row: Mapping[str, Any]) -> str:
