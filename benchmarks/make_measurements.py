@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.papers.shown import bounded
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
@@ -198,7 +200,7 @@ def _papers() -> list[str]:
             theirs = [row["paper"].get("clean"), row["paper"].get("certified")]
             quoted = ["–" if value is None else f"{value} %" for value in theirs]
             shares += [here.get("constant units")] if constant else []
-            rows.append([row["name"], *map(_percent, shares), f"{10 ** here['log10 bound']:.3g}", *quoted])
+            rows.append([row["name"], *map(_percent, shares), bounded(here["log10 bound"]), *quoted])
         columns = ["network", "clean", "under PGD", *methods, *constant, "bound", "the paper's clean", "its certified"]
         left = ", ".join(row["name"] for row in stored["rows"] if row.get("here") == "not run")
         said = [stored["conditions"], stored.get("in words", ""), f"Not run: {left}." if left else ""]

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from math import sqrt
+from math import ceil, floor, sqrt
 from typing import Any
 
 from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Scale, Table
@@ -152,7 +152,7 @@ def _here(row: Mapping[str, Any]) -> dict[str, str]:
     found = row["here"]
     cells = {"clean": f"{100 * found['clean']:.1f}", "pgd": f"{100 * found['pgd']:.1f}"}
     cells |= {method: f"{100 * each['certified']:.1f}" for method, each in found["certified"].items()}
-    cells["bound"] = _number(10 ** found["log10 bound"])
+    cells["bound"] = bounded(found["log10 bound"])
     cells["s/epoch"] = f"{found['seconds an epoch']:.1f}"
     if "constant units" in found:
         cells["const."] = f"{100 * found['constant units']:.1f}"
@@ -173,6 +173,12 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def bounded(log10: float) -> str:
+    """A bound, rounded up to as many digits as :func:`_number` shows."""
+    unit = 10.0 ** (floor(log10) - (2 if log10 < 4 else 1))
+    return _number(ceil(10**log10 / unit) * unit)
 
 
 def _parts(row: Mapping[str, Any]) -> Iterable[str]:
