@@ -136,7 +136,7 @@ def test_a_command_that_fails_is_a_row_that_says_why(images, tmp_path):
     wrong = dataclasses.replace(SMALL, optimizers={"": "adamw --lr -1"})
     found = trained.row(table.rows[0], table, wrong, images, trained.Kept(tmp_path))
     assert "lr must be a positive number" in found["here"]
-    assert "one: lipcert: lr must be" in shown.text(table, wrong, [found], None)
+    assert "lipcert: lr must be" in shown.text(table, wrong, [found], None)
 
 
 def test_a_single_row_is_added_to_those_that_are_stored(tmp_path, monkeypatch, capsys):
@@ -159,7 +159,7 @@ def test_a_single_row_is_added_to_those_that_are_stored(tmp_path, monkeypatch, c
         "CIFAR-10, ConvNet EMMA",
         "CIFAR-10, LiResNet EMMA",
     ]
-    assert "CIFAR-100, LiResNet EMMA: not run" in capsys.readouterr().out
+    assert "\nnot run\n  CIFAR-10, ConvNet TRADES" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", [*given[:6], "no such row"])
     with pytest.raises(SystemExit):
         papers.main()

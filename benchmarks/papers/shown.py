@@ -25,15 +25,18 @@ def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: M
     """The rows, one line each; those that need a data set, or an explanation, below."""
     if table.measure is not None:
         return "\n".join(wrapped("; ".join(_parts(row))) for row in rows)
-    ran = [row for row in rows if isinstance(row["here"], dict)] if not _needs(rows) else []
+    ran = [row for row in rows if isinstance(row.get("here"), dict)] if not _needs(rows) else []
     lines: list[str] = []
     if ran:
         lines += [wrapped(scaled(table, scale)), "", *_columns(table, ran)]
+    others: dict[str, list[str]] = {}
     for row in rows:
         if row not in ran:
             figures = ", ".join(f"{name} {_number(value)}" for name, value in row.get("paper", {}).items() if value)
-            what = f"needs {row['needs']}" if "needs" in row else row["here"]
-            lines.append(wrapped(f"{row.get('name', table.title)}: {what}" + (f"; {figures}" if figures else "")))
+            why = f"needs {row['needs']}" if "needs" in row else row["here"]
+            others.setdefault(why, []).append(f"{row.get('name', table.title)}" + (f": {figures}" if figures else ""))
+    for why, names in others.items():
+        lines += ["", wrapped(why), *(wrapped(name, "  ") for name in names)]
     if order is not None:
         lines += ["", wrapped(said(order))]
     return "\n".join(lines)
@@ -191,6 +194,6 @@ def _parts(row: Mapping[str, Any]) -> Iterable[str]:
             yield str(value) if key == "name" else f"{key} {json.dumps(value, ensure_ascii=False)}"
 
 
-def wrapped(line: str) -> str:
+def wrapped(line: str, indent: str = "") -> str:
     """A line in lines of at most 100 columns."""
-    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False)
+    return textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_long_words=False)
