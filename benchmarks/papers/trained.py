@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import lipcert
 from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Row, Scale, Table, values_of
-from lipcert._settings import parse_eps
+from lipcert._settings import Method, parse_eps
 from lipcert.certifier._local import Local
 from lipcert.cli import app
 from lipcert.data import Batch, open_images
@@ -99,7 +99,7 @@ def row(
         path, typed, seconds = kept.made(str(steps[0][1]), steps)
     except Failed as error:
         return {**known, "here": str(error), "commands": [shlex.join(["lipcert", *step]) for step in steps]}
-    asked = {"eps": one.eps, "tested": dict(scale.tested), "attacked": scale.attacked, "test": Path(test).name}
+    asked = {"eps": one.eps, "tested": tested(one, scale), "attacked": scale.attacked, "test": Path(test).name}
     note = kept.figures(steps, asked)
     if not note.exists():
         found = {**certified(str(path), test, one, scale), **facts(one, str(path), steps, scale, train)}
@@ -155,15 +155,19 @@ def splits(data: str, folders: dict[str, str]) -> tuple[str, str]:
     return (str(train), str(test)) if train.exists() else (str(folder / "train"), str(folder / "test"))
 
 
+def tested(one: Row, scale: Scale) -> dict[Method, int]:
+    """Images by certificate; ``local`` equals ``gloro`` for MaxMin, none of whose units becomes constant."""
+    methods = RECIPES[str(one.recipe)].methods
+    return {method: scale.tested[method] for method in methods if method != "local" or "=maxmin" not in one.model_args}
+
+
 def certified(model: str, data: str, one: Row, scale: Scale) -> dict[str, Any]:
     """Shares of the test images: right, right under attack, and certified by each method.
 
-    A method that is tried on fewer images has beside it what ``gloro`` certifies of these. ``local`` equals ``gloro``
-    for MaxMin, none of whose units becomes constant.
+    A method that is tried on fewer images has beside it what ``gloro`` certifies of these.
     """
     loaded = lipcert.load(model)
-    methods = [m for m in RECIPES[str(one.recipe)].methods if m != "local" or "=maxmin" not in one.model_args]
-    counts = {method: scale.tested[method] for method in methods}
+    counts = tested(one, scale)
     batch = _first(data, loaded, max(*counts.values(), scale.attacked))
     assert batch.labels is not None
     attacked, labels = batch.images[: scale.attacked], batch.labels[: scale.attacked]
