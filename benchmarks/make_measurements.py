@@ -46,7 +46,6 @@ def page() -> str:
         _hybrids(),
         _margin_losses(),
         *_papers(),
-        _behind(),
         _methods(),
         _surgery(),
         _attacked(),
@@ -207,25 +206,6 @@ def _papers() -> list[str]:
         text = " ".join(filter(None, said)) + "\n"
         sections.append(_section(f"Table {number} of {paper}, at scale {scale}", columns, rows, text))
     return sections
-
-
-def _behind() -> str:
-    """CertViT's two constraint sets on trained networks, at several tolerances."""
-    rows = []
-    before = {}
-    for row in read("papers")["certvit, equation 10, small"]["rows"]:
-        if "outputs" in row:
-            plain, aware = row["outputs"], row["activations"]
-            before[row["name"]] = f"{row['name']} {plain['before']:.2f} and {_percent(plain['accuracy before'])}"
-            cells = (f"{one['sum of log10 norms']:.2f} | {_percent(one['accuracy'])}" for one in (plain, aware))
-            rows.append([row["name"], f"{row['error']:g}", *cells])
-    text = f"""Σ log10 ‖W‖ over all layers, and accuracy on 1,000 test images, of networks that `constrain` bounds
-layer by layer, at the relative error of each layer in the second column: with `--keep outputs` it is that
-of the layer, with `--keep activations` that of the ReLU behind it, where there is one. Before:
-{"; ".join(before.values())}.
-"""
-    columns = ["network", "error", "outputs kept: Σ", "accuracy", "activations kept: Σ", "accuracy"]
-    return _section("The constraint set with and without the ReLU behind the layer", columns, rows, text)
 
 
 def _methods() -> str:
