@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 import lipcert
+from benchmarks._cifar import first_order_limit
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored
 from lipcert.certifier.anchored import effort
+from lipcert.certifier.anchored import method as method_module
 from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
+from lipcert.certifier.anchored.walk import Linearization
 
 
 def vit(norm="smooth", depth=2, width=16):
@@ -178,12 +181,66 @@ def test_a_choice_depends_on_no_image(eager):
 
 def test_nothing_is_chosen_where_it_would_not_pay(eager, monkeypatch):
     model = vit(depth=1, width=32)
-    assert effort.chosen(Anchored(model).finder)
-    assert effort.chosen(Anchored(model, rigor="deterministic").finder) == {}
-    assert effort.chosen(Anchored(model, passes=100).finder) == {}
+    assert effort.chosen(Anchored(model).finder).whole
+    assert effort.chosen(Anchored(model, rigor="deterministic").finder) == ({}, None)
+    assert effort.chosen(Anchored(model, passes=100).finder) == ({}, None)
     straight = lipcert.load(
         nn.Sequential(nn.Flatten(), nn.Linear(768, 4)), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16)
     ).double()
-    assert effort.chosen(Anchored(straight).finder) == {}
+    assert effort.chosen(Anchored(straight).finder) == ({}, None)
     monkeypatch.setattr(effort, "_WORTH", math.inf)
-    assert effort.chosen(Anchored(model).finder) == {}
+    assert effort.chosen(Anchored(model).finder) == ({}, None)
+
+
+@pytest.fixture
+def linearised(monkeypatch):
+    """The numbers of images that were linearised, one for each call."""
+    found = []
+
+    def counted(finder, images, *args, **kwargs):
+        found.append(len(images))
+        return Linearization(finder, images, *args, **kwargs)
+
+    monkeypatch.setattr(method_module, "Linearization", counted)
+    return found
+
+
+def test_a_verdict_takes_all_norms_only_where_quick_ones_leave_it_open(eager, linearised):
+    """Verdicts are those of the full radii, radii are no larger, and each image is charged at most δ."""
+    model, images = vit(depth=1, width=32), pixels(3, seed=7)
+    predicted, gaps = margins(model(images))
+    full = Anchored(model)(images).radius(predicted, gaps)
+    low, high = 0.2 * full.min().item(), first_order_limit(model, images, predicted).max().item() * 1.01
+    between = full.sort().values[1].item() * 0.999
+    for eps, most in ((low, 0), (between, 3), (high, 0)):
+        linearised.clear()
+        method = Anchored(model, eps=eps)
+        anchor = method(images)
+        radius = anchor.radius(predicted, gaps)
+        assert method.quick is not None
+        assert linearised[0] == 3
+        assert sum(linearised[1:]) <= most
+        assert bool(((radius > eps) == (full > eps)).all())
+        assert bool((radius <= full * 1.03).all())
+        assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
+        assert bool((anchor.norms.ledger.spent <= method.finder.options.delta).all())
+    assert len(linearised) == 1
+
+
+def test_a_verdict_is_that_of_the_image_alone(eager):
+    model, images = vit(depth=1, width=32), pixels(3, seed=7)
+    predicted, gaps = margins(model(images))
+    eps = Anchored(model)(images).radius(predicted, gaps).median().item() * 0.99
+    together = Anchored(model, eps=eps)(images).radius(predicted, gaps)
+    method = Anchored(model, eps=eps)
+    for i in (2, 0, 1):
+        alone = method(images[i : i + 1]).radius(predicted[i : i + 1], gaps[i : i + 1])
+        torch.testing.assert_close(alone, together[i : i + 1], rtol=1e-9, atol=0)
+
+
+def test_a_verdict_of_a_network_with_few_norms_is_the_full_radius():
+    model, images = vit(depth=1), pixels(1)
+    predicted, gaps = margins(model(images))
+    full, verdict = (Anchored(model, eps=eps)(images) for eps in (None, 1e-9))
+    assert verdict.method.quick is None
+    assert torch.equal(full.radius(predicted, gaps), verdict.radius(predicted, gaps))

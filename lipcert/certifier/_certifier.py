@@ -210,7 +210,7 @@ class Certifier:
         if name == "lofast":
             return LoFAST(self.model, at=self.at, **arguments)
         if self.roundoff is None:
-            return Anchored(self.model, at=self.at, **arguments)
+            return Anchored(self.model, at=self.at, eps=self.eps if self.method == "staged" else None, **arguments)
         return DeployedAnchored(self.model, self.dtype, **arguments)
 
     def _deployed(self, stage: roundoff.RadiusMethod) -> roundoff.RadiusMethod:

@@ -16,6 +16,9 @@ what is left of it by the logarithm of a norm and c the cost of the norm.
 - **Products.** Norms are left to products in the order of s/c, in groups, as long as they take no more than a part of
   the margin that the tolerances gain. A group that is too much is halved.
 
+**Quick norms** are a second choice, from the same estimates and in the same way: looser, and products may take more of
+the margin. Their radii are smaller, but most images need no more for a verdict at one ε (:mod:`.method`).
+
 All of this only steers: whatever the choice, every norm is an upper bound, and its failure probability is charged to
 the ledger of its image. The start vectors of the estimates differ from those of all certificates, so the choice does
 not depend on these. A norm may count more at another image than at the fixed ones. Then the radius there is smaller.
@@ -36,6 +39,7 @@ from lipcert.certifier._search import search
 from lipcert.certifier.anchored.jacobians import Jacobians
 from lipcert.certifier.anchored.margin import Forms, RivalMargin, curvature_norms
 from lipcert.certifier.anchored.norms import NormFinder, NormKey, NormOptions
+from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.walk import Curvature, FormNorms, Linearization
 from lipcert.graph import Node
 from lipcert.model import Model
@@ -53,6 +57,8 @@ _TIGHTEST, _LOOSEST = 0.01, 0.5
 # Products may take this share of what the tolerances gain, because other images differ from the fixed ones, and this
 # share of the margin in any case.
 _SPENT, _UNSEEN = 0.5, 1e-3
+# The same for quick norms: the sum of s τ, and the share of the margin that loose norms and products may take.
+_LOOSER, _TAKEN = 1.0, 0.4
 # The largest number of choices that are tried.
 _TRIALS = 40
 # Below this many floating-point operations for an image, all norms are computed.
@@ -74,21 +80,49 @@ class Candidate(NamedTuple):
         return self.counts / self.cost
 
 
-def chosen(finder: NormFinder) -> dict[NormKey, float]:
+class Choice(NamedTuple):
     """Tolerances of norms that differ from the usual one; ∞ leaves a norm to products.
 
-    There are none if few norms are needed, if they are deterministic or limited by ``passes``, and if no remainder
-    matters at the two images.
+    Attributes:
+        whole: for radii as large as with all norms.
+        quick: for smaller radii at a fraction of the cost; None without estimates.
     """
-    options, plan = finder.options, finder.plan
-    if options.deterministic or not plan.whole or plan.work < _WORTH:
-        return {}
+
+    whole: dict[NormKey, float]
+    quick: dict[NormKey, float] | None
+
+
+def worthwhile(plan: NormPlan, options: NormOptions) -> bool:
+    """Whether to choose among norms: there are many, and they are neither deterministic nor limited by ``passes``."""
+    return not options.deterministic and plan.whole and plan.work >= _WORTH
+
+
+def chosen(finder: NormFinder, *, quickly: bool = False) -> Choice:
+    """Which norms count; those of quick norms only with ``quickly``.
+
+    Nothing is chosen if that is not :func:`worthwhile`, and if no remainder matters at the two images.
+    """
+    options = finder.options
+    if not worthwhile(finder.plan, options):
+        return Choice({}, None)
     trial = _Trial(finder)
     if not trial.valid:
-        return {}
+        return Choice({}, None)
     candidates = sorted(trial.candidates(), key=lambda one: one.worth)
-    effort = _tolerances([one for one in candidates if one.iterative], options.tolerance)
-    least = (1 - _SPENT) * trial.left(effort).clamp_min(0) - _UNSEEN
+    iterative = [one for one in candidates if one.iterative]
+    tight, loose = (_tolerances(iterative, options.tolerance, factor) for factor in (_TIGHTER, _LOOSER))
+    least = (1 - _SPENT) * trial.left(tight).clamp_min(0) - _UNSEEN
+    quick = _fewer(trial, candidates, loose, torch.full_like(least, -_TAKEN)) if quickly else None
+    return Choice(_fewer(trial, candidates, tight, least), quick)
+
+
+def _fewer(
+    trial: _Trial, candidates: list[Candidate], effort: dict[NormKey, float], least: Tensor
+) -> dict[NormKey, float]:
+    """The same tolerances with norms left to products, while at least this share of the margin is left.
+
+    ``least`` has the shape of :meth:`_Trial.left`.
+    """
     groups = [candidates]
     for _ in range(_TRIALS):
         if not groups:
@@ -103,7 +137,8 @@ def chosen(finder: NormFinder) -> dict[NormKey, float]:
     return effort
 
 
-def _tolerances(candidates: list[Candidate], usual: float) -> dict[NormKey, float]:
+def _tolerances(candidates: list[Candidate], usual: float, factor: float) -> dict[NormKey, float]:
+    """Tolerances for which the sum of s τ is ``factor`` times that of the usual one."""
     counts = torch.tensor([max(one.counts, 1e-9) for one in candidates], dtype=torch.float64)
     cost = torch.tensor([one.cost for one in candidates], dtype=torch.float64)
     ratio = (cost / counts) ** (2 / 3)
@@ -111,7 +146,7 @@ def _tolerances(candidates: list[Candidate], usual: float) -> dict[NormKey, floa
     for _ in range(100):
         middle = math.sqrt(low * high)
         some = (middle * ratio).clamp(min(_TIGHTEST, usual), max(_LOOSEST, usual))
-        low, high = (low, middle) if (counts * some).sum() > _TIGHTER * usual * counts.sum() else (middle, high)
+        low, high = (low, middle) if (counts * some).sum() > factor * usual * counts.sum() else (middle, high)
     some = (low * ratio).clamp(min(_TIGHTEST, usual), max(_LOOSEST, usual))
     return {one.key: tolerance for one, tolerance in zip(candidates, some.tolist(), strict=True)}
 

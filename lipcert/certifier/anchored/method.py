@@ -44,6 +44,11 @@ from that map. At kinks, slopes between the two sides have smaller remainders (:
 The width of the secants follows from the radius with Jacobians. The larger of the two radii counts; each uses half of
 the failure probability.
 
+**A verdict at one ε** needs less than the radius. Quick norms (:mod:`.effort`) come first, for all images. Images for
+which they suffice are done, without further forms. So are images that no norms can certify, because the margin toward
+some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε. The others get the norms for a full radius. The quick
+ones and these use half of the failure probability each. If both are valid, so is the larger radius.
+
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
 (lipcert.norms._ledger). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
 a relative 1e-6 for them. Rounding errors of nominal values, gradients and products with Jacobians have terms of their
@@ -52,6 +57,7 @@ own, because cancellation can make them as large as the computed number: :mod:`l
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -60,7 +66,7 @@ from torch import Tensor
 
 from lipcert._numerics import SAFETY
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored.effort import chosen
+from lipcert.certifier.anchored.effort import chosen, worthwhile
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
@@ -87,11 +93,15 @@ class Anchored:
         secant: computes those of the network with secants at kinks (lipcert.bounds._secants), with half of ``delta``;
             None for a network without kinks.
         kinks: the operations with secants, and the nodes for their widths.
+        quick: computes the quick norms, before a verdict at ``eps``; None if they are not used, or not yet chosen.
 
     Args:
         model: the model, in float64.
         at: the perturbed value: None for the pixels, the path of a module for its output, or the index of a stage for
             its start. ε is measured there; values that do not depend on it stay nominal.
+        eps: stops at a verdict at this ε: a radius above it may be smaller than the full one, and so may one below it
+            where no certificate at ε is possible. Ignored for networks with kinks or with few norms. By default all
+            radii are full.
         **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
     Raises:
@@ -99,16 +109,19 @@ class Anchored:
         UnsupportedOperation: names the operations after ``at`` that have no remainder rule.
     """
 
-    def __init__(self, model: Model, *, at: str | int | None = None, **options: Any):
+    def __init__(self, model: Model, *, at: str | int | None = None, eps: float | None = None, **options: Any):
         given = NormOptions(**options)
         network = Network(model, at=at)
         graph, self.kinks = with_secants(network.graph)
-        share = 0.5 if self.kinks else 1.0
-        self.finder = _finder(network, given, share)
+        plan = _plan(network, given)
+        self.eps = eps if eps is not None and not self.kinks and worthwhile(plan, given) else None
+        share = 1.0 if not self.kinks and self.eps is None else 0.5
+        self.finder = _finder(plan, given, share)
+        self.quick: NormFinder | None = None
         self.secant: NormFinder | None = None
         if self.kinks:
             widths = tuple(self.kinks.values())
-            self.secant = _finder(Network(model, at=at, graph=graph, widths=widths), given, share)
+            self.secant = _finder(_plan(Network(model, at=at, graph=graph, widths=widths), given), given, share)
 
     @property
     def network(self) -> Network:
@@ -136,13 +149,21 @@ class Anchored:
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
         if self.finder.effort is None:
-            self.finder.effort = chosen(self.finder)
-        return Anchor(self, Linearization(self.finder, images, progress, ledger=ledger))
+            choice = chosen(self.finder, quickly=self.eps is not None)
+            self.finder.effort = choice.whole
+            if choice.quick is not None:
+                # Norms that are the same for all images are computed once, and every image is charged by both finders.
+                self.quick = copy.copy(self.finder)
+                self.quick.effort = choice.quick
+        return Anchor(self, Linearization(self.quick or self.finder, images, progress, ledger=ledger), progress)
 
 
-def _finder(network: Network, options: NormOptions, share: float) -> NormFinder:
-    plan = NormPlan(network, anchored_pairs(network), options.passes)
-    return NormFinder(network, plan, options, share=share, spare=ROUNDS * weighable(network))
+def _plan(network: Network, options: NormOptions) -> NormPlan:
+    return NormPlan(network, anchored_pairs(network), options.passes)
+
+
+def _finder(plan: NormPlan, options: NormOptions, share: float) -> NormFinder:
+    return NormFinder(plan.network, plan, options, share=share, spare=ROUNDS * weighable(plan.network))
 
 
 def weighable(network: Network) -> int:
@@ -167,11 +188,12 @@ class Anchor:
 
     Args:
         method: the certificate of the model.
-        linearization: the network linearised with its Jacobians.
+        linearization: the network linearised with its Jacobians, with the quick norms if a verdict is wanted.
+        progress: called with (norms computed, norms in total) while further norms are computed.
     """
 
-    def __init__(self, method: Anchored, linearization: Linearization):
-        self.method, self.linearization = method, linearization
+    def __init__(self, method: Anchored, linearization: Linearization, progress: NormProgress | None = None):
+        self.method, self.linearization, self.progress = method, linearization, progress
 
     @property
     def norms(self) -> Norms:
@@ -193,7 +215,10 @@ class Anchor:
         Raises:
             LedgerError: called again, although the first call used the start vectors; linearise the images again.
         """
-        best, here = linearized_radius(self.linearization, predicted, margins, limit), self.linearization
+        here = self.linearization
+        if self.method.quick is not None and self.method.eps is not None:
+            return self._verdict(self.method.eps, predicted, margins, limit)
+        best = linearized_radius(here, predicted, margins, limit)
         if self.method.secant is None:
             return best
         moved = here.walk(best).operands
@@ -203,6 +228,18 @@ class Anchor:
         widths = {leaf: _WIDENED * moved.get(v, still)[-1][:, None] for v, leaf in self.method.kinks.items()}
         secant = Linearization(self.method.secant, here.images[:, 0], widths=widths, ledger=ledger)
         return torch.maximum(best, linearized_radius(secant, predicted, margins, limit))
+
+    def _verdict(self, eps: float, predicted: Tensor, margins: Tensor, limit: int | None) -> Tensor:
+        """Radii from the quick norms, and from all norms where these leave the verdict at ε open."""
+        here = self.linearization
+        best, possible = _examined(here, predicted, margins, limit, eps)
+        still = ((best <= eps) & possible).nonzero()[:, 0]
+        if len(still):
+            ledger = here.norms.ledger.only(still).part("whole")
+            whole = Linearization(self.method.finder, here.images[still, 0], self.progress, ledger=ledger)
+            more, _ = _examined(whole, predicted[still], margins[still], limit, eps)
+            best[still] = torch.maximum(best[still], more)
+        return best
 
     def least_margin(self, eps: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """Lower bounds on the smallest f_y − f_j within eps, shape (N,); arguments as for :meth:`radius`."""
@@ -216,9 +253,20 @@ def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, lim
     The deviation of the logits gives a first radius for every rival class, without a backward pass. Rival classes are
     examined in increasing order of this radius, until the rest cannot decide the result.
     """
+    return _examined(at, predicted, margins, limit, None)[0]
+
+
+def _examined(
+    at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Radii of one linearisation, and whether a certificate at ε is possible to first order, bool, shape (N,).
+
+    With ``eps`` no contracted forms are computed for images whose verdict they cannot change.
+    """
     allowed = _cheap(at, predicted, margins)
     order = allowed.argsort(1)[:, :limit]
     best = torch.full_like(allowed[:, 0], math.inf)
+    possible = torch.ones_like(best, dtype=torch.bool)
     most = max(1, _ENTRIES // sum(value.numel() for value in at.values.values()))
     together = 1
     while order.shape[1]:
@@ -233,11 +281,15 @@ def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, lim
         # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
         exact = toward.radius(FURTHER * best[images]).reshape(rivals.shape)
         exact = torch.maximum(exact, floor)
+        if eps is not None:  # decided per image: alone, it would not have these rivals examined unless they count
+            beyond = (toward.margin > toward.slope * eps).reshape(rivals.shape).all(1)
+            possible &= beyond | (floor[:, 0] >= FURTHER * best)
         allowed.scatter_(1, rivals, exact)
         best = torch.minimum(best, exact.amin(1))
         together = min(2 * together, most)
-    best = _weigh(at, allowed, predicted, margins).amin(1)
-    return torch.where(torch.isfinite(best), best, 0.0) * (1 - SAFETY)
+    enough = torch.full_like(best, math.inf) if eps is None else torch.where(possible, eps / (1 - SAFETY), 0.0)
+    best = _weigh(at, allowed, predicted, margins, enough).amin(1)
+    return torch.where(torch.isfinite(best), best, 0.0) * (1 - SAFETY), possible
 
 
 def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
@@ -254,14 +306,17 @@ def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
     return torch.where(rivals, search_each(left, finite / slope.reshape(-1, 1)), math.inf)
 
 
-def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
-    """The radii of the rival classes, shape (N, classes), improved with contracted forms for the smallest of them."""
+def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tensor, enough: Tensor) -> Tensor:
+    """The radii of the rival classes, shape (N, classes), improved with contracted forms for the smallest of them.
+
+    The smallest radius of an image is improved only up to ``enough``, shape (N,).
+    """
     allowed = allowed.clone()
     done = torch.zeros_like(allowed, dtype=torch.bool)
     for round in range(rounds(at.plan)):
         rivals = allowed.argmin(1, keepdim=True)
         least = allowed.gather(1, rivals)[:, 0]
-        left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least)).nonzero()[:, 0]
+        left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least) & (least <= enough)).nonzero()[:, 0]
         if not len(left):
             break
         one = RivalMargin(at.only(left), rivals[left, 0], predicted[left], margins[left])
