@@ -1,0 +1,187 @@
+"""Where the anchored certificate is loose: what it charges, and what gradient ascent attains, operation by operation.
+
+    python -m benchmarks.anchored_map --model cifar10-vit --data ../shared/data/cifar10/test.tar --images 4
+
+At the certified radius of each image, toward the rival with the smallest first-order limit, two quantities of every
+nonlinear operation v are compared. The *error* is the deviation of v's operands u from their linearisation at the
+image, ‖u(x + δ) − u(x) − G δ‖ in units of ε. The certificate charges ρ_u − ‖G‖ε. The *loss* is what the remainder of v
+takes of the margin, −⟨∇_v m, R_v⟩ in units of ‖∇m‖ε. Gradient ascent over ‖δ‖ = ε attains lower bounds on both maxima.
+What is charged beyond them is left to gain, and a loss above what is charged would show that a bound is false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import lipcert
+from benchmarks._env import environment
+from lipcert.bounds import margins
+from lipcert.certifier import Anchored
+from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
+from lipcert.data import open_images
+from lipcert.graph import Node, run
+
+# The forms of the rules are computed once more here, with start vectors that the certificate has not used.
+_ROUND = 1000
+
+
+def ascended(value: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor, eps: float, steps: int) -> float:
+    """The largest value that gradient ascent finds within ε, from two random starts.
+
+    Args:
+        value: δ ↦ the value and its gradient.
+        like: a tensor of the shape of δ.
+        eps: ε.
+        steps: the number of steps from each start.
+    """
+    best = 0.0
+    for seed in range(2):
+        delta = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+        for _ in range(steps):
+            delta = delta * (eps / delta.norm())
+            found, gradient = value(delta)
+            best = max(best, found.item())
+            if not gradient.norm() > 0:
+                break
+            # The values grow as δ², and so the maximum is a fixed point of this step, as in power iteration.
+            delta = delta / eps + gradient / gradient.norm()
+    return best
+
+
+class Map:
+    """Charged and attained errors and losses of one image, shape (1, C, H, W).
+
+    Args:
+        method: the certificate.
+        image: pixels in [0, 1].
+        steps: the number of steps of each ascent.
+    """
+
+    def __init__(self, method: Anchored, image: Tensor, steps: int):
+        self.network, self.steps = method.network, steps
+        with torch.no_grad():
+            predicted, gaps = margins(method.network.model(image))
+        anchor = method(image)
+        self.at = anchor.linearization
+        radius = anchor.radius(predicted, gaps)
+        self.eps = radius.item()
+        rivals = gaps[0].argsort()[:-1]
+        towards = [RivalMargin(self.at, j[None], predicted, gaps) for j in rivals]
+        self.toward = min(towards, key=lambda one: (one.margin / one.slope).item())
+        self.limit = (self.toward.margin / self.toward.slope).item()
+        forms = self.toward.forms(radius)[1]
+        curvature = curvature_norms(self.at, forms, _ROUND)
+        self.found = self.at.walk(radius, curvature)
+        self.losses = {}
+        for v, rho in self.found.operands.items():
+            loss = self.toward.against[v](rho)
+            if v in forms:
+                loss = torch.minimum(loss, forms[v][0].bound(rho, self.found.weighed[v]))
+            self.losses[v] = loss.item()
+
+    def error(self, u: Node) -> tuple[float, float]:
+        """The error of a value charged and attained, in units of ε."""
+        network, at, source = self.network, self.at, self.network.source
+        v, place = next((v, network.operands(v).index(u)) for v in network.rules if u in network.operands(v))
+        first = torch.as_tensor(at.gain(source, u)).item() * self.eps
+        charged = max(self.found.operands[v][place].item() - first, 0.0)
+        if not network.replay.depends(u, source) or u is source:
+            return 0.0, 0.0
+        jacobian = at.finder.jacobians.operator(source, u, at.values, several=False)
+        nominal = at.values[u].reshape(-1)
+
+        def value(delta: Tensor) -> tuple[Tensor, Tensor]:
+            delta = delta.requires_grad_()
+            with torch.enable_grad():
+                (moved,) = network.replay(source, at.values[source] + delta, [u], dict(at.values))
+                left = (moved.reshape(-1) - nominal).detach() - jacobian.product(delta.detach().reshape(1, -1))[0]
+                (gradient,) = torch.autograd.grad(moved.reshape(-1), delta, left)
+            return left.norm(), gradient - jacobian.adjoint(left.reshape(1, -1)).reshape(delta.shape)
+
+        return charged / self.eps, ascended(value, at.values[source], self.eps, self.steps) / self.eps
+
+    def loss(self, v: Node) -> tuple[float, float]:
+        """What the remainder of an operation takes of the margin, charged and attained, in units of ‖∇m‖ε."""
+        network, at, source = self.network, self.at, self.network.source
+        unit = self.toward.slope.item() * self.eps
+        direction = self.toward.at_nodes[v]
+        operands = [operand for operand in dict.fromkeys(v.operands) if network.replay.depends(operand, source)]
+
+        def result(values: dict[Node, Tensor]) -> Tensor:
+            known = {operand: at.values[operand][0] for operand in v.operands}
+            return (run((v,), {**known, **values})[v] * direction[0]).sum()
+
+        nominal = {operand: at.values[operand][0].detach().requires_grad_() for operand in operands}
+        with torch.enable_grad():
+            start = result(nominal)
+            slopes = torch.autograd.grad(start, list(nominal.values()), allow_unused=True)
+
+        def value(delta: Tensor) -> tuple[Tensor, Tensor]:
+            delta = delta.requires_grad_()
+            with torch.enable_grad():
+                moved = network.replay(source, at.values[source] + delta, operands, dict(at.values))
+                moved = [one[0] for one in moved]
+                linear = sum(
+                    ((one - nominal[u].detach()) * slope).sum()
+                    for one, u, slope in zip(moved, operands, slopes, strict=True)
+                    if slope is not None
+                )
+                lost = start.detach() + linear - result(dict(zip(operands, moved, strict=True)))
+                (gradient,) = torch.autograd.grad(lost, delta)
+            return lost.detach(), gradient
+
+        return self.losses[v] / unit, ascended(value, at.values[source], self.eps, self.steps) / unit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data")
+    parser.add_argument("--images", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--name", default="anchored_map", help="of the file in benchmarks/results")
+    args = parser.parse_args()
+    model = lipcert.load(args.model).double().requires_grad_(False)
+    method = Anchored(model)
+    network, rows = method.network, []
+    for batch in open_images(args.data, model, limit=args.images).batches(1):
+        one = Map(method, batch.images.double(), args.steps)
+        print(f"radius {one.eps:.4f}, limit {one.limit:.4f}", flush=True)
+        known: dict[Node, tuple[float, float]] = {}
+        operations = []
+        for v in network.rules:
+            known |= {u: one.error(u) for u in network.operands(v) if u not in known}
+            errors, loss = [known[u] for u in network.operands(v)], one.loss(v)
+            operations.append({"operation": f"{v.path.removeprefix('net.')} {v.name}", "errors": errors, "loss": loss})
+            told = ", ".join(f"{charged:.3f} for {attained:.3f}" for charged, attained in errors)
+            print(f"  {operations[-1]['operation']:44} error {told}; loss {loss[0]:.4f} for {loss[1]:.4f}", flush=True)
+        rows.append({"radius": one.eps, "limit": one.limit, "operations": operations})
+    ratios = [
+        charged / attained
+        for row in rows
+        for operation in row["operations"]
+        for charged, attained in operation["errors"]
+        if attained > 1e-6
+    ]
+    summary = {
+        "model": args.model if "/" not in args.model else Path(args.model).stem,
+        "images": len(rows),
+        "errors_charged_over_attained_median": torch.tensor(ratios).median().item(),
+        "errors_charged_over_attained_largest": max(ratios, default=math.nan),
+        "rows": rows,
+        "environment": environment(),
+    }
+    print(json.dumps({key: value for key, value in summary.items() if key != "rows"}, indent=1))
+    path = Path(__file__).parent / "results" / f"{args.name}.json"
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
