@@ -57,8 +57,8 @@ _TIGHTEST, _LOOSEST = 0.01, 0.5
 # Products may take this share of what the tolerances gain, because other images differ from the fixed ones, and this
 # share of the margin in any case.
 _SPENT, _UNSEEN = 0.5, 1e-3
-# The same for quick norms: the sum of s τ, and the share of the margin that loose norms and products may take.
-_LOOSER, _TAKEN = 1.0, 0.4
+# The same for quick norms: the sum of s τ, and the share of the margin that products may take beyond loose norms.
+_LOOSER, _TAKEN = 4.0, 0.7
 # The largest number of choices that are tried.
 _TRIALS = 40
 # Below this many floating-point operations for an image, all norms are computed.
@@ -112,7 +112,7 @@ def chosen(finder: NormFinder, *, quickly: bool = False) -> Choice:
     iterative = [one for one in candidates if one.iterative]
     tight, loose = (_tolerances(iterative, options.tolerance, factor) for factor in (_TIGHTER, _LOOSER))
     least = (1 - _SPENT) * trial.left(tight).clamp_min(0) - _UNSEEN
-    quick = _fewer(trial, candidates, loose, torch.full_like(least, -_TAKEN)) if quickly else None
+    quick = _fewer(trial, candidates, loose, trial.left(loose).clamp_max(0) - _TAKEN) if quickly else None
     return Choice(_fewer(trial, candidates, tight, least), quick)
 
 
