@@ -81,13 +81,13 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
     timed = table.ordered != "certified"
     for one, two in combinations(ran, 2):
         ours, theirs = (_value(row, timed) for row in (one, two)), (row["paper"][table.ordered] for row in (one, two))
-        (a, n), (b, _) = ours
+        (a, n), (b, m) = ours
         p, q = theirs
         if one["data"] != two["data"] or None in (p, q) or p == q:
             continue
         first, second = (one, two) if p > q else (two, one)
         names = [short(first), short(second)]
-        if not timed and abs(a - b) <= 2 * sqrt((a * (1 - a) + b * (1 - b)) / n):
+        if not timed and abs(a - b) <= 2 * sqrt(a * (1 - a) / n + b * (1 - b) / m):
             close.append(names)
         elif (a > b) is (p > q):
             same += 1
@@ -163,13 +163,15 @@ def _here(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _value(row: Mapping[str, Any], timed: bool) -> tuple[float, int]:
-    """The figure that is compared, and its images: the best certificate on the images that all were tried on."""
+    """The figure that is compared, and its images: the best certificate on the images that all were tried on.
+
+    ``local`` certifies what ``gloro`` does, and more.
+    """
     if timed:
         return row["here"]["seconds an epoch"], 0
     shares = row["here"]["certified"]
     fewest = min(each["images"] for each in shares.values())
-    best = max(each["certified"] for each in shares.values() if each["images"] == fewest)
-    return max(best, shares["gloro"]["certified"]), fewest
+    return max(each["certified"] for each in shares.values() if each["images"] == fewest), fewest
 
 
 def _number(value: float | None) -> str:
