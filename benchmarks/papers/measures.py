@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import timm
@@ -189,15 +189,16 @@ def ablation(table: Table, small: bool, data: str | None) -> Rows:
     return rows
 
 
-def behind(table: Table, small: bool, data: str | None) -> Rows:
+def behind(table: Table, small: bool, data: str | None) -> Iterator[dict[str, Any]]:
     """Equation 10 with and without the ReLU: single layers, and two networks trained on CIFAR-10 by cross-entropy.
 
     The networks are constrained at several tolerances, so that they can be compared at the same accuracy, which is that
     on test images.
     """
-    rows: Rows = [_layer(active, error) for active, error in ((0.04, 0.01), (0.04, 0.1), (0.5, 0.1))]
+    yield from (_layer(active, error) for active, error in ((0.04, 0.01), (0.04, 0.1), (0.5, 0.1)))
     if data is None:
-        return [*rows, {"needs": "networks: --data cifar10=FOLDER, with train.tar and test.tar in it"}]
+        yield {"needs": "networks: --data cifar10=FOLDER, with train.tar and test.tar in it"}
+        return
     width: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 8} if small else {}
     torch.manual_seed(0)
     for name, net in {
@@ -216,8 +217,7 @@ def behind(table: Table, small: bool, data: str | None) -> Rows:
             for images, _ in train:  # for the statistics of batch normalisation, which finetune leaves as they are
                 model(images)
         lipcert.finetune(model.eval(), train, loss="ce", epochs=8 if small else 40, lr=2e-3)  # type: ignore[arg-type]
-        rows += _networks(name, model, train[: 2 if small else 10], test, (0.05, 0.1) if small else (0.05, 0.1, 0.2))
-    return rows
+        yield from _networks(name, model, train[: 2 if small else 10], test, (0.05, 0.1) if small else (0.05, 0.1, 0.2))
 
 
 def _layer(active: float, error: float) -> dict[str, Any]:
@@ -236,8 +236,7 @@ def _layer(active: float, error: float) -> dict[str, Any]:
 
 def _networks(
     name: str, model: lipcert.Model, batches: Sequence[Any], test: Sequence[Any], errors: Sequence[float]
-) -> Rows:
-    rows: Rows = []
+) -> Iterator[dict[str, Any]]:
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     for error in errors:
         row: dict[str, Any] = {"name": name, "error": error}
@@ -254,6 +253,4 @@ def _networks(
                 "layers with a ReLU behind": sum(layer.behind is not None for layer in report.layers),
                 "layers": len(report.layers),
             }
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        yield row
