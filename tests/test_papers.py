@@ -85,6 +85,7 @@ def test_rows_that_cannot_be_run_say_what_they_need(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(trained, "run", no_command)
     rows = {row["name"]: row for row in papers.table(find("certvit", "1"), "small", {})}
     assert "needs the data set mnist" in rows["MNIST, Standard 4C3F"]["here"]
+    assert " --data torch/mnist:train " in rows["MNIST, Standard 4C3F"]["commands"][0]
     assert rows["MNIST, BCP 4C3F"]["here"].startswith("quoted")
     assert rows["CIFAR-10, CertViT ViT"]["paper"]["certified"] == 33.1
     (needs, first, *_) = papers.table(find("certvit", "3"), "full", {})
@@ -127,6 +128,10 @@ def test_a_trained_row_runs_its_commands_once(images, tmp_path, monkeypatch):
     assert 0 <= here["constant units"] <= 1
     assert here["parameters"] > 0 < here["seconds an epoch"]
     assert first["commands"][0].startswith("lipcert finetune lip_convnet_4c3f --no-pretrained ")
+    left = trained.row(table.rows[0], table, SMALL, images, kept, wanted=False)
+    assert left["here"] == "not run"
+    assert left["commands"][0].startswith("lipcert finetune ")
+    assert all(str(tmp_path) not in command for one in (first, left) for command in one["commands"])
     monkeypatch.setattr(trained, "run", lambda arguments: pytest.fail(f"trained again: {arguments}"))
     assert trained.row(table.rows[0], table, SMALL, images, kept) == first
 
@@ -170,7 +175,7 @@ def made(name, paper, share, data="cifar10", seconds=1.0):
     """A row as trained.row gives it."""
     shares = {"gloro": {"certified": share, "images": 500}, "local": {"certified": share, "images": 40}}
     here = {
-        "clean": 0.5, "pgd": 0.4, "certified": shares, "log10 bound": 9.6, "seconds an epoch": seconds,
+        "clean": 0.5, "pgd": 0.4, "attacked": 32, "certified": shares, "log10 bound": 9.6, "seconds an epoch": seconds,
         "constant units": 0.25, "local bound, estimated": 2.5,
     }  # fmt: skip
     return {"name": name, "paper": paper, "data": data, "images": 8, "epochs": 1, "here": here}
@@ -215,9 +220,9 @@ def test_trained_tables_are_sections_of_the_measurements(monkeypatch):
     }
     monkeypatch.setattr(make_measurements, "read", {"papers": known}.get)
     (section,) = make_measurements._papers()
-    assert "Not run: three, four." in section
+    assert "Not run: three; four." in section
     assert "## Table 2 of local-lip, at scale small" in section
-    assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 25.0 % | 4.0e9 | 2.5 | 80.0 % | – |" in section
+    assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 4.0e9 | 25.0 % | 2.5 | 80.0 % | – |" in section
     assert "Few images. Order: 1 of 1." in section
 
 

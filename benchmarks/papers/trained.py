@@ -89,18 +89,20 @@ def row(
         return {**known, "here": "quoted: lipcert has no such method or network"}
     train, test = splits(str(one.data), folders)
     steps = commands(one, scale, train)
+    short = Path(train).name if one.data in folders else train
+    asked = [shlex.join(["lipcert", *step]).replace(train, short) for step in steps]
     if one.data not in folders and (of.needs or scale.data is not None):
         here = f"needs the data set {one.data}: --data {one.data}=FOLDER" + ("" if of.needs else ", or --scale full")
-        return {**known, "here": here, "commands": [shlex.join(["lipcert", *step]) for step in steps]}
+        return {**known, "here": here, "commands": asked}
     if not wanted:
-        return {**known, "here": "not run", "commands": [shlex.join(["lipcert", *step]) for step in steps]}
+        return {**known, "here": "not run", "commands": asked}
     print(one.name, flush=True)
     try:
         path, typed, seconds = kept.made(str(steps[0][1]), steps)
     except Failed as error:
-        return {**known, "here": str(error), "commands": [shlex.join(["lipcert", *step]) for step in steps]}
-    asked = {"eps": one.eps, "tested": tested(one, scale), "attacked": scale.attacked, "test": Path(test).name}
-    note = kept.figures(steps, asked)
+        return {**known, "here": str(error), "commands": asked}
+    measured = {"eps": one.eps, "tested": tested(one, scale), "attacked": scale.attacked, "test": Path(test).name}
+    note = kept.figures(steps, measured)
     if not note.exists():
         found = {**certified(str(path), test, one, scale), **facts(one, str(path), steps, scale, train)}
         note.write_text(json.dumps(found))
@@ -109,7 +111,7 @@ def row(
     return {
         **known, "data": one.data, "images": scale.passes(one.model)[0] or IMAGES[str(one.data)], "epochs": epochs,
         "here": {**json.loads(note.read_text()), "seconds an epoch": tuned[-1] / epochs, "cpu seconds": sum(seconds)},
-        "source": sources(one), "commands": [text.replace(train, Path(train).name) for text in typed],
+        "source": sources(one), "commands": [text.replace(train, short) for text in typed],
         "cpu seconds of each": seconds,
     }  # fmt: skip
 
