@@ -193,6 +193,9 @@ def test_methods_are_compared_with_the_papers_order():
     assert "1 the other way round: b above c. Networks were trained for 1 epochs of 8 images" in shown.said(order)
     near = shown.compared(table, SMALL, [made("a", paper[0], 0.50), made("b", paper[1], 0.52)])
     assert near["too close to say"] == [["b", "a"]]
+    none = made("a", paper[0], 0.50)
+    none["here"]["certified"]["anchored"] = {"certified": 0.0, "images": 8}
+    assert shown.compared(table, SMALL, [none, made("b", paper[1], 0.52)])["too close to say"] == [["b", "a"]]
     timed = Table("local-lip", "7", "t", ("seconds an epoch",), table.rows, ordered="seconds an epoch")
     fast = [made(n, {"seconds an epoch": p}, 0.5, seconds=s) for n, p, s in (("a", 1.0, 2.0), ("b", 9.0, 3.0))]
     assert shown.compared(timed, SMALL, fast)["as in the paper"] == 1
