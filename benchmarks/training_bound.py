@@ -2,10 +2,11 @@
 
     python -m benchmarks.training_bound --data ../shared/data/cifar10 --seeds 3
 
-Trains a small LiResNet on a part of CIFAR-10 with the same settings, starts and batches, and certifies test images by
-GloRo. ``flattened`` takes the certified bound once an epoch and lets it change as ∏ ‖W_l‖^a_l with the weights, ‖W_l‖
-the norm of the flattened kernel and a_l the slope of the bound along it. Further, CPU seconds an update of each loss.
-Results and environment go to benchmarks/results/training_bound.json, after each run.
+Trains a small LiResNet on a part of CIFAR-10 with the same settings, starts and batches, by two optimizers, and
+certifies test images by GloRo. ``flattened`` takes the certified bound once an epoch and lets it change as
+∏ ‖W_l‖^a_l with the weights, ‖W_l‖ the norm of the flattened kernel and a_l the slope of the bound along it. Further,
+CPU seconds per update of each loss. Results and environment go to benchmarks/results/training_bound.json, after each
+run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,9 +34,11 @@ from lipcert.training._matrices import matrices
 
 RESULT = Path(__file__).parent / "results" / "training_bound.json"
 NETWORK: dict[str, Any] = {"width": 16, "depth": 4, "neck": 32, "num_features": 128}
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "optimizer": "muon", "channels_last": True}
+SETTINGS: dict[str, Any] = {"channels_last": True}
+RATES = {"nadam": 2e-3, "muon": 1e-2}
+KINDS = ("true", "flattened")
 TIMED = {"liresnet_l6w64": ("ce", "emma"), "lip_convnet_6c2f": ("ce", "emma", "local-b", "local-g")}
-_BATCH = 64
+_BATCH, _TIMED_BATCH = 64, 256
 _STEP = 1e-3
 
 
@@ -69,20 +73,22 @@ def network(seed: int) -> lipcert.Model:
     return lipcert.load("liresnet_l6w64", pretrained=False, **NETWORK)
 
 
-def compared(args: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
+def compared(args: argparse.Namespace, optimizer: str, kind: str, seed: int) -> dict[str, Any]:
     model = network(seed)
     images = open_images(str(args.data / "train.tar"), model, limit=args.images)
     batches = Batches(images, model, _BATCH, Augmentation("shift"))
     started = time.process_time()
     with mock.patch("lipcert.training._finetune.TrainingBound", Flattened if kind == "flattened" else TrainingBound):
-        lipcert.finetune(model, batches, EPS, loss="emma", epochs=args.epochs, **SETTINGS)
+        lipcert.finetune(
+            model, batches, EPS, loss="emma", epochs=args.epochs, optimizer=optimizer, lr=RATES[optimizer], **SETTINGS
+        )
     seconds = time.process_time() - started
     batch = next(open_images(str(args.data / "test.tar"), model, limit=args.tested).batches(args.tested))
     assert batch.labels is not None
     result = lipcert.certify(model, batch.images, batch.labels, eps=EPS, method="gloro")
     clean = float((result.predicted == batch.labels).double().mean())
     return {
-        "gradient": kind, "seed": seed, "clean": clean, "certified": result.certified_accuracy,
+        "optimizer": optimizer, "gradient": kind, "seed": seed, "clean": clean, "certified": result.certified_accuracy,
         "bound": MarginBounds(analyze(model)).features, "cpu_seconds": seconds,
     }  # fmt: skip
 
@@ -110,42 +116,50 @@ def main() -> None:
     args = parser.parse_args()
     about = {
         "network": {"name": "liresnet_l6w64", **NETWORK},
-        "settings": {**SETTINGS, "images": args.images, "epochs": args.epochs, "batch_size": _BATCH, "crop": "shift"},
+        "settings": {
+            **SETTINGS,
+            "lr": RATES,
+            "images": args.images,
+            "epochs": args.epochs,
+            "batch_size": _BATCH,
+            "crop": "shift",
+        },
         "tested": args.tested,
     }
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     same = {key: known.get(key) for key in about} == about
-    runs, updates = (known["runs"], known["cpu_seconds_an_update"]) if same else ([], {})
+    runs, updates = (known["runs"], known["cpu_seconds_per_update"]) if same else ([], {})
 
     def write() -> None:
-        result = {**about, "runs": runs, "summary": summary(runs), "cpu_seconds_an_update": updates}
+        result = {**about, "runs": runs, "summary": summary(runs), "cpu_seconds_per_update": updates}
         RESULT.write_text(json.dumps({**result, "environment": environment()}, indent=1) + "\n")
 
-    for seed in range(args.seeds):
-        for kind in ("true", "flattened"):
-            if not any((run["gradient"], run["seed"]) == (kind, seed) for run in runs):
-                runs.append(compared(args, kind, seed))
-                print(json.dumps(runs[-1]), flush=True)
-                write()
+    done = {(run["optimizer"], run["gradient"], run["seed"]) for run in runs}
+    for one in product(RATES, KINDS, range(args.seeds)):
+        if one not in done:
+            runs.append(compared(args, *one))
+            print(json.dumps(runs[-1]), flush=True)
+            write()
     for name, losses in TIMED.items():
         for loss in losses:
             if loss not in updates.setdefault(name, {}):
-                updates[name][loss] = cpu_seconds(loss, name, _BATCH)
+                updates[name][loss] = cpu_seconds(loss, name, _TIMED_BATCH)
                 write()
         plain = updates[name]["ce"]
         ratios = ", ".join(f"{loss} {seconds / plain:.2f}" for loss, seconds in updates[name].items())
         print(f"{name}: CPU seconds of an update over those of plain cross-entropy: {ratios}")
-    for kind, means in summary(runs).items():
-        print(f"{kind}: clean {means['clean']:.1%}, certified {means['certified']:.1%}, bound {means['bound']:.3g}")
+    for name, means in summary(runs).items():
+        print(f"{name}: clean {means['clean']:.1%}, certified {means['certified']:.1%}, bound {means['bound']:.3g}")
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Means over seeds, by gradient."""
+    """Means over seeds, by optimizer and gradient."""
     found: dict[str, dict[str, float]] = {}
-    for kind in ("true", "flattened"):
-        own = [run for run in runs if run["gradient"] == kind]
+    for optimizer, kind in product(RATES, KINDS):
+        own = [run for run in runs if (run["optimizer"], run["gradient"]) == (optimizer, kind)]
         if own:
-            found[kind] = {key: sum(run[key] for run in own) / len(own) for key in ("clean", "certified", "bound")}
+            means = {key: sum(run[key] for run in own) / len(own) for key in ("clean", "certified", "bound")}
+            found[f"{optimizer}, {kind}"] = means
     return found
 
 
