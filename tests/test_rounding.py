@@ -23,7 +23,7 @@ from lipcert.graph import Node, capture
 from lipcert.loading import BUNDLED
 from lipcert.model import Model
 from lipcert.norms import Ledger
-from lipcert.roundoff import DTYPES, Format, Radii, Roundoff
+from lipcert.roundoff import DTYPES, REAL, Format, Radii, Roundoff
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._roundoff import _whole
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
@@ -201,6 +201,21 @@ def test_bounds_are_of_the_size_of_what_is_seen(name: str, fmt: Format) -> None:
 def test_comparisons_do_not_round(name: str) -> None:
     node = node_of(name)
     assert not local_error(node, [operand(random(*u.shape), 1.0) for u in node.operands], FORMATS[0]).any()
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "conv" in name or "linear" in name])
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+def test_the_short_bound_for_float64_covers_that_of_every_entry(
+    name: str, rho: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = node_of(name)
+    values = [operand(random(*u.shape), rho) for u in node.operands]
+    short = local_error(node, values, REAL)
+    monkeypatch.setattr("lipcert.bounds.rules.linear.REAL", None)
+    tight = local_error(node, values, REAL)
+    assert short.shape == (1, *node.shape)
+    assert (short >= tight).all()
+    assert 0 < tight.max() < short.max() < 1e3 * tight.max() < 1e-9
 
 
 def test_any_order_of_summation_stays_within_the_bound() -> None:

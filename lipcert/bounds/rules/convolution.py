@@ -178,10 +178,10 @@ def _convolution_rounding(
     def apply(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return function(value.flatten(0, 1), weight, bias, **geometry).unflatten(0, value.shape[:2])
 
-    def rows(weight: Tensor) -> Tensor:
+    def rows(weight: Tensor, order: int) -> Tensor:
         if transposed:
             groups = int(geometry.get("groups", 1))
             weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-        return weight.flatten(1).norm(dim=1).reshape(-1, *[1] * dims)
+        return weight.flatten(1).norm(order, dim=1).reshape(-1, *[1] * dims)
 
-    return matrix_rounding(x, given["weight"], given.get("bias"), terms, apply, rows, fmt)
+    return matrix_rounding(node, x, given["weight"], given.get("bias"), terms, apply, rows, fmt)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._estimate import held
-from lipcert._format import Format
+from lipcert._format import REAL, Format
 from lipcert._numerics import at_most
 from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, by_operand
@@ -73,42 +73,49 @@ box("linear", "matmul")(operator)
 
 
 def matrix_rounding(
+    node: Node,
     x: Operand,
     weight: Tensor,
     bias: Tensor | None,
     terms: int,
     apply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    rows: Callable[[Tensor], Tensor],
+    rows: Callable[[Tensor, int], Tensor],
     fmt: Format,
 ) -> Tensor:
     """The error of Ŵx̂ + b̂ with sums of n terms: :meth:`Format.sum`, plus |Ŵ − W||x̂| + |b̂ − b| for the cast
     constants.
 
     For row i, |W||x̂| ≤ |W||x| + ‖w_i‖ρ and |Wx̂ + b| ≤ |Wx + b| + ‖w_i‖ρ by the Cauchy–Schwarz inequality. |W| times
-    bounds on the entries of |x̂| is a bound too.
+    bounds on the entries of |x̂| is a bound too. For float64, whose errors are tiny, |W||x̂| ≤ ‖w_i‖₁ max|x̂| is enough,
+    and takes no further product.
 
     Args:
+        node: the operation.
         x: the operand.
         weight: W.
         bias: b, or None.
         terms: n.
         apply: the operation as a function of operand, weight and bias.
-        rows: returns the norms of the rows of a weight, in a shape that broadcasts with the result.
+        rows: returns the norms of the rows of a weight, of order 1 or 2, in a shape that broadcasts with the result.
         fmt: the deployed format.
     """
     weight = weight.detach().double()
     bias = None if bias is None else bias.detach().double()
     reach = x.over(x.rho)
+    largest = x.most.reshape(len(x.nominal), -1).amax(1).reshape(reach.shape)
 
     def sizes(weight: Tensor, bias: Tensor | None) -> Tensor:
         """|W||x̂| + |b|."""
-        near = at_most(apply(x.size, weight, bias) + rows(weight) * reach)
+        if fmt == REAL:
+            sums = rows(weight, 1)
+            shift = 0.0 if bias is None else bias.reshape(sums.shape)
+            return at_most((sums * largest + shift).expand(len(x.nominal), *node.shape))
+        near = at_most(apply(x.size, weight, bias) + rows(weight, 2) * reach)
         return torch.minimum(near, at_most(apply(x.most, weight, bias)))
 
     size = sizes(weight.abs(), None if bias is None else bias.abs())
     cast = sizes(fmt.cast(weight), None if bias is None else fmt.cast(bias))
-    result = apply(x.nominal, weight, bias).abs() + rows(weight) * reach
-    largest = x.most.reshape(len(x.nominal), -1).amax(1).reshape(reach.shape)
+    result = size if fmt == REAL else apply(x.nominal, weight, bias).abs() + rows(weight, 2) * reach
     return fmt.safe(fmt.sum(size + cast, terms, result + cast) + cast, torch.maximum(size, largest))
 
 
@@ -129,8 +136,8 @@ def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     """:func:`matrix_rounding`, sums of ``in_features`` products."""
     given = still_arguments(node)
     return matrix_rounding(
-        operands[0], given["weight"], given.get("bias"), given["weight"].shape[-1], F.linear,
-        lambda weight: weight.norm(dim=-1), fmt,
+        node, operands[0], given["weight"], given.get("bias"), given["weight"].shape[-1], F.linear,
+        lambda weight, order: weight.norm(order, dim=-1), fmt,
     )  # fmt: skip
 
 
