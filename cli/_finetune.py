@@ -47,9 +47,9 @@ def finetune(
     crop: Annotated[
         str,
         typer.Option(
-            help="shift: by up to an eighth of the side.",
+            help="shift: by up to an eighth of the side; flip: not moved, only flipped.",
             rich_help_panel=_IMAGES,
-            **choice(("resized", "shift", "none")),
+            **choice(("resized", "shift", "flip", "none")),
         ),
     ] = "resized",
     randaugment: Annotated[

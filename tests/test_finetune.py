@@ -814,6 +814,17 @@ def test_a_shift_moves_and_flips_and_brings_in_black(folder) -> None:
     assert not torch.equal(plain[0], moved[0])
 
 
+def test_flips_alone_move_nothing(folder) -> None:
+    model = load_artifact("small.lipcert.safetensors")
+    images = open_images("images", model)
+    torch.manual_seed(0)
+    plain = next(iter(Batches(images, model, 12, augment=False)))[0]
+    torch.manual_seed(0)
+    flipped = next(iter(Batches(images, model, 12, Augmentation("flip"))))[0]
+    assert all(torch.equal(b, a) or torch.equal(b, a.flip(2)) for a, b in zip(plain, flipped, strict=True))
+    assert not torch.equal(plain, flipped)
+
+
 def test_a_second_data_set_is_mixed_into_every_batch(folder) -> None:
     model = load_artifact("small.lipcert.safetensors")
     for i in range(10):

@@ -65,7 +65,7 @@ class Batches:
         self.none = torch.empty(0, *model.input_size)
         chosen = Augmentation() if augment is True else augment or Augmentation("none")
         self.augmentation = chosen.transform(model)
-        self.most = min(model.input_size[1:]) // 8 if chosen.crop == "shift" else 0
+        self.most = {"shift": min(model.input_size[1:]) // 8, "flip": 0}.get(chosen.crop)
         self.kept: dict[int, tuple[Tensor, int]] = {}
         self.keeps = images.order is not None and len(images.order) * prod(model.input_size) <= _KEPT
 
@@ -76,7 +76,7 @@ class Batches:
         processes = Processes.connected()
         seed = processes.gather(int(torch.randint(2**31, ()).item()))[0]
         for number, places, images, labels in self._plain(seed, slice(processes.rank, None, processes.count)):
-            if self.most and places:
+            if self.most is not None and places:
                 images = _shifted(images, torch.tensor(places), self.most, seed)
             if self.augmentation is not None and places:
                 with _own_randomness():
@@ -186,7 +186,7 @@ class Augmentation:
 
     Attributes:
         crop: ``"resized"``: timm's random crop to at least three quarters of the area, and a flip; ``"shift"``: a shift
-            by up to an eighth of the side, filled with black, and a flip; ``"none"``.
+            by up to an eighth of the side, filled with black, and a flip; ``"flip"``: the flip alone; ``"none"``.
         randaugment: the policy of timm's RandAugment, such as ``"rand-m9-n2"``.
         cutout: the share of the images in which timm's random erasing blackens a rectangle.
 
@@ -199,8 +199,8 @@ class Augmentation:
     cutout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.crop not in ("resized", "shift", "none"):
-            raise InputError(f"there is no crop {self.crop!r}; choose resized, shift or none")
+        if self.crop not in ("resized", "shift", "flip", "none"):
+            raise InputError(f"there is no crop {self.crop!r}; choose resized, shift, flip or none")
         if not 0 <= self.cutout <= 1:
             raise InputError(f"cutout is a share of the images from 0 to 1, got {self.cutout}")
         if self.randaugment is not None and not self.randaugment.startswith("rand-"):
