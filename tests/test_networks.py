@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import lipcert
+from lipcert.bounds import MarginBounds, analyze
 from lipcert.errors import LoadError
 from lipcert.networks._parts import NormalizedLinear
 from lipcert.surgery import MaxMin
@@ -111,11 +112,25 @@ def test_the_heads_rows_have_norm_one() -> None:
     rows = head.weight / head.weight.norm(dim=1, keepdim=True)
     assert torch.allclose(head(x), F.linear(x, rows, head.bias))
     model = lipcert.load("liresnet_l6w64", pretrained=False, width=4, depth=1, neck=4, num_features=8)
-    from lipcert.bounds import MarginBounds, analyze
-
     weight = MarginBounds(analyze(model)).weight
     assert weight is not None
     assert torch.allclose(weight.norm(dim=1), torch.ones(10).double())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("liresnet_l6w64", SMALL["liresnet_l6w64"]), ("liresnet_vit_l2", SMALL["liresnet_vit_l2"])]
+)
+def test_the_average_with_the_mirror_image_keeps_the_bound(name: str, sizes: dict) -> None:
+    plain = lipcert.load(name, pretrained=False, **sizes)
+    mirrored = lipcert.load(name, pretrained=False, mirror=True, **sizes)
+    mirrored.net.load_state_dict(plain.net.state_dict())
+    x = torch.rand(3, 3, 32, 32)
+    assert torch.allclose(mirrored(x), (plain(x) + plain(x.flip(3))) / 2, atol=1e-5)
+    assert torch.allclose(mirrored(x), mirrored(x.flip(3)), atol=1e-5)
+    assert not torch.allclose(plain(x), plain(x.flip(3)), atol=1e-5)
+    bounds = [MarginBounds(analyze(model)) for model in (plain, mirrored)]
+    assert bounds[1].features == pytest.approx(bounds[0].features, rel=0.2)  # random starts
+    assert bounds[1].weight is not None
 
 
 def test_maxmin_with_a_gradient_is_maxmin() -> None:

@@ -95,6 +95,7 @@ class LiResNet(Classifier):
         act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
         block: ``linear``; or, for comparison, ``residual`` for the conventional block (appendix D) or ``conv`` for a
             convolution without a residual connection (appendix C).
+        mirror: averages the features of an image and of its mirror image (:func:`classify`).
         num_classes: the number of classes.
         in_chans: the number of channels of the images.
         img_size: the side of the images in pixels.
@@ -112,6 +113,7 @@ class LiResNet(Classifier):
         stem: tuple[int, int, int] = (5, 2, 2),
         act_layer: str = "maxmin",
         block: str = "linear",
+        mirror: bool = False,
         num_classes: int = 10,
         in_chans: int = 3,
         img_size: int | tuple[int, int] = 32,
@@ -125,7 +127,7 @@ class LiResNet(Classifier):
             )
         if block not in BLOCKS:
             raise InputError(f"there is no block {block!r}; choose one of {', '.join(BLOCKS)}")
-        self.num_classes, self.num_features = num_classes, num_features
+        self.num_classes, self.num_features, self.mirror = num_classes, num_features, mirror
         self.stem, self.blocks = stem_and_blocks(in_chans, width, depth, stem, act_layer, block)
         neck = neck or width
         self.neck = nn.Sequential(

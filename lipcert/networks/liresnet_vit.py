@@ -16,8 +16,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.networks._parts import NormalizedLinear, activation, build, configuration
+from lipcert.networks._parts import NormalizedLinear, activation, build, classify, configuration
 from lipcert.networks.liresnet import stem_and_blocks
+from lipcert.surgery._activations import MaxMin
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._projections import SmoothProject
 
@@ -66,8 +67,9 @@ class Hybrid(VisionTransformer):
         residual_depth: the number of these blocks.
         radius: of the projections.
         start: a factor of the initial weights at the end of every branch of attention and of every MLP.
-        neck: the width of a dense layer on all tokens together, as LiResNet's, with a head whose rows have norm 1;
-            0 for the mean of the tokens and a plain head.
+        neck: the width of a dense layer on all tokens together between two MaxMin activations, as LiResNet's, with a
+            head whose rows have norm 1; 0 for the mean of the tokens and a plain head.
+        mirror: averages the features of an image and of its mirror image (:func:`classify`).
         **kwargs: of the vision transformer.
 
     Raises:
@@ -82,6 +84,7 @@ class Hybrid(VisionTransformer):
         radius: float = 1.0,
         start: float = 1.0,
         neck: int = 0,
+        mirror: bool = False,
         **kwargs: Any,
     ):
         if attention not in ("dot", "l2"):
@@ -94,12 +97,17 @@ class Hybrid(VisionTransformer):
                 block.attn = L2Attention(self.embed_dim, kwargs["num_heads"])
             for last in (block.attn.proj, block.mlp.fc2):
                 last.weight.data.mul_(start)
-        self.width_of_neck = neck
+        self.width_of_neck, self.mirror = neck, mirror
         if neck:
             tokens = self.patch_embed.num_patches
             dense = nn.Linear(tokens * self.embed_dim, neck)
-            self.neck = nn.Sequential(nn.Flatten(), dense, activation("maxmin", neck))
+            self.neck = nn.Sequential(MaxMin(-1), nn.Flatten(), dense, activation("maxmin", neck))
             self.reset_classifier(self.num_classes)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise InputError("this network attends to all tokens: pass no attn_mask and is_causal=False")
+        return classify(self, x, self.mirror)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         if not self.width_of_neck:
