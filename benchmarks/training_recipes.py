@@ -49,7 +49,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "nadam": [{}, {"lr": 3e-3}, {"optimizer": "adamw"}],
     "muon": [
         {}, {"lr": 3e-3}, {"temperature": 0.25}, {"ramp": (0.1, 1.5, 0.5)}, {"loss": "gloro"}, {"batch_size": 128},
-        {"crop": "none"}, {"ema": 0.99}, {"lr": 3e-2}, {"loss": "fixed"}, {"loss": "trades"},
+        {"crop": "none"}, {"crop": "flip"}, {"ema": 0.99}, {"lr": 3e-2}, {"loss": "fixed"}, {"loss": "trades"},
     ],
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ def built(network: dict[str, Any]) -> lipcert.Model:
 
 
 def trained(
-    network: dict[str, Any], images: Images, held_out: Images, epochs: int, kept: dict[int, Any], asked: dict[str, Any]
+    network: dict[str, Any], images: Images, held_out: Images, kept: dict[int, Any], epochs: int, asked: dict[str, Any]
 ) -> dict[str, Any]:
     """The accuracy that a recipe reaches on the images held out, and the core seconds of its training."""
     settings = {**COMMON, **asked}
@@ -82,6 +82,17 @@ def trained(
     }
 
 
+def split(data: Path, model: lipcert.Model, images: int, held_out: int) -> tuple[Images, Images, dict[int, Any]]:
+    """Training images, other training images to compare by, and the first ones decoded."""
+    first, second = (open_images(str(data / "train.tar"), model, limit=images + held_out) for _ in range(2))
+    assert first.order is not None
+    first.order, second.order = first.order[:images], first.order[images:]
+    whole = Batches(first, model, 1024, False)
+    for _ in whole:
+        pass
+    return first, second, whole.kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar")
@@ -100,13 +111,6 @@ def main() -> None:
     }
     known = json.loads(path.read_text()) if path.exists() else {}
     runs = known["runs"] if {key: known.get(key) for key in about} == about else []
-    model = built(network)
-    images, held_out = (
-        open_images(str(args.data / "train.tar"), model, limit=args.images + args.held_out) for _ in range(2)
-    )
-    assert images.order is not None
-    images.order, held_out.order = images.order[: args.images], images.order[args.images :]
-    kept: dict[int, Any] = {}
     torch.set_num_threads(1)
     wanted = [
         (base, json.loads(json.dumps(change)))
@@ -114,16 +118,12 @@ def main() -> None:
         if base in changes
         for change in changes[base]
     ]
+    wanted = [one for one in wanted if not any((run["base"], run["changed"]) == one for run in runs)]
+    data = split(args.data, built(network), args.images, args.held_out) if wanted else None
     for base, change in wanted:
-        if any((run["base"], run["changed"]) == (base, change) for run in runs):
-            continue
-        if not kept:  # decoded before the clock runs
-            whole = Batches(images, model, 1024, False)
-            for _ in whole:
-                pass
-            kept = whole.kept
+        assert data is not None
         try:
-            found = trained(network, images, held_out, args.epochs, kept, {**BASES[base], **change})
+            found = trained(network, *data, args.epochs, {**BASES[base], **change})
         except InputError as error:
             found = {"error": str(error)}
         runs.append({"base": base, "changed": change, **found})
