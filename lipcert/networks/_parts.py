@@ -14,10 +14,10 @@ from lipcert.errors import InputError
 from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin
 
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
-    "relu": lambda channels: nn.ReLU(),
-    "clipped-relu": lambda channels: ClippedReLU(),
-    "maxmin": lambda channels: MaxMin(),
-    "clipped-maxmin": lambda channels: ClippedMaxMin(),
+    "relu": lambda dim: nn.ReLU(),
+    "clipped-relu": lambda dim: ClippedReLU(),
+    "maxmin": lambda dim: MaxMin(dim),
+    "clipped-maxmin": lambda dim: ClippedMaxMin(dim=dim),
 }
 
 
@@ -32,8 +32,8 @@ class NormalizedLinear(nn.Linear):
         return F.linear(x, F.normalize(self.weight), self.bias)
 
 
-def activation(name: str, channels: int) -> nn.Module:
-    """An activation module for values with this number of channels in dimension 1.
+def activation(name: str, channels: int, dim: int = 1) -> nn.Module:
+    """An activation module for values with this number of channels in dimension ``dim``.
 
     Raises:
         InputError: the name is unknown, or MaxMin is given an odd number of channels.
@@ -42,7 +42,7 @@ def activation(name: str, channels: int) -> nn.Module:
         raise InputError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
     if "maxmin" in name and channels % 2:
         raise InputError(f"{name} pairs channels, and {channels} is odd")
-    return ACTIVATIONS[name](channels)
+    return ACTIVATIONS[name](dim)
 
 
 def configuration(size: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lipcert.errors import InputError
 from lipcert.networks._parts import NormalizedLinear, activation, build, classify, configuration
 from lipcert.networks.liresnet import stem_and_blocks
-from lipcert.surgery._activations import MaxMin
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._projections import SmoothProject
 
@@ -101,7 +100,9 @@ class Hybrid(VisionTransformer):
         if neck:
             tokens = self.patch_embed.num_patches
             dense = nn.Linear(tokens * self.embed_dim, neck)
-            self.neck = nn.Sequential(MaxMin(-1), nn.Flatten(), dense, activation("maxmin", neck))
+            self.neck = nn.Sequential(
+                activation("maxmin", self.embed_dim, -1), nn.Flatten(), dense, activation("maxmin", neck)
+            )
             self.reset_classifier(self.num_classes)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
