@@ -82,9 +82,16 @@ def clipping(module: nn.Module) -> nn.Module:
     return module
 
 
+def with_one_bias(layer: nn.Linear) -> nn.Module:
+    """A bias of one entry, which torch adds to all results."""
+    layer.bias = nn.Parameter(random(1))
+    return layer
+
+
 # One operation each, for images of shape (4, 6, 6).
 OPERATIONS: dict[str, nn.Module] = {
     "linear": nn.Linear(6, 5).double(),
+    "linear, one bias": with_one_bias(nn.Linear(6, 5).double()),
     "linear, long": nn.Sequential(nn.Flatten(), nn.Linear(144, 7).double()),
     "conv2d": nn.Conv2d(4, 6, 3, padding=1).double(),
     "conv2d, groups and stride": nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False).double(),

@@ -108,7 +108,7 @@ def matrix_rounding(
         """|W||x̂| + |b|."""
         if fmt == REAL:
             sums = rows(weight, 1)
-            shift = 0.0 if bias is None else bias.reshape(sums.shape)
+            shift = 0.0 if bias is None else bias.reshape(-1, *[1] * (sums.dim() - 1))
             return at_most((sums * largest + shift).expand(len(x.nominal), *node.shape))
         near = at_most(apply(x.size, weight, bias) + rows(weight, 2) * reach)
         return torch.minimum(near, at_most(apply(x.most, weight, bias)))
