@@ -133,6 +133,16 @@ def test_the_average_with_the_mirror_image_keeps_the_bound(name: str, sizes: dic
     assert bounds[1].weight is not None
 
 
+@pytest.mark.parametrize("name", ["liresnet_l6w64", "liresnet_vit_l2"])
+def test_a_head_added_later_has_rows_of_norm_one_too(name: str) -> None:
+    net = lipcert.load(name, pretrained=False, **SMALL[name]).net
+    net.reset_classifier(0)
+    assert isinstance(net.get_classifier(), torch.nn.Identity)
+    net.reset_classifier(7)
+    assert isinstance(net.get_classifier(), NormalizedLinear)
+    assert net.get_classifier().out_features == 7
+
+
 def test_maxmin_with_a_gradient_is_maxmin() -> None:
     """Its form for training has the same values up to roundings, and the same gradient."""
     x = torch.randn(2, 6, 3, dtype=torch.float64)

@@ -73,6 +73,8 @@ def classify(network: Any, x: Tensor, mirror: bool) -> Tensor:
 
     The average of two K-Lipschitz functions is K-Lipschitz, and mirroring is an isometry, so the Lipschitz constant
     stays. Margins grow in the mean, if mirrored images were in the training data. A forward pass takes twice as long.
+    ``forward_features`` returns the features of the image alone, so that with ``mirror`` the logits are not
+    ``forward_head`` of them.
     """
     features = network.forward_head(network.forward_features(x), pre_logits=True)
     if mirror:
@@ -85,12 +87,13 @@ class Classifier(nn.Module):
     """A feature extractor and a head, with the methods of timm's models.
 
     Subclasses set ``num_features``, ``head`` and ``mirror`` and define ``forward_features``, which returns features of
-    shape (N, num_features).
+    shape (N, num_features). A head that is added to a network without one is of the class ``linear``.
     """
 
     num_classes: int
     num_features: int
     mirror = False
+    linear: type[nn.Linear] = nn.Linear
     head: nn.Module
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -108,5 +111,5 @@ class Classifier(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
-        kind = type(self.head) if isinstance(self.head, nn.Linear) else nn.Linear
+        kind = type(self.head) if isinstance(self.head, nn.Linear) else self.linear
         self.head = kind(self.num_features, num_classes) if num_classes else nn.Identity()

@@ -104,6 +104,8 @@ class LiResNet(Classifier):
         InputError: the sizes do not fit, or the block is unknown.
     """
 
+    linear = NormalizedLinear
+
     def __init__(
         self,
         depth: int = 6,
@@ -137,7 +139,7 @@ class LiResNet(Classifier):
             nn.Linear(neck * (sides[0] // 4) * (sides[1] // 4), num_features),
             activation(act_layer, num_features),
         )
-        self.head = NormalizedLinear(num_features, num_classes) if num_classes else nn.Identity()
+        self.head = self.linear(num_features, num_classes) if num_classes else nn.Identity()
 
     def forward_features(self, x: Tensor) -> Tensor:
         return self.neck(self.blocks(self.stem(x)))
