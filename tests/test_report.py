@@ -248,6 +248,7 @@ def test_staged_radii_are_not_compared(results):
     assert any("median" in name for name, _ in _build.facts(other, [(EPS, "0.1")]))
     text = _build.report([r]).text
     assert "did not look further" in text
+    assert "at any other ε, above or below it, more may be certifiable" in text
     if _figures.available():
         assert _figures.curve([r])[0].count("<pattern") > _figures.curve([other])[0].count("<pattern")
 

@@ -68,13 +68,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     staged = [run for run in runs if run.staged]
     if staged:
         found.append(
-            "staged certification stops at the first radius beyond the ε asked for: above it, more may be certifiable, "
-            "and its median radius says nothing"
-        )
-    if any(run.attacked for run in staged):
-        found.append(
-            "staged certification spends only cheap methods on images that the attack broke within the ε asked for: "
-            "below it, more may be certifiable"
+            "staged certification stops at the verdict for the ε asked for: at any other ε, above or below it, more "
+            "may be certifiable with --method anchored, and its median radius says nothing"
         )
     return found
 
