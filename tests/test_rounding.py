@@ -210,6 +210,15 @@ def test_comparisons_do_not_round(name: str) -> None:
     assert not local_error(node, [operand(random(*u.shape), 1.0) for u in node.operands], FORMATS[0]).any()
 
 
+def test_a_linear_layer_without_features_has_only_the_rounding_of_its_bias() -> None:
+    layer = Function(lambda x: F.linear(x[..., :0], torch.ones(3, 0).double(), random(3))).eval()
+    node = capture(layer, random(1, 4)).output
+    for fmt in (*FORMATS, REAL):
+        bound = local_error(node, [operand(random(*node.operands[0].shape), 0.0)], fmt)
+        assert bound.shape == (1, *node.shape)
+        assert bound.max() < 0.1
+
+
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "conv" in name or "linear" in name])
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 def test_the_short_bound_for_float64_covers_that_of_every_entry(

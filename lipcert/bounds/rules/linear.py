@@ -102,7 +102,7 @@ def matrix_rounding(
     weight = weight.detach().double()
     bias = None if bias is None else bias.detach().double()
     reach = x.over(x.rho)
-    largest = x.most.reshape(len(x.nominal), -1).amax(1).reshape(reach.shape)
+    largest = F.pad(x.most.reshape(len(x.nominal), -1), (0, 1)).amax(1).reshape(reach.shape)  # 0 without entries
 
     def sizes(weight: Tensor, bias: Tensor | None) -> Tensor:
         """|W||x̂| + |b|."""
