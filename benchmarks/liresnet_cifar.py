@@ -2,9 +2,10 @@
 
     python -m benchmarks.liresnet_cifar --data ../shared/data/cifar10 --work liresnet
 
-Trains from random weights, trains on with half the learning rate and the largest ε throughout, rounds the weights to
-float16, and certifies test images at 36/255, deterministically, by the commands that a user types; they are printed.
-All leave their files in the work folder and go on from there.
+Trains from random weights, then on with half the learning rate and the largest ε throughout, and at last with a small
+rate and images that are flipped but not moved. The result averages an image and its mirror image (``mirror=True``), its
+weights are rounded to float16, and test images are certified at 36/255, deterministically. The commands are those that
+a user types; they are printed. All leave their files in the work folder and go on from there.
 What each epoch said, the certified accuracy at several ε, the environment and the commands go to
 benchmarks/results/liresnet_cifar.json; ``benchmarks.make_checkpoints`` puts the rounded model into the package.
 """
@@ -40,10 +41,13 @@ def run(command: list[str], log: Path) -> None:
 
 
 def rounded(model: lipcert.Model) -> lipcert.Model:
-    """The model with its weights rounded to float16 and in float32 again: another network, certified as it is."""
-    model.half().float()
-    model.recipe.append({"step": "round", "to": "float16"})
-    return model
+    """The model with ``mirror=True`` and weights rounded to float16, in float32 again; it is certified as it is."""
+    source = model.source
+    mirrored = lipcert.load(source["name"], pretrained=False, **{**source["arguments"], "mirror": True})
+    mirrored.net.load_state_dict(model.net.state_dict())
+    mirrored.half().float()
+    mirrored.recipe.extend([*model.recipe, {"step": "mirror"}, {"step": "round", "to": "float16"}])
+    return mirrored
 
 
 def main() -> None:
@@ -51,37 +55,36 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and the rows")
     parser.add_argument("--width", type=int, default=64, help="channels of the residual blocks")
-    parser.add_argument("--epochs", type=int, nargs=2, default=(30, 36), help="of the two runs of finetune")
+    parser.add_argument("--epochs", type=int, nargs=3, default=(30, 36, 7), help="of the three runs of finetune")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--limit", type=int, help="certify that many test images of a fixed shuffle, and not all")
     parser.add_argument("--note", help="a line for the result file")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
-    first, trained, model, rows, log = (
-        args.work / name
-        for name in (
-            "first.safetensors", "liresnet.safetensors", "rounded.safetensors", "cifar10-liresnet.jsonl", "log.txt",
-        )
-    )  # fmt: skip
+    trained = [args.work / f"{name}.safetensors" for name in ("first", "second", "liresnet")]
+    model, rows, log = (args.work / name for name in ("rounded.safetensors", "cifar10-liresnet.jsonl", "log.txt"))
     common = [
         "--data", str(args.data / "train.tar"), "--eps", "36/255", "--loss", "emma", "--batch-size",
-        str(args.batch_size), "--optimizer", "muon", "--amp", "bfloat16", "--channels-last", "--crop", "shift",
+        str(args.batch_size), "--optimizer", "muon", "--amp", "bfloat16", "--channels-last",
     ]  # fmt: skip
+    settings = [
+        ("liresnet_l6w64", "--no-pretrained", "--model-args", f"width={args.width}", "--crop", "shift", "--lr", "1e-2"),
+        (str(trained[0]), "--crop", "shift", "--lr", "5e-3", "--ramp", "2,2,0.5"),
+        (str(trained[1]), "--crop", "flip", "--lr", "4e-4", "--ramp", "2,2,0.5"),
+    ]
     trainings = [
-        ["finetune", "liresnet_l6w64", "--no-pretrained", "--model-args", f"width={args.width}", *common,
-         "--epochs", str(args.epochs[0]), "--lr", "1e-2", "--out", str(first)],
-        ["finetune", str(first), *common,
-         "--epochs", str(args.epochs[1]), "--lr", "5e-3", "--ramp", "2,2,0.5", "--out", str(trained)],
-    ]  # fmt: skip
+        ["finetune", *given, *common, "--epochs", str(epochs), "--out", str(out)]
+        for given, epochs, out in zip(settings, args.epochs, trained, strict=True)
+    ]
     certify = [
         "certify", str(model), "--data", str(args.data / "test.tar"), "--eps", "36/255", "--method", "gloro",
         *(("--limit", str(args.limit)) if args.limit else ()), "--out", str(rows),
     ]  # fmt: skip
     if not model.exists():
-        for train, out in zip(trainings, (first, trained), strict=True):
+        for train, out in zip(trainings, trained, strict=True):
             if not out.exists():
                 run(train, log)
-        lipcert.save(rounded(lipcert.load(trained)), model)
+        lipcert.save(rounded(lipcert.load(trained[-1])), model)
     run(certify, log)
     names = ("epoch", "loss", "accuracy", "certified_bound", "estimated_bound", "seconds")
     epochs = [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(log.read_text())]

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.make_digits_vit",),
     },
     "cifar10-liresnet": {
-        "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 200,
+        "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 40,
         "test": "test.tar",
         "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
