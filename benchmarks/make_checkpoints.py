@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 import lipcert
-from lipcert.checkpoints import ASSETS, TABLE, checkpoints
+from lipcert.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
 from lipcert.results._rows import delta
 
 _BOTH = json.loads((Path(__file__).parent / "results" / "both_kinds.json").read_text())
@@ -108,8 +108,8 @@ def main() -> None:
         ),
         **kind,
     }
-    others = [asdict(one) for one in checkpoints() if one.name != args.name]
-    TABLE.write_text(json.dumps(sorted([*others, row], key=lambda one: one["name"]), indent=1) + "\n")
+    table = [*(one for one in checkpoints() if one.name != args.name), Checkpoint(**row)]
+    TABLE.write_text(json.dumps([asdict(one) for one in sorted(table, key=lambda one: one.name)], indent=1) + "\n")
     run("report", str(rows), "--card", str(card), "--license", "apache-2.0")
     shutil.copy(card, ASSETS)
     print(json.dumps(row, indent=1))

@@ -111,7 +111,7 @@ def _accuracy() -> str:
     residual = read("liresnet_cifar")
     rows.append(
         [
-            "LiResNet of width 64, by `finetune`",
+            "LiResNet of width 64 by `finetune`, averaged over mirror images",
             residual["images"],
             residual["clean"],
             None,
