@@ -21,7 +21,7 @@ def _estimate(estimator: Estimator, weight: Tensor, *, identity: float = 0.0) ->
     matrices = weight.reshape(-1, *weight.shape[-2:])
 
     def apply(v: Tensor, w: Tensor) -> Tensor:
-        result = (w @ v.unsqueeze(-1)).squeeze(-1)
+        result = (w @ v.permute(1, 2, 0)).permute(2, 0, 1)  # one product for all vectors, without copies of w
         return result + identity * v if identity else result
 
     return estimator.norm(apply, matrices, (len(matrices), weight.shape[-1]))
