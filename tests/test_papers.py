@@ -182,23 +182,31 @@ def made(name, paper, share, data="cifar10", seconds=1.0):
 
 
 def test_methods_are_compared_with_the_papers_order():
-    paper = [{"certified": value} for value in (10.0, 20.0, 30.0, None)]
-    table = Table("local-lip", "2", "t", ("certified",), (small("a", "gloro", (1.0,)),))
-    names, shares = ("a", "b", "c", "d"), (0.10, 0.90, 0.50, 0.3)
-    rows = [made(name, each, share) for name, each, share in zip(names, paper, shares, strict=True)]
-    rows.append(made("other data", {"certified": 0.0}, 0.9, data="mnist"))
+    recipes = {"a": "standard", "b": "gloro", "c": "local-g", "d": "certvit"}
+    listed = [small(name, recipe, (1.0,)) for name, recipe in recipes.items()]
+    listed.append(dataclasses.replace(listed[1], name="two things", model="lip_convnet_6c2f", recipe="local-b"))
+    table = Table("local-lip", "2", "t", ("certified",), tuple(listed))
+    values, shares = (10.0, 20.0, 30.0, None, 0.0), (0.10, 0.90, 0.50, 0.3, 0.95)
+    rows = [made(one.name, {"certified": v}, s) for one, v, s in zip(listed, values, shares, strict=True)]
     order = shown.compared(table, SMALL, rows)
-    assert (order["as in the paper"], order["the other way round"]) == (2, [["c", "b"]])
-    assert not order["too close to say"]
-    assert "1 the other way round: b above c. Networks were trained for 1 epochs of 8 images" in shown.said(order)
-    near = shown.compared(table, SMALL, [made("a", paper[0], 0.50), made("b", paper[1], 0.52)])
-    assert near["too close to say"] == [["b", "a"]]
-    none = made("a", paper[0], 0.50)
-    none["here"]["certified"]["anchored"] = {"certified": 0.0, "images": 8}
-    assert shown.compared(table, SMALL, [none, made("b", paper[1], 0.52)])["too close to say"] == [["b", "a"]]
+    assert order["as in the paper"] == [["b", "a", 80.0, 10.0], ["c", "a", 40.0, 20.0]]
+    assert (order["the other way round"], order["too close to say"]) == ([["c", "b", -40.0, 10.0]], [])
+    assert shown.said(order).startswith(
+        "Order by certified of the 3 pairs of rows that differ in one thing: not the paper's. 2 as in the paper, "
+        "0 too close to say, 1 the other way round (c before b, -40 here and +10 there). Each network was trained "
+        "once, for 1 epochs of 8 images; the paper's for "
+    )
+    assert "one thing: the paper's. 1 as" in shown.said(shown.compared(table, SMALL, rows[:2]))
+    close = [made("a", {"certified": 10.0}, 0.50), made("b", {"certified": 20.0}, 0.52)]
+    near = shown.compared(table, SMALL, close)
+    assert near["too close to say"] == [["b", "a", 2.0, 10.0]]
+    assert "one thing: open in part." in shown.said(near)
+    assert "no two rows were run" in shown.said(shown.compared(table, SMALL, rows[3:]))
+    close[0]["here"]["certified"]["anchored"] = {"certified": 0.0, "images": 8}
+    assert shown.compared(table, SMALL, close)["too close to say"] == [["b", "a", 2.0, 10.0]]
     timed = Table("local-lip", "7", "t", ("seconds an epoch",), table.rows, ordered="seconds an epoch")
     fast = [made(n, {"seconds an epoch": p}, 0.5, seconds=s) for n, p, s in (("a", 1.0, 2.0), ("b", 9.0, 3.0))]
-    assert shown.compared(timed, SMALL, fast)["as in the paper"] == 1
+    assert shown.compared(timed, SMALL, fast)["as in the paper"] == [["a", "b", 1.0, 8.0]]
 
 
 def test_trained_tables_fit_into_100_columns():
@@ -309,3 +317,21 @@ def test_layers_are_solved_alike_and_timed(tmp_path, monkeypatch, capsys):
 
 def test_the_readme_is_what_the_scripts_say():
     assert make_readme.PAGE.read_text() == make_readme.page(), "run python -m benchmarks.make_readme"
+
+
+def test_norms_are_compared_at_the_same_accuracy(monkeypatch):
+    def kept(norms, accuracy):
+        before = {"before": 2.0, "accuracy before": 0.5}
+        return {"sum of log10 norms": norms, "accuracy": accuracy, "top class kept": 0.9, **before}
+
+    rows = [
+        {"name": "net", "error": 0.1, "outputs": kept(1.5, 0.45), "activations": kept(1.0, 0.40)},
+        {"name": "net", "error": 0.2, "outputs": kept(1.0, 0.35), "activations": kept(0.5, 0.30)},
+    ]
+    stored = {"papers": {"certvit, equation 10, small": {"rows": [{"name": "layer", "outputs kept": 1.0}, *rows]}}}
+    monkeypatch.setattr(make_measurements, "read", stored.get)
+    section = make_measurements._behind().replace("\n", " ")
+    assert "net, at 35.0 % accuracy: 1.00 with outputs kept, 0.75 with activations kept" in section
+    assert "a product of norms 0.56 times as large" in section
+    assert "| net | 0.2 | activations | 0.50 | 30.0 % | 90.0 % |" in section
+    assert make_measurements._at([(0.5, 2.0), (0.3, 1.0), (0.4, 0.5)], 0.4) == 0.5

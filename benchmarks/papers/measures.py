@@ -217,7 +217,9 @@ def behind(table: Table, small: bool, data: str | None) -> Iterator[dict[str, An
             for images, _ in train:  # for the statistics of batch normalisation, which finetune leaves as they are
                 model(images)
         lipcert.finetune(model.eval(), train, loss="ce", epochs=8 if small else 40, lr=2e-3)  # type: ignore[arg-type]
-        yield from _networks(name, model, train[: 2 if small else 10], test, (0.05, 0.1) if small else (0.05, 0.1, 0.2))
+        yield from _networks(
+            name, model, train[: 2 if small else 10], test, (0.02, 0.05, 0.1) if small else (0.02, 0.05, 0.1, 0.2)
+        )
 
 
 def _layer(active: float, error: float) -> dict[str, Any]:

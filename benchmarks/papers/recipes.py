@@ -234,7 +234,7 @@ class Scale:
 
 SCALES = {
     "small": Scale(
-        2000, {"gloro": 500, "local": 200, "anchored": 8}, 32, 32, 3, 200, 16,
+        2000, {"gloro": 2000, "local": 200, "anchored": 8}, 32, 32, 3, 200, 16,
         {"": "adamw --lr 1e-3", "liresnet": "muon --lr 1e-2"}, "0,1.1,0.5",
         {"certvit": {"embed_dim": "96", "depth": "2"}}, {"lip_convnet": (2000, 16, 4)}, (),
     ),

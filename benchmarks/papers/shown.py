@@ -9,7 +9,7 @@ from itertools import combinations
 from math import ceil, floor, sqrt
 from typing import Any
 
-from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Scale, Table
+from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Row, Scale, Table
 
 WIDTH = 100
 _SHORT = {
@@ -18,6 +18,7 @@ _SHORT = {
     "pgd, deviation": "±", "certified, deviation": "±",
 }  # fmt: skip
 _HERE = ("clean", "pgd", "gloro", "local", "anchored", "bound", "s/epoch", "const.")
+_GROUPS = ("as in the paper", "too close to say", "the other way round")
 _ENOUGH = 100  # images for a comparison
 _NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet"}
 
@@ -70,52 +71,69 @@ def _aligned(lines: Sequence[Sequence[str]], gap: int) -> list[str]:
 
 
 def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """How many pairs of methods on one data set stand here as in the paper, and which are the other way round.
+    """How rows that differ in one thing stand here and in the paper: pairs, in groups, with both differences.
 
-    A difference of certified shares within two standard errors of the test images says nothing; the images are the
-    same for both, so that this errs towards saying nothing.
+    Each pair has the row that is better in the paper, the other one, and by how much it is better here and in the paper
+    (points of certified shares, seconds). Shares within two standard errors of the test images are too close to say;
+    the images are the same for both, so that this errs towards saying nothing. How much one training differs from the
+    next is not in these errors.
     """
     ran = [row for row in rows if "data" in row]
-    if table.ordered not in table.columns or len(ran) < 2:
+    if table.ordered not in table.columns or not ran:
         return None
-    same, close, other = 0, [], []
+    listed = {row.name: row for row in table.rows}
     timed = table.ordered != "certified"
+    groups: dict[str, list[list[Any]]] = {name: [] for name in _GROUPS}
     for one, two in combinations(ran, 2):
-        ours, theirs = (_value(row, timed) for row in (one, two)), (row["paper"][table.ordered] for row in (one, two))
-        (a, n), (b, m) = ours
-        p, q = theirs
-        if one["data"] != two["data"] or None in (p, q) or p == q:
+        p, q = (row["paper"][table.ordered] for row in (one, two))
+        if None in (p, q) or p == q or _apart(listed[one["name"]], listed[two["name"]]) != 1:
             continue
-        first, second = (one, two) if p > q else (two, one)
-        names = [short(first), short(second)]
-        if not timed and abs(a - b) <= 2 * sqrt(a * (1 - a) / n + b * (1 - b) / m):
-            close.append(names)
-        elif (a > b) is (p > q):
-            same += 1
-        else:
-            other.append(names)
+        better, worse = (one, two) if (p > q) is not timed else (two, one)
+        (a, n), (b, m) = (_value(row, timed) for row in (better, worse))
+        here = b - a if timed else 100 * (a - b)
+        near = not timed and abs(a - b) <= 2 * sqrt(a * (1 - a) / n + b * (1 - b) / m)
+        group = _GROUPS[1] if near else _GROUPS[0] if here > 0 else _GROUPS[2]
+        groups[group].append([short(better), short(worse), round(here, 2), round(abs(p - q), 2)])
     training = {TRAININGS[r.training][str(r.data)] for r in table.rows if r.training and r.data == ran[0]["data"]}
     return {
-        "by": table.ordered, "as in the paper": same, "too close to say": close, "the other way round": other,
+        "by": table.ordered, **groups,
         "trained": sorted({(row["epochs"], row["images"]) for row in ran}) if scale.images else [],
         "epochs of the paper": sorted({t.epochs for t in training}), "images of the paper": IMAGES[str(ran[0]["data"])],
     }  # fmt: skip
 
 
+def _apart(one: Row, two: Row) -> int:
+    """In how many things two rows differ; the bounded activations belong to the losses of Local-Lip."""
+    things: list[dict[str, Any]] = []
+    for row in (one, two):
+        given = dict(part.split("=") for part in row.model_args.split())
+        act = "maxmin" if "maxmin" in given.pop("act_layer", "") else "relu"
+        things.append({"data": row.data, "recipe": row.recipe, "model": row.model, "act": act, **given})
+        things[-1] |= {} if row.sparsity is None else {"sparsity": row.sparsity}
+    first, second = things
+    return sum(first.get(key) != second.get(key) for key in {*first, *second})
+
+
 def said(order: Mapping[str, Any]) -> str:
     """The comparison in words."""
-    close, other = order["too close to say"], order["the other way round"]
-    total = order["as in the paper"] + len(close) + len(other)
-    words = (
-        f"Order by {order['by']}: {order['as in the paper']} of {total} pairs as in the paper, {len(close)} too close "
-        f"to say, {len(other)} the other way round"
-    )
-    if other:
-        words += ": " + "; ".join(f"{worse} above {better}" for better, worse in other)
+    groups = [order[name] for name in _GROUPS]
+    total = sum(map(len, groups))
+    if not total:
+        return f"Order by {order['by']}: no two rows were run that differ in one thing."
+    parts = []
+    for name, pairs in zip(_GROUPS, groups, strict=True):
+        named = "; ".join(f"{a} before {b}, {here:+.3g} here and {paper:+.3g} there" for a, b, here, paper in pairs)
+        shown = named and name != _GROUPS[0]
+        parts.append(f"{len(pairs)} {name}" + (f" ({named})" if shown else ""))
+    whole = "the paper's" if len(groups[0]) == total else "not the paper's" if groups[2] else "open in part"
+    words = f"Order by {order['by']} of the {total} pairs of rows that differ in one thing: {whole}. {', '.join(parts)}"
     epochs = " or ".join(str(number) for number in order["epochs of the paper"])
     if order["trained"]:
         trained = " or ".join(f"{passes} epochs of {images:,} images" for passes, images in order["trained"])
-        words += f". Networks were trained for {trained}; the paper's for {epochs} of {order['images of the paper']:,}"
+        words += (
+            f". Each network was trained once, for {trained}; the paper's for {epochs} of "
+            f"{order['images of the paper']:,}"
+        )
     return f"{words}."
 
 
