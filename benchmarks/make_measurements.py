@@ -54,6 +54,7 @@ def page() -> str:
         _margin_losses(),
         *_papers(),
         _behind(),
+        _attention(),
         _methods(),
         _surgery(),
         _attacked(),
@@ -301,6 +302,29 @@ ReLU leaves of them. The networks learned from 4,000 training images and were co
     columns = ["network", "tolerance", "kept", "Σ log₁₀ ‖W‖", "accuracy", "same class as before"]
     title = "Layers constrained with and without their ReLU"
     return _section(title, columns, rows, textwrap.fill(" ".join(text.split()), 110) + "\n")
+
+
+def _attention() -> str:
+    stored, ratios = read("papers")["lofast, 3, small"]["rows"], read("papers")["lofast, figure 4, small"]["rows"]
+    ours = "lipcert, attention, and the residual added"
+    bounds = (ours, "LoFAST, Theorem 1", "LoFAST with ξ", "LoFAST, equation 12", "SpecFormer")
+    quoted = ("attack", "LoFAST, Theorem 1", "SpecFormer")
+    rows = [
+        [row["eps"], f"{row['attack']:.3g}", *(bounded(math.log10(row[name])) for name in bounds),
+         *(f"{row['paper'][name]:g}" for name in quoted)]
+        for row in stored
+    ]  # fmt: skip
+    same = sum(sorted(quoted, key=row.get) == sorted(quoted, key=row["paper"].get) for row in stored)
+    between = sum(row["attack"] <= row[ours] <= row["LoFAST, Theorem 1"] for row in stored)
+    times = [row["Theorem 1 over lipcert"] for row in ratios]
+    text = f"""The largest change of one residual attention of 8 heads in a ball of radius ε, table 3 of LoFAST, here
+with orthogonal weights. Attack, Theorem 1 and SpecFormer stand in the paper's order at {same} of {len(stored)} ε.
+lipcert's bound lies between attack and Theorem 1 at {between}. Without the residual branch, for {len(times)} pairs of
+token norm and ε (figure 4), Theorem 1 is {min(times):.1f} to {max(times):.0f} times lipcert's bound.
+"""
+    here = ["lipcert", "Theorem 1", "with ξ", "equation 12", "SpecFormer"]
+    columns = ["ε", "attack", *here, *(f"the paper's {name.removeprefix('LoFAST, ')}" for name in quoted)]
+    return _section("One attention, by the formulas of the papers", columns, rows, text)
 
 
 def _at(curve: Sequence[tuple[float, float]], level: float) -> float:
