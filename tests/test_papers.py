@@ -192,18 +192,23 @@ def test_methods_are_compared_with_the_papers_order():
     assert order["as in the paper"] == [["b", "a", 80.0, 10.0], ["c", "a", 40.0, 20.0]]
     assert (order["the other way round"], order["too close to say"]) == ([["c", "b", -40.0, 10.0]], [])
     assert shown.said(order).startswith(
-        "Order by certified of the 3 pairs of rows that differ in one thing: not the paper's. 2 as in the paper, "
-        "0 too close to say, 1 the other way round (c before b, -40 here and +10 there). Each network was trained "
-        "once, for 1 epochs of 8 images; the paper's for "
+        "By certified share, the order of the 3 pairs of rows that differ in one thing is not the paper's: "
+        "2 as in the paper, 0 too close to say, 1 the other way round (c before b, -40 here and +10 there). "
+        "Each network was trained once, for 1 epochs of 8 images; the paper's for "
     )
-    assert "one thing: the paper's. 1 as" in shown.said(shown.compared(table, SMALL, rows[:2]))
+    assert "of the pair of rows that differ in one thing is the paper's: 1 as" in shown.said(
+        shown.compared(table, SMALL, rows[:2])
+    )
     close = [made("a", {"certified": 10.0}, 0.50), made("b", {"certified": 20.0}, 0.52)]
     near = shown.compared(table, SMALL, close)
     assert near["too close to say"] == [["b", "a", 2.0, 10.0]]
-    assert "one thing: open in part." in shown.said(near)
-    assert "no two rows were run" in shown.said(shown.compared(table, SMALL, rows[3:]))
+    assert "is open in part: 0 as" in shown.said(near)
+    assert "No two rows were run" in shown.said(shown.compared(table, SMALL, rows[3:]))
     close[0]["here"]["certified"]["anchored"] = {"certified": 0.0, "images": 8}
     assert shown.compared(table, SMALL, close)["too close to say"] == [["b", "a", 2.0, 10.0]]
+    again = dataclasses.replace(table, rows=(*listed, dataclasses.replace(listed[0], name="a again")))
+    twice = [*rows[:2], made("a again", {"certified": 10.0}, 0.10)]
+    assert shown.compared(again, SMALL, twice)["as in the paper"] == [["b", "a", 80.0, 10.0]]
     timed = Table("local-lip", "7", "t", ("seconds an epoch",), table.rows, ordered="seconds an epoch")
     fast = [made(n, {"seconds an epoch": p}, 0.5, seconds=s) for n, p, s in (("a", 1.0, 2.0), ("b", 9.0, 3.0))]
     assert shown.compared(timed, SMALL, fast)["as in the paper"] == [["a", "b", 1.0, 8.0]]

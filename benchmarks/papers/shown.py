@@ -73,18 +73,22 @@ def _aligned(lines: Sequence[Sequence[str]], gap: int) -> list[str]:
 def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """How rows that differ in one thing stand here and in the paper: pairs, in groups, with both differences.
 
-    Each pair has the row that is better in the paper, the other one, and by how much it is better here and in the paper
-    (points of certified shares, seconds). Shares within two standard errors of the test images are too close to say;
-    the images are the same for both, so that this errs towards saying nothing. How much one training differs from the
-    next is not in these errors.
+    A network that stands in two rows counts once. Each pair has the row that is better in the paper, the other one, and
+    by how much it is better here and in the paper (points of certified shares, seconds). Shares within two standard
+    errors of the test images are too close to say; the images are the same for both, so that this errs towards saying
+    nothing. How much one training differs from the next is not in these errors.
     """
     ran = [row for row in rows if "data" in row]
     if table.ordered not in table.columns or not ran:
         return None
     listed = {row.name: row for row in table.rows}
+    single: list[Mapping[str, Any]] = []
+    for row in ran:
+        if all(_apart(listed[row["name"]], listed[one["name"]]) for one in single):
+            single.append(row)
     timed = table.ordered != "certified"
     groups: dict[str, list[list[Any]]] = {name: [] for name in _GROUPS}
-    for one, two in combinations(ran, 2):
+    for one, two in combinations(single, 2):
         p, q = (row["paper"][table.ordered] for row in (one, two))
         if None in (p, q) or p == q or _apart(listed[one["name"]], listed[two["name"]]) != 1:
             continue
@@ -117,16 +121,17 @@ def _apart(one: Row, two: Row) -> int:
 def said(order: Mapping[str, Any]) -> str:
     """The comparison in words."""
     groups = [order[name] for name in _GROUPS]
-    total = sum(map(len, groups))
+    total, by = sum(map(len, groups)), "certified share" if order["by"] == "certified" else order["by"]
     if not total:
-        return f"Order by {order['by']}: no two rows were run that differ in one thing."
+        return "No two rows were run that differ in one thing, so that nothing is said about the order."
     parts = []
     for name, pairs in zip(_GROUPS, groups, strict=True):
         named = "; ".join(f"{a} before {b}, {here:+.3g} here and {paper:+.3g} there" for a, b, here, paper in pairs)
         shown = named and name != _GROUPS[0]
         parts.append(f"{len(pairs)} {name}" + (f" ({named})" if shown else ""))
     whole = "the paper's" if len(groups[0]) == total else "not the paper's" if groups[2] else "open in part"
-    words = f"Order by {order['by']} of the {total} pairs of rows that differ in one thing: {whole}. {', '.join(parts)}"
+    pairs = "pair" if total == 1 else f"{total} pairs"
+    words = f"By {by}, the order of the {pairs} of rows that differ in one thing is {whole}: {', '.join(parts)}"
     epochs = " or ".join(str(number) for number in order["epochs of the paper"])
     if order["trained"]:
         trained = " or ".join(f"{passes} epochs of {images:,} images" for passes, images in order["trained"])
