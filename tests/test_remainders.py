@@ -13,6 +13,7 @@ from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._registry import answers
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import Gelu, secant_relu
+from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown
 from lipcert.certifier.anchored.secants import with_secants
 from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run
@@ -658,6 +659,56 @@ def test_third_moment_behind_the_softmax_constant():
     largest = 2 * math.sqrt(2) * (q * (1 - q) * (1 - 2 * q)).max().item()
     assert largest == pytest.approx(math.sqrt(2 / 27), rel=1e-9)
     assert largest <= 0.272166
+
+
+def cumulants(p, c, w):
+    """E[(c − E c) X²] and E[(c − E c)(X³ − 3 Var(w) X)] for X = w − E w: derivatives of Σ c_j softmax_j along w."""
+    x = w - (p * w).sum(-1, keepdim=True)
+    variance = (p * x.square()).sum(-1, keepdim=True)
+    c = c - (p * c).sum(-1, keepdim=True)
+    return (p * c * x.square()).sum(-1), (p * c * (x**3 - 3 * variance * x)).sum(-1)
+
+
+def test_range_of_a_direction_behind_the_softmax_constants():
+    """Ascent over probabilities, directions of range 1 and unit deviations; two entries attain the first constant."""
+    for place, most in enumerate((_SPREAD, _SPREAD_FURTHER)):
+        given = [seeded(300, 5, seed=seed).requires_grad_() for seed in (1, 2, 3)]
+        optimizer, largest = torch.optim.Adam(given, lr=0.05), 0.0
+        for _ in range(300):
+            logits, c, w = given
+            c = (c - c.amin(1, keepdim=True)) / (c.amax(1, keepdim=True) - c.amin(1, keepdim=True))
+            found = cumulants(logits.softmax(1), c, w / w.norm(dim=1, keepdim=True))[place].abs()
+            largest = max(largest, found.max().item())
+            optimizer.zero_grad()
+            (-found.sum()).backward()
+            optimizer.step()
+        assert 0.45 * most < largest <= most
+    q = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:, None]
+    two, half = torch.cat((q, 1 - q), 1), math.sqrt(0.5)
+    found = cumulants(two, torch.tensor([1.0, 0.0]).double(), torch.tensor([half, -half]).double())[0].max().item()
+    assert _SPREAD * (1 - 1e-5) < found <= _SPREAD
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 40.0])
+@pytest.mark.parametrize("r", [1e-3, 0.3, 1.0, 3.0, 1e3])
+def test_entries_of_softmax_grow_no_further(scale, r):
+    """No deviation of norm r makes an entry larger; for two entries the bound is attained."""
+    for n in (1, 2, 5):
+        a = seeded(20, n, scale=scale)
+        bound = _grown(a.softmax(1), 1)(torch.full((20,), r, dtype=torch.float64))[:, 0]
+        assert bool((bound <= 1).all())
+        largest = torch.zeros(20, dtype=torch.float64)
+        for entry in range(n):
+            w = torch.nn.functional.one_hot(torch.tensor(entry), n).double().expand(20, n)
+            for _ in range(100):
+                p = (a + r * w).softmax(1)
+                largest = torch.maximum(largest, p.amax(1))
+                step = -p
+                step[:, entry] += 1  # the gradient of the logarithm of the entry
+                w = step / step.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        assert bool((largest <= bound * (1 + 1e-12)).all())
+        if n == 2:
+            assert bool((largest >= bound * (1 - 1e-6)).all())
 
 
 # What looks affine and is not ----------------------------------------------------------------------------------------

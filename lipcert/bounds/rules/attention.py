@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,32 @@ def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwarg
 # Far above the rounding error in float64 of an entry of c, relative to the largest, and of an entry of p.
 _HIDDEN = 1e-11
 _SOFTMAX_CURVATURE = 0.272166  # √(2/27), rounded up
+_SPREAD = 0.192451  # √3/9, rounded up
+_SPREAD_FURTHER = 0.707107  # 1/√2, rounded up
+
+
+def _grown(p: Tensor, dim: int) -> Callable[[Tensor], Tensor]:
+    """A function r ↦ upper bounds on the entries of softmax(a + w) for ‖w‖ ≤ r, shape (N, rows), from p = softmax(a).
+
+    Entry j of softmax(a + w) is p_j e^(w_j)/(p_j e^(w_j) + Σ_{i≠j} p_i e^(w_i)). With q_i = p_i/(1 − p_j), Jensen's
+    inequality gives Σ_{i≠j} p_i e^(w_i) ≥ (1 − p_j) e^(Σ q_i w_i). So the entry is at most p_j/(p_j + (1 − p_j)e^(−t))
+    with t = w_j − Σ q_i w_i ≤ √(1 + Σ q_i²) ‖w‖, which increases in p_j and in t. The largest p_j and the largest
+    Σ q_i² ≤ 1 of a row count.
+
+    Args:
+        p: shape (N, ...).
+        dim: the axis of the entries of a row.
+    """
+    largest = per_image(p.amax(dim)) * (1 + _HIDDEN)
+    others = (p.square().sum(dim, keepdim=True) - p.square() + _HIDDEN).clamp_min(0)
+    steep = (1 + per_image((others / (1 - p).square().clamp_min(1e-300)).amax(dim)).clamp_max(1.0)).sqrt()
+    odds = largest / (1 - largest).clamp_min(1e-300)
+
+    def bound(r: Tensor) -> Tensor:
+        more = odds * torch.exp((steep * r[:, None]).clamp_max(700.0))
+        return (more / (1 + more) * (1 + _HIDDEN)).nan_to_num(nan=1.0).clamp_max(1.0)
+
+    return bound
 
 
 @remainder("softmax")
@@ -45,8 +71,7 @@ class Softmax(Remainder):
     """Rows p = softmax(a) under a deviation w: the second derivative along w is p_j(X_j² − V).
 
     Here X = w − E_p[w] and V = Var_p(w). V ≤ κ‖w‖² with κ = min(½, max_j p_j), because diag(p) − ppᵀ ⪯ max p and ⪯ ½.
-    On the segment to a + w an entry of p grows by a factor of at most exp(max w − min w) ≤ exp(√2 ‖w‖), which gives the
-    κ over the ball.
+    :func:`_grown` bounds the entries of p on the segment to a + w, which gives the κ over the ball.
 
     Norm: the entries of p_j(X_j² − V) sum to zero, lie in [−p_j V, (1 − 2p_j)₊V] because p_j X_j² ≤ (1 − p_j)V
     (Cauchy–Schwarz on p_j X_j = −Σ_{i≠j} p_i X_i), and their negative part sums to at most V: the sum of squares is at
@@ -59,23 +84,36 @@ class Softmax(Remainder):
     point of [−a, 0). The chord belongs to a distribution on two points whose distance is at most L = √2‖w‖, and its
     third moment is at most L³ max_q q(1 − q)(1 − 2q) = L³ √3/18 = √(2/27)‖w‖³. The same holds for −X.
 
-    Against c: Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²], at most (max c − min c) V in absolute value.
+    Against c: let r = max c − min c. Σ_j c_j p_j (X_j² − V) = E_p[(c − E c) X²] is at most r V in absolute value. It is
+    also at most (√3/9) r ‖w‖². To see this, scale X to a range of length 1 and c to |c| ≤ 1, r = 2. For given means of
+    c and of W = X + const ∈ [0, 1] the expectation is linear in the joint distribution of c and W. Where the
+    distribution of c given W is not on ±1, moving it there keeps both means and the expectation. Given c = 1 the
+    expectation is convex in W, and largest for W ∈ {0, 1}; given c = −1 it is concave, and largest for a single W = ω.
+    Let c = 1 have the probability α and W the mean m there, at least ½ without loss of generality, and let d = m − ω.
+    Then E_p[(c − E c) X²] = 2α(1 − α)(m(1 − m) + (1 − 2α)d²). For α ≥ ½ that is at most 2α(1 − α)/4 ≤ ⅛. For α ≤ ½ it
+    is largest for d = m, where the bracket is m − 2αm²: for α ≥ ¼ at most 1/(8α), which gives (1 − α)/4 ≤ 3/16; for
+    α ≤ ¼ at most 1 − 2α, which gives 2α(1 − α)(1 − 2α) ≤ √3/9. Undoing the scale, with a range of X of at most √2‖w‖,
+    multiplies by r/2 and by 2‖w‖². The same holds for −c.
 
-    If no row deviates by more than r ≤ ρ, the entries of p grow by at most exp(√2 r), and ‖R‖² ≤
-    Σ_rows (½ max(…) ‖w‖²)² ≤ (½ max(…) r ρ)². Against c, the ‖w‖² of the rows are at most r² each and ρ² together.
+    If no row deviates by more than t ≤ ρ, ‖R‖² ≤ Σ_rows (½ max(…) ‖w‖²)² ≤ (½ max(…) t ρ)². Against c, the ‖w‖² of the
+    rows are at most t² each and ρ² together.
 
     Contracted: at the nominal p, −½ E[(c − E c) X²] ≤ ½ E[(E c − c)₊ X²] = ‖Mw‖², (Mw)_j = √(½ p_j (E c − c_j)₊) X_j.
     The third derivative of Σ_j c_j softmax_j along w is the joint cumulant E[C X³] − 3 E[C X] V, C = c − E c. With r =
     max c − min c, |C| ≤ r, |X| ≤ √2‖w‖ and |E[C X]| ≤ ½ r √V (Popoviciu), it is at most r V (√2‖w‖ + (3/2)√V), and V ≤
-    κ‖w‖². By Taylor's theorem the rest is at most a sixth of that, r κ (√2 + (3/2)√κ)‖w‖³/6 for a row, with the κ over
-    the ball.
+    κ‖w‖². It is also E[(c − const)(Y − E Y)] with Y = X³ − 3VX, so at most ½ r times the standard deviation of Y, which
+    is at most half of the range of Y (Popoviciu). Let X lie in [−a, b] with a + b = ℓ ≤ √2‖w‖, so that V ≤ ab (Bhatia
+    and Davis) and √V ≤ ℓ/2. Y decreases between −√V and √V, by at most 4V^(3/2) ≤ ℓ³/2. It increases elsewhere: from −a
+    to −√V by a³ − 3Va + 2V^(3/2) ≤ a³ for √V ≤ a, and from √V to b by at most b³. Its range is the largest of these, or
+    Y(b) − Y(−a) ≤ a³ + b³: at most ℓ³. So the third derivative is at most r‖w‖³/√2. By Taylor's theorem the rest is at
+    most a sixth of the smaller bound, r min(κ(√2 + (3/2)√κ), 1/√2)‖w‖³/6 for a row, with the κ over the ball.
     """
 
     contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.dim = self._dim(node) + 1
-        self.p, self.largest = result, per_image(result.amax(self.dim))
+        self.p, self.grown = result, _grown(result, self.dim)
 
     @staticmethod
     def _dim(node: Node) -> int:
@@ -89,18 +127,14 @@ class Softmax(Remainder):
         """The length of a row, if its entries are consecutive."""
         return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
 
-    def _kappa(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-        grown = (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(1.0)
-        return grown.clamp_max(0.5), grown
-
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        kappa, grown = self._kappa(rho[-1])
-        curvature = (kappa * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
+        grown = self.grown(rho[-1])
+        curvature = (grown * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
         return curvature / 2 * rho[0] * rho[-1]
 
     def against(self, direction: Tensor) -> Against:
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
-        return lambda rho: largest_share(spread * self._kappa(rho[-1])[0] / 2, rho[0], rho[-1])
+        return lambda rho: largest_share(spread * self.grown(rho[-1]).clamp_max(_SPREAD) / 2, rho[0], rho[-1])
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted:
         p, dim = self.p, self.dim
@@ -113,11 +147,15 @@ class Softmax(Remainder):
             return root * (deviation - (p * deviation).sum(dim, keepdim=True))
 
         def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
-            kappa, _ = self._kappa(rho[-1])
-            third = spread * kappa * (math.sqrt(2) + 1.5 * kappa.sqrt()) / 6 * rho[-1][:, None]
+            kappa = self.grown(rho[-1]).clamp_max(0.5)
+            third = (
+                spread * (kappa * (math.sqrt(2) + 1.5 * kappa.sqrt())).clamp_max(_SPREAD_FURTHER) / 6 * rho[-1][:, None]
+            )
             return sizes[0].square() + largest_share(third, rho[0], rho[-1])
 
-        spectral = (per_image((below + hidden).clamp_min(0).amax(dim)) * self.largest.clamp_max(0.5) / 2).sqrt()
+        spectral = (
+            per_image((below + hidden).clamp_min(0).amax(dim)) * per_image(p.amax(dim)).clamp_max(0.5) / 2
+        ).sqrt()
         size = 2 * per_image(root.norm(dim=dim)).amax(1)
         norm = torch.minimum(spectral.amax(1) * (1 + _HIDDEN), size)
         form = Form(apply, (p, root), norm, size)
