@@ -239,6 +239,41 @@ def test_a_verdict_is_that_of_the_image_alone(eager):
         torch.testing.assert_close(alone, together[i : i + 1], rtol=1e-9, atol=0)
 
 
+def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
+    """The cap on entries groups the rivals of an image as if it were alone, and so its radius is the same."""
+    model, images = vit(depth=1), pixels(3, seed=7)
+    predicted, gaps = margins(model(images))
+    method = Anchored(model)
+    entries = sum(value[0].numel() for value in method(images).linearization.values.values())
+    monkeypatch.setattr(method_module, "_ENTRIES", 2 * entries)
+    monkeypatch.setattr(method_module, "FURTHER", 1e6)  # examines all rivals
+    groups = []
+
+    class Recorded(RivalMargin):
+        def __init__(self, at, rivals, predicted, margins):
+            super().__init__(at, rivals, predicted, margins)
+            groups.append([(at.images[i].sum().item(), rivals[i].item()) for i in range(len(rivals))])
+
+        def weighed(self, least, round):
+            groups.pop()  # contracted forms, for one rival of each image
+            return least
+
+    def examined(part):
+        groups.clear()
+        radius = method(images[part]).radius(predicted[part], gaps[part])
+        assert max(map(len, groups)) == 2
+        own = [[[j for x, j in group if x == image.sum()] for group in groups] for image in images[part]]
+        return radius, [[group for group in parts if group] for parts in own]
+
+    monkeypatch.setattr(method_module, "RivalMargin", Recorded)
+    radius, together = examined(slice(None))
+    for i in range(3):
+        alone, (own,) = examined(slice(i, i + 1))
+        assert [len(group) for group in own] == [1, 2]
+        assert together[i] == own
+        torch.testing.assert_close(alone, radius[i : i + 1], rtol=1e-9, atol=0)
+
+
 def test_a_verdict_of_a_network_with_few_norms_is_the_full_radius():
     model, images = vit(depth=1), pixels(1)
     predicted, gaps = margins(model(images))

@@ -343,6 +343,15 @@ def test_anchored_is_nowhere_weaker_at_any_eps():
                 assert bool((smaller <= larger * (1 + 1e-12)).all())
 
 
+def test_radii_of_a_search_do_not_depend_on_the_other_images():
+    gaps = seeded(4, 5).abs() * 10.0 ** torch.arange(-2, 2)[:, None]
+
+    def found(some):
+        return search_each(lambda eps: some - (2 * eps + eps.square())[:, None], some / 2)
+
+    assert torch.equal(found(gaps), torch.cat([found(gaps[i : i + 1]) for i in range(4)]))
+
+
 @pytest.mark.parametrize("classes", [1, 9, 300])
 def test_many_radii_from_one_search(classes):
     """As from a search each, within what is promised, and with far fewer evaluations."""

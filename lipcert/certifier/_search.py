@@ -62,13 +62,14 @@ def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
         minimum = torch.where(good, low, math.inf).amin(1, keepdim=True)
         near = torch.where(low <= 4 * minimum, 1.02, 1.2)
         wide = torch.where(good, high / (low * torch.where(low <= minimum, 1.001, near)), 0.0)
-        if not bool((wide > 1).any()):
+        widest, place = wide.max(1, keepdim=True)
+        if not bool((widest > 1).any()):
             break
-        widest = wide.argmax(1, keepdim=True)
-        eps = (low.gather(1, widest) * high.gather(1, widest)).sqrt()
+        eps = (low.gather(1, place) * high.gather(1, place)).sqrt()
         holds = left(eps[:, 0]) > 0
-        low = torch.where(holds, torch.maximum(low, eps), low)
-        high = torch.where(holds, high, torch.minimum(high, eps))
+        # Converged images do not change, so results do not depend on the batch.
+        low = torch.where((widest > 1) & holds, torch.maximum(low, eps), low)
+        high = torch.where((widest > 1) & ~holds, torch.minimum(high, eps), high)
     return torch.where(good, low, 0.0)
 
 

@@ -267,23 +267,26 @@ def _examined(
     order = allowed.argsort(1)[:, :limit]
     best = torch.full_like(allowed[:, 0], math.inf)
     possible = torch.ones_like(best, dtype=torch.bool)
-    most = max(1, _ENTRIES // sum(value.numel() for value in at.values.values()))
-    together = 1
+    entries = max(1, sum(value[0].numel() for value in at.values.values()))
+    most, together = max(1, _ENTRIES // entries), 1  # the same for an image alone, so that its radius is too
     while order.shape[1]:
         rivals, order = order[:, :together], order[:, together:]
         floor = allowed.gather(1, rivals)
         if bool((floor[:, 0] >= FURTHER * best).all()):
             break
-        # Each pair of an image and a rival is an image of the batch.
-        images = torch.arange(len(best), device=best.device).repeat_interleave(rivals.shape[1])
-        many = at if rivals.shape[1] == 1 else at.only(images)
-        toward = RivalMargin(many, rivals.flatten(), predicted[images], margins[images])
-        # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
-        exact = toward.radius(FURTHER * best[images]).reshape(rivals.shape)
+        exact, beyond = torch.empty_like(floor), torch.empty_like(rivals, dtype=torch.bool)
+        for part in torch.arange(len(best), device=best.device).split(max(1, _ENTRIES // (entries * rivals.shape[1]))):
+            # Each pair of an image and a rival is an image of the batch.
+            images = part.repeat_interleave(rivals.shape[1])
+            many = at if len(images) == len(part) == len(best) else at.only(images)
+            toward = RivalMargin(many, rivals[part].flatten(), predicted[images], margins[images])
+            # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
+            exact[part] = toward.radius(FURTHER * best[images]).reshape(len(part), -1)
+            if eps is not None:
+                beyond[part] = (toward.margin > toward.slope * eps).reshape(len(part), -1)
         exact = torch.maximum(exact, floor)
         if eps is not None:  # decided per image: alone, it would not have these rivals examined unless they count
-            beyond = (toward.margin > toward.slope * eps).reshape(rivals.shape).all(1)
-            possible &= beyond | (floor[:, 0] >= FURTHER * best)
+            possible &= beyond.all(1) | (floor[:, 0] >= FURTHER * best)
         allowed.scatter_(1, rivals, exact)
         best = torch.minimum(best, exact.amin(1))
         together = min(2 * together, most)
