@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,11 +109,19 @@ def differences(
             if _one_memory(mine, its):
                 continue
             if not (close(mine, its, tolerance or None) if allowed else same(mine, its)):
-                return [(f"{one.name} with other constants {when}", two.path)]
+                return [(f"{one.name} with constants that {_change(mine, its)} {when}", two.path)]
     if len(ours) != len(theirs):
         step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
         return [(f"{step.name} {when} or not", step.path)]
     return []
+
+
+def _change(one: Tensor, two: Tensor) -> str:
+    """How much a constant changes, in words."""
+    if one.shape != two.shape or not one.is_floating_point() or not two.is_floating_point():
+        return "change"
+    change = ((one.double() - two.double()).abs().max() / two.double().abs().max()).item()
+    return f"change by {change:.0e} of their largest entry" if 0 < change < math.inf else "change"
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
