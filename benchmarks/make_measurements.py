@@ -49,6 +49,7 @@ def page() -> str:
         _accuracy(),
         _recipes(),
         _hybrids(),
+        _search(),
         _gradients(),
         _updates(),
         _margin_losses(),
@@ -161,6 +162,26 @@ def _hybrids() -> str:
 projections before attention and MLPs, `neck` the width of a dense layer on all tokens, instead of their
 mean. Trained"""
     return _one_at_a_time("A hybrid with L2 attention: changes of the network", found, what)
+
+
+def _search() -> str:
+    found = read("recipe_search")["hybrid"]
+    about, runs = found["about"], [run for run in found["runs"] if run["round"]]
+    keys = [(part, key) for part, named in runs[0]["recipe"].items() for key in named if key != "name"]
+    keys = [one for one in keys if len({str(run["recipe"][one[0]][one[1]]) for run in runs}) > 1]
+    rows = [
+        [
+            run["round"], *(f"{run['recipe'][part][key]}" for part, key in keys), run["epochs"], _percent(run["clean"]),
+            _percent(run["certified"]), f"{run['core_seconds']:.0f}",
+        ]
+        for run in sorted(runs, key=lambda run: (-run["round"], -run["certified"]))
+    ]  # fmt: skip
+    text = f"""`benchmarks.recipe_search`: {about["recipes"]} hybrids with L2 attention drawn at random, all trained for
+about {about["seconds"]:.0f} core seconds on {about["images"]:,} images; the better half by certified accuracy
+(`gloro`, ε = 36/255, {about["held_out"]:,} other training images) anew for twice as long, and so on.
+"""
+    columns = ["round", *(f"`{key}`" for _, key in keys), "epochs", "clean", "certified", "core seconds"]
+    return _section("A search for a hybrid by certified accuracy", columns, rows, text)
 
 
 def _gradients() -> str:
