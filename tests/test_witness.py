@@ -491,9 +491,7 @@ def test_constants_in_which_large_numbers_cancel_are_refused(name):
             return self.head(z.relu())
 
     model = loaded(Computed(lambda z, x: z))
-    with pytest.raises(
-        UnsupportedCode, match="constants that change.*; large numbers may cancel"
-    ):
+    with pytest.raises(UnsupportedCode, match="constants that change.*; large numbers may cancel"):
         Certifier(model, 0.1, "gloro")
 
 
