@@ -208,7 +208,8 @@ def log_sum_exp(call: Call, x: Value, dim: int, keepdim: bool = False) -> Value:
 class LogSumExp(Remainder):
     """Rows under a deviation w: R = ½ wᵀ(diag(p) − ppᵀ)w for a p on the segment, so 0 ≤ R ≤ ½ κ‖w‖².
 
-    κ is that of :class:`Softmax`. Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only rows with g < 0 count.
+    κ = min(½, max_j p_j) with :func:`_grown`, as for :class:`Softmax`. Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only
+    rows with g < 0 count.
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -216,11 +217,11 @@ class LogSumExp(Remainder):
         dim = given.get("dim")
         if not isinstance(dim, int):
             raise NoAnswer("several dimensions")
-        peak = operands[0].amax(dim % len(node.operands[0].shape) + 1)
-        self.largest = torch.exp(per_image(peak) - per_image(result)) * (1 + 1e-9)
+        axis = dim % len(node.operands[0].shape) + 1
+        self.grown = _grown(operands[0].softmax(axis), axis)
 
     def _kappa(self, rho: Tensor) -> Tensor:
-        return (self.largest * torch.exp((math.sqrt(2) * rho).clamp_max(700.0))[:, None]).clamp_max(0.5)
+        return self.grown(rho).clamp_max(0.5)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return self._kappa(rho[0]).amax(1) / 2 * rho[0].square()
