@@ -25,6 +25,8 @@ from lipcert.graph import Node
 from lipcert.norms import Draw, Ledger, part_of
 
 NormProgress = Callable[[int, int], None]
+# The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.
+_STILL = 0.02
 # What identifies a norm: its kind, "norm", "peak", "weighted" or "form", and its operations.
 NormKey = tuple[str | Node | int, ...]
 
@@ -288,7 +290,8 @@ class NormFinder:
             return self._compute(key, lambda jacobians: norm(jacobians, values))
         if key not in self._constants:
             alone = {node: value[:1] for node, value in values.items()}
-            self._constants[key] = norm(self.jacobians, alone).item()
+            tight = self.jacobians.within(self.jacobians.tolerance * _STILL)
+            self._constants[key] = norm(tight, alone).item()
         return values[a].new_full((len(values[a]),), self._constants[key])
 
     def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
