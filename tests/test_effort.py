@@ -12,7 +12,7 @@ import lipcert
 from benchmarks._cifar import first_order_limit
 from benchmarks.anchored_map import Map
 from lipcert.bounds import margins
-from lipcert.certifier import Anchored
+from lipcert.certifier import Anchored, Certificates, Certifier
 from lipcert.certifier.anchored import effort
 from lipcert.certifier.anchored import method as method_module
 from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
@@ -134,6 +134,13 @@ def attacked(model, images, predicted, radius):
         (gradient,) = torch.autograd.grad(margin.sum(), delta)
         delta = -gradient
     return least
+
+
+def test_norms_that_are_the_same_for_all_images_are_tight():
+    """They are computed once, so a convolution before the first activation counts with its norm, and not 5 % more."""
+    exact, found = (Anchored(convolutions(), rigor=rigor)(pixels(1)) for rigor in ("deterministic", "probabilistic"))
+    norms = [next(iter(anchor.norms.gains.values())).item() for anchor in (exact, found)]
+    assert norms[0] * (1 - 1e-9) <= norms[1] <= norms[0] * 1.002
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -272,6 +279,22 @@ def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
         assert [len(group) for group in own] == [1, 2]
         assert together[i] == own
         torch.testing.assert_close(alone, radius[i : i + 1], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["real", "float32"])
+def test_a_run_in_parts_gives_what_one_run_gives(eager, dtype):
+    """What is left of a stopped run, and each shard, go to a process of their own: with a certifier of their own."""
+    model, images = vit(depth=1, width=32), pixels(3, seed=7)
+    predicted, gaps = margins(model(images))
+    eps = Anchored(model)(images).radius(predicted, gaps).median().item() * 0.99  # some are certified, and some not
+    whole = Certifier(model, eps, dtype=dtype).run(images)
+    parts = Certificates.join(
+        [Certifier(model, eps, dtype=dtype).run(images[part]) for part in (slice(2), slice(2, 3))]
+    )
+    assert dtype != "real" or 0 < int(whole.certified.sum()) < 3
+    assert torch.equal(parts.certified, whole.certified)
+    assert (parts.method, parts.rigor) == (whole.method, whole.rigor)
+    torch.testing.assert_close(parts.radius, whole.radius, rtol=1e-9, atol=0)
 
 
 def test_a_verdict_of_a_network_with_few_norms_is_the_full_radius():
