@@ -91,6 +91,86 @@ def test_no_attack_passes_the_worst_logits(activation: str, eps: float) -> None:
     assert (limit - gaps)[others].min() > 0
 
 
+def defined(model: lipcert.Model, image: Tensor, label: Tensor, eps: float) -> tuple[Tensor, int]:
+    """Worst logits by equations 3, 6, 9 and 21 to 24, every layer as a matrix, and how many boxes are tighter."""
+    low, high = ((end - 0.5) / 0.5 for end in ((image - eps).clamp(0), (image + eps).clamp(max=1)))
+    at, rho, moves, tighter = (image - 0.5) / 0.5, torch.tensor(eps / 0.5).double(), torch.ones(image.numel()), 0
+    layers = list(model.net)
+    for layer, follower in zip(layers[:-1], layers[1:], strict=True):
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            zero = layer(torch.zeros_like(at))
+            basis = torch.eye(at.numel()).double().view(-1, *at.shape[1:])
+            matrix = (layer(basis) - zero).flatten(1).T
+            middle = layer((low + high) / 2)
+            spread = (matrix.abs() @ ((high - low) / 2).flatten()).view_as(zero)
+            at, ball = layer(at), (matrix.norm(dim=1) * rho).view_as(zero)
+            tighter += int(((middle + spread < at + ball) | (middle - spread > at - ball)).sum())
+            low, high = torch.maximum(middle - spread, at - ball), torch.minimum(middle + spread, at + ball)
+            out = ((high > 0) & (low < getattr(follower, "threshold", torch.inf))).flatten().double()
+            out = torch.ones_like(out) if isinstance(follower, MaxMin) else out
+            rho = rho * torch.linalg.matrix_norm(out[:, None] * matrix * moves, 2)
+            moves = out
+        else:
+            low, high, at = layer(low), layer(high), layer(at)
+    head = layers[-1]
+    rise = reach(head.weight - head.weight[label], (at - low), (high - at), rho[None])
+    return head(at) + rise, tighter
+
+
+@pytest.mark.parametrize("activation", ["relu", "clipped", "maxmin"])
+@pytest.mark.parametrize("eps", [0.02, 0.1])
+def test_worst_logits_and_gradients_are_those_of_the_equations(activation: str, eps: float) -> None:
+    torch.manual_seed(1)
+    model = model_of(network(activation))
+    image, label = torch.rand(1, 1, 4, 4).double(), torch.tensor([1])
+    image[0, 0, :2] = torch.tensor([0.0, 1.0, 0.0, 1.0])  # perturbations of these pixels have one sign
+    bound = LocalBound(model)
+    for _ in range(300):
+        _, worst, _ = bound.worst(image, label, eps)
+    expected, tighter = defined(model, image, label, eps)
+    assert tighter
+    assert torch.allclose(worst, expected, rtol=1e-5)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad((worst - worst[0, 1]).sum(), parameters, allow_unused=True)
+    wanted = torch.autograd.grad((expected - expected[0, 1]).sum(), parameters, allow_unused=True)
+    for name, got, exact in zip(names, found, wanted, strict=True):
+        if exact is not None and exact.norm() > 1e-9:
+            assert got is not None, name
+            assert F.cosine_similarity(got.flatten(), exact.flatten(), 0) > 0.99, name
+
+
+def test_constant_units_move_nothing_and_vectors_outlast_them() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 3))
+    model = model_of(net)
+    images, labels = torch.rand(5, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0, 1])
+    bound = LocalBound(model)
+    with torch.no_grad():
+        bias = net[1].bias.clone()
+        net[1].bias.fill_(-100)
+    logits, worst, _ = bound.worst(images, labels, 0.1)
+    assert torch.allclose(worst, logits, rtol=0, atol=1e-9)
+    assert torch.isfinite(torch.autograd.grad(worst.sum(), net[1].weight)[0]).all()
+    with torch.no_grad():
+        net[1].bias.copy_(bias)
+    logits, worst, _ = bound.worst(images, labels, 0.1)
+    assert (worst - logits)[~F.one_hot(labels, 3).bool()].min() > 1e-3
+
+
+def test_padding_by_name_is_that_by_number() -> None:
+    def worst(padding: str | int) -> Tensor:
+        torch.manual_seed(0)
+        size = 32 if padding in ("same", 1) else 8
+        net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=padding), nn.ReLU(), nn.Flatten(), nn.Linear(size, 3))
+        model = model_of(net)
+        _, logits, _ = LocalBound(model).worst(torch.rand(2, 1, 4, 4).double(), torch.tensor([0, 1]), 0.1)
+        logits.sum().backward()
+        return torch.cat([logits.flatten(), net[0].weight.grad.flatten()])
+
+    assert torch.allclose(worst("same"), worst(1))
+    assert torch.allclose(worst("valid"), worst(0))
+
+
 def test_reach_is_the_maximum_over_the_box_and_the_ball() -> None:
     """Against the best of many feasible points, found by projected ascent, and with the gradient of its value."""
     torch.manual_seed(0)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 from lipcert.bounds import analyze, kept_whole
 from lipcert.errors import InputError
@@ -22,13 +24,16 @@ from lipcert.model import Model
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _STEPS = 2  # steps of power iteration per update; table 3
+_LOOKED_AT = 16  # images of a batch that show how often boxes are tighter than balls
+_RARELY = 1e-3
+_ALL = slice(None)
 _UPPER_WEIGHT = 0.1  # λ_θ of table 3
 _TINY = 1e-12
 _FIXED = ("add", "sub", "mul", "div")
 _SAME = ("identity", "dropout", "reshape")
 _PIECEWISE = ("relu", ClippedReLU, MaxMin, ClippedMaxMin)
 
-Linear = Callable[[Tensor, Tensor], Tensor]
+Box = Callable[[slice], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -37,16 +42,15 @@ class BoxState:
 
     Attributes:
         nominal: the value at the images, shape (N, ...).
-        low, high: bounds on its entries, of the same shape.
+        box: computes lower and upper bounds on the entries of the images of a slice.
         rho: a bound on the norm of its deviation, shape (N,).
-        moves: 1 for entries that can vary and 0 for constant ones, of the shape of ``nominal``.
+        moves: 1 for entries that can vary and 0 for constant ones, of the shape of ``nominal``; None if all can vary.
     """
 
     nominal: Tensor
-    low: Tensor
-    high: Tensor
+    box: Box
     rho: Tensor
-    moves: Tensor
+    moves: Tensor | None
 
 
 class LocalBound:
@@ -55,6 +59,10 @@ class LocalBound:
     The network must be a sequence of matrices and convolutions, each followed by ReLU, clipped ReLU or MaxMin
     (algorithm 1). Variable entries are those of equations 3 and 9. Norms of masked operators (equation 6) come from two
     steps of power iteration per image, starting from the mean result of the last update. So they are estimates.
+
+    The bounds of an entry are the tighter ones of its box and its ball (equations 21 and 22). In most layers the ball
+    is tighter almost everywhere. If it is for 999 of 1000 entries of 16 images of the batch, the layer's box is left
+    out, which loosens the bounds of the other entries.
 
     Args:
         model: the model.
@@ -84,25 +92,27 @@ class LocalBound:
         image = self.image.to(self.model.device, self.model.dtype)
         return list(needed(capture(self.model, image, whole=kept_whole, gradients=True)).nodes)
 
-    def worst(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def worst(self, images: Tensor, labels: Tensor, eps: float, sparse: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, worst logits (equation 24) and the sparsity loss (equation 12).
 
         Args:
             images: shape (N, C, H, W).
             labels: the classes y, shape (N,).
             eps: ε in ℓ2 on pixels.
+            sparse: computes the sparsity loss; 0 otherwise.
 
         Returns:
             f and z*, shape (N, classes), where z*_j − z*_y estimates an upper bound on f_j − f_y in the ball; and the
             mean over units and images of max(0, high) + 0.1 max(0, θ − low), for MaxMin of max(0, high of the minimum −
             lower) + 0.1 max(0, upper − low of the maximum).
         """
-        x, last, sparsity, _ = self._walk(images, eps)
-        weight, bias = _linear(last)[1:]
-        logits = F.linear(x.nominal, weight, bias)
-        rows = weight - weight[labels][:, None]  # w_j − w_y, (N, classes, features)
-        rise = reach(rows, (x.nominal - x.low)[:, None], (x.high - x.nominal)[:, None], x.rho[:, None])
-        return logits, logits + rise, torch.stack(sparsity).mean() if sparsity else logits.new_zeros(())
+        x, last, losses, _ = self._walk(images, eps, sparse)
+        head = _Linear(last)
+        logits = head(x.nominal)
+        rows = head.weight - head.weight[labels][:, None]  # w_j − w_y, (N, classes, features)
+        low, high = x.box(_ALL)
+        rise = reach(rows, (x.nominal - low)[:, None], (high - x.nominal)[:, None], x.rho[:, None])
+        return logits, logits + rise, torch.stack(losses).mean() if losses else logits.new_zeros(())
 
     @torch.no_grad()
     def measured(self, images: Tensor, eps: float) -> tuple[float, float]:
@@ -117,67 +127,146 @@ class LocalBound:
         """
         for _ in range(10):
             x, last, _, moving = self._walk(images, eps)
-        norm = torch.linalg.matrix_norm(_linear(last)[1], 2)
+        norm = torch.linalg.matrix_norm(_Linear(last).weight, 2)
         constant = 1 - torch.cat(moving, 1).mean()
         return float(constant), float(x.rho.mean() / eps * norm)
 
-    def _walk(self, images: Tensor, eps: float) -> tuple[BoxState, Node, list[Tensor], list[Tensor]]:
+    def _walk(
+        self, images: Tensor, eps: float, sparse: bool = False
+    ) -> tuple[BoxState, Node, list[Tensor], list[Tensor]]:
         """The input of the last layer, this layer, and of each activation its sparsity loss and which units move."""
-        low, high = (images - eps).clamp(min=0), (images + eps).clamp(max=1)
-        x = BoxState(images, low, high, images.new_full((len(images),), eps), torch.ones_like(images))
+        box = partial(_of, ((images - eps).clamp(min=0), (images + eps).clamp(max=1)))
+        x = BoxState(images, box, images.new_full((len(images),), eps), None)
         nodes = self._nodes()[1:]
-        sparsity: list[Tensor] = []
+        losses: list[Tensor] = []
         moving: list[Tensor] = []
         for place, node in enumerate(nodes[:-1]):
             if node.op in _SAME:
-                shape = (len(images), *node.shape[1:])
-                parts = (part.reshape(shape) for part in (x.nominal, x.low, x.high, x.moves))
-                nominal, low, high, moves = parts
-                x = BoxState(nominal, low, high, x.rho, moves)
+                x = _reshaped(x, node.shape[1:])
             elif node.op in _FIXED:
                 x = _fixed(x, node)
             elif node.op in _PIECEWISE:
-                x, loss = _activated(x, node)
-                sparsity.append(loss)
-                moving.append(x.moves.flatten(1))
+                if sparse:
+                    losses.append(_sparsity(node, *x.box(_ALL)))
+                x = _activated(x, node)
+                moving.append((torch.ones_like(x.nominal) if x.moves is None else x.moves).flatten(1))
             else:
                 x = self._mapped(x, node, nodes[place + 1], place)
-        return x, nodes[-1], sparsity, moving
+        return x, nodes[-1], losses, moving
 
     def _mapped(self, x: BoxState, node: Node, follower: Node, place: int) -> BoxState:
         """The value Wx + b: its box by equations 21 to 23, its ball by the norm of W between variable entries."""
-        apply, weight, bias = _linear(node)
-        shift = 0 if bias is None else bias.reshape(-1, *[1] * (len(node.shape) - 2))
-        nominal, middle = (apply(v, weight) + shift for v in (x.nominal, (x.low + x.high) / 2))
-        spread = apply((x.high - x.low) / 2, weight.abs())
-        rows = apply(torch.ones_like(x.nominal[:1]), weight.square()).clamp_min(_TINY).sqrt()
-        ball = rows * x.rho.view(-1, *[1] * (nominal.dim() - 1))
-        high = torch.minimum(middle + spread, nominal + ball)
-        low = torch.maximum(middle - spread, nominal - ball)
-        out = torch.ones_like(nominal)
-        if follower.op in ("relu", ClippedReLU):
-            module: Any = follower.function
-            limit = module.threshold if follower.op is ClippedReLU else torch.inf
-            out = ((high > 0) & (low < limit)).to(nominal)
-        gain = self._norm(apply, weight, x.moves, out, place)
-        return BoxState(nominal, low, high, x.rho * gain, out)
+        linear = _Linear(node)
+        nominal = linear(x.nominal)
+        rows = linear.product(torch.ones_like(x.nominal[:1]), linear.weight.square()).clamp_min(_TINY).sqrt()
 
-    def _norm(self, apply: Linear, weight: Tensor, inner: Tensor, outer: Tensor, place: int) -> Tensor:
-        """A lower estimate of ‖diag(outer) W diag(inner)‖ for each image, shape (N,)."""
+        def ball(part: slice) -> tuple[Tensor, Tensor]:
+            at, rho = _of((nominal, x.rho), part)
+            reached = rows * rho.view(-1, *[1] * (nominal.dim() - 1))
+            return at - reached, at + reached
+
+        def both(part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            low, high = x.box(part)
+            middle = linear((low + high) / 2)
+            spread = linear.product((high - low) / 2, linear.weight.abs())
+            return middle - spread, middle + spread, *ball(part)
+
+        with torch.no_grad():
+            low, high, least, most = both(slice(None, None, max(1, len(nominal) // _LOOKED_AT)))
+            tighter = ((low > least) | (high < most)).float().mean().item() > _RARELY
+        box: Box = ball
+        if tighter:
+            low, high, least, most = both(_ALL)
+            box = partial(_of, (torch.where(low > least, low, least), torch.where(high < most, high, most)))
+        with torch.no_grad():
+            moves = _moving(follower, *box(_ALL)) if follower.op in ("relu", ClippedReLU) else None
+        return BoxState(nominal, box, x.rho * self._norm(linear, x.moves, moves, place), moves)
+
+    def _norm(self, linear: _Linear, inner: Tensor | None, outer: Tensor | None, place: int) -> Tensor:
+        """A lower estimate of ‖diag(outer) W diag(inner)‖ for each image, shape (N,), or (1,) without masks.
+
+        With l = diag(outer) W diag(inner) v and r = diag(inner) Wᵀ l in the last step, this is ‖r‖/‖l‖. Its gradient
+        is that of ⟨l, W r⟩/(‖l‖‖r‖).
+        """
         start = self.vectors.get(place)
         if start is None:
-            start = torch.randn(inner[:1].shape, generator=torch.Generator().manual_seed(place)).to(inner)
-        v, fixed = _unit(start * inner), weight.detach()
-        u = outer
-        for _ in range(_STEPS):
+            size = linear.inputs if inner is None else inner.shape[1:]
+            start = _unit(torch.randn(1, *size, generator=torch.Generator().manual_seed(place)).to(linear.weight))
+        masks = [mask for mask in (inner, outer) if mask is not None]
+        right = start.expand(len(masks[0]) if masks else 1, *start.shape[1:])
+        right = right if inner is None else right * inner
+        for step in range(_STEPS):
+            if step:
+                right = _unit(right)
             with torch.enable_grad():
-                point = v.detach().requires_grad_()
-                result = apply(point * inner, fixed) * outer
-                u = _unit(result.detach())
-                (back,) = torch.autograd.grad(result, point, u)
-            v = _unit(back)
-        self.vectors[place] = v.mean(0, keepdim=True)
-        return (u * apply(v * inner, weight) * outer).flatten(1).sum(1)
+                point = right.detach().requires_grad_()
+                result = linear.product(point, linear.weight.detach())
+                left = result.detach() if outer is None else result.detach() * outer
+                (right,) = torch.autograd.grad(result, point, left)
+            right = right if inner is None else right * inner
+        of_left, of_right = (part.flatten(1).norm(dim=1) for part in (left, right))
+        mean = torch.einsum("n,n...->...", 1 / of_right.clamp_min(_TINY), right)
+        self.vectors[place] = _unit(mean[None] + _TINY * start)  # the start again, if all units are constant
+        norms: Tensor = _Norms.apply(linear.weight, linear, left, right, of_left, of_right)
+        return norms
+
+
+class _Norms(torch.autograd.Function):
+    """‖r‖/‖l‖ for r = Wᵀ l between variable entries, with the gradient of ⟨l, W r⟩/(‖l‖‖r‖) for W; 0 if l = 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, linear: _Linear, left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor
+    ) -> Tensor:
+        ctx.linear = linear
+        of_left = of_left.clamp_min(_TINY)
+        ctx.save_for_backward(left, right, 1 / (of_left * of_right.clamp_min(_TINY)))
+        return of_right / of_left
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        left, right, scale = ctx.saved_tensors
+        shares = (slopes[0] * scale).view(-1, *[1] * (right.dim() - 1))
+        return ctx.linear.weight_gradient(right * shares, left), None, None, None, None, None
+
+
+class _Linear:
+    """The map v ↦ Wv + b of a captured matrix or convolution."""
+
+    def __init__(self, node: Node):
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        self.weight: Tensor = given["weight"]
+        self.bias: Tensor | None = given.get("bias")
+        self.inputs = given["input"].shape[1:]
+        self.geometry = {key: given[key] for key in names[3:] if key in given}
+        self.border: list[int] | None = None
+        if node.op == "conv2d" and self.geometry.get("padding") == "valid":
+            del self.geometry["padding"]
+        elif node.op == "conv2d" and self.geometry.get("padding") == "same":
+            dilation = self.geometry.get("dilation", 1)
+            dilation = (dilation, dilation) if isinstance(dilation, int) else dilation
+            totals = [d * (k - 1) for d, k in zip(dilation, self.weight.shape[2:], strict=True)]
+            self.border = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+            del self.geometry["padding"]
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self.product(v, self.weight, self.bias)
+
+    def product(self, v: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The map with another weight of the same shape."""
+        if weight.dim() == 2:
+            return F.linear(v, weight, bias)
+        return F.conv2d(self._padded(v), weight, bias, **self.geometry)
+
+    def weight_gradient(self, v: Tensor, u: Tensor) -> Tensor:
+        """The gradient of ⟨u, W v⟩ with respect to W."""
+        if self.weight.dim() == 2:
+            return u.flatten(0, -2).mT @ v.flatten(0, -2)
+        return conv2d_weight(self._padded(v), self.weight.shape, u, **self.geometry)
+
+    def _padded(self, v: Tensor) -> Tensor:
+        return v if self.border is None else F.pad(v, self.border)
 
 
 def local_loss(
@@ -204,7 +293,7 @@ def local_loss(
     Returns:
         The loss, and the logits f, shape (N, classes).
     """
-    logits, worst, sparse = bound.worst(images, labels, eps)
+    logits, worst, sparse = bound.worst(images, labels, eps, sparsity > 0)
     if bottom:
         own = F.one_hot(labels, logits.shape[1]).bool()
         worst = torch.cat([logits, worst.masked_fill(own, -torch.inf).amax(1, keepdim=True)], 1)
@@ -216,8 +305,10 @@ def reach(rows: Tensor, down: Tensor, up: Tensor, rho: Tensor) -> Tensor:
     """max ⟨c, δ⟩ over −down ≤ δ ≤ up with ‖δ‖ ≤ ρ, for rows c, with gradients.
 
     With l_i the limit of |δ_i| in the direction of the sign of c_i, the optimal δ has |δ_i| = min(t|c_i|, l_i) for the
-    largest t with ‖δ‖ ≤ ρ (Karush, Kuhn, Tucker). Bisection finds t. The maximum is then Σ |c_i| l_i over the entries
-    at their limits, plus √(ρ² − Σ l_i²) times the norm of the other c_i.
+    largest t with ‖δ‖ ≤ ρ (Karush, Kuhn, Tucker). With the entries of a set S at their limits and the others at t|c_i|,
+    ‖δ‖ = ρ for t_S² = (ρ² − Σ_S l_i²) / Σ_{i∉S} c_i². If S is part of the entries at their limits at the optimum, t_S
+    is at most t, so S may take the entries with t_S|c_i| ≥ l_i; S is complete when there are none. The maximum is then
+    Σ_S |c_i| l_i + √(ρ² − Σ_S l_i²) times the norm of the other c_i.
 
     Args:
         rows: c, shape (..., n).
@@ -232,63 +323,105 @@ def reach(rows: Tensor, down: Tensor, up: Tensor, rho: Tensor) -> Tensor:
     limit = torch.where(rows > 0, up, down).clamp_min(0)
     square = rho.square()[..., None]
     with torch.no_grad():
-        least, most = torch.zeros_like(size[..., :1]), (limit / size.clamp_min(_TINY)).amax(-1, keepdim=True)
-        for _ in range(40):
-            t = (least + most) / 2
-            fits = torch.minimum(t * size, limit).square().sum(-1, keepdim=True) <= square
-            least, most = torch.where(fits, t, least), torch.where(fits, most, t)
-        whole = limit.square().sum(-1, keepdim=True) <= square
-        full = whole | (least * size >= limit)
+        full, complete = limit <= 0, False
+        while not complete:
+            left = (square - torch.where(full, limit.square(), 0.0).sum(-1, keepdim=True)).clamp_min(0)
+            t = (left / torch.where(full, 0.0, size.square()).sum(-1, keepdim=True).clamp_min(_TINY**2)).sqrt()
+            larger = full | (t * size >= limit)
+            complete, full = torch.equal(larger, full), larger
     bounded = torch.where(full, size * limit, 0.0).sum(-1)
     left = (square[..., 0] - torch.where(full, limit.square(), 0.0).sum(-1)).clamp_min(_TINY).sqrt()
     free = torch.where(full, 0.0, size).square().sum(-1).clamp_min(_TINY**2).sqrt()
-    return bounded + torch.where(whole[..., 0], 0.0, left * free)
+    return bounded + left * free
 
 
-def _unit(vectors: Tensor) -> Tensor:
-    return F.normalize(vectors.flatten(1), dim=1).view_as(vectors)
+def _unit(vector: Tensor) -> Tensor:
+    return F.normalize(vector.flatten(1), dim=1).view_as(vector)
 
 
-def _linear(node: Node) -> tuple[Linear, Tensor, Tensor | None]:
-    """The linear map of value and weight, the weight and the bias of a captured matrix or convolution."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if node.op == "linear":
-        return F.linear, given["weight"], given.get("bias")
-    geometry = {key: given[key] for key in names[3:] if key in given}
-    return lambda v, w: F.conv2d(v, w, None, **geometry), given["weight"], given.get("bias")
+def _of(parts: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+    """Both tensors for the images of a slice."""
+    return parts if part is _ALL else (parts[0][part], parts[1][part])
+
+
+def _each(x: BoxState, function: Callable[[Tensor], Tensor], moves: Tensor | None) -> BoxState:
+    """The value after a map that is monotone and 1-Lipschitz."""
+
+    def box(part: slice) -> tuple[Tensor, Tensor]:
+        low, high = x.box(part)
+        return function(low), function(high)
+
+    return BoxState(function(x.nominal), box, x.rho, moves)
+
+
+def _reshaped(x: BoxState, shape: tuple[int, ...]) -> BoxState:
+    def reshape(value: Tensor) -> Tensor:
+        return value.reshape(len(value), *shape)
+
+    return _each(x, reshape, None if x.moves is None else reshape(x.moves))
 
 
 def _fixed(x: BoxState, node: Node) -> BoxState:
     """The value after a sum or product with a constant, such as the normalisation."""
-    ends = []
-    for part in (x.nominal, x.low, x.high):
-        args = [part if isinstance(argument, Node) else argument for argument in node.args]
-        ends.append(node.function(*args, **node.kwargs))
-    nominal, one, other = ends
+
+    def function(value: Tensor) -> Tensor:
+        result: Tensor = node.function(*(value if isinstance(a, Node) else a for a in node.args), **node.kwargs)
+        return result
+
+    def box(part: slice) -> tuple[Tensor, Tensor]:
+        one, other = (function(end) for end in x.box(part))
+        return torch.minimum(one, other), torch.maximum(one, other)
+
     slope = 1.0
     if node.op in ("mul", "div"):
-        constant = torch.as_tensor(next(a for a in node.args if not isinstance(a, Node)), device=nominal.device)
+        constant = torch.as_tensor(next(a for a in node.args if not isinstance(a, Node)), device=x.nominal.device)
         slope = (constant.abs() if node.op == "mul" else 1 / constant.abs()).max().item()
-    return BoxState(nominal, torch.minimum(one, other), torch.maximum(one, other), x.rho * slope, x.moves)
+    return BoxState(function(x.nominal), box, x.rho * slope, x.moves)
 
 
-def _activated(x: BoxState, node: Node) -> tuple[BoxState, Tensor]:
-    """The value after an activation, which is monotone and 1-Lipschitz, and its part of the sparsity loss."""
+def _activated(x: BoxState, node: Node) -> BoxState:
+    """The value after an activation, which is monotone and 1-Lipschitz."""
     module: Any = node.function
-    if node.op in ("relu", ClippedReLU):
-        limit = module.threshold if node.op is ClippedReLU else None
-        nominal, low, high = (F.relu(part) for part in (x.nominal, x.low, x.high))
-        loss = high.mean()
-        if limit is not None:
-            nominal, low, high = (torch.minimum(part, limit) for part in (nominal, low, high))
-            loss = loss + _UPPER_WEIGHT * F.relu(limit - x.low).mean()
-        return BoxState(nominal, low, high, x.rho, x.moves), loss
-    nominal, low, high = (module(part) for part in (x.nominal, x.low, x.high))
+    if node.op == "relu":
+        return _each(x, F.relu, x.moves)
+    if node.op is ClippedReLU:
+        return _each(x, lambda value: _clipped(value, module.threshold), x.moves)
     if node.op is MaxMin:
-        return BoxState(nominal, low, high, x.rho, torch.ones_like(nominal)), nominal.new_zeros(())
-    (a, b), (c, d) = x.low.chunk(2, module.dim), x.high.chunk(2, module.dim)
-    least, most = torch.maximum(a, b), torch.minimum(c, d)
-    moves = torch.cat([(least < module.upper), (most > module.lower)], module.dim).to(nominal)
-    loss = F.relu(most - module.lower).mean() + _UPPER_WEIGHT * F.relu(module.upper - least).mean()
-    return BoxState(nominal, low, high, x.rho, moves), loss
+        return _each(x, module, None)
+    with torch.no_grad():
+        moves = _moving(node, *x.box(_ALL))
+    return _each(x, module, moves)
+
+
+def _clipped(value: Tensor, threshold: Tensor) -> Tensor:
+    """ReLUθ; its backward pass takes a third of the time of that of torch.minimum."""
+    value = F.relu(value)
+    return torch.where(value < threshold, value, threshold)
+
+
+def _extremes(module: ClippedMaxMin, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower bounds on the maxima and upper bounds on the minima of the pairs."""
+    (a, b), (c, d) = low.chunk(2, module.dim), high.chunk(2, module.dim)
+    return torch.maximum(a, b), torch.minimum(c, d)
+
+
+def _moving(node: Node, low: Tensor, high: Tensor) -> Tensor:
+    """1 for the results of a clipped activation that vary between bounds on its inputs, equations 3 and 9, else 0."""
+    module: Any = node.function
+    if node.op is ClippedMaxMin:
+        least, most = _extremes(module, low, high)
+        return torch.cat([least < module.upper, most > module.lower], module.dim).to(low)
+    moving = high > 0
+    return ((low < module.threshold).logical_and_(moving) if node.op is ClippedReLU else moving).to(low)
+
+
+def _sparsity(node: Node, low: Tensor, high: Tensor) -> Tensor:
+    """The part of an activation in the sparsity loss (equation 12), with λ_θ of equation 26."""
+    module: Any = node.function
+    if node.op is MaxMin:
+        return low.new_zeros(())
+    if node.op is ClippedMaxMin:
+        least, most = _extremes(module, low, high)
+        return F.relu(most - module.lower).mean() + _UPPER_WEIGHT * F.relu(module.upper - least).mean()
+    loss = F.relu(high).mean()
+    return loss + _UPPER_WEIGHT * F.relu(module.threshold - low).mean() if node.op is ClippedReLU else loss
