@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.papers.shown import bounded
+from benchmarks.papers.tables import TABLES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -245,7 +246,9 @@ bundled checkpoint, the gradients of `adversarial` and `anchored` have a cosine 
 def _papers() -> list[str]:
     """A section for each table of a paper whose networks were trained here."""
     sections = []
-    for key, stored in read("papers").items():
+    listed = [f"{one.paper}, {one.number}" for one in TABLES]
+    found = sorted(read("papers").items(), key=lambda item: listed.index(item[0].rpartition(", ")[0]))
+    for key, stored in found:
         ran = [row for row in stored["rows"] if isinstance(row.get("here"), dict)]
         if not ran or "conditions" not in stored:
             continue

@@ -98,12 +98,25 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
         near = not timed and abs(a - b) <= 2 * sqrt(a * (1 - a) / n + b * (1 - b) / m)
         group = _GROUPS[1] if near else _GROUPS[0] if here > 0 else _GROUPS[2]
         groups[group].append([short(better), short(worse), round(here, 2), round(abs(p - q), 2)])
+        if group == _GROUPS[2] and not timed:
+            groups[group][-1].append(
+                "; the one has {} clean and a bound of {}, the other {} and {}".format(
+                    *(figure for row in (better, worse) for figure in _outside(row["here"]))
+                )
+            )
     training = {TRAININGS[r.training][str(r.data)] for r in table.rows if r.training and r.data == ran[0]["data"]}
     return {
         "by": table.ordered, **groups,
         "trained": sorted({(row["epochs"], row["images"]) for row in ran}) if scale.images else [],
         "epochs of the paper": sorted({t.epochs for t in training}), "images of the paper": IMAGES[str(ran[0]["data"])],
     }  # fmt: skip
+
+
+def _outside(here: Mapping[str, Any]) -> tuple[str, str]:
+    """What a certified share is made of: accuracy and bound, the local one where it was measured."""
+    local = here.get("local bound, estimated")
+    bound = bounded(here["log10 bound"])
+    return f"{100 * here['clean']:.1f} %", f"{bound}, near images {local:.3g}" if local is not None else bound
 
 
 def _apart(one: Row, two: Row) -> int:
@@ -126,7 +139,10 @@ def said(order: Mapping[str, Any]) -> str:
         return "No two rows were run that differ in one thing, so that nothing is said about the order."
     parts = []
     for name, pairs in zip(_GROUPS, groups, strict=True):
-        named = "; ".join(f"{a} before {b}, {here:+.3g} here and {paper:+.3g} there" for a, b, here, paper in pairs)
+        named = "; ".join(
+            f"{a} ahead of {b} by {paper:.3g} in the paper, by {here:.3g} here{''.join(why)}"
+            for a, b, here, paper, *why in pairs
+        )
         shown = named and name != _GROUPS[0]
         parts.append(f"{len(pairs)} {name}" + (f" ({named})" if shown else ""))
     whole = "the paper's" if len(groups[0]) == total else "not the paper's" if groups[2] else "open in part"
