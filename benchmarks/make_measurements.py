@@ -172,8 +172,8 @@ def _search() -> str:
     keys = [one for one in keys if len({str(run["recipe"][one[0]][one[1]]) for run in runs}) > 1]
     rows = [
         [
-            run["round"], *(f"{run['recipe'][part][key]}" for part, key in keys), run["epochs"], _percent(run["clean"]),
-            _percent(run["certified"]), f"{run['core_seconds']:.0f}",
+            run["round"], *(f"{run['recipe'][part][key]}" for part, key in keys), run["epochs"],
+            _percent(run.get("clean")), _percent(run["certified"]), f"{run['core_seconds']:.0f}",
         ]
         for run in sorted(runs, key=lambda run: (-run["round"], -run["certified"]))
     ]  # fmt: skip

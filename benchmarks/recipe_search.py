@@ -2,11 +2,12 @@
 
     python -m benchmarks.recipe_search --data ../shared/data/cifar10 --network hybrid
 
-Draws recipes at random and trains them on a part of CIFAR-10's training images by ``emma``, all for the same core
-seconds: a narrow network passes over the images more often than a wide one. The better half by certified accuracy on
-other training images (GloRo, 36/255) is trained anew for twice the core seconds, and so on (successive halving:
-Jamieson and Talwalkar, AISTATS 2016). Results and environment go to benchmarks/results/recipe_search.json after each
-run; what is there already is not run again. The test images play no part.
+Draws recipes at random and trains them on a part of CIFAR-10's training images by ``emma``. One epoch of each, round 0,
+measures how long it takes. In round 1 all are trained for about the same core seconds, so a narrow network gets more
+epochs than a wide one. The better half by certified accuracy on other training images (GloRo, 36/255) is trained anew
+for twice the core seconds, and so on (successive halving: Jamieson and Talwalkar, AISTATS 2016). No test image is used.
+Results and environment go to benchmarks/results/recipe_search.json after each run; what is there already is not run
+again.
 """
 
 from __future__ import annotations
