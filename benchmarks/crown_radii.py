@@ -39,16 +39,17 @@ def affine(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class Projection(nn.Module):
-    """LayerProject or SmoothProject in operations that auto_LiRPA bounds."""
+    """A projection in place of LayerNorm, in operations that auto_LiRPA bounds."""
 
     def __init__(self, module: Any):
         super().__init__()
-        self.kinked = isinstance(module, LayerProject)
+        self.kinked, self.centred = isinstance(module, LayerProject), module.centred
         self.radius = float(module.radius)
-        self.weight, self.bias = nn.Parameter(module.weight.detach()), nn.Parameter(module.bias.detach())
+        bias = torch.zeros_like(module.weight) if module.bias is None else module.bias
+        self.weight, self.bias = nn.Parameter(module.weight.detach()), nn.Parameter(bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x - x.mean(-1, keepdim=True)
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
         square = (x * x).sum(-1, keepdim=True)
         if self.kinked:
             ratio = (torch.relu(torch.sqrt(square) - self.radius) + self.radius) / self.radius
@@ -65,8 +66,9 @@ class Block(nn.Module):
         attention = block.attn
         self.tokens, self.heads = tokens, attention.num_heads
         self.norm1, self.norm2 = Projection(block.norm1), Projection(block.norm2)
-        parts = zip(attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True)
-        self.q, self.k, self.v = (affine(weight, bias) for weight, bias in parts)
+        qkv = attention.qkv
+        biases = (None,) * 3 if qkv.bias is None else qkv.bias.chunk(3)
+        self.q, self.k, self.v = (affine(*part) for part in zip(qkv.weight.chunk(3), biases, strict=True))
         self.out = affine(attention.proj.weight, attention.proj.bias)
         self.fc1 = affine(block.mlp.fc1.weight, block.mlp.fc1.bias)
         self.fc2 = affine(block.mlp.fc2.weight, block.mlp.fc2.bias)
@@ -110,6 +112,39 @@ class Network(nn.Module):
         return self.head(x.mean(1))
 
 
+class Crown:
+    """CROWN's lower bound on the margins of one image, in float32 as auto_LiRPA computes it: an estimate.
+
+    Args:
+        model: a transformer of train_cifar_vit.py, or one like it.
+
+    Raises:
+        ImportError: auto_LiRPA is not installed, or cannot be imported beside this version of torch.
+    """
+
+    def __init__(self, model: lipcert.Model):
+        from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
+        from auto_LiRPA.operators.gelu import GELU
+
+        def ball(image: Tensor, eps: float) -> Any:
+            return BoundedTensor(image, PerturbationLpNorm(norm=2, eps=eps))
+
+        self.ball, self.network = ball, Network(model, GELU).eval()
+        options = {"softmax": "lse", "mul": {"middle": True}, "conv_mode": "matrix"}
+        self.bounded = BoundedModule(self.network, torch.zeros(1, *model.input_size), bound_opts=options)
+
+    def __call__(self, image: Tensor, label: int, eps: float) -> float:
+        """The bound on the least f_label − f_j over the ball of radius ε around an image of shape (1, C, H, W)."""
+        classes = self.network.head.out_features
+        others = [j for j in range(classes) if j != label]
+        wanted = torch.zeros(1, len(others), classes)
+        wanted[0, :, label] = 1
+        wanted[0, range(len(others)), others] = -1
+        ball = (self.ball(image, eps),)
+        with torch.no_grad():
+            return float(self.bounded.compute_bounds(x=ball, C=wanted, method="backward", bound_upper=False)[0].min())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
@@ -120,36 +155,21 @@ def main() -> None:
     parser.add_argument("--factor", type=float, help="ask about this multiple of the anchored radius instead")
     parser.add_argument("--name", default="crown_radii", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    try:
-        from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
-        from auto_LiRPA.operators.gelu import GELU
-    except ImportError as error:
-        raise SystemExit(f"this needs auto_LiRPA, and cannot import it: {error}") from error
-
     sizes = sorted(float(Fraction(text)) for text in args.eps)
     model = lipcert.load(args.model)
-    network = Network(model, GELU).eval()
+    try:
+        crown = Crown(model)
+    except ImportError as error:
+        raise SystemExit(f"this needs auto_LiRPA, and cannot import it: {error}") from error
     exact = lipcert.load(args.model).double()
     method = Anchored(exact)
-    options = {"softmax": "lse", "mul": {"middle": True}, "conv_mode": "matrix"}
-    example = torch.zeros(1, *model.input_size)
-    crown = BoundedModule(network, example, bound_opts=options)
     rows: list[dict[str, Any]] = []
     path = Path(__file__).parent / "results" / f"{args.name}.json"
-
-    def verified(image: Tensor, label: int, eps: float) -> float:
-        others = [j for j in range(10) if j != label]
-        wanted = torch.zeros(1, len(others), 10)
-        wanted[0, :, label] = 1
-        wanted[0, range(len(others)), others] = -1
-        ball = BoundedTensor(image, PerturbationLpNorm(norm=2, eps=eps))
-        with torch.no_grad():
-            return float(crown.compute_bounds(x=(ball,), C=wanted, method="backward", bound_upper=False)[0].min())
 
     chosen: list[tuple[int, Tensor, int]] = []
     for batch in open_images(args.data, model, limit=args.images).batches(1):
         with torch.no_grad():
-            assert (network(batch.images) - model(batch.images)).abs().max() < 1e-4
+            assert (crown.network(batch.images) - model(batch.images)).abs().max() < 1e-4
             predicted = int(model(batch.images).argmax())
         if batch.labels is not None and predicted == int(batch.labels) and len(chosen) < args.verified:
             chosen.append((batch.indices[0], batch.images, predicted))
@@ -164,7 +184,7 @@ def main() -> None:
         row: dict[str, Any] = {"image": index, "margin": margin, "anchored_radius": ours, "crown": []}
         for eps in sizes if args.factor is None else [args.factor * ours]:
             started = time.process_time()
-            bound = verified(image, predicted, eps)
+            bound = crown(image, predicted, eps)
             row["crown"].append({"eps": eps, "margin_at_least": bound, "cpu_seconds": time.process_time() - started})
             if not bound > 0:
                 break

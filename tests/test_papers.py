@@ -16,7 +16,7 @@ import lipcert
 from benchmarks import make_measurements, make_readme, parallel_layers
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import measures, shown, trained
-from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Row, Scale, Table, values_of
+from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, values_of
 from benchmarks.papers.tables import LISTED, TABLES, find
 from lipcert.cli import app
 
@@ -261,7 +261,7 @@ def test_hyper_parameters_and_parameters_are_those_of_the_package(monkeypatch, t
     assert [row["name"] for row in rows] == ["mnist", "cifar10", "cifar100", "tinyimagenet"]
     assert rows[0]["relaxation"] == 1.1
     assert len(find("certvit", "10").settings) == 14
-    (first, *_) = measures.parameters(find("certvit", "2"), True, None)
+    (first, *_) = measures.parameters(find("certvit", "2"), Given(True))
     assert first["dot-product"] == pytest.approx(5.717416)  # timm's count for ViT-Ti/16
     assert first["L2"] < first["dot-product"]
 
@@ -288,12 +288,12 @@ def test_networks_fit_their_data_sets(name, images):
 
 @pytest.mark.parametrize("number", ["4", "5", "6"])
 def test_networks_have_the_sizes_of_the_papers_tables(number):
-    for row in measures.architectures(find("certvit", number), True, None):
+    for row in measures.architectures(find("certvit", number), Given(True)):
         assert row["here"] == row["paper"], row["name"]
 
 
 def test_no_slope_of_gelu_passes_its_constant_but_the_papers():
-    (row,) = measures.gelu(find("certvit", "figure 2"), True, None)
+    (row,) = measures.gelu(find("certvit", "figure 2"), Given(True))
     assert row["paper"][0] < row["slope found"] <= row["lipcert"]
 
 

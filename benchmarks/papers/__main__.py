@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks._env import environment
 from benchmarks.papers import measures, shown, trained
-from benchmarks.papers.recipes import SCALES, Table
+from benchmarks.papers.recipes import SCALES, Given, Table
 from benchmarks.papers.tables import LISTED, TABLES, find
 
 RESULT = Path(__file__).parent.parent / "results" / "papers.json"
@@ -46,13 +46,14 @@ def table(
         kept: for trained networks.
         known: rows of an earlier run, by name.
     """
-    if found.measure is not None:
-        yield from getattr(measures, found.measure)(found, scale == "small", folders.get("cifar10"))
-        return
-    if found.needs:
-        yield {"needs": found.needs}
     with tempfile.TemporaryDirectory() as work:
         networks = trained.Kept(kept or Path(work))
+        if found.measure is not None:
+            given = Given(scale == "small", folders.get("cifar10"), networks.folder)
+            yield from getattr(measures, found.measure)(found, given)
+            return
+        if found.needs:
+            yield {"needs": found.needs}
         for one in found.rows:
             if only not in (None, one.name) and one.name in (known or {}):
                 yield (known or {})[one.name]

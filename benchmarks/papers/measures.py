@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks.papers import lofast
-from benchmarks.papers.recipes import Table
+from benchmarks.papers.recipes import Given, Table
+from benchmarks.papers.vits import before_crown as before_crown
+from benchmarks.papers.vits import beside_crown as beside_crown
+from benchmarks.papers.vits import shapes as shapes
 from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.certvit import Moments, constrain_matrix
 from lipcert.certvit.relu import Relu
@@ -24,15 +27,15 @@ _TOKENS, _DIM, _HEADS = 16, 64, 8
 _EPS = (0.01, 0.03, 0.05, 0.07, 0.09, 0.10)
 
 
-def settings(table: Table, small: bool, data: str | None) -> Rows:
+def settings(table: Table, given: Given) -> Rows:
     """Hyper-parameters as the package has them."""
     return [dict(row) for row in table.settings]
 
 
-def parameters(table: Table, small: bool, data: str | None) -> Rows:
+def parameters(table: Table, given: Given) -> Rows:
     """Parameters in millions of each network as timm builds it and with L2 attention."""
     rows: Rows = []
-    for row in table.rows[: 3 if small else None]:
+    for row in table.rows[: 3 if given.small else None]:
         with torch.device("meta"):
             net = timm.create_model(str(row.model))
         before = _millions(net)
@@ -45,7 +48,7 @@ def _millions(net: nn.Module) -> float:
     return sum(p.numel() for p in net.parameters()) / 1e6
 
 
-def architectures(table: Table, small: bool, data: str | None) -> Rows:
+def architectures(table: Table, given: Given) -> Rows:
     """What the networks have, beside the paper's figures."""
     rows: Rows = []
     for row in table.rows:
@@ -71,7 +74,7 @@ def _sizes(net: Any) -> dict[str, float]:
     return {**found, "window": stages[0].blocks[0].window_size[0]}
 
 
-def gelu(table: Table, small: bool, data: str | None) -> Rows:
+def gelu(table: Table, given: Given) -> Rows:
     """Figure 2: lipcert's constant of GELU, which no slope passes, and the largest slope on a grid, which does 1.12."""
     grid = torch.linspace(-6, 6, 120_001, dtype=torch.float64).requires_grad_()
     (slopes,) = torch.autograd.grad(nn.functional.gelu(grid).sum(), grid)
@@ -88,7 +91,7 @@ def _tokens(norm: float, seed: int = 0) -> Tensor:
     return norm * x / x.norm(dim=1, keepdim=True)
 
 
-def one_attention(table: Table, small: bool, data: str | None) -> Rows:
+def one_attention(table: Table, given: Given) -> Rows:
     """Table 3 for orthogonal weights, W^V and W^O of norm 0.5, and tokens of norm 1: an attack and every bound."""
     layer, x = lofast.trained_like(_DIM, _HEADS, 0.5), _tokens(1.0)
     quoted = {row.name: row.paper for row in table.rows}
@@ -111,7 +114,7 @@ def _bounds(x: Tensor, layer: AttentionLayer, eps: float) -> dict[str, float]:
     }
 
 
-def token_norms(table: Table, small: bool, data: str | None) -> Rows:
+def token_norms(table: Table, given: Given) -> Rows:
     """Figure 4: attention without its residual branch, where Theorem 1 and lipcert's bound can be compared."""
     layer = lofast.trained_like(_DIM, _HEADS, 0.5)
     rows: Rows = []
@@ -134,7 +137,7 @@ def token_norms(table: Table, small: bool, data: str | None) -> Rows:
     return rows
 
 
-def parts(table: Table, small: bool, data: str | None) -> Rows:
+def parts(table: Table, given: Given) -> Rows:
     """Figure 1: the two factors of Δ₂ for one head, with the bounds of section 5.1 over what an attack reaches."""
     layer, x = lofast.trained_like(_DIM, 1, 0.5), _tokens(1.0)
     form, mixed = layer.wq @ layer.wk.T, layer.wv @ layer.wo if layer.wo is not None else layer.wv
@@ -171,14 +174,14 @@ def _climb(value: Callable[[Tensor], Tensor], x: Tensor, eps: float, steps: int 
     return best
 
 
-def ablation(table: Table, small: bool, data: str | None) -> Rows:
+def ablation(table: Table, given: Given) -> Rows:
     """Figure 3: the bound of Theorem 1 at ε = 0.1 when one weight, or the input, moves by a random matrix."""
     layer, x = lofast.trained_like(_DIM, _HEADS, 0.5), _tokens(1.0)
     rows: Rows = []
     for name in ("wq", "wk", "wv", "wo", "x"):
         for size in (0.0, 1.0, 2.0):
             found: list[float] = []
-            for seed in range(2 if small else 10):
+            for seed in range(2 if given.small else 10):
                 base = x if name == "x" else getattr(layer, name)
                 step = torch.randn(base.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
                 moved = base + size * step / step.norm()
@@ -189,36 +192,40 @@ def ablation(table: Table, small: bool, data: str | None) -> Rows:
     return rows
 
 
-def behind(table: Table, small: bool, data: str | None) -> Iterator[dict[str, Any]]:
+def behind(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     """Equation 10 with and without the ReLU: single layers, and two networks trained on CIFAR-10 by cross-entropy.
 
     The networks are constrained at several tolerances, so that they can be compared at the same accuracy, which is that
     on test images.
     """
     yield from (_layer(active, error) for active, error in ((0.04, 0.01), (0.04, 0.1), (0.5, 0.1)))
-    if data is None:
+    if given.data is None:
         yield {"needs": "networks: --data cifar10=FOLDER, with train.tar and test.tar in it"}
         return
-    width: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 8} if small else {}
+    width: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 8} if given.small else {}
     torch.manual_seed(0)
     for name, net in {
         "ReLU network of 4 layers": LipConvNet(((16, 4, 4, 0), (32, 4, 2, 1)), (128,), act_layer="relu"),
-        "resnet10t" + (", channels of 16 to 128" if small else ""): timm.create_model(
+        "resnet10t" + (", channels of 16 to 128" if given.small else ""): timm.create_model(
             "resnet10t", num_classes=10, **width
         ),
     }.items():
         model = lipcert.load(net, mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, 32, 32))
         train, test = (
-            [(b.images, b.labels) for b in open_images(f"{data}/{split}.tar", model, limit=count).batches(100)]
-            for split, count in (("train", 4000 if small else 50_000), ("test", 1000 if small else 10_000))
+            [(b.images, b.labels) for b in open_images(f"{given.data}/{split}.tar", model, limit=count).batches(100)]
+            for split, count in (("train", 4000 if given.small else 50_000), ("test", 1000 if given.small else 10_000))
         )
         model.train()
         with torch.no_grad():
             for images, _ in train:  # for the statistics of batch normalisation, which finetune leaves as they are
                 model(images)
-        lipcert.finetune(model.eval(), train, loss="ce", epochs=8 if small else 40, lr=2e-3)  # type: ignore[arg-type]
+        lipcert.finetune(model.eval(), train, loss="ce", epochs=8 if given.small else 40, lr=2e-3)  # type: ignore[arg-type]
         yield from _networks(
-            name, model, train[: 2 if small else 10], test, (0.02, 0.05, 0.1) if small else (0.02, 0.05, 0.1, 0.2)
+            name,
+            model,
+            train[: 2 if given.small else 10],
+            test,
+            (0.02, 0.05, 0.1) if given.small else (0.02, 0.05, 0.1, 0.2),
         )
 
 

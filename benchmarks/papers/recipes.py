@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lipcert._constrain_settings import PRESETS
 from lipcert._settings import Method
@@ -72,6 +73,21 @@ class Table:
     needs: str = ""
     settings: Sequence[Mapping[str, object]] = ()
     ordered: str = "certified"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a function of :mod:`benchmarks.papers.measures` is given.
+
+    Attributes:
+        small: the scale is small.
+        data: folder of CIFAR-10 with ``train.tar`` and ``test.tar``.
+        kept: folder for trained networks.
+    """
+
+    small: bool
+    data: str | None = None
+    kept: Path = Path()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,238 @@
+"""LoFAST beside CROWN, its tables 1 and 2 and figure 2: ViTs with its projections, trained by commands.
+
+Certified shares are by the package's ``lofast`` and ``anchored``. What CROWN decides, and Theorem 1 as its paper writes
+it, is an estimate: neither counts its rounding. CROWN needs auto_LiRPA, the extra ``verify``. With ``--keep FOLDER`` a
+second run, in an environment that has it, adds the rows of CROWN, and trains and certifies nothing again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lipcert
+from benchmarks.crown_radii import Crown
+from benchmarks.papers import lofast, trained
+from benchmarks.papers.recipes import Given, Table
+from lipcert.data import open_images
+
+EPS = ("0.02", "0.05", "0.1")
+THEOREM, CROWN, OURS = "LoFAST, Theorem 1", "CROWN", ("lofast", "anchored")
+DATA = "CIFAR-10: --data cifar10=FOLDER"
+NEEDS = "auto_LiRPA 0.7 or later, the extra verify: pip install git+https://github.com/Verified-Intelligence/auto_LiRPA"
+_LAYERS = (3, 4, 5)  # of table 1; table 2 has the first
+Verdicts = dict[str, Any]  # by ε, which of the images hold, and under "seconds", by ε, the CPU seconds of each
+
+
+@dataclass(frozen=True)
+class Vit:
+    """A ViT whose LayerNorms are projections, with limits on the norms of its matrices: 1, and ``norm`` in attention.
+
+    Attributes:
+        layers: blocks.
+        heads: heads of each.
+        norm: limit on the norms of W^O and of W^Q, W^K and W^V side by side.
+        width: channels.
+        patch: side of a patch.
+        images: for training.
+        epochs: passes over these.
+    """
+
+    layers: int
+    heads: int
+    norm: float
+    width: int
+    patch: int
+    images: int
+    epochs: int
+
+    def commands(self, train: str) -> list[list[str]]:
+        """``convert`` and ``finetune``, as :meth:`trained.Kept.made` takes them."""
+        size = (
+            f"img_size=32 patch_size={self.patch} embed_dim={self.width} depth={self.layers} num_heads={self.heads} "
+            "mlp_ratio=2 class_token=False global_pool=avg final_norm=False num_classes=10 qkv_bias=False"
+        )
+        convert = "--no-pretrained --attention keep --norm lofast --mean 0.5 --std 0.5 --crop-pct 1 --model-args"
+        tune = f"--limit {self.images} --epochs {self.epochs} --loss ce --temperature 0.05 --crop flip --max-norm 1"
+        limit = ["--max-norm", f"*.attn.*={self.norm}", "--optimizer", "muon", "--lr", "1e-2"]
+        return [
+            ["convert", "vit_tiny_patch16_224", *convert.split(), size],
+            ["finetune", "MODEL", "--data", train, *tune.split(), *limit],
+        ]
+
+
+class Trained:
+    """A network and what verifiers found about it, kept beside it.
+
+    Args:
+        vit: what is trained.
+        data: the folder of CIFAR-10.
+        kept: for networks and figures.
+        tested: test images.
+    """
+
+    def __init__(self, vit: Vit, data: str, kept: Path, tested: int):
+        self.train, self.test = trained.splits("cifar10", {"cifar10": data})
+        self.kept, self.tested, self.steps = trained.Kept(kept), tested, vit.commands(self.train)
+        path, self.typed, self.seconds = self.kept.made(self.steps[0][1], self.steps)
+        self.model = lipcert.load(path)
+        batch = next(open_images(self.test, self.model, limit=tested).batches(tested))
+        with torch.no_grad():
+            right = self.model(batch.images).argmax(1) == batch.labels
+        assert batch.labels is not None
+        self.images, self.labels = batch.images[right], batch.labels[right]
+
+    def facts(self) -> dict[str, Any]:
+        """Clean accuracy, that under PGD by ε, and how the network was made."""
+        return {
+            "images": self.tested, "clean": len(self.images) / self.tested, "pgd": self.shares(self._attacked()),
+            "parameters": sum(p.numel() for p in self.model.parameters()), "cpu seconds of training": sum(self.seconds),
+            "commands": [text.replace(self.train, Path(self.train).name) for text in self.typed],
+        }  # fmt: skip
+
+    def verdicts(self, verifier: str) -> Verdicts:
+        """Which of the images predicted right hold, by ε, and the CPU seconds of each.
+
+        Raises:
+            ImportError: auto_LiRPA is needed and cannot be imported.
+        """
+        make = {CROWN: self._crown, THEOREM: self._theorem}.get(verifier, lambda: self._radii(verifier))
+        found = self._kept(verifier, make)
+        stands = self._attacked()
+        for eps in EPS:
+            false = [b and not a for a, b in zip(stands[eps], found[eps], strict=True)]
+            assert not any(false), f"PGD changed what {verifier} held"
+        return found
+
+    def shares(self, verdicts: Verdicts) -> dict[str, float]:
+        """Of all test images, by ε."""
+        return {eps: sum(verdicts[eps]) / self.tested for eps in EPS}
+
+    def _kept(self, name: str, make: Callable[[], Verdicts]) -> Verdicts:
+        note = self.kept.figures(self.steps, {"by": name, "tested": self.tested, "test": Path(self.test).name})
+        if not note.exists():
+            note.write_text(json.dumps(make()))
+        found: Verdicts = json.loads(note.read_text())
+        return found
+
+    def _attacked(self) -> Verdicts:
+        def stands(eps: str) -> list[bool]:
+            broken = lipcert.attacks.pgd(self.model, self.images, self.labels, eps=float(eps)).broken
+            return [not one for one in broken.tolist()]
+
+        return self._kept("pgd", lambda: {eps: stands(eps) for eps in EPS})
+
+    def _radii(self, method: Any) -> Verdicts:
+        started = time.process_time()
+        radii = lipcert.certify(self.model, self.images, self.labels, eps=EPS[-1], method=method).radius
+        each = (time.process_time() - started) / max(1, len(self.images))
+        seconds = dict.fromkeys(EPS, [each] * len(self.images))
+        return {"seconds": seconds, **{eps: (radii >= float(eps)).tolist() for eps in EPS}}
+
+    def _theorem(self) -> Verdicts:
+        return self._asked(lambda image, label, eps: lofast.holds(self.model, image, label, eps))
+
+    def _crown(self) -> Verdicts:
+        crown = Crown(self.model)
+        return self._asked(lambda image, label, eps: crown(image, label, eps) > 0)
+
+    def _asked(self, holds: Callable[[Tensor, int, float], bool]) -> Verdicts:
+        found: Verdicts = {"seconds": {eps: [] for eps in EPS}, **{eps: [] for eps in EPS}}
+        for image, label in zip(self.images, self.labels.tolist(), strict=True):
+            for eps in EPS:
+                started = time.process_time()
+                found[eps].append(holds(image[None], label, float(eps)))
+                found["seconds"][eps].append(time.process_time() - started)
+        return found
+
+
+def beside_crown(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Table 1: each verifier on ViTs of 3, 4 and 5 layers."""
+    quoted = {row.name: dict(zip(table.columns, row.paper, strict=True)) for row in table.rows}
+    if given.data is None:
+        yield {"needs": DATA, "paper": quoted}
+        return
+    for layers in _LAYERS:
+        name = f"ViT of {layers} layers"
+        network = Trained(_vit(layers, given.small), given.data, given.kept, 12 if given.small else 1000)
+        yield {"name": name, **network.facts()}
+        for verifier in (CROWN, THEOREM, *OURS):
+            row = _verified(network, verifier)
+            paper = quoted.get(f"{name}, {'α,β-CROWN' if verifier == CROWN else verifier}")
+            yield {"name": f"{name}, {verifier}", **row, **({"paper": paper} if paper else {})}
+
+
+def before_crown(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Table 2: CROWN on what a faster verifier leaves open, on the ViT of 3 layers."""
+    quoted = {row.name: dict(zip(table.columns, row.paper, strict=True)) for row in table.rows}
+    if given.data is None:
+        yield {"needs": DATA, "paper": quoted}
+        return
+    network = Trained(_vit(_LAYERS[0], given.small), given.data, given.kept, 12 if given.small else 1000)
+    try:
+        crown = network.verdicts(CROWN)
+    except ImportError as error:
+        yield {"needs": f"{NEEDS}; {error.msg.partition(' (')[0]}", "paper": quoted}
+        return
+    for name, first in (("CROWN", None), ("CROWN and LoFAST", THEOREM), ("CROWN and lofast", OURS[0])):
+        row: dict[str, Any] = {"name": f"CIFAR-10, {name}", "kind": "estimate", "images": network.tested}
+        for eps in EPS[:2]:
+            held, spent = crown[eps], crown["seconds"][eps]
+            if first is not None:
+                known = network.verdicts(first)
+                early = known[eps]
+                held = [a or b for a, b in zip(early, held, strict=True)]
+                times = zip(known["seconds"][eps], early, spent, strict=True)
+                spent = [own + (0.0 if sure else later) for own, sure, later in times]
+            row |= {f"verified at {eps}": sum(held) / network.tested, f"cpu seconds an image, {eps}": _mean(spent)}
+        yield {**row, **({"paper": quoted[row["name"]]} if row["name"] in quoted else {})}
+    yield {
+        "name": "SVHN",
+        "here": "quoted: --data names CIFAR-10 alone",
+        "paper": {k: v for k, v in quoted.items() if "SVHN" in k},
+    }
+
+
+def shapes(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Figure 2: clean and certified accuracy by ``lofast`` over layers, heads and the norm of attention's matrices.
+
+    The paper shows two data sets, and names layers, norms and numbers of heads with figure 5.
+    """
+    if given.data is None:
+        yield {"needs": DATA}
+        return
+    heads_of = (2, 4) if given.small else (4, 8)
+    for layers, heads, norm in product((3, 6), heads_of, (0.25, 0.5, 0.75)):
+        vit = Vit(layers, heads, norm, 16, 8, 4000, 3) if given.small else Vit(layers, heads, norm, 384, 4, 50_000, 100)
+        network = Trained(vit, given.data, given.kept, 30 if given.small else 10_000)
+        name = f"{layers} layers, {heads} heads, norm {norm}"
+        yield {"name": name, **network.facts(), **_verified(network, OURS[0])}
+
+
+def _vit(layers: int, small: bool) -> Vit:
+    return Vit(layers, 2, 0.5, 16, 8, 8000, 4) if small else Vit(layers, 4, 0.5, 128, 4, 50_000, 100)
+
+
+def _verified(network: Trained, verifier: str) -> dict[str, Any]:
+    """Shares by ε under a name that says whether they are certified, and the seconds of an image."""
+    try:
+        found = network.verdicts(verifier)
+    except ImportError as error:
+        return {"needs": f"{NEEDS}; {error.msg.partition(' (')[0]}"}
+    kind = "certified" if verifier in OURS else "estimate"
+    return {
+        kind: network.shares(found),
+        "cpu seconds an image": _mean([s for eps in EPS for s in found["seconds"][eps]]),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -1,0 +1,118 @@
+"""LoFAST's tables of whole networks: Theorem 1 through a ViT, rows that are made in two environments."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import lipcert
+from benchmarks.papers import __main__ as papers
+from benchmarks.papers import lofast, trained, vits
+from benchmarks.papers.recipes import Given
+from benchmarks.papers.tables import find
+from lipcert.surgery import swap
+
+
+def small(layers: int, norm: float) -> lipcert.Model:
+    torch.manual_seed(0)
+    model = lipcert.load(
+        "vit_tiny_patch16_224", pretrained=False, mean=(0.5,) * 3, std=(0.5, 0.4, 0.3), input_size=(3, 8, 8),
+        img_size=8, patch_size=4, embed_dim=8, depth=layers, num_heads=2, mlp_ratio=2, class_token=False,
+        global_pool="avg", final_norm=False, num_classes=3, qkv_bias=False,
+    )  # fmt: skip
+    swap(model.net, attention="keep", norm="lofast", initialise=False)
+    for name, weight in model.net.named_parameters():
+        if weight.dim() > 1 and "pos" not in name:
+            weight.data = torch.randn_like(weight)
+            weight.data *= (norm if "attn" in name else 1) / torch.linalg.matrix_norm(weight.flatten(1), 2)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("layers", "norm"), [(1, 0.5), (2, 0.5), (2, 2.0)])
+def test_theorem_1_through_a_network_is_above_every_attack(layers, norm):
+    """Nothing found inside the largest ε that holds, while an attack at 40 times as much changes the class."""
+    model = small(layers, norm)
+    for seed in range(3):
+        image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        label = model(image).argmax(1)
+        low, high = 0.0, 4.0
+        assert not lofast.holds(model, image, int(label), high)
+        for _ in range(12):
+            middle = (low + high) / 2
+            low, high = (middle, high) if lofast.holds(model, image, int(label), middle) else (low, middle)
+        assert low > 0
+        assert not lipcert.attacks.pgd(model, image, label, eps=low).broken.any()
+        radius = float(lipcert.certify(model, image, label, eps=low, method="lofast").radius)
+        assert low < radius * 1.001  # the constants of the package are below those of the paper
+    assert not lofast.holds(model, image, (int(label) + 1) % 3, 1e-6)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Ten classes of plain colours, 32×32."""
+    for split in ("train", "test"):
+        for number in range(20):
+            folder = tmp_path / "data" / split / f"class {number % 10}"
+            folder.mkdir(parents=True, exist_ok=True)
+            colour = np.random.default_rng(number % 10).integers(0, 256, 3)
+            Image.fromarray(np.full((32, 32, 3), colour, dtype=np.uint8)).save(folder / f"{number}.png")
+    return str(tmp_path / "data")
+
+
+def test_rows_of_crown_are_added_by_a_second_run(data, tmp_path, monkeypatch):
+    def absent(model):
+        raise ImportError("No module named 'auto_LiRPA' (unknown location)")
+
+    monkeypatch.setattr(vits, "_vit", lambda layers, small: vits.Vit(layers, 1, 0.5, 8, 16, 20, 40))
+    monkeypatch.setattr(vits, "_LAYERS", (1,))
+    monkeypatch.setattr(vits, "Crown", absent)
+    given = Given(True, data, tmp_path)
+    net, crown, *others = vits.beside_crown(find("lofast", "1"), given)
+    assert crown["needs"].startswith("auto_LiRPA")
+    assert "location" not in crown["needs"]
+    assert next(vits.before_crown(find("lofast", "2"), given))["needs"] == crown["needs"]
+    assert net["clean"] > 0.3
+    assert data not in json.dumps([net, crown, *others])
+    assert ["certified" in row for row in others] == [False, True, True]
+    assert "estimate" in others[0]
+    assert others[1]["certified"]["0.02"] > 0
+    for row in others:
+        shares = row.get("certified", row.get("estimate"))
+        assert all(net["pgd"][eps] >= shares[eps] for eps in vits.EPS)
+
+    def again(*arguments, **given):
+        raise AssertionError("trained or certified again")
+
+    monkeypatch.setattr(trained, "run", again)
+    monkeypatch.setattr(lipcert, "certify", again)
+    asked = []
+
+    def one_in_two(model):
+        return lambda image, label, eps: asked.append(eps) or float(len(asked) // len(vits.EPS) % 2)
+
+    monkeypatch.setattr(vits, "Crown", one_in_two)
+    known = list(vits.beside_crown(find("lofast", "1"), given))
+    assert known[2:] == others
+    assert "certified" not in known[1]
+    (alone, both, own, svhn) = vits.before_crown(find("lofast", "2"), given)
+    assert len(asked) == 3 * round(net["clean"] * net["images"])
+    assert both["verified at 0.02"] >= max(alone["verified at 0.02"], others[0]["estimate"]["0.02"])
+    assert own["verified at 0.02"] >= max(alone["verified at 0.02"], others[1]["certified"]["0.02"])
+    assert alone["kind"] == both["kind"] == own["kind"] == "estimate"
+    assert set(svhn["paper"]) == {"SVHN, CROWN", "SVHN, CROWN and LoFAST"}
+
+
+def test_what_pgd_changed_cannot_be_held(data, tmp_path, monkeypatch):
+    network = vits.Trained(vits.Vit(1, 1, 0.5, 8, 16, 20, 40), data, tmp_path, 20)
+    assert len(network.images) > 0
+    monkeypatch.setattr(network, "_attacked", lambda: {eps: [False] * len(network.images) for eps in vits.EPS})
+    monkeypatch.setattr(vits, "Crown", lambda model: lambda image, label, eps: 1.0)
+    with pytest.raises(AssertionError, match="PGD changed what CROWN held"):
+        network.verdicts("CROWN")
+
+
+def test_without_images_the_tables_say_so():
+    for number in ("1", "2", "figure 2"):
+        assert "cifar10=FOLDER" in next(papers.table(find("lofast", number), "small", {}))["needs"]
