@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks.papers import lofast
+from benchmarks.papers.courses import local_lip as local_lip
+from benchmarks.papers.courses import threats as threats
 from benchmarks.papers.recipes import Given, Table
 from benchmarks.papers.vits import before_crown as before_crown
 from benchmarks.papers.vits import beside_crown as beside_crown

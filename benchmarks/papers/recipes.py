@@ -17,6 +17,7 @@ from lipcert._settings import Method
 CIFAR = "cifar10"
 ACCURACY = ("clean", "pgd", "certified")
 EPS = "36/255"
+NO_DATA = "CIFAR-10: --data cifar10=FOLDER"
 IMAGES = {"mnist": 60_000, CIFAR: 50_000, "cifar100": 50_000, "tinyimagenet": 100_000, "imagenet": 1_281_167}
 
 
