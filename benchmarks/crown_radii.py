@@ -123,13 +123,13 @@ class Crown:
     """
 
     def __init__(self, model: lipcert.Model):
-        from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
+        from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm, __version__
         from auto_LiRPA.operators.gelu import GELU
 
         def ball(image: Tensor, eps: float) -> Any:
             return BoundedTensor(image, PerturbationLpNorm(norm=2, eps=eps))
 
-        self.ball, self.network = ball, Network(model, GELU).eval()
+        self.version, self.ball, self.network = __version__, ball, Network(model, GELU).eval()
         options = {"softmax": "lse", "mul": {"middle": True}, "conv_mode": "matrix"}
         self.bounded = BoundedModule(self.network, torch.zeros(1, *model.input_size), bound_opts=options)
 

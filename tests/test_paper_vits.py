@@ -61,6 +61,18 @@ def data(tmp_path):
     return str(tmp_path / "data")
 
 
+class Crown:
+    """In place of auto_LiRPA; says that every image holds."""
+
+    version = "0.0"
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, image, label, eps):
+        return 1.0
+
+
 def test_rows_of_crown_are_added_by_a_second_run(data, tmp_path, monkeypatch):
     def absent(model):
         raise ImportError("No module named 'auto_LiRPA' (unknown location)")
@@ -69,7 +81,8 @@ def test_rows_of_crown_are_added_by_a_second_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(vits, "_LAYERS", (1,))
     monkeypatch.setattr(vits, "Crown", absent)
     given = Given(True, data, tmp_path)
-    net, crown, *others = vits.beside_crown(find("lofast", "1"), given)
+    net, crown, *others, rest = vits.beside_crown(find("lofast", "1"), given)
+    assert "full" in rest["needs"]
     assert crown["needs"].startswith("auto_LiRPA")
     assert "location" not in crown["needs"]
     assert next(vits.before_crown(find("lofast", "2"), given))["needs"] == crown["needs"]
@@ -89,12 +102,15 @@ def test_rows_of_crown_are_added_by_a_second_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(lipcert, "certify", again)
     asked = []
 
-    def one_in_two(model):
-        return lambda image, label, eps: asked.append(eps) or float(len(asked) // len(vits.EPS) % 2)
+    class OneInTwo(Crown):
+        def __call__(self, image, label, eps):
+            asked.append(eps)
+            return float(len(asked) // len(vits.EPS) % 2)
 
-    monkeypatch.setattr(vits, "Crown", one_in_two)
+    monkeypatch.setattr(vits, "Crown", OneInTwo)
     known = list(vits.beside_crown(find("lofast", "1"), given))
-    assert known[2:] == others
+    assert known[2:] == [*others, rest]
+    assert known[1]["auto_LiRPA"] == "0.0"
     assert "certified" not in known[1]
     (alone, both, own, svhn) = vits.before_crown(find("lofast", "2"), given)
     assert len(asked) == 3 * round(net["clean"] * net["images"])
@@ -108,7 +124,7 @@ def test_what_pgd_changed_cannot_be_held(data, tmp_path, monkeypatch):
     network = vits.Trained(vits.Vit(1, 1, 0.5, 8, 16, 20, 40), data, tmp_path, 20)
     assert len(network.images) > 0
     monkeypatch.setattr(network, "_attacked", lambda: {eps: [False] * len(network.images) for eps in vits.EPS})
-    monkeypatch.setattr(vits, "Crown", lambda model: lambda image, label, eps: 1.0)
+    monkeypatch.setattr(vits, "Crown", Crown)
     with pytest.raises(AssertionError, match="PGD changed what CROWN held"):
         network.verdicts("CROWN")
 
