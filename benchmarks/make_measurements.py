@@ -363,13 +363,17 @@ def _vits() -> list[str]:
             [row["name"] + ", PGD" * (key == "pgd"), kind, *map(_percent, row[key].values()), _time(row), _quoted(row)]
             for row in one for key, kind in kinds.items() if key in row
         ]  # fmt: skip
-        clean = ", ".join(f"{row['name']} {_percent(row['clean'])}" for row in one if "clean" in row)
+        clean = ", ".join(
+            f"{row['name']}, {row['parameters']:,} parameters, {_percent(row['clean'])}"
+            for row in one
+            if "clean" in row
+        )
         text = f"""Shares of {one[0]["images"]} test images of CIFAR-10; clean: {clean}.
 CPU seconds are those of an image that is predicted right. CROWN and Theorem 1 as published do not count their
 rounding, so that what they decide is an estimate. The paper's figures are for width 128: shares in % at the three ε,
 and seconds.
 """
-        columns = ["network and verifier", "kind", *eps, "CPU s", "the paper's"]
+        columns = ["network and verifier", "kind", *(f"at {e}" for e in eps), "CPU s", "the paper's"]
         sections.append(_section("LoFAST beside CROWN, at scale small", columns, rows, text))
     if two := [row for row in made.get("2", ()) if "kind" in row]:
         figures = [f"{kind}{value}" for value in eps[:2] for kind in ("verified at ", "cpu seconds an image, ")]
