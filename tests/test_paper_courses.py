@@ -25,7 +25,8 @@ def given(tmp_path, monkeypatch):
 
 
 def test_local_lips_figures_share_their_trainings(given, monkeypatch):
-    bounds = list(courses.local_lip(find("local-lip", "figure 7"), given))
+    numbers, *bounds = courses.local_lip(find("local-lip", "figure 7"), given)
+    assert (numbers["training images"], numbers["epochs"]) == (20, 2)
     assert [row["name"] for row in bounds[:2]] == ["standard, epoch 1", "standard, epoch 2"]
     assert len(bounds) == 6
     for row in bounds:
@@ -38,11 +39,11 @@ def test_local_lips_figures_share_their_trainings(given, monkeypatch):
         raise AssertionError("trained again")
 
     monkeypatch.setattr(lipcert, "finetune", again)
-    losses = list(courses.local_lip(find("local-lip", "figure 2"), given))
+    _, *losses = courses.local_lip(find("local-lip", "figure 2"), given)
     assert [row["name"] for row in losses[::2]] == ["GloRo, epoch 1", "Local-Lip-B, epoch 1"]
     assert all(row["at the worst logits"] >= row["cross-entropy"] for row in losses)
-    during = {row["name"]: row for row in courses.local_lip(find("local-lip", "figure 6"), given)}
-    last = list(courses.local_lip(find("local-lip", "figure 3"), given))
+    during = {row.get("name"): row for row in courses.local_lip(find("local-lip", "figure 6"), given)}
+    _, *last = courses.local_lip(find("local-lip", "figure 3"), given)
     assert [row["name"] for row in last] == [f"{name}, epoch 2" for name in ("standard", "GloRo", "Local-Lip-B")]
     for row in last:
         assert during[row["name"]] == row
@@ -54,7 +55,7 @@ def test_runners_up_are_compared_with_the_epoch_before(given, monkeypatch):
     table = find("liresnet", "figure 2")
     course = [{"epoch": k, "accuracy": 0.5, "second": second} for k, second in enumerate([[1, 2, 3], [1, 2, 4]], 1)]
     monkeypatch.setattr(courses, "_epochs", lambda *arguments: course)
-    changed, needs = courses.threats(table, given)
+    _, changed, needs = courses.threats(table, given)
     assert changed["runner-up changed"] == pytest.approx(1 / 3)
     assert "Tiny-ImageNet" in needs["needs"]
     monkeypatch.undo()

@@ -22,7 +22,7 @@ from lipcert.training import LocalBound
 
 Look = Callable[[lipcert.Model, Tensor, Tensor], dict[str, Any]]
 _EPS = 36 / 255
-_IMAGES, _BATCH, _EPOCHS, _LOOKED = 1000, 32, 4, 100  # at the scale small
+_IMAGES, _BATCH, _EPOCHS, _LOOKED = 1000, 32, 3, 32  # at the scale small
 _FULL = 50_000, 256, 200, 1000
 _LOSSES = {"standard": ("ce", "relu"), "GloRo": ("gloro", "relu"), "Local-Lip-B": ("local-b", "clipped-relu")}
 _SHOWN = {
@@ -38,6 +38,7 @@ def local_lip(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     if given.data is None:
         yield {"needs": NO_DATA}
         return
+    yield {**_numbers(given, "test"), "in place of BCP": "GloRo"}
     for name, (loss, act) in _LOSSES.items():
         if table.number == "figure 2" and loss == "ce":
             continue
@@ -51,6 +52,7 @@ def threats(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     if given.data is not None:
         size = {"width": 16, "num_features": 128} if given.small else {}
         settings = {"loss": "trades", "optimizer": "muon", "lr": 1e-2, "ramp": (0.1, 2.0, 0.5)}
+        yield _numbers(given, "train")
         course = _epochs("liresnet_l12w256", size, settings, given, "train", _second)
         for before, one in zip(course, course[1:], strict=False):
             changed = sum(a != b for a, b in zip(before["second"], one["second"], strict=True)) / len(one["second"])
@@ -58,11 +60,17 @@ def threats(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     yield {"needs": f"{'' if given.data else NO_DATA + '; '}CIFAR-100 and Tiny-ImageNet for the other curves"}
 
 
+def _numbers(given: Given, split: str) -> dict[str, int]:
+    images, batch, epochs, looked = (_IMAGES, _BATCH, _EPOCHS, _LOOKED) if given.small else _FULL
+    looked = images if split == "train" else looked
+    return {"training images": images, "batch": batch, "epochs": epochs, f"{split} images looked at": looked}
+
+
 def _epochs(
     name: str, arguments: dict[str, Any], settings: dict[str, Any], given: Given, split: str, look: Look
 ) -> list[dict[str, Any]]:
     """A training by :func:`lipcert.finetune`, and what ``look`` finds on images of a split after each epoch."""
-    images, size, epochs, looked = (_IMAGES, _BATCH, _EPOCHS, _LOOKED) if given.small else _FULL
+    images, size, epochs, looked = _numbers(given, split).values()
     asked = {**arguments, **settings, "numbers": [images, size, epochs, looked]}
     note = trained.Kept(given.kept).figures([[name]], asked)
     if not note.exists():
