@@ -21,7 +21,6 @@ PACKAGES = ("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "n
 EXTRAS = {
     "attack": ("adversarial-robustness-toolbox", "AutoAttack"),
     "plot": ("matplotlib", "figures in reports"),
-    "verify": ("auto_LiRPA", "CROWN in benchmarks"),
     "docs": ("mkdocs", "the documentation"),
     "test": ("pytest", "the tests"),
 }

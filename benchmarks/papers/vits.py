@@ -226,8 +226,8 @@ def shapes(table: Table, given: Given) -> Iterator[dict[str, Any]]:
         return
     heads_of = (2, 4) if given.small else (4, 8)
     for layers, heads, norm in product((3, 6), heads_of, (0.25, 0.5, 0.75)):
-        vit = Vit(layers, heads, norm, 16, 8, 3000, 3) if given.small else Vit(layers, heads, norm, 384, 4, 50_000, 100)
-        network = Trained(vit, given.data, given.kept, 20 if given.small else 10_000)
+        vit = Vit(layers, heads, norm, 16, 8, 6000, 3) if given.small else Vit(layers, heads, norm, 384, 4, 50_000, 100)
+        network = Trained(vit, given.data, given.kept, 30 if given.small else 10_000)
         name = f"{layers} layers, {heads} heads, norm {norm}"
         yield {"name": name, **network.facts(), **_verified(network, OURS[0])}
 
