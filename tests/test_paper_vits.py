@@ -32,7 +32,7 @@ def small(layers: int, norm: float) -> lipcert.Model:
 
 @pytest.mark.parametrize(("layers", "norm"), [(1, 0.5), (2, 0.5), (2, 2.0)])
 def test_theorem_1_through_a_network_is_above_every_attack(layers, norm):
-    """Nothing found inside the largest ε that holds, while an attack at 40 times as much changes the class."""
+    """Nothing is found inside the largest ε that holds, which is below the radius of ``lofast``."""
     model = small(layers, norm)
     for seed in range(3):
         image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
