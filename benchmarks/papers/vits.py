@@ -64,19 +64,10 @@ class Vit:
         )
         convert = "--no-pretrained --attention keep --norm lofast --mean 0.5 --std 0.5 --crop-pct 1 --model-args"
         tune = f"--limit {self.images} --epochs {self.epochs} --loss ce --temperature 0.05 --crop flip --max-norm 1"
-        limit = [
-            "--max-norm",
-            "*.mlp.*=0.5",
-            "--max-norm",
-            f"*.attn.*={self.norm}",
-            "--optimizer",
-            "muon",
-            "--lr",
-            "1e-2",
-        ]
+        limit = f"--max-norm *.mlp.*=0.5 --max-norm *.attn.*={self.norm} --optimizer muon --lr 1e-2"
         return [
             ["convert", "vit_tiny_patch16_224", *convert.split(), size],
-            ["finetune", "MODEL", "--data", train, *tune.split(), *limit],
+            ["finetune", "MODEL", "--data", train, *tune.split(), *limit.split()],
         ]
 
 
@@ -146,7 +137,7 @@ class Trained:
         radii = lipcert.certify(self.model, self.images, self.labels, eps=EPS[-1], method=method).radius
         each = (time.process_time() - started) / max(1, len(self.images))
         seconds = dict.fromkeys(EPS, [each] * len(self.images))
-        return {"seconds": seconds, **{eps: (radii >= float(eps)).tolist() for eps in EPS}}
+        return {"seconds": seconds, **{eps: (radii > float(eps)).tolist() for eps in EPS}}
 
     def _theorem(self) -> Verdicts:
         return self._asked(lambda image, label, eps: lofast.holds(self.model, image, label, eps))
