@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert._constrain_settings import PRESETS
 from lipcert.artifact import load_artifact, read_metadata, save
-from lipcert.certvit import Moments, constrain_blockwise, constrain_matrix, network
+from lipcert.certvit import Moments, constrain_blockwise, constrain_matrix, network, solve
 from lipcert.certvit._measures import MEASURES
 from lipcert.certvit.relu import Relu, relus
 from lipcert.cli import app
@@ -96,6 +96,45 @@ def test_no_member_of_the_set_has_a_lower_norm_than_the_gap_says(active):
             low, high = (low, middle) if inside else (middle, high)
         member = point.detach() + high * (weight - point.detach())
         assert torch.linalg.matrix_norm(member, 2) >= least
+
+
+def test_few_rows_of_a_wide_layer_take_few_columns(monkeypatch):
+    """As in a dense layer behind many pixels: 12 images, 300 inputs."""
+    x, weight = normal(12, 300), normal(8, 300, seed=1) / 300**0.5
+    relu = Relu(torch.ones(8).double(), -(x @ weight.mT).quantile(0.7, dim=0))
+    sizes, plain = [], solve.eigenbasis
+    monkeypatch.setattr(solve, "eigenbasis", lambda second: sizes.append(len(second)) or plain(second))
+    short = constrain_matrix(weight, Moments.from_rows(x), 0.1, relu=relu)
+    assert sizes == [20]
+    monkeypatch.setattr(solve, "_spanned", lambda problem: (problem, None))
+    whole = constrain_matrix(weight, Moments.from_rows(x), 0.1, relu=relu)
+    assert sizes == [20, 300]
+    assert short.norm_after == pytest.approx(whole.norm_after, rel=1e-3)
+    assert short.norm_after < 0.9 * short.norm_before
+    away = relu.differences(x @ short.weight.mT, x @ weight.mT).square().sum()
+    assert away <= 0.01 * (x @ weight.mT).square().sum() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("measure", sorted(MEASURES))
+@pytest.mark.parametrize("iterations", [1, 7, 60])
+def test_the_limit_of_iterations_holds_for_all_ellipsoids_together(measure, iterations):
+    weight, x, relu = layer(0.3)
+    found = constrain_matrix(weight, Moments.from_rows(x), 0.1, measure, relu=relu, iterations=iterations)
+    assert 1 <= found.iterations <= 2 * iterations
+    assert found.error_reached <= 0.1 * (1 + 1e-9)
+    value = MEASURES[measure].value
+    assert value(found.weight) < value(weight)
+
+
+@pytest.mark.parametrize("measure", sorted(MEASURES))
+@pytest.mark.parametrize("groups", [1, 6])
+def test_units_that_are_never_active_may_become_zero(measure, groups):
+    x, weight = normal(groups, 50, 8), normal(6, 8, seed=1)
+    offset = torch.full((6,), -100.0).double()
+    found = constrain_matrix(weight, Moments.from_rows(x), 0.1, measure, relu=Relu(torch.ones(6).double(), offset))
+    assert found.error_reached == 0
+    assert found.norm_after < 1e-6
+    assert math.isfinite(found.gap)
 
 
 def test_the_faithful_engine_knows_the_relu():

@@ -21,7 +21,8 @@ ellipsoid within the set, unless it is empty, and :mod:`lipcert.certvit.solve` f
 member of the set, it is a member of its ellipsoid, so the norm does not increase. The iteration starts from W_pre,
 whose ellipsoid is the set without the ReLU, and continues with the ellipsoid of each solution (Marks and Wright 1978,
 "A general inner approximation algorithm for nonconvex mathematical programs"). Value and gradient of both constraints
-agree at V, so a fixed point V is optimal. Nesterov's momentum extrapolates V, and is reset if the norm increases.
+agree at V, so a fixed point V is optimal. Nesterov's momentum extrapolates V, and is reset if the norm increases. Each
+ellipsoid gets a few iterations of Douglas–Rachford, which continue those in the one before.
 
 **Lower bound.** With D the matrix of the differences d_t = V x_t − P_t and G = Σ_t d_t x_tᵀ, every member W satisfies
 ⟨G, W⟩ = Σ_t ⟨d_t, W x_t⟩ ≤ Σ_t ⟨d_t, P_t⟩ + r ‖D‖_F, because d_t is normal to its convex set at P_t, and the distances

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from lipcert._constrain_settings import METHODS
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
 from lipcert.certvit.moments import Moments, Targets
-from lipcert.certvit.relu import Relu, inner
+from lipcert.certvit.relu import Inner, Relu, inner
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 
 _RELAXATION = 1.6
 _CHECK_EVERY = 5
-_ROUNDS = 60  # the largest number of ellipsoids for a layer with a ReLU
+_EACH = 10  # iterations for each ellipsoid of a layer with a ReLU, until they are too few
+_ROUNDS = 200  # the largest number of ellipsoids
+_BEHIND = 2  # the largest number of iterations for all of them, relative to that of a layer without
 _FINER = 0.1  # the tolerance for each of them, relative to that of the layer
 _DEARER = 0.01  # the largest relative increase of a norm for the sake of zeros
 _ITERATIONS_OF_ZEROS = 200
@@ -74,11 +77,23 @@ class Solution:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """The moments S (M, M) of one group."""
+
+    second: Tensor
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of S: half a minute for M = 4096 on one core, so they are kept."""
+        return eigenbasis(self.second)
+
+
+@dataclass(frozen=True)
 class _Problem:
-    """One group: W_pre (O, M), its moments S (M, M), and the cross moments C (O, M) and energy of its targets."""
+    """One group: W_pre (O, M), the moments of its inputs, and the cross moments C (O, M) and energy of its targets."""
 
     pre: Tensor
-    second: Tensor
+    inputs: _Inputs
     cross: Tensor | None
     energy: float
     error: float
@@ -86,8 +101,8 @@ class _Problem:
     def squared_error(self, weight: Tensor) -> float:
         """Σ_t ‖W x_t − y_t‖²."""
         if self.cross is None:
-            return _energy(weight - self.pre, self.second)
-        return max(0.0, _energy(weight, self.second) - 2 * float((weight * self.cross).sum()) + self.energy)
+            return _energy(weight - self.pre, self.inputs.second)
+        return max(0.0, _energy(weight, self.inputs.second) - 2 * float((weight * self.cross).sum()) + self.energy)
 
     @property
     def allowed(self) -> float:
@@ -97,10 +112,10 @@ class _Problem:
         """The least-squares solution nearest to W_pre: W_pre + (C − W_pre S) S⁺."""
         if self.cross is None:
             return self.pre
-        eigenvalues, basis = eigenbasis(self.second)
+        eigenvalues, basis = self.inputs.spectrum
         usable = eigenvalues > eigenvalues[-1] * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
         basis = basis[:, usable]
-        return self.pre + ((self.cross - self.pre @ self.second) @ basis / eigenvalues[usable]) @ basis.mT
+        return self.pre + ((self.cross - self.pre @ self.inputs.second) @ basis / eigenvalues[usable]) @ basis.mT
 
 
 @dataclass(frozen=True)
@@ -118,13 +133,32 @@ class _BehindProblem(_Problem):
 
 @dataclass(frozen=True)
 class _Point:
-    """A feasible weight. Rounding moves it towards ``interior``, a point further inside; None for the centre."""
+    """A feasible weight. Rounding moves it towards ``interior``, a point further inside; None for the centre.
+
+    ``governing`` is the last Ŵ of Douglas–Rachford, from which it can continue with a similar ellipsoid.
+    """
 
     weight: Tensor
     iterations: int = 0
     gap: float | None = None
     status: str = "converged"
     interior: Tensor | None = None
+    governing: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where Douglas–Rachford starts.
+
+    Attributes:
+        step: its step.
+        governing: Ŵ; None for the centre of the ellipsoid.
+        zeros: the result has zeros, if the measure makes any.
+    """
+
+    step: float
+    governing: Tensor | None = None
+    zeros: bool = False
 
 
 def constrain_matrix(
@@ -164,7 +198,7 @@ def constrain_matrix(
         targets: target outputs in place of those of the layer.
         relu: the ReLU after the layer; the moments then need a sample of rows.
         tolerance: the relative duality gap and the relative step at which the iteration stops.
-        iterations: the largest number of iterations of Douglas–Rachford.
+        iterations: the largest number of iterations of Douglas–Rachford; with a ReLU up to twice as many.
 
     Returns:
         The solution; its weight meets the constraint as evaluated in float64 on the raw moments.
@@ -222,14 +256,15 @@ def _checked(weight: Tensor, moments: Moments, error: float, measure: str) -> Te
 
 def _problems(name: str, pre: Tensor, second: Tensor, targets: Targets | None, error: float) -> list[_Problem]:
     if targets is None:
-        return [_Problem(w, s, None, _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
+        return [_Problem(w, _Inputs(s), None, _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
     if targets.cross.numel() != pre.numel() or len(targets.energy) != len(pre):
         raise InputError(
             f"layer {name}: targets of shape {tuple(targets.cross.shape)} in {len(targets.energy)} groups do not fit a "
             f"weight of {len(pre)} × {tuple(pre.shape[1:])}"
         )
     cross = targets.cross.to(pre).reshape(pre.shape)
-    return [_Problem(*group, error) for group in zip(pre, second, cross, targets.energy.tolist(), strict=True)]
+    groups = zip(pre, map(_Inputs, second), cross, targets.energy.tolist(), strict=True)
+    return [_Problem(*group, error) for group in groups]
 
 
 def _behind(
@@ -240,9 +275,9 @@ def _behind(
     found: list[_Problem] = []
     for group, (weight, sample) in enumerate(zip(pre, rows, strict=True)):
         x = sample.to(weight)
-        second = x.mT @ x
+        energy = float((x @ weight.mT).square().sum())
         sees = relu.of_group(group, len(pre))
-        found.append(_BehindProblem(weight, second, None, _energy(weight, second), error, x, sees))
+        found.append(_BehindProblem(weight, _Inputs(x.mT @ x), None, energy, error, x, sees))
     return found
 
 
@@ -262,62 +297,111 @@ def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterati
         )
     radius = math.sqrt(problem.allowed - floor)
     if measure == "clip":
-        point = _Point(_clip(centre, radius, lambda rows: ((rows @ problem.second) * rows).sum(dim=1)))
+        point = _Point(_clip(centre, radius, lambda rows: ((rows @ problem.inputs.second) * rows).sum(dim=1)))
     elif measure == "rescale":
-        point = _Point(centre * max(0.0, 1 - radius / math.sqrt(_energy(centre, problem.second))))
+        point = _Point(centre * max(0.0, 1 - radius / math.sqrt(_energy(centre, problem.inputs.second))))
     elif isinstance(problem, _BehindProblem):
         point = _minimise_behind(problem, radius, measure, tolerance, iterations)
     else:
-        point = _minimise(centre, problem.second, radius, measure, tolerance, iterations)
+        point = _minimise(centre, problem.inputs, radius, measure, tolerance, iterations)
     return _rounded(point, centre, problem, dtype)
 
 
 def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
-    """Minimises over a sequence of ellipsoids within the set with the ReLU, see :mod:`lipcert.certvit.relu`."""
+    """Minimises over a sequence of ellipsoids within the set with the ReLU, see :mod:`lipcert.certvit.relu`.
+
+    Neighbouring ellipsoids differ little, so each gets a few iterations, which continue those of the one before. These
+    become twice as many where the norm no longer falls.
+    """
     chosen = MEASURES[measure]
+    problem, columns = _spanned(problem) if chosen.rotates else (problem, None)
     before = problem.rows @ problem.pre.mT
     best, value, lower = _Point(problem.pre), chosen.value(problem.pre), 0.0
-    at, taken, gap, momentum = problem.pre, 0, 1.0, 1
+    at, taken, gap, momentum, each = problem.pre, 0, 1.0, 1, min(_EACH, iterations)
+    start = _Start(chosen.step(problem.pre))
     for _ in range(_ROUNDS):
         around = inner(at, before, problem.rows, problem.relu, radius)
         if around.highest < 0:
             lower = max(lower, -around.highest / chosen.dual(around.outward))
-        gap = max(0.0, (value - lower) / value)
-        plain = _Problem(problem.pre, problem.second, around.cross, around.energy, problem.error)
-        centre = plain.least_squares()
-        room = radius * radius - plain.squared_error(centre)
-        if gap <= tolerance:
+        gap = _gap(value, lower)
+        left = _BEHIND * iterations - taken
+        if gap <= tolerance or left <= 0 or each > iterations:
             break
-        point = best
-        if room > 0:
-            point = _minimise(centre, problem.second, math.sqrt(room), measure, _FINER * tolerance, iterations)
-            taken += point.iterations
-        reached = chosen.value(point.weight)
-        if reached < value:
+        point = _within(problem, around, radius, measure, _FINER * tolerance, min(each, left), start)
+        if point is not None:
+            taken, start = taken + point.iterations, replace(start, governing=point.governing)
+        if point is not None and (reached := chosen.value(point.weight)) < value:
             momentum += 1
             at = point.weight + (momentum - 1) / (momentum + 2) * (point.weight - best.weight)
             best, value = point, reached
-        elif momentum == 1:
-            break
-        else:  # restart from the best point
+        else:  # restart from the best point; after a restart, with more iterations
+            each *= 2 if momentum == 1 else 1
             at, momentum = best.weight, 1
+    if not chosen.rotates:  # the result has zeros
+        around = inner(best.weight, before, problem.rows, problem.relu, radius)
+        point = _within(problem, around, radius, measure, _FINER * tolerance, _EACH, replace(start, zeros=True))
+        if point is not None and chosen.value(point.weight) <= (1 + _DEARER) * value:
+            best, gap = point, _gap(chosen.value(point.weight), lower)
     status = "converged" if gap <= tolerance else "iteration limit"
-    return replace(best, iterations=taken, gap=gap, status=status)
+    weight = best.weight if columns is None else best.weight @ columns.mT
+    return replace(best, weight=weight, iterations=taken, gap=gap, status=status)
 
 
-def _minimise(centre: Tensor, second: Tensor, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
+def _spanned(problem: _BehindProblem) -> tuple[_BehindProblem, Tensor | None]:
+    """The problem in an orthonormal basis (M, K) of its rows and those of W_pre; the same one, and None, if K is M.
+
+    Every iterate consists of such rows, and neither norms nor outputs depend on the basis.
+    """
+    spanning = torch.cat([problem.rows, problem.pre])
+    if len(spanning) >= spanning.shape[1]:
+        return problem, None
+    basis = torch.linalg.qr(spanning.mT).Q
+    rows = problem.rows @ basis
+    return replace(problem, pre=problem.pre @ basis, rows=rows, inputs=_Inputs(rows.mT @ rows)), basis
+
+
+def _within(
+    problem: _BehindProblem,
+    around: Inner,
+    radius: float,
+    measure: str,
+    tolerance: float,
+    iterations: int,
+    start: _Start,
+) -> _Point | None:
+    """The smallest norm in an ellipsoid within the set; None if it is empty."""
+    plain = _Problem(problem.pre, problem.inputs, around.cross, around.energy, problem.error)
+    centre = plain.least_squares()
+    room = radius * radius - plain.squared_error(centre)
+    if room <= 0:
+        return None
+    return _minimise(centre, problem.inputs, math.sqrt(room), measure, tolerance, iterations, start)
+
+
+def _minimise(
+    centre: Tensor,
+    inputs: _Inputs,
+    radius: float,
+    measure: str,
+    tolerance: float,
+    iterations: int,
+    start: _Start | None = None,
+) -> _Point:
     """Minimises rotation-invariant norms in the eigenbasis of S, where the projection is diagonal."""
     chosen = MEASURES[measure]
-    eigenvalues, basis = eigenbasis(second)
+    start = start or _Start(chosen.step(centre), zeros=not chosen.rotates)
+    eigenvalues, basis = inputs.spectrum
     if not chosen.rotates:
         ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
-        return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations, second)
+        zeros_in = inputs.second if start.zeros else None
+        return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations, start, zeros_in)
     rotated = centre @ basis
     if min(centre.shape) == 1:  # these norms then equal the Frobenius norm, which is smallest at the projection of zero
         nearest = Ellipsoid(rotated, eigenvalues, None, radius).project(torch.zeros_like(rotated))
         return _Point(nearest @ basis.mT, gap=0.0)
-    start = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues) if measure == "spectral" else rotated
-    point = _douglas_rachford(Ellipsoid(rotated, eigenvalues, None, radius), chosen, start, tolerance, iterations)
+    first = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues) if measure == "spectral" else rotated
+    ellipsoid = Ellipsoid(rotated, eigenvalues, None, radius)
+    point = _douglas_rachford(ellipsoid, chosen, first, tolerance, iterations, start)
     return replace(point, weight=point.weight @ basis.mT)
 
 
@@ -381,9 +465,10 @@ def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -
 def _douglas_rachford(
     ellipsoid: Ellipsoid,
     measure: Measure,
-    start: Tensor,
+    feasible: Tensor,
     tolerance: float,
     iterations: int,
+    start: _Start,
     zeros_in: Tensor | None = None,
 ) -> _Point:
     """Minimises ‖V‖ over the ellipsoid.
@@ -397,17 +482,18 @@ def _douglas_rachford(
     Args:
         ellipsoid: the constraint.
         measure: the norm.
-        start: a feasible point; the result is never worse.
+        feasible: a feasible point; the result is never worse.
         tolerance: for the relative gap and ‖W̃ − W‖_F / ‖W̃‖_F.
         iterations: the largest number of iterations.
+        start: the step, and Ŵ to begin with.
         zeros_in: the moments S, for a result with the zeros of the last proximal operator; None for no zeros.
 
     Returns:
         The best feasible point seen, with iterations, gap and status.
     """
-    step = measure.step(ellipsoid.centre)
-    governing = ellipsoid.centre
-    best, upper, lower = start, measure.value(start), 0.0
+    step = start.step
+    governing = ellipsoid.centre if start.governing is None else start.governing
+    best, upper, lower = feasible, measure.value(feasible), 0.0
     gap, done = 1.0, False
     iteration = 0
     while iteration < iterations and not done:
@@ -423,14 +509,19 @@ def _douglas_rachford(
         outward, highest = ellipsoid.normal(feasible)
         if highest < 0:
             lower = max(lower, -highest / measure.dual(outward))
-        gap = max(0.0, (upper - lower) / upper)
+        gap = _gap(upper, lower)
         done = gap <= tolerance and float((feasible - relaxed).norm()) <= tolerance * float(feasible.norm())
-    point = _Point(best, iteration, gap, "converged" if done else "iteration limit")
+    point = _Point(best, iteration, gap, "converged" if done else "iteration limit", governing=governing)
     bare = zeros_in is None or bool((relaxed != 0).all())
     found = None if zeros_in is None or bare else _with_zeros(relaxed, ellipsoid.centre, zeros_in, ellipsoid.radius)
     if found is None or (value := measure.value(found[0])) > (1 + _DEARER) * upper:
         return point
-    return replace(point, weight=found[0], interior=found[1], gap=max(0.0, (value - lower) / value))
+    return replace(point, weight=found[0], interior=found[1], gap=_gap(value, lower))
+
+
+def _gap(value: float, lower: float) -> float:
+    """The relative distance of a norm from its lower bound; a layer whose ReLUs are all inactive reaches 0."""
+    return max(0.0, (value - lower) / value) if value else 0.0
 
 
 def _rounded(point: _Point, centre: Tensor, problem: _Problem, dtype: torch.dtype) -> _Point:
