@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.make_measurements import read, table
+from benchmarks._page import table
+from benchmarks.make_measurements import read
 from benchmarks.papers.recipes import CIFAR, EPS
 from benchmarks.papers.tables import find
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 import io
 import json
 import math
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.papers.shown import bounded
-from benchmarks.papers.tables import TABLES
+from benchmarks._page import percent, section, table
+from benchmarks.papers.page import of_papers
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,9 +31,6 @@ _VITS = {
     "anchored_smooth5": "ViT, 5 blocks",
     "anchored_kinked3": "ViT, 3 blocks, projections with a kink",
 }
-_ESTIMATE = "local bound, estimated"
-_LOCAL = """Constant units and the local bound are means over 100 test images in balls of radius ε; the local bound
-comes from power iteration and is no certificate."""
 _EPS = {"0.02": 0.02, "0.05": 0.05, "0.1": 0.1, "36/255": 36 / 255}
 
 
@@ -54,10 +49,7 @@ def page() -> str:
         _gradients(),
         _updates(),
         _margin_losses(),
-        *_papers(),
-        *_vits(),
-        _behind(),
-        _attention(),
+        *of_papers(read("papers")),
         _methods(),
         _surgery(),
         _attacked(),
@@ -140,14 +132,14 @@ def _accuracy() -> str:
         vit = read(file)
         certified = vit["certificates"]["anchored"]["at_36/255"]
         rows.append([name, vit["images"], vit["clean"], None, certified, "anchored"])
-    cells = [[name, f"{n:,}", *map(_percent, (clean, pgd, sure)), how] for name, n, clean, pgd, sure, how in rows]
+    cells = [[name, f"{n:,}", *map(percent, (clean, pgd, sure)), how] for name, n, clean, pgd, sure, how in rows]
     text = f"""PGD leaves standing what it does not break, an estimate from above. The first ViT has
-{one["parameters"]:,} parameters and {_percent(one["clean_all_test_images"])} clean accuracy on all
+{one["parameters"]:,} parameters and {percent(one["clean_all_test_images"])} clean accuracy on all
 10,000 test images; its first-order limit, the share that margins and gradients alone would certify, is
-{_percent(one["limit"])}, and a verdict takes {one["cpu_seconds_a_verdict"]:.1f} CPU seconds.
+{percent(one["limit"])}, and a verdict takes {one["cpu_seconds_a_verdict"]:.1f} CPU seconds.
 """
     columns = ["network", "images", "clean", "under PGD", "certified", "method"]
-    return _section("Certified accuracy on CIFAR-10 at ε = 36/255", columns, cells, text)
+    return section("Certified accuracy on CIFAR-10 at ε = 36/255", columns, cells, text)
 
 
 def _recipes() -> str:
@@ -174,7 +166,7 @@ def _search() -> str:
     rows = [
         [
             run["round"], *(f"{run['recipe'][part][key]}" for part, key in keys), run["epochs"],
-            _percent(run.get("clean")), _percent(run["certified"]), f"{run['core_seconds']:.0f}",
+            percent(run.get("clean")), percent(run["certified"]), f"{run['core_seconds']:.0f}",
         ]
         for run in sorted(runs, key=lambda run: (-run["round"], -run["certified"]))
     ]  # fmt: skip
@@ -183,13 +175,13 @@ about {about["seconds"]:.0f} core seconds on {about["images"]:,} images; the bet
 (`gloro`, ε = 36/255, {about["held_out"]:,} other training images) anew for twice as long, and so on.
 """
     columns = ["round", *(f"`{key}`" for _, key in keys), "epochs", "clean", "certified", "core seconds"]
-    return _section("A search for a hybrid by certified accuracy", columns, rows, text)
+    return section("A search for a hybrid by certified accuracy", columns, rows, text)
 
 
 def _gradients() -> str:
     found = read("training_bound")
     rows = [
-        [*name.split(", "), _percent(means["clean"]), _percent(means["certified"]), f"{means['bound']:.2f}"]
+        [*name.split(", "), percent(means["clean"]), percent(means["certified"]), f"{means['bound']:.2f}"]
         for name, means in found["summary"].items()
     ]
     network, settings = found["network"], found["settings"]
@@ -201,7 +193,7 @@ seeds. `true` is the gradient of the bound as it is certified, `flattened` that 
 kernels. With Muon, which makes updates orthogonal, both certify about as many.
 """
     columns = ["optimizer", "gradient", "clean", "certified", "bound"]
-    return _section("The gradient of the bound in training", columns, rows, text)
+    return section("The gradient of the bound in training", columns, rows, text)
 
 
 def _updates() -> str:
@@ -213,7 +205,7 @@ def _updates() -> str:
     ]
     columns = ["network", "loss", "CPU seconds per update", "of cross-entropy"]
     text = "Batches of 256 images of 32×32, without autocast, on one core with other work beside it.\n"
-    return _section("What certified training costs", columns, rows, text)
+    return section("What certified training costs", columns, rows, text)
 
 
 def _one_at_a_time(title: str, found: Any, what: str) -> str:
@@ -224,12 +216,12 @@ def _one_at_a_time(title: str, found: Any, what: str) -> str:
         base = f"{run['base']}, lr {bases[run['base']]['lr']:g}"
         changes = {**run["changed"].get("network", {}), **run["changed"]}
         changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name != "network") or "–"
-        rows.append([base, changed, _percent(run["clean"]), _percent(run["certified"]), f"{run['core_seconds']:.0f}"])
+        rows.append([base, changed, percent(run["clean"]), percent(run["certified"]), f"{run['core_seconds']:.0f}"])
     text = f"""{what} with the loss `emma`, {common["epochs"]} epochs of
 {common["images"]:,} images of CIFAR-10 in batches of 256, certified by `gloro` at ε = 36/255 on
 {found["held_out"]:,} other training images.
 """
-    return _section(title, ["optimizer", "changed", "clean", "certified", "core seconds"], rows, text)
+    return section(title, ["optimizer", "changed", "clean", "certified", "core seconds"], rows, text)
 
 
 def _margin_losses() -> str:
@@ -241,180 +233,7 @@ def _margin_losses() -> str:
 bundled checkpoint, the gradients of `adversarial` and `anchored` have a cosine of {cosines}.
 """
     columns = ["loss", "CPU seconds per step", "of `anchored`"]
-    return _section("Losses for the anchored certificate", columns, rows, text)
-
-
-def _papers() -> list[str]:
-    """A section for each table of a paper whose networks were trained here."""
-    sections = []
-    listed = [f"{one.paper}, {one.number}" for one in TABLES]
-    found = sorted(read("papers").items(), key=lambda item: listed.index(item[0].rpartition(", ")[0]))
-    for key, stored in found:
-        ran = [row for row in stored["rows"] if isinstance(row.get("here"), dict)]
-        if not ran or "conditions" not in stored:
-            continue
-        paper, number, scale = key.split(", ")
-        timed = "seconds an epoch" in ran[0]["paper"]
-        columns, rows = _seconds(ran) if timed else _shares(ran)
-        left = "; ".join(row["name"] for row in stored["rows"] if row.get("here") == "not run")
-        said = [stored["conditions"], stored.get("in words", ""), f"Not run: {left}." if left else ""]
-        said += [_LOCAL] if _ESTIMATE in columns else []
-        text = textwrap.fill(" ".join(filter(None, said)), 110) + "\n"
-        sections.append(_section(f"Table {number} of {paper}, at scale {scale}", columns, rows, text))
-    return sections
-
-
-def _shares(ran: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
-    counts = {method: one["images"] for row in ran for method, one in row["here"]["certified"].items()}
-    constant = ["constant units", _ESTIMATE] if any(_ESTIMATE in row["here"] for row in ran) else []
-    rows = []
-    for row in ran:
-        here, sure = row["here"], row["here"]["certified"]
-        shares = [here["clean"], here["pgd"], *(sure[m]["certified"] if m in sure else None for m in counts)]
-        local = [_percent(here.get("constant units")), f"{here[_ESTIMATE]:.3g}" if _ESTIMATE in here else "–"]
-        quoted = [row["paper"].get("clean"), row["paper"].get("certified")]
-        rows.append(
-            [
-                row["name"],
-                *map(_percent, shares),
-                bounded(here["log10 bound"]),
-                *(local if constant else []),
-                *("–" if value is None else f"{value} %" for value in quoted),
-            ]
-        )
-    certified = [f"{method}, {count} images" for method, count in counts.items()]
-    pgd = f"under PGD, {ran[0]['here']['attacked']} images"
-    return ["network", "clean", pgd, *certified, "bound", *constant, "the paper's clean", "its certified"], rows
-
-
-def _seconds(ran: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
-    paper = [row["paper"]["seconds an epoch"] for row in ran]
-    epochs = [f"{row['here']['seconds an epoch']:.1f}" for row in ran]
-    rows = [
-        [row["name"], here, f"{there:g}" if there else "–"] for row, here, there in zip(ran, epochs, paper, strict=True)
-    ]
-    return ["network", "CPU seconds an epoch here", "the paper's seconds, of all images"], rows
-
-
-def _behind() -> str:
-    networks: dict[str, list[Any]] = {}
-    for row in read("papers")["certvit, equation 10, small"]["rows"]:
-        if isinstance(row.get("outputs"), Mapping):
-            networks.setdefault(row["name"], []).append(row)
-    rows, said = [], []
-    for name, found in networks.items():
-        first = found[0]["outputs"]
-        rows.append([name, "–", "as trained", f"{first['before']:.2f}", _percent(first["accuracy before"]), "–"])
-        curves = {}
-        for kept in ("outputs", "activations"):
-            curve = [(first["accuracy before"], first["before"])]
-            for row in found:
-                one = row[kept]
-                rows.append(
-                    [name, row["error"], kept, f"{one['sum of log10 norms']:.2f}", _percent(one["accuracy"]),
-                     _percent(one["top class kept"])]
-                )  # fmt: skip
-                curve.append((one["accuracy"], one["sum of log10 norms"]))
-            curves[kept] = curve
-        level = max(min(accuracy for accuracy, _ in curve) for curve in curves.values())
-        plain, aware = (_at(curve, level) for curve in curves.values())
-        said.append(
-            f"{name}, at {_percent(level)} accuracy: {plain:.2f} with outputs kept, {aware:.2f} with activations kept, "
-            f"a product of norms {10 ** (aware - plain):.2f} times as large"
-        )
-    text = f"""The constraint set of CertViT's equation 10 bounds the error of each layer's outputs, or of what its
-ReLU leaves of them. The networks learned from 4,000 training images and were constrained on 200; accuracy is that on
-1,000 test images, without fine-tuning. At the lowest accuracy that both reach, interpolated between tolerances:
-{"; ".join(said)}.
-"""
-    columns = ["network", "tolerance", "kept", "Σ log₁₀ ‖W‖", "accuracy", "same class as before"]
-    title = "Layers constrained with and without their ReLU"
-    return _section(title, columns, rows, textwrap.fill(" ".join(text.split()), 110) + "\n")
-
-
-def _attention() -> str:
-    stored, ratios = read("papers")["lofast, 3, small"]["rows"], read("papers")["lofast, figure 4, small"]["rows"]
-    ours = "lipcert, attention, and the residual added"
-    bounds = (ours, "LoFAST, Theorem 1", "LoFAST with ξ", "LoFAST, equation 12", "SpecFormer")
-    quoted = ("attack", "LoFAST, Theorem 1", "SpecFormer")
-    rows = [
-        [row["eps"], f"{row['attack']:.3g}", *(bounded(math.log10(row[name])) for name in bounds),
-         *(f"{row['paper'][name]:g}" for name in quoted)]
-        for row in stored
-    ]  # fmt: skip
-    same = sum(sorted(quoted, key=row.get) == sorted(quoted, key=row["paper"].get) for row in stored)
-    between = sum(row["attack"] <= row[ours] <= row["LoFAST, Theorem 1"] for row in stored)
-    times = [row["Theorem 1 over lipcert"] for row in ratios]
-    text = f"""The largest change of one residual attention of 8 heads in a ball of radius ε, table 3 of LoFAST, here
-with orthogonal weights. Attack, Theorem 1 and SpecFormer stand in the paper's order at {same} of {len(stored)} ε.
-lipcert's bound lies between attack and Theorem 1 at {between}. Without the residual branch, for {len(times)} pairs of
-token norm and ε (figure 4), Theorem 1 is {min(times):.1f} to {max(times):.0f} times lipcert's bound.
-"""
-    here = ["lipcert", "Theorem 1", "with ξ", "equation 12", "SpecFormer"]
-    columns = ["ε", "attack", *here, *(f"the paper's {name.removeprefix('LoFAST, ')}" for name in quoted)]
-    return _section("One attention, by the formulas of the papers", columns, rows, text)
-
-
-def _vits() -> list[str]:
-    """LoFAST's tables 1 and 2 and its figure 2, of those that were run."""
-    known, eps = read("papers"), ("0.02", "0.05", "0.1")
-    made = {name: known[key]["rows"] for name in ("1", "2", "figure 2") if (key := f"lofast, {name}, small") in known}
-    sections = []
-    if one := made.get("1"):
-        kinds = {"pgd": "attack", "certified": "certified", "estimate": "estimate"}
-        rows = [
-            [row["name"] + ", PGD" * (key == "pgd"), kind, *map(_percent, row[key].values()), _time(row), _quoted(row)]
-            for row in one for key, kind in kinds.items() if key in row
-        ]  # fmt: skip
-        clean = ", ".join(
-            f"{row['name']}, {row['parameters']:,} parameters, {_percent(row['clean'])}"
-            for row in one
-            if "clean" in row
-        )
-        text = f"""Shares of {one[0]["images"]} test images of CIFAR-10; clean: {clean}.
-CPU seconds are those of an image that is predicted right. CROWN and Theorem 1 as published do not count their
-rounding, so that what they decide is an estimate. The paper's figures are for width 128: shares in % at the three ε,
-and seconds.
-"""
-        columns = ["network and verifier", "kind", *(f"at {e}" for e in eps), "CPU s", "the paper's"]
-        sections.append(_section("LoFAST beside CROWN, at scale small", columns, rows, text))
-    if two := [row for row in made.get("2", ()) if "kind" in row]:
-        figures = [f"{kind}{value}" for value in eps[:2] for kind in ("verified at ", "cpu seconds an image, ")]
-        rows = [[row["name"], *(f"{row[key]:.2g}" for key in figures), _quoted(row)] for row in two]
-        text = f"""The ViT of 3 layers, {two[0]["images"]} images. What the verifiers say together is an estimate.
-The paper's figures: share in % and seconds, at 0.02 and 0.05.
-"""
-        sections.append(
-            _section("LoFAST before CROWN, at scale small", ["verifiers", *figures, "the paper's"], rows, text)
-        )
-    if shapes := made.get("figure 2"):
-        rows = [
-            [row["name"], *map(_percent, (row["clean"], *row["pgd"].values(), *row["certified"].values()))]
-            for row in shapes
-        ]
-        text = (
-            f"{shapes[0]['images']} test images of CIFAR-10 each. The norm is the limit on the matrices of attention.\n"
-        )
-        columns = ["ViT", "clean", *(f"{kind} {value}" for kind in ("PGD", "`lofast`") for value in eps)]
-        sections.append(_section("LoFAST's figure 2, at scale small", columns, rows, text))
-    return sections
-
-
-def _time(row: Mapping[str, Any]) -> str:
-    return f"{row['cpu seconds an image']:.2g}" if "cpu seconds an image" in row else "–"
-
-
-def _quoted(row: Mapping[str, Any]) -> str:
-    return ", ".join("–" if value is None else f"{value:g}" for value in row.get("paper", {}).values()) or "–"
-
-
-def _at(curve: Sequence[tuple[float, float]], level: float) -> float:
-    """The least value at which a curve of (accuracy, value) reaches an accuracy, in straight lines between points."""
-    found = []
-    for (a, p), (b, q) in pairwise(curve):
-        if min(a, b) <= level <= max(a, b):
-            found.append(min(p, q) if a == b else p + (q - p) * (level - a) / (b - a))
-    return min(found)
+    return section("Losses for the anchored certificate", columns, rows, text)
 
 
 def _methods() -> str:
@@ -423,9 +242,9 @@ def _methods() -> str:
         for method in ("lofast", "anchored", "limit"):
             shares = read(file)["certificates"][method]
             shown = "first-order limit, no certificate" if method == "limit" else method
-            rows.append([name, shown, *(_percent(shares[f"at_{eps}"]) for eps in _EPS)])
+            rows.append([name, shown, *(percent(shares[f"at_{eps}"]) for eps in _EPS)])
     text = "`lofast` multiplies bounds from block to block; `anchored` linearises the network once.\n"
-    return _section("Layer by layer, and linearised once", ["network", "method", *_EPS], rows, text)
+    return section("Layer by layer, and linearised once", ["network", "method", *_EPS], rows, text)
 
 
 def _surgery() -> str:
@@ -434,7 +253,7 @@ def _surgery() -> str:
         for row in read("paper_models")["rows"]
     ]
     text = "Random weights. Without surgery and training no method certifies these networks at a visible ε.\n"
-    return _section("Global bounds before and after surgery", ["model", "before", "after convert"], rows, text)
+    return section("Global bounds before and after surgery", ["model", "before", "after convert"], rows, text)
 
 
 def _attacked() -> str:
@@ -456,7 +275,7 @@ changed the prediction to the radius: below 1 a certificate is false.
 certified: {counted}.
 """
     columns = ["method and arithmetic", "radii", "prediction changed", "smallest ratio", "median ratio"]
-    return _section("Radii under attack", columns, rows, text)
+    return section("Radii under attack", columns, rows, text)
 
 
 def _beside_crown() -> str:
@@ -474,7 +293,7 @@ def _beside_crown() -> str:
 distance to the nearest change: {theirs}.
 """
     columns = ["network", "ε for CROWN", "margin it leaves", "its CPU s", "anchored radius", "its CPU s"]
-    return _section(f"Beside CROWN (auto_LiRPA {small['auto_LiRPA']})", columns, rows, text)
+    return section(f"Beside CROWN (auto_LiRPA {small['auto_LiRPA']})", columns, rows, text)
 
 
 def _smoothing() -> str:
@@ -488,14 +307,14 @@ draws: {other["images"]} images, of which {other["classes or abstentions that di
 or abstention, and {other["counts of 100,000 draws"]:,} counts of 100,000 draws.
 
 A CIFAR-10 ViT trained by `finetune --loss noise --sigma {cifar["sigma"]}` for four short epochs: the
-most drawn class is right for {_percent(cifar["most drawn class is right"])} of {cifar["images"]}
-images, {_percent(verdict["certified accuracy at 36/255"])} are certified at 36/255, with a median of
+most drawn class is right for {percent(cifar["most drawn class is right"])} of {cifar["images"]}
+images, {percent(verdict["certified accuracy at 36/255"])} are certified at 36/255, with a median of
 {verdict["median samples"]:.0f} counted draws of {verdict["samples at most"]:,} per image.
 
 {_both_kinds()}
 {_variants(found)}
 """
-    return _section("Randomized smoothing", ["draws", "false radii of 2,000", "median draws"], rows, text)
+    return section("Randomized smoothing", ["draws", "false radii of 2,000", "median draws"], rows, text)
 
 
 def _both_kinds() -> str:
@@ -507,7 +326,7 @@ def _both_kinds() -> str:
         [
             f"{name}",
             one["holds for"],
-            *(_percent(share) for share in (one["right"], *(one["certified"].get(eps) for eps in columns[3:6]))),
+            *(percent(share) for share in (one["right"], *(one["certified"].get(eps) for eps in columns[3:6]))),
             f"{one['cpu seconds an image']:.1f}",
         ]
         for name, one in known.items()
@@ -526,8 +345,8 @@ def _variants(found: Any) -> str:
     """Other ways to draw and to count, and whether they pay."""
     accuracy = "certified accuracy at 36/255"
     bundled, soft = found["bundled"]["result"], found["soft"]["result"]
-    rows = [[f"noise of {name}", _percent(one[accuracy])] for name, one in bundled.items()]
-    rows += [[name, _percent(one[accuracy])] for name, one in soft.items() if isinstance(one, dict)]
+    rows = [[f"noise of {name}", percent(one[accuracy])] for name, one in bundled.items()]
+    rows += [[name, percent(one[accuracy])] for name, one in soft.items() if isinstance(one, dict)]
     layout = [
         [f"`{name.split(' at ')[0]}` at {name.split(' at ')[1]}", f"{one['plain']:.0f}", f"{one['channels_last']:.0f}"]
         for name, one in found["layout"]["result"].items()
@@ -553,7 +372,7 @@ takes them: {len(zoo)} got an anchored radius, in {min(seconds):.0f} to {max(sec
 the median {median(seconds):.0f}; {sum(row["inside"] for row in zoo)} attacks succeeded inside.
 """
     columns = ["method", "attention", "`--passes`", "CPU s per image", "peak MiB"]
-    return _section("Cost of `vit_tiny_patch16_224` at 224×224, 10 classes, random weights", columns, rows, text)
+    return section("Cost of `vit_tiny_patch16_224` at 224×224, 10 classes, random weights", columns, rows, text)
 
 
 def _memory() -> str:
@@ -562,19 +381,7 @@ def _memory() -> str:
         for row in read("bound_memory")["rows"]
     ]
     columns = ["model", "weights in MiB", "peak memory over weights", "seconds"]
-    return _section("Memory that a global bound takes", columns, rows, "")
-
-
-def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], text: str) -> str:
-    return "\n".join([f"## {title}\n", *table(columns, rows), *(["", text] if text else [""])])
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    return [f"| {' | '.join(map(str, row))} |" for row in [columns, ["---"] * len(columns), *rows]]
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f} %"
+    return section("Memory that a global bound takes", columns, rows, "")
 
 
 def _power(log10: float) -> str:

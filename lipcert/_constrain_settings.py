@@ -81,8 +81,8 @@ class ConstrainSettings:
             token or a patch, averaged over rows.
         preset: selects η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`. Explicit values
             override it. The exact engine uses only its η.
-        iterations: maximum number of Douglas–Rachford iterations. None means 500, or 2 in the engine ``"faithful"``. The
-            exact engine takes up to twice as many for a layer whose activations are kept.
+        iterations: maximum number of Douglas–Rachford iterations. None means 500, or 2 in the engine ``"faithful"``.
+            The exact engine takes up to twice as many for a layer whose activations are kept.
         beta: β of the engine ``"faithful"``: the share of weights that the threshold of the first step sets to zero;
             None means 0.1. The authors' scripts interpret the β of their tables in this way. The paper's text uses β as
             the threshold itself, but 0.1 is larger than most weights of a transformer.

@@ -13,9 +13,9 @@ from PIL import Image
 from typer.main import get_command
 
 import lipcert
-from benchmarks import make_measurements, make_readme, parallel_layers
+from benchmarks import make_readme, parallel_layers
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import measures, shown, trained
+from benchmarks.papers import measures, page, shown, trained
 from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, values_of
 from benchmarks.papers.tables import LISTED, TABLES, find
 from lipcert.cli import app
@@ -189,14 +189,13 @@ def test_methods_are_compared_with_the_papers_order():
     values, shares = (10.0, 20.0, 30.0, None, 0.0), (0.10, 0.90, 0.50, 0.3, 0.95)
     rows = [made(one.name, {"certified": v}, s) for one, v, s in zip(listed, values, shares, strict=True)]
     order = shown.compared(table, SMALL, rows)
-    bound = "a bound of 4.0e9, near images 2.5"
-    why = f"; the one has 50.0 % clean and {bound}, the other 50.0 % and {bound.removeprefix('a bound of ')}"
+    why = "has smaller margins here: 50.0 % clean and a bound of 2.5 near images, the other 50.0 % and 2.5"
     assert order["as in the paper"] == [["b", "a", 80.0, 10.0], ["c", "a", 40.0, 20.0]]
     assert (order["the other way round"], order["too close to say"]) == ([["c", "b", -40.0, 10.0, why]], [])
     assert shown.said(order).startswith(
         "By certified share, the order of the 3 pairs of rows that differ in one thing is not the paper's: "
         "2 as in the paper, 0 too close to say, 1 the other way round (c ahead of b by 10 in the paper, by -40 here"
-        f"{why}). Each network was trained once, for 1 epochs of 8 images; the paper's for "
+        f"; c {why}). Each network was trained once, for 1 epochs of 8 images; the paper's for "
     )
     assert "of the pair of rows that differ in one thing is the paper's: 1 as" in shown.said(
         shown.compared(table, SMALL, rows[:2])
@@ -216,6 +215,38 @@ def test_methods_are_compared_with_the_papers_order():
     assert shown.compared(timed, SMALL, fast)["as in the paper"] == [["a", "b", 1.0, 8.0]]
 
 
+@pytest.mark.parametrize(
+    ("clean", "log10", "local", "expected"),
+    [
+        (0.3, (1.0, 0.0), (9.0, 1.0), "has learned less here: 30.0 % clean, the other 50.0 %"),
+        (0.5, (0.0, 1.0), (9.0, 1.0), "has a larger bound here near images: 9, the other 1"),
+        (0.5, (2.0, 1.0), None, "has a larger bound here: 100, the other 10"),
+        (0.5, (1.0, 1.0), None, "has smaller margins here: 50.0 % clean and a bound of 10, the other 50.0 % and 10"),
+    ],
+)
+def test_a_reason_is_what_certified_shares_come_from(clean, log10, local, expected):
+    rows = [made(name, {"certified": 1.0}, 0.5)["here"] for name in "ab"]
+    for here, bound, near in zip(rows, log10, local or (None, None), strict=True):
+        here |= {"log10 bound": bound, "local bound, estimated": near}
+        if local is None:
+            del here["local bound, estimated"]
+    rows[0]["clean"] = clean
+    assert shown._reason(*rows) == expected
+
+
+def test_shares_are_compared_on_the_same_images_if_local_says_more():
+    def row(gloro, local, of_gloro):
+        shares = {"gloro": {"certified": gloro, "images": 2000}}
+        shares["local"] = {"certified": local, "images": 200, "gloro on these": of_gloro}
+        return {"here": {"certified": shares}}
+
+    plain, other, helped = row(0.2, 0.15, 0.15), row(0.3, 0.25, 0.25), row(0.0, 0.16, 0.0)
+    assert shown._values(plain, other, False) == [(0.2, 2000), (0.3, 2000)]
+    assert shown._values(plain, helped, False) == [(0.15, 200), (0.16, 200)]
+    del other["here"]["certified"]["local"]
+    assert shown._values(other, helped, False) == [(0.3, 2000), (0.16, 200)]
+
+
 def test_trained_tables_fit_into_100_columns():
     for table in TABLES:
         ran = [row for row in table.rows if row.recipe and table.measure is None and row.data == "cifar10"]
@@ -229,19 +260,30 @@ def test_trained_tables_fit_into_100_columns():
         assert all(row.name.split(", ")[-1] in text for row in ran)
 
 
-def test_trained_tables_are_sections_of_the_measurements(monkeypatch):
+def test_trained_tables_are_sections_of_the_measurements():
     rows = [made("one", {"clean": 80.0, "certified": None}, 0.125), {"name": "two", "here": "quoted"}]
     rows += [{"name": name, "here": "not run"} for name in ("three", "four")]
+    order = {
+        "by": "certified", "as in the paper": [["a", "b", 5.0, 4.0]], "too close to say": [["b", "c", 0.5, 3.0]],
+        "the other way round": [["a", "c", -5.0, 4.0, "has learned less here"]], "trained": [[3, 2000], [4, 2000]],
+        "epochs of the paper": [800], "images of the paper": 50000,
+    }  # fmt: skip
     known = {
-        "local-lip, 2, small": {"rows": rows, "conditions": "Few images.", "in words": "Order: 1 of 1."},
+        "local-lip, 2, small": {"rows": rows, "conditions": "Few images.", "order": order},
         "certvit, 9, small": {"rows": [{"name": "mnist"}]},
     }
-    monkeypatch.setattr(make_measurements, "read", {"papers": known}.get)
-    (section,) = make_measurements._papers()
+    (section,) = page.trained(known)
     assert "Not run: three; four." in section
     assert "## Table 2 of local-lip, at scale small" in section
     assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 4.0e9 | 25.0 % | 2.5 | 80.0 % | – |" in section
-    assert "Few images. Order: 1 of 1." in section
+    assert "Certified training beside others. Few images." in section
+    flat = " ".join(section.split())
+    assert "by certified share: 1 as in the paper, 1 too close to say, 1 the other way round; too close is" in flat
+    assert "trained once, for 3 or 4 epochs of 2,000 images; the paper's for 800 of 50,000. What learns" in flat
+    assert "| b | c | 3 | 0.5 | too close to say |" in section
+    assert "| a | c | 4 | -5 | a has learned less here |" in section
+    order |= {"as in the paper": [], "too close to say": [], "the other way round": []}
+    assert "No two of these rows differ in one thing alone." in page.trained(known)[0]
 
 
 def test_a_folder_that_is_not_there_is_refused(monkeypatch, capsys):
@@ -326,7 +368,7 @@ def test_the_readme_is_what_the_scripts_say():
     assert make_readme.PAGE.read_text() == make_readme.page(), "run python -m benchmarks.make_readme"
 
 
-def test_norms_are_compared_at_the_same_accuracy(monkeypatch):
+def test_norms_are_compared_at_the_same_accuracy():
     def kept(norms, accuracy):
         before = {"before": 2.0, "accuracy before": 0.5}
         return {"sum of log10 norms": norms, "accuracy": accuracy, "top class kept": 0.9, **before}
@@ -335,10 +377,9 @@ def test_norms_are_compared_at_the_same_accuracy(monkeypatch):
         {"name": "net", "error": 0.1, "outputs": kept(1.5, 0.45), "activations": kept(1.0, 0.40)},
         {"name": "net", "error": 0.2, "outputs": kept(1.0, 0.35), "activations": kept(0.5, 0.30)},
     ]
-    stored = {"papers": {"certvit, equation 10, small": {"rows": [{"name": "layer", "outputs kept": 1.0}, *rows]}}}
-    monkeypatch.setattr(make_measurements, "read", stored.get)
-    section = make_measurements._behind().replace("\n", " ")
+    stored = {"certvit, equation 10, small": {"rows": [{"name": "layer", "outputs kept": 1.0}, *rows]}}
+    section = page.behind(stored).replace("\n", " ")
     assert "net, at 35.0 % accuracy: 1.00 with outputs kept, 0.75 with activations kept" in section
     assert "a product of norms 0.56 times as large" in section
     assert "| net | 0.2 | activations | 0.50 | 30.0 % | 90.0 % |" in section
-    assert make_measurements._at([(0.5, 2.0), (0.3, 1.0), (0.4, 0.5)], 0.4) == 0.5
+    assert page._at([(0.5, 2.0), (0.3, 1.0), (0.4, 0.5)], 0.4) == 0.5

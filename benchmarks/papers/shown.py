@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from math import ceil, floor, sqrt
+from math import ceil, floor, log, sqrt
 from typing import Any
 
 from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Row, Scale, Table
@@ -20,6 +20,7 @@ _SHORT = {
 _HERE = ("clean", "pgd", "gloro", "local", "anchored", "bound", "s/epoch", "const.")
 _GROUPS = ("as in the paper", "too close to say", "the other way round")
 _ENOUGH = 100  # images for a comparison
+_LARGER = 0.02  # a difference of log10 bounds that counts
 _NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet"}
 
 
@@ -75,7 +76,7 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
 
     A network that stands in two rows counts once. Each pair has the row that is better in the paper, the other one, and
     by how much it is better here and in the paper (points of certified shares, seconds). Shares within two standard
-    errors of the test images are too close to say; the images are the same for both, so that this errs towards saying
+    errors of the test images are too close to say; most images are the same for both, so that this errs towards saying
     nothing. How much one training differs from the next is not in these errors.
     """
     ran = [row for row in rows if "data" in row]
@@ -93,17 +94,13 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
         if None in (p, q) or p == q or _apart(listed[one["name"]], listed[two["name"]]) != 1:
             continue
         better, worse = (one, two) if (p > q) is not timed else (two, one)
-        (a, n), (b, m) = (_value(row, timed) for row in (better, worse))
+        (a, n), (b, m) = _values(better, worse, timed)
         here = b - a if timed else 100 * (a - b)
         near = not timed and abs(a - b) <= 2 * sqrt(a * (1 - a) / n + b * (1 - b) / m)
         group = _GROUPS[1] if near else _GROUPS[0] if here > 0 else _GROUPS[2]
         groups[group].append([short(better), short(worse), round(here, 2), round(abs(p - q), 2)])
         if group == _GROUPS[2] and not timed:
-            groups[group][-1].append(
-                "; the one has {} clean and a bound of {}, the other {} and {}".format(
-                    *(figure for row in (better, worse) for figure in _outside(row["here"]))
-                )
-            )
+            groups[group][-1].append(_reason(better["here"], worse["here"]))
     training = {TRAININGS[r.training][str(r.data)] for r in table.rows if r.training and r.data == ran[0]["data"]}
     return {
         "by": table.ordered, **groups,
@@ -112,11 +109,21 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
     }  # fmt: skip
 
 
-def _outside(here: Mapping[str, Any]) -> tuple[str, str]:
-    """What a certified share is made of: accuracy and bound, the local one where it was measured."""
-    local = here.get("local bound, estimated")
-    bound = bounded(here["log10 bound"])
-    return f"{100 * here['clean']:.1f} %", f"{bound}, near images {local:.3g}" if local is not None else bound
+def _reason(better: Mapping[str, Any], worse: Mapping[str, Any]) -> str:
+    """Why what is better in the paper is not so here: certified shares come from accuracy, margins and bounds."""
+    first, second = (100 * here["clean"] for here in (better, worse))
+    if first < second - 1:
+        return f"has learned less here: {first:.1f} % clean, the other {second:.1f} %"
+    near = all("local bound, estimated" in here for here in (better, worse))
+    log10 = [log(here["local bound, estimated"], 10) if near else here["log10 bound"] for here in (better, worse)]
+    mine, other = (f"{10**value:.3g}" if near else bounded(value) for value in log10)
+    images = " near images" if near else ""
+    if log10[0] > log10[1] + _LARGER:
+        return f"has a larger bound here{images}: {mine}, the other {other}"
+    return (
+        f"has smaller margins here: {first:.1f} % clean and a bound of {mine}{images}, the other {second:.1f} % "
+        f"and {other}"
+    )
 
 
 def _apart(one: Row, two: Row) -> int:
@@ -140,22 +147,29 @@ def said(order: Mapping[str, Any]) -> str:
     parts = []
     for name, pairs in zip(_GROUPS, groups, strict=True):
         named = "; ".join(
-            f"{a} ahead of {b} by {paper:.3g} in the paper, by {here:.3g} here{''.join(why)}"
+            f"{a} ahead of {b} by {paper:.3g} in the paper, by {here:.3g} here{''.join(f'; {a} {one}' for one in why)}"
             for a, b, here, paper, *why in pairs
         )
         shown = named and name != _GROUPS[0]
         parts.append(f"{len(pairs)} {name}" + (f" ({named})" if shown else ""))
     whole = "the paper's" if len(groups[0]) == total else "not the paper's" if groups[2] else "open in part"
     pairs = "pair" if total == 1 else f"{total} pairs"
-    words = f"By {by}, the order of the {pairs} of rows that differ in one thing is {whole}: {', '.join(parts)}"
+    words = f"By {by}, the order of the {pairs} of rows that differ in one thing is {whole}: {', '.join(parts)}."
+    return f"{words} {how_long(order)}".strip()
+
+
+def how_long(order: Mapping[str, Any]) -> str:
+    """How long networks were trained here and in the paper; empty at full scale."""
+    if not order["trained"]:
+        return ""
+    by_count: dict[int, list[str]] = {}
+    for passes, images in order["trained"]:
+        by_count.setdefault(images, []).append(str(passes))
+    here = " or ".join(f"{' or '.join(passes)} epochs of {images:,} images" for images, passes in by_count.items())
     epochs = " or ".join(str(number) for number in order["epochs of the paper"])
-    if order["trained"]:
-        trained = " or ".join(f"{passes} epochs of {images:,} images" for passes, images in order["trained"])
-        words += (
-            f". Each network was trained once, for {trained}; the paper's for {epochs} of "
-            f"{order['images of the paper']:,}"
-        )
-    return f"{words}."
+    words = f"Each network was trained once, for {here}; the paper's for {epochs} of {order['images of the paper']:,}"
+    late = " What learns slowly is behind in so short a training." if order[_GROUPS[2]] else ""
+    return f"{words}.{late}"
 
 
 def _needs(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -202,17 +216,23 @@ def _here(row: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
-def _value(row: Mapping[str, Any], timed: bool) -> tuple[float, int]:
-    """The figure that is compared, and its images.
+def _values(one: Mapping[str, Any], two: Mapping[str, Any], timed: bool) -> list[tuple[float, int]]:
+    """The figures of two rows that are compared, each with its images.
 
-    This is the best certificate on the images that all were tried on; certificates of few images are left out.
+    A share is that of the best certificate, on the same images if both rows have one there. These are few if ``local``
+    certifies more than ``gloro`` for one of the rows; certificates of less than :data:`_ENOUGH` images are left out.
     """
     if timed:
-        return row["here"]["seconds an epoch"], 0
-    shares = row["here"]["certified"]
-    counts = [each["images"] for each in shares.values()]
-    fewest = min((count for count in counts if count >= _ENOUGH), default=max(counts))
-    return max(each["certified"] for each in shares.values() if each["images"] == fewest), fewest
+        return [(row["here"]["seconds an epoch"], 0) for row in (one, two)]
+    shares = [[each for each in row["here"]["certified"].values() if each["images"] >= _ENOUGH] for row in (one, two)]
+    better = [each for each in (*shares[0], *shares[1]) if each["certified"] > each.get("gloro on these", -1)]
+    count = min(each["images"] for each in better)
+    found = []
+    for known in shares:
+        same = [each for each in known if each["images"] == count] or known
+        best = max(same, key=lambda each: float(each["certified"]))
+        found.append((best["certified"], best["images"]))
+    return found
 
 
 def _number(value: float | None) -> str:
