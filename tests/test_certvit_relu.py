@@ -247,16 +247,22 @@ def test_a_network_keeps_what_its_relus_make_of_the_outputs():
 
 
 def test_samples_are_spread_over_all_rows(monkeypatch):
-    monkeypatch.setattr("lipcert.certvit.moments.sample_size", lambda width: 10)
-    moments = Moments("layer", torch.zeros(1, 1, 1, dtype=torch.float64), sample=torch.zeros(1, 0, 1))
-    rows = torch.arange(1.0, 98.0)
-    for start in range(0, 97, 7):
-        moments.add(rows[start : start + 7].reshape(1, -1, 1))
-    kept = moments.sample.flatten().tolist()
-    assert moments.rows == 97
-    assert 5 <= len(kept) <= 10
-    assert kept == [1.0 + 16 * k for k in range(len(kept))]
-    assert kept[-1] > 80
+    """Over all positions of images of 8×8, in whichever batches they come."""
+    monkeypatch.setattr("lipcert.certvit.moments.sample_size", lambda width: 1000)
+    rows, samples = torch.arange(6400.0), []
+    for size in (64, 640, 999, 6400):
+        moments = Moments("layer", torch.zeros(1, 1, 1, dtype=torch.float64), sample=torch.zeros(1, 0, 1))
+        for part in rows.split(size):
+            moments.add(part.reshape(1, -1, 1))
+        samples.append(moments.sample.flatten().long())
+        assert moments.rows == 6400
+    assert all(torch.equal(sample, samples[0]) for sample in samples)
+    assert len(samples[0].unique()) == 1000
+    positions, images = (samples[0] % 64).bincount(minlength=64), (samples[0] // 64).bincount(minlength=100)
+    assert 4 <= positions.min() <= positions.max() <= 32  # 15.6 on average, give or take 3.6
+    assert 1 <= images.min() <= images.max() <= 24  # 10 on average, give or take 3
+    few = Moments.from_rows(rows[:300, None])
+    assert torch.equal(few.sample.flatten(), rows[:300].double())
 
 
 # Zeros

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -36,15 +36,14 @@ class Moments:
         second: (G, M, M) float64, symmetric; one matrix for each group of a grouped convolution, otherwise G = 1.
             M is in_features, or in_channels / groups · kernel height · kernel width.
         rows: the number of rows x_t, over all processes after :meth:`all_reduce`.
-        sample: rows at regular intervals, (G, T, M), for constraints that need more than moments; None if not
-            requested.
+        sample: rows drawn from all, (G, T, M), for constraints that need more than moments; None if not requested.
     """
 
     name: str
     second: Tensor
     rows: int = 0
     sample: Tensor | None = None
-    _every: int = 1
+    _ranks: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @classmethod
     def from_rows(cls, rows: Tensor, name: str = "layer") -> Moments:
@@ -77,13 +76,18 @@ class Moments:
         self.rows += count
 
     def _keep(self, rows: Tensor) -> None:
-        """Adds rows at regular intervals to the sample; if it gets too large, the intervals are doubled."""
+        """Keeps the rows of lowest rank, in their order.
+
+        Ranks are hashes of the row's number, so that the sample is the same in whichever batches the rows come. Rows at
+        regular intervals would be patches from a few positions of the images, as both are often powers of two.
+        """
         assert self.sample is not None
-        first = -self.rows % self._every
-        self.sample = torch.cat([self.sample, rows[:, first :: self._every].to(self.sample)], dim=1)
-        while self.sample.shape[1] > sample_size(self.width):
-            self.sample = self.sample[:, ::2]
-            self._every *= 2
+        held = len(self._ranks)
+        ranks = torch.cat([self._ranks, _hashed(torch.arange(self.rows, self.rows + rows.shape[1]))])
+        kept = ranks.topk(min(len(ranks), sample_size(self.width)), largest=False).indices.sort().values
+        old, new = kept[kept < held], kept[kept >= held] - held
+        self.sample = torch.cat([self.sample[:, old], rows[:, new.to(rows.device)].to(self.sample)], dim=1)
+        self._ranks = ranks[kept]
 
     def require_rows(self) -> None:
         """Checks that at least one row was added.
@@ -149,6 +153,14 @@ def pooled(parts: Sequence[Moments]) -> Moments:
     samples = [part.sample for part in parts if part.sample is not None]
     sample = torch.cat(samples, dim=1) if len(samples) == len(parts) else None
     return Moments(parts[0].name, total, sum(part.rows for part in parts), sample)
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """Integers that look random, from different int64 numbers different ones: multiplication and shifts, as Murmur3."""
+    for factor in (-0x61C8864680B583EB, -0x4B47D0C5A0D6B5CD):
+        numbers = numbers * factor
+        numbers = numbers ^ (numbers >> 32)
+    return numbers
 
 
 def sample_size(width: int) -> int:
