@@ -26,7 +26,9 @@ TAIL = """
 ## The papers' tables
 
 `python -m benchmarks.papers --paper certvit|lofast|liresnet|local-lip --table N [--scale small|full]`, and `--list` for
-all of them. `small` takes minutes and is no reproduction; its rows say how many images it took.
+all of them. `small` takes minutes a row and is no reproduction; its rows say how many images they took. Rows on
+CIFAR-10 take `--data cifar10=FOLDER`, others their data sets in the same way. The figures are on the page of
+measurements, beside the papers'.
 
 | paper | table | what it shows | here |
 | --- | --- | --- | --- |
@@ -44,15 +46,21 @@ def page() -> str:
     for table in TABLES:
         stored = {scale: known.get(f"{table.paper}, {table.number}, {scale}") for scale in ("small", "full")}
         made = ", ".join(f"{scale}{_share(one['rows'], table.rows)}" for scale, one in stored.items() if one)
-        here = made or (f"needs {table.needs}" if table.needs else "a command")
+        data = ", ".join(dict.fromkeys(str(row.data) for row in table.rows if row.recipe is not None))
+        here = made or f"needs {table.needs or data}"
         papers.append(f"| {table.paper} | {table.number} | {table.title} | {here} |\n")
     return HEAD + "".join(rows) + TAIL + "".join(papers)
 
 
 def _share(made: Sequence[Mapping[str, Any]], rows: Sequence[Any]) -> str:
-    """How many of the rows that have commands were trained; nothing for tables without such rows."""
-    trained, asked = sum("data" in row for row in made), sum(row.recipe is not None for row in rows)
-    return f", {trained} of {asked} rows" if asked and trained else ""
+    """How many of the rows that have commands were trained, and what others need; nothing without such rows."""
+    asked = {row.name: row.data for row in rows if row.recipe is not None}
+    trained = [row["name"] for row in made if "data" in row and row.get("name") in asked]
+    if not asked or not trained:
+        return ""
+    lacking = dict.fromkeys(str(data) for data in asked.values() if data not in {asked[name] for name in trained})
+    needs = f"; others need {', '.join(lacking)}" if lacking else ""
+    return f", {len(trained)} of {len(asked)} rows{needs}"
 
 
 def _row(path: Path) -> str:

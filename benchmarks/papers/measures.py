@@ -38,7 +38,7 @@ def settings(table: Table, given: Given) -> Rows:
 def parameters(table: Table, given: Given) -> Rows:
     """Parameters in millions of each network as timm builds it and with L2 attention."""
     rows: Rows = []
-    for row in table.rows[: 3 if given.small else None]:
+    for row in table.rows:
         with torch.device("meta"):
             net = timm.create_model(str(row.model))
         before = _millions(net)
@@ -228,7 +228,7 @@ def behind(table: Table, given: Given) -> Iterator[dict[str, Any]]:
             model,
             train[:_CONSTRAINED],
             test,
-            (0.02, 0.05, 0.1) if given.small else (0.02, 0.05, 0.1, 0.2),
+            (0.01, 0.02, 0.03, 0.05, 0.07, 0.1) if given.small else (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2),
         )
 
 

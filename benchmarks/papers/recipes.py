@@ -63,6 +63,7 @@ class Table:
             data set; without it their commands are printed.
         settings: hyper-parameters, of tables that list them.
         ordered: the figure by which methods are compared; small is better for seconds.
+        note: what a reader of the paper should know.
     """
 
     paper: str
@@ -74,6 +75,7 @@ class Table:
     needs: str = ""
     settings: Sequence[Mapping[str, object]] = ()
     ordered: str = "certified"
+    note: str = ""
 
 
 @dataclass(frozen=True)

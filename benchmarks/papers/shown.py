@@ -35,13 +35,15 @@ def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: M
     others: dict[str, list[str]] = {}
     for row in rows:
         if row not in ran:
-            figures = ", ".join(f"{name} {_number(value)}" for name, value in row.get("paper", {}).items() if value)
+            figures = ", ".join(f"{name} {figure(value)}" for name, value in row.get("paper", {}).items() if value)
             why = f"needs {row['needs']}" if "needs" in row else row["here"]
             others.setdefault(why, []).append(f"{row.get('name', table.title)}" + (f": {figures}" if figures else ""))
     for why, names in others.items():
         lines += ["", wrapped(why), *(wrapped(name, "  ") for name in names)]
     if order is not None:
         lines += ["", wrapped(said(order))]
+    if table.note:
+        lines += ["", wrapped(table.note)]
     return "\n".join(lines)
 
 
@@ -55,7 +57,7 @@ def _columns(table: Table, ran: Sequence[Mapping[str, Any]]) -> list[str]:
     ours = [shown, *([each.get(key, "–") for key in shown] for each in cells)]
     theirs = [
         [_SHORT.get(column, column) for column in columns],
-        *([_number(row["paper"][column]) for column in columns] for row in ran),
+        *([figure(row["paper"][column]) for column in columns] for row in ran),
     ]
     wide = max(map(len, names))
     left, right = _aligned(ours, 2), _aligned(theirs, 2)
@@ -235,16 +237,16 @@ def _values(one: Mapping[str, Any], two: Mapping[str, Any], timed: bool) -> list
     return found
 
 
-def _number(value: float | None) -> str:
+def figure(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
 
 
 def bounded(log10: float) -> str:
-    """A bound, rounded up to as many digits as :func:`_number` shows."""
+    """A bound, rounded up to as many digits as :func:`figure` shows."""
     unit = 10.0 ** (floor(log10) - (2 if log10 < 4 else 1))
-    return _number(ceil(10**log10 / unit) * unit)
+    return figure(ceil(10**log10 / unit) * unit)
 
 
 def _parts(row: Mapping[str, Any]) -> Iterable[str]:

@@ -107,11 +107,12 @@ _SEVEN = (
 )
 
 _BOTH = ("clean", "certified")
+_CROSS = "A ConvNet of 18 blocks did not converge in the paper."
 TABLES = (
     Table("liresnet", "1", "LiResNet and EMMA beside others", (*_BOTH, "parameters in millions"), _ONE),
-    Table("liresnet", "2", "Losses (2a) and kinds of blocks (2b)", ("certified",), _TWO),
+    Table("liresnet", "2", "Losses (2a) and kinds of blocks (2b)", ("certified",), _TWO, note=_CROSS),
     Table("liresnet", "3", "Losses and blocks", _BOTH, _THREE),
-    Table("liresnet", "4", "Depths of three kinds of blocks", _BOTH, _FOUR),
+    Table("liresnet", "4", "Depths of three kinds of blocks", _BOTH, _FOUR, note=_CROSS),
     Table("liresnet", "5", "Depths, and figure 1", _BOTH, _FIVE),
     Table("liresnet", "6", "Widths", ("certified",), _SIX_WIDTHS),
     Table(

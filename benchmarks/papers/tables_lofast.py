@@ -46,5 +46,5 @@ TABLES = (
     Table("lofast", "figure 2", "Certified accuracy over layers, heads and norms", measure="shapes"),
     Table("lofast", "figure 3", "Weights and input perturbed, and the bound", measure="ablation"),
     Table("lofast", "figure 4", "Theorem 1 over ε for tokens of several norms", measure="token_norms"),
-    Table("lofast", "figure 5", "Word embeddings", needs="the Stanford Sentiment Treebank, which has no images"),
+    Table("lofast", "figure 5", "Word embeddings", needs="the Stanford Sentiment Treebank, which is text"),
 )  # fmt: skip
