@@ -10,7 +10,7 @@ from lipcert._settings import EPS, one_of, option, parse_eps, plain
 from lipcert.errors import InputError
 
 Loss = Literal[
-    "anchored", "adversarial", "ce", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"
+    "anchored", "adversarial", "ce", "cut", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"
 ]
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
@@ -25,6 +25,7 @@ LOCAL: tuple[Loss, ...] = ("local-b", "local-g")
 _LARGEST = 1e30
 # Default schedules of ε, see FinetuneSettings.ramp.
 _RAMPS: dict[str, tuple[float, float, float]] = {
+    "cut": (0.1, 2.0, 0.5),
     "emma": (0.1, 2.0, 0.5),
     "local-b": (0.0, 1.1, 0.5),
     "local-g": (0.0, 1.1, 0.5),
@@ -45,8 +46,8 @@ class FinetuneSettings:
     """
 
     loss: Loss = option(
-        "anchored, or adversarial, which takes less time: for the anchored certificate; emma, gloro, trades, fixed: "
-        "for gloro; lmt: for global; "
+        "anchored, or adversarial, which takes less time: for the anchored certificate; cut: for anchored, where only "
+        "the last activations are smooth; emma, gloro, trades, fixed: for gloro; lmt: for global; "
         "local-b, local-g: for local; noise: for smoothing; ce: cross-entropy.",
         LOSSES[0],
         choices=LOSSES,
@@ -62,7 +63,7 @@ class FinetuneSettings:
     )
     ramp: tuple[float, float, float] | None = option(
         "A,B,S: eps in the loss goes from A to B times --eps in the first fraction S of the run; "
-        "0.1,2,0.5 for emma, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
+        "0.1,2,0.5 for emma and cut, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
         None,
         str | None,
         group=_LOSS,

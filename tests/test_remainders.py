@@ -84,6 +84,11 @@ CASES = {
     "sigmoid": [(torch.sigmoid, (1, 5))],
     "tanh": [(torch.tanh, (1, 5))],
     "mish": [(F.mish, (1, 5))],
+    "log_sigmoid": [
+        (F.logsigmoid, (1, 5)),
+        (lambda x: F.logsigmoid(9 * x), (1, 5)),
+        (lambda x: F.logsigmoid(x + 30), (1, 3)),
+    ],
     "square": [(torch.square, (1, 5))],
     "gelu": [(F.gelu, (1, 5)), (lambda x: F.gelu(x, approximate="tanh"), (1, 5))],
     "relu": [(F.relu, (1, 9))],
@@ -320,7 +325,7 @@ def test_rows_of_softmax_that_move_little_leave_little():
     assert rule.against(g)([rho, rho / 4]).item() < 0.9 * rule.against(g)([rho]).item()
 
 
-QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "square", "gelu", "pow", "sqrt", "rsqrt"}
+QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "square", "gelu", "pow", "sqrt", "rsqrt"}
 RADIAL = {"layer_norm", "rms_norm", "group_norm", SmoothProject, RmsSmoothProject, GroupSmoothProject}
 CONTRACTED = QUADRATIC | RADIAL | {"softmax", "matmul"}
 
@@ -611,7 +616,14 @@ def second_derivative(function):
 
 @pytest.mark.parametrize(
     ("key", "function"),
-    [("silu", F.silu), ("sigmoid", torch.sigmoid), ("tanh", torch.tanh), ("mish", F.mish), ("gelu", F.gelu)],
+    [
+        ("silu", F.silu),
+        ("sigmoid", torch.sigmoid),
+        ("tanh", torch.tanh),
+        ("mish", F.mish),
+        ("log_sigmoid", F.logsigmoid),
+        ("gelu", F.gelu),
+    ],
 )
 def test_curvature_is_the_supremum_rounded_up(key, function):
     curve = second_derivative(function)
@@ -637,6 +649,22 @@ def test_gelu_envelope(approximate):
     assert bool((falling[1:] <= falling[:-1]).all())
 
 
+@pytest.mark.parametrize("z", [0.0, 1e-3, -0.4, 2.0, -7.0, 40.0, 300.0])
+@pytest.mark.parametrize("peak", [1e-5, 1e-2, 0.6, 3.0, 17.0, 900.0])
+def test_log_sigmoid_remainder_over_the_square_of_the_deviation(z, peak):
+    """κ is the supremum of −R/δ² over |δ| ≤ p: nothing on a fine grid is above it, and something comes near."""
+    point = torch.tensor([[z]], dtype=torch.float64)
+    rho = [torch.tensor([peak], dtype=torch.float64)] * 2
+    kappa = REMAINDERS["log_sigmoid"](Node("", F.logsigmoid, (None,), {}, ""), [point], point)._local(rho).item() / 2
+    least = 0.05 * min(peak, max(1.0, abs(z)))  # the difference below cancels for smaller deviations
+    steps = torch.cat([sign * torch.linspace(least, peak, 400_001, dtype=torch.float64) for sign in (1, -1)])
+    lost = F.logsigmoid(point[0]) + torch.sigmoid(-point[0]) * steps - F.logsigmoid(point[0] + steps)
+    noise = 1e-14 * (1 + abs(z)) / least**2
+    attained = (lost / steps.square()).max().item()
+    assert attained <= kappa * (1 + 1e-9) + noise
+    assert kappa <= attained * 1.03 + noise + 1e-10
+
+
 def test_tanh_gelu_curvature_stays_near_that_of_gelu():
     gap = second_derivative(lambda t: F.gelu(t, approximate="tanh")) - second_derivative(F.gelu)
     assert gap.abs().max().item() <= 0.0032
@@ -650,7 +678,7 @@ def test_tails_of_the_envelope_beyond_the_grid():
 
 def test_entrywise_rules_are_all_checked():
     entrywise = {key for key, rule in REMAINDERS.items() if issubclass(rule, Smooth)}
-    checked_here = {"silu", "sigmoid", "tanh", "mish", "gelu", "square"}
+    checked_here = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "gelu", "square"}
     assert entrywise == checked_here | {"hardswish", "pow", "sqrt", "rsqrt"}  # whose second derivatives are powers
 
 

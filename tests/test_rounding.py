@@ -161,9 +161,11 @@ OPERATIONS: dict[str, nn.Module] = {
     "SmoothProject, channels first": norm_layer(SmoothProject(4, 0.7, channels_first=True)),
     "ClippedReLU": clipping(ClippedReLU(0.3)),
     "MaxMin": MaxMin(),
+    "maximum": Function(both(torch.maximum)),
+    "minimum": Function(both(torch.minimum)),
     "ClippedMaxMin": clipping(ClippedMaxMin(0.3, -0.1)),
 }
-EXACT = {"relu", "max_pool2d", "MaxMin", "unfold"}
+EXACT = {"relu", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold"}
 
 
 def node_of(name: str) -> Node:

@@ -700,6 +700,7 @@ CASES += [
     (surgery.ClippedReLU, pixels, surgery.ClippedReLU(-3.0).double().eval()),
     (surgery.ClippedReLU, image, _module(surgery.ClippedReLU(torch.zeros(3, 1, 1)))),
     (surgery.MaxMin, tokens, surgery.MaxMin(-1).eval()),
+    (surgery.SmoothMaxMin, tokens, surgery.SmoothMaxMin(0.3, -1).eval()),
     (surgery.ClippedMaxMin, tokens, surgery.ClippedMaxMin(0.5, -0.5, dim=-1).double().eval()),
     (surgery.L2SetAttention, tokens, _module(surgery.L2SetAttention(4, 2))),
     (surgery.L2SetAttention, tokens, _module(surgery.L2SetAttention(4, 2, first=True))),

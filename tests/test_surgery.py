@@ -34,6 +34,7 @@ from lipcert.surgery import (
     MaxMin,
     RmsLayerProject,
     RmsSmoothProject,
+    SmoothMaxMin,
     SmoothProject,
     swap,
 )
@@ -91,6 +92,8 @@ CONTRACT: dict[str, tuple[Any, tuple[int, ...]]] = {
     "relu by channel": (ClippedReLU(torch.tensor([0.1, 1.0, -0.2]).view(3, 1, 1)), (3, 4, 4)),
     "maxmin": (MaxMin(), (4, 3, 3)),
     "maxmin of tokens": (MaxMin(-1), (5, 8)),
+    "smooth maxmin": (SmoothMaxMin(0.7), (4, 3, 3)),
+    "smooth maxmin of tokens, steep": (SmoothMaxMin(0.01, -1), (5, 8)),
     "clipped maxmin": (ClippedMaxMin(0.4, torch.tensor([-0.3, 0.2]).view(2, 1, 1)), (4, 3, 3)),
     "attention": (L2Attention(6, 2), (5, 6)),
     "one token": (L2Attention(6, 3), (1, 6)),
@@ -119,7 +122,9 @@ def test_contract(name: str) -> None:
         assert ratio(module, x, x + 1e-6 * torch.randn_like(x)) <= exact * 1.001 + 1e-6
 
 
-@pytest.mark.parametrize("name", ["linear", "linear on tokens", "patches", "maxmin", "clipped maxmin", "relu"])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear on tokens", "patches", "maxmin", "smooth maxmin", "clipped maxmin", "relu"]
+)
 def test_bound_is_reached(name: str) -> None:
     """Where the constant can be known exactly the bound is no more than 0.1 % above it."""
     module, shape = CONTRACT[name]
@@ -520,6 +525,11 @@ def test_window_mask_takes_the_worst_window() -> None:
         lambda: ClippedReLU(torch.ones(2, 4)).lipschitz((4,)),
         lambda: MaxMin().lipschitz((3, 4)),
         lambda: MaxMin(0).lipschitz((4, 4)),
+        lambda: SmoothMaxMin().lipschitz((3, 4)),
+        lambda: SmoothMaxMin(0.0),
+        lambda: SmoothMaxMin(float("nan")),
+        lambda: SmoothMaxMin(torch.ones(2)),
+        lambda: SmoothMaxMin(None),
         lambda: ClippedMaxMin(torch.ones(4), dim=-1).lipschitz((4,)),
         lambda: L2Attention(4, 2).lipschitz((5, 6)),
         lambda: L2Attention(4, 2).lipschitz((0, 4)),

@@ -43,6 +43,7 @@ class Remainder(ABC):
             any single entry.
         sums: the rule defines :meth:`total`.
         contracts: the rule defines :meth:`contracted`.
+        has_kinks: the operation has kinks, near which R is as large as the deviation.
         units: the unit vectors of the tokens, in the shape of the operand, where :meth:`token` is not 0.
 
     Args:
@@ -57,6 +58,7 @@ class Remainder(ABC):
     entrywise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
+    has_kinks: ClassVar[bool] = False
     units: Tensor
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):  # noqa: B027
@@ -296,6 +298,7 @@ class Kinked(Remainder):
         distance: the distances k, shape (N, ...).
     """
 
+    has_kinks = True
     slope = 1.0
     bends = 0
     spread = 1.0
@@ -487,6 +490,7 @@ class RadialKink(Radial):
     """
 
     contracts = False
+    has_kinks = True
 
     def __init__(
         self,

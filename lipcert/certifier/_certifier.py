@@ -23,7 +23,7 @@ from lipcert.bounds import Analysis, Bound, MarginBounds, Progress, analyze, bot
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._nominal import NominalMargins
-from lipcert.certifier.anchored import Anchored, DeployedAnchored
+from lipcert.certifier.anchored import Anchored, Behind, DeployedAnchored, anchored
 from lipcert.errors import (
     BrokenCertificate,
     InputError,
@@ -183,6 +183,8 @@ class Certifier:
                 return
             if not self._affords(name, work, limit if self.passes is None else math.inf):
                 return
+            if isinstance(method, Behind):
+                self.notes[name] = method.described
             if method.plan.chained and self.passes is None:
                 self.notes[name] = (
                     f"it computes {len(method.plan.pairs)} norms of {in_all}, and products of norms for the others; "
@@ -195,7 +197,8 @@ class Certifier:
                 return lambda margin, call: found.radius(classes, margin.to(images.device)).to(margin.device)
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
-            if self.roundoff is None and not method.plan.chained and self.nominal.bounded:
+            bounded = method.proves if isinstance(method, Behind) and method.whole is None else self.nominal.bounded
+            if self.roundoff is None and not method.plan.chained and bounded:
                 self._proved.add(name)
 
     def _everywhere(self, name: str) -> roundoff.RadiusMethod:
@@ -205,12 +208,15 @@ class Certifier:
             lambda images, predicted, ledger: lambda margin, call: radii(margin, bounds.of(predicted))
         )
 
-    def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored | DeployedAnchored:
+    def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored | Behind | DeployedAnchored:
         arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
         if name == "lofast":
             return LoFAST(self.model, at=self.at, **arguments)
         if self.roundoff is None:
-            return Anchored(self.model, at=self.at, eps=self.eps if self.method == "staged" else None, **arguments)
+            eps = self.eps if self.method == "staged" else None
+            if self.at is None:
+                return anchored(self.model, eps=eps, **arguments)
+            return Anchored(self.model, at=self.at, eps=eps, **arguments)
         return DeployedAnchored(self.model, self.dtype, **arguments)
 
     def _deployed(self, stage: roundoff.RadiusMethod) -> roundoff.RadiusMethod:

@@ -11,7 +11,7 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin
+from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
 
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
     "relu": lambda dim: nn.ReLU(),
@@ -32,8 +32,10 @@ class NormalizedLinear(nn.Linear):
         return F.linear(x, F.normalize(self.weight), self.bias)
 
 
-def activation(name: str, channels: int, dim: int = 1) -> nn.Module:
+def activation(name: str, channels: int, dim: int = 1, beta: float = 0.0) -> nn.Module:
     """An activation module for values with this number of channels in dimension ``dim``.
+
+    With ``beta`` it is :class:`lipcert.surgery.SmoothMaxMin` in place of MaxMin.
 
     Raises:
         InputError: the name is unknown, or MaxMin is given an odd number of channels.
@@ -42,6 +44,10 @@ def activation(name: str, channels: int, dim: int = 1) -> nn.Module:
         raise InputError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
     if "maxmin" in name and channels % 2:
         raise InputError(f"{name} pairs channels, and {channels} is odd")
+    if beta and name != "maxmin":
+        raise InputError(f"beta smooths the activation maxmin, not {name}")
+    if beta:
+        return SmoothMaxMin(beta, dim)
     return ACTIVATIONS[name](dim)
 
 
@@ -73,12 +79,15 @@ def classify(network: Any, x: Tensor, mirror: bool) -> Tensor:
 
     The average of two K-Lipschitz functions is K-Lipschitz, and mirroring is an isometry, so the Lipschitz constant
     stays. Margins grow in the mean, if mirrored images were in the training data. A forward pass takes twice as long.
+    Both images go through the network as one batch, so that the values of both at a layer are one value: a cut.
     ``forward_features`` returns the features of the image alone, so that with ``mirror`` the logits are not
     ``forward_head`` of them.
     """
+    if mirror:
+        x = torch.stack((x, x.flip(-1))).flatten(0, 1)
     features = network.forward_head(network.forward_features(x), pre_logits=True)
     if mirror:
-        features = (features + network.forward_head(network.forward_features(x.flip(-1)), pre_logits=True)) / 2
+        features = features.unflatten(0, (2, -1)).mean(0)
     logits: Tensor = network.head(features)
     return logits
 

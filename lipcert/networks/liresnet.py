@@ -95,6 +95,8 @@ class LiResNet(Classifier):
         act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
         block: ``linear``; or, for comparison, ``residual`` for the conventional block (appendix D) or ``conv`` for a
             convolution without a residual connection (appendix C).
+        beta: β of a :class:`lipcert.surgery.SmoothMaxMin` in place of each MaxMin of the neck, so that ``anchored``
+            linearises what follows the blocks; 0 for MaxMin.
         mirror: averages the features of an image and of its mirror image (:func:`classify`).
         num_classes: the number of classes.
         in_chans: the number of channels of the images.
@@ -115,6 +117,7 @@ class LiResNet(Classifier):
         stem: tuple[int, int, int] = (5, 2, 2),
         act_layer: str = "maxmin",
         block: str = "linear",
+        beta: float = 0.0,
         mirror: bool = False,
         num_classes: int = 10,
         in_chans: int = 3,
@@ -134,10 +137,10 @@ class LiResNet(Classifier):
         neck = neck or width
         self.neck = nn.Sequential(
             nn.Conv2d(width, neck, 4, 4),
-            activation(act_layer, neck),
+            activation(act_layer, neck, beta=beta),
             nn.Flatten(),
             nn.Linear(neck * (sides[0] // 4) * (sides[1] // 4), num_features),
-            activation(act_layer, num_features),
+            activation(act_layer, num_features, beta=beta),
         )
         self.head = self.linear(num_features, num_classes) if num_classes else nn.Identity()
 

@@ -177,16 +177,18 @@ class Roundoff:
     Args:
         model: the model in float64, with its original weights; casting them is part of the error.
         dtype: "float32", "float16", "bfloat16", the dtype, or a :class:`Format`.
+        graph: the captured network; by default the model is captured.
 
     Raises:
         InputError: there is no such format.
         UnsupportedOperation: operations have no rule. Then certificates hold in real arithmetic only.
     """
 
-    def __init__(self, model: Model, dtype: str | torch.dtype | Format):
+    def __init__(self, model: Model, dtype: str | torch.dtype | Format, graph: Graph | None = None):
         self.format = Format.of(dtype)
         self.model = model
-        graph = capture(model, _example(model), _whole, casts=self.format != REAL)
+        if graph is None:
+            graph = capture(model, _example(model), _whole, casts=self.format != REAL)
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
@@ -243,6 +245,13 @@ class Roundoff:
             found = torch.minimum(found, through)
         found = at_most(found * OWN_ROUNDING)
         return found.scatter(1, predicted[:, None], 0.0)
+
+    @torch.no_grad()
+    def values(self, images: Tensor) -> Tensor:
+        """Upper bounds on ‖ĥ − h‖ of the output at images in [0, 1], float64, shape (N,); ∞ if there is no bound."""
+        still = torch.zeros(len(images), dtype=torch.float64, device=self.model.device)
+        errors, _ = self._errors(images, still)
+        return at_most(errors[self.graph.output] * OWN_ROUNDING)
 
     def entry(self, images: Tensor, radius: Tensor) -> Tensor:
         """The ℓ2 distance by which rounding the pixels can move an image within ``radius``, shape (N,).

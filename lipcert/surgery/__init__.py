@@ -3,7 +3,7 @@
 Each module answers ``lipschitz(input_shape)`` with a :class:`lipcert.bounds.Bound` for one sample's input shape.
 """
 
-from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin
+from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
 from lipcert.surgery._adapt import Adaptation, AdaptedLayer, adapt
 from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
 from lipcert.surgery._attention import L2Attention, L2WindowAttention
@@ -38,6 +38,7 @@ __all__ = [
     "MaxMin",
     "RmsLayerProject",
     "RmsSmoothProject",
+    "SmoothMaxMin",
     "SmoothProject",
     "Swapped",
     "adapt",

@@ -8,9 +8,11 @@ Lucas and Grosse, "Sorting Out Lipschitz Function Approximation", ICML 2019.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipcert._bound import Bound
@@ -71,6 +73,46 @@ class MaxMin(nn.Module):
         """
         _half(input_shape, self.dim)
         return Bound.deterministic(1.0, "a permutation at every point", "lipcert.surgery.MaxMin")
+
+
+class SmoothMaxMin(nn.Module):
+    """:class:`MaxMin` with a softplus s(t) = β log(1 + exp(t/β)) in place of the ReLU: (b + s(a − b), a − s(a − b)).
+
+    It is 1-Lipschitz: with σ = s'(a − b) in (0, 1) its Jacobian maps (δa, δb) to σ(δa, δb) + (1 − σ)(δb, δa), a mean of
+    two isometries. It tends to MaxMin as β tends to 0. It has no kinks, so that ``anchored`` sees it.
+
+    Args:
+        beta: β > 0, the width of the transition between the two orders, in units of the input.
+        dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
+
+    Raises:
+        InputError: ``beta`` is not a positive, finite number.
+    """
+
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
+
+    def __init__(self, beta: float = 0.2, dim: int = 1):
+        super().__init__()
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < math.inf:
+            raise InputError(f"beta must be a positive, finite number, got {beta!r}")
+        self.beta, self.dim = float(beta), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, self.dim)
+        above = F.logsigmoid((b - a) / self.beta) * -self.beta
+        return torch.cat((b + above, a - above), self.dim)
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """The bound 1, for a sample with an even number of channels.
+
+        Raises:
+            InputError: if the channels do not pair up.
+        """
+        _half(input_shape, self.dim)
+        return Bound.deterministic(1.0, "a mean of two permutations at every point", "lipcert.surgery.SmoothMaxMin")
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta:g}, dim={self.dim}"
 
 
 class ClippedMaxMin(nn.Module):

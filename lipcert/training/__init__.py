@@ -12,6 +12,7 @@ from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
     anchored_loss,
+    cut_loss,
     emma_loss,
     fixed_loss,
     gloro_loss,
@@ -37,6 +38,7 @@ __all__ = [
     "adversarial_loss",
     "anchored_loss",
     "check_trainable",
+    "cut_loss",
     "emma_loss",
     "finetune",
     "fixed_loss",

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._estimate import Estimator, as_tensor, estimating
-from lipcert.bounds import Analysis, MarginBounds, analyze, analyze_for_training
+from lipcert._upper import Upper
+from lipcert.bounds import Analysis, MarginBounds, Value, analyze, analyze_for_training
 from lipcert.errors import InputError
 from lipcert.model import Model
 
@@ -25,6 +26,7 @@ class TrainingBound:
     Args:
         model: the model.
         rows: uses the rows of the head; False gives √2 K for every pair of classes.
+        up_to: the path of a module: K is that of its output, for :func:`lipcert.training.cut_loss`.
 
     Attributes:
         certified: the certified K of the last call of :meth:`certify`.
@@ -34,9 +36,10 @@ class TrainingBound:
         InputError: the bound is infinite or above 1e30, so that a loss cannot use it.
     """
 
-    def __init__(self, model: Model, rows: bool = True):
+    def __init__(self, model: Model, rows: bool = True, up_to: str | None = None):
         self.model = model
         self.rows = rows
+        self.up_to = up_to
         self.estimator = Estimator(model.dtype)
         self.image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
         self.certified = self.certify()
@@ -50,14 +53,28 @@ class TrainingBound:
     def certify(self) -> float:
         """The certified K with the current weights."""
         self.analysis: Analysis | None = analyze(self.model)
-        self.certified = MarginBounds(self.analysis, self.rows).features
+        if self.up_to is not None:
+            self.certified = float(self._constant(self.analysis))
+        else:
+            self.certified = MarginBounds(self.analysis, self.rows).features
         return self.certified
+
+    def _constant(self, analysis: Analysis) -> Upper:
+        """K of the output of the module ``up_to``."""
+        inside = (f"net.{self.up_to}", f"net.{self.up_to}.")
+        nodes = [node for node in analysis.graph.nodes if node.path == inside[0] or node.path.startswith(inside[1])]
+        value: Value = analysis.values[nodes[-1]]
+        return value.lip
 
     def step(self) -> Tensor:
         """An estimate of K with the current weights, with gradient; call it once after each update."""
         image = self.image.to(self.model.device, self.model.dtype)
         with torch.enable_grad(), estimating(self.estimator):
-            bounds = MarginBounds(analyze_for_training(self.model, image), self.rows)
+            analysis = analyze_for_training(self.model, image)
+            if self.up_to is not None:
+                self.features = as_tensor([self._constant(analysis)])[0]
+                return self.features
+            bounds = MarginBounds(analysis, self.rows)
             self.features = as_tensor([bounds.constant])[0]
         self.weight = bounds.weight
         return self.features

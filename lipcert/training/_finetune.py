@@ -24,6 +24,7 @@ from lipcert._processes import Processes
 from lipcert._settings import settings_of, takes
 from lipcert.artifact import weights_hash
 from lipcert.bounds import check_weights
+from lipcert.certifier.anchored import cut_of
 from lipcert.errors import InputError
 from lipcert.loading import number_of_classes
 from lipcert.model import Model, checked, outside_inference_mode
@@ -33,6 +34,7 @@ from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
     anchored_loss,
+    cut_loss,
     emma_loss,
     fixed_loss,
     gloro_loss,
@@ -97,6 +99,8 @@ def finetune(
 
     * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate.
     * ``"adversarial"``: :func:`lipcert.training.adversarial_loss`, for the same in less time.
+    * ``"cut"``: :func:`lipcert.training.cut_loss`, for the anchored certificate of networks with kinks in all but the
+      last layers, such as LiResNet with ``beta``.
     * ``"ce"``: cross-entropy, which does not use ε.
     * ``"noise"``: :func:`lipcert.training.noise_loss`, for certificates of the smoothed classifier; it does not use ε.
     * ``"emma"``: :func:`lipcert.training.emma_loss`, ``"gloro"``: :func:`lipcert.training.gloro_loss`, ``"trades"``:
@@ -132,8 +136,8 @@ def finetune(
               temperature, 0.1 to 0.25. Two numbers are the first and the last one; the temperature changes from one to
               the other during the first 80 % of the run.
             * ramp: (a, b, s): ε in the loss changes from a to b times ``eps`` during the first fraction s of the run.
-              The default is (0.1, 2, 0.5) for ``"emma"``, as in appendix B.1 of its paper, (0, 1.1, 0.5) for the local
-              losses, and (0, 1, 1/3) for the others.
+              The default is (0.1, 2, 0.5) for ``"emma"``, as in appendix B.1 of its paper, and for ``"cut"``,
+              (0, 1.1, 0.5) for the local losses, and (0, 1, 1/3) for the others.
             * weight: the weight of the divergence in ``"trades"``.
             * sparsity: the weight of the sparsity loss in ``"local-b"`` and ``"local-g"``.
             * sigma: the standard deviation of the noise in ``"noise"``, equal to that of the certification.
@@ -280,7 +284,9 @@ class _Run:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._optimizer()
         self.average = None if asked.ema is None else ModelEmaV3(model, decay=asked.ema, use_warmup=True)
-        self.bound = TrainingBound(model, rows=asked.loss != "lmt") if asked.loss in GLOBAL else None
+        self.cut = _cut(model) if asked.loss == "cut" else None
+        used = asked.loss in GLOBAL or self.cut is not None
+        self.bound = TrainingBound(model, asked.loss != "lmt", self.cut) if used else None
         self.local = LocalBound(model) if asked.loss in LOCAL else None
         self.mixture = 0.0
         lengths = processes.gather(_length(loader))
@@ -400,6 +406,10 @@ class _Run:
     def _forward(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.asked.loss == "anchored":
             return anchored_loss(self.model, images, labels, eps, self.temperature)
+        if self.cut is not None and self.bound is not None:
+            module = self.model.net.get_submodule(self.cut)
+            constant = self.bound.features
+            return cut_loss(self._logits, module, images, labels, constant, eps, self.temperature)
         if self.asked.loss == "adversarial":
             return adversarial_loss(self._logits, images, labels, eps, self.temperature)
         if self.local is not None:
@@ -480,6 +490,22 @@ class _Run:
             self.local.vectors = {place: v.to(self.model.device) for place, v in state["local"].items()}
         torch.set_rng_state(state["random"])
         self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
+
+
+def _cut(model: Model) -> str:
+    """The module whose output is the value behind which the anchored certificate starts.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = cut_of(model)
+    path = "" if found is None else found.path.removeprefix("net.")
+    if not path or path == "net":
+        raise InputError(
+            "the loss cut is for networks whose last activations are smooth and others have kinks, such as "
+            "liresnet_l6w64 with beta=4; take the loss anchored, or emma"
+        )
+    return path
 
 
 def _length(loader: Iterable[object]) -> int | None:

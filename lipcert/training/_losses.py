@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -39,6 +39,43 @@ def anchored_loss(
     reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
     own = F.one_hot(labels, logits.shape[1]).bool()
     return F.cross_entropy((logits + reach * ~own) / temperature, labels), logits
+
+
+def cut_loss(
+    model: Callable[[Tensor], Tensor],
+    cut: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    constant: Tensor,
+    eps: float,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`emma_loss` with K‖∇_c(f_y − f_j)‖ in place of K_yj, j the runner-up, c the output of a module.
+
+    To first order, this is the margin that the anchored certificate behind c needs, with the Lipschitz constant K of
+    the layers up to c. The gradient is differentiated again, through the layers behind c only.
+
+    Args:
+        model: maps pixels to logits, each image independently.
+        cut: the module with the output c, through which the logits depend on the image.
+        images: shape (N, C, H, W).
+        labels: the classes y, shape (N,).
+        constant: K, with its gradient.
+        eps: ε in ℓ2 on pixels.
+        temperature: divides the logits.
+
+    Returns:
+        The loss, and the logits of the model, shape (N, classes).
+    """
+    seen: list[Tensor] = []
+    with cut.register_forward_hook(lambda _, __, output: seen.append(output)):
+        logits = model(images)
+    own = F.one_hot(labels, logits.shape[1]).bool()
+    runner_up = logits.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
+    margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
+    (gradient,) = torch.autograd.grad(margin.sum(), seen, create_graph=True)
+    slope = gradient.to(logits.dtype).flatten(1).norm(dim=1, keepdim=True)
+    return emma_loss(logits / temperature, labels, constant.to(logits) * slope * ~own / temperature, eps), logits
 
 
 def adversarial_loss(

@@ -46,6 +46,9 @@ class Activation:
     floor: float = -math.inf
 
 
+# Far more than rounding in float64 takes of a difference of log-sigmoids, and the step below which it is not used.
+_ROUGH, _SMALLEST_STEP = 1e-12, 1e-4
+
 _larger, _smaller = max, min  # for rules whose arguments have these names
 
 
@@ -170,6 +173,51 @@ class Gelu(Smooth):
         return upward + self.slack, downward + self.slack
 
 
+@remainder(F.logsigmoid)
+class LogSigmoid(Smooth):
+    """φ'' = −f with the density f(t) = 1/(4 cosh²(t/2)): even, decreasing in |t|, with the integral F, a sigmoid.
+
+    φ is concave, so −R_i ≥ 0. For deviations larger than the width of the bend ½ sup f δ_i² is far too large. With
+    a = |z_i|, −R_i is largest if δ_i moves z_i towards 0, because f is larger there. Then it is
+    B(t) = ∫₀ᵗ (t − v) f(v − a) dv for t = |δ_i|. So −R_i ≤ κ_i δ_i² with κ_i = sup q(t) over t ≤ p, q(t) = B(t)/t².
+
+    q increases up to some t* and decreases after it: t³q' = ∫₀ᵗ (t − v) v f'(v − a) dv has the second derivative
+    t f'(t − a), which is positive below a and negative above. The integral and its derivative vanish at 0, so the
+    derivative changes its sign at most once, from + to −, and then so does the integral. Also
+    t³q' = t(F(t − a) − F(−a)) − 2B(t) = ∫₀ᵗ (2v − t) f(v − a) dv, which is at most 0 for t ≥ 2a, because then
+    f(v − a) ≥ f(t − v − a) for v ≤ t/2. So a ≤ t* ≤ 2a, and κ_i = q(min(p, t*)). B cancels for small t, where ½ sup f
+    is smaller. κ_i takes the place of ½ sup |φ''| in the bounds of :class:`Smooth`.
+    """
+
+    curvature = 0.25
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(node, operands, result)
+        self.a = self.z.abs()
+        low, high = self.a, 2 * self.a
+        for _ in range(40):
+            middle = (low + high) / 2
+            rises = middle * (torch.sigmoid(middle - self.a) - torch.sigmoid(-self.a)) > 2 * self._lost(middle)
+            low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+        self.highest = high
+
+    def _lost(self, t: Tensor) -> Tensor:
+        """B(t)."""
+        return F.logsigmoid(self.a) - F.logsigmoid(self.a - t) - torch.sigmoid(-self.a) * t
+
+    def envelope(self, distance: Tensor) -> Tensor:
+        return 0.25 / torch.cosh(distance / 2).square()
+
+    def _local(self, rho: Sequence[Tensor]) -> Tensor:
+        t = torch.minimum(rho[-1][:, None], self.highest).clamp_min(_SMALLEST_STEP)
+        exact = (self._lost(t) * (1 + _ROUGH) + _ROUGH * (1 + t)) / t.square()
+        return torch.minimum(super()._local(rho), 2 * exact)
+
+    def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        local = self._local(rho)
+        return torch.zeros_like(local), local
+
+
 @box("neg")
 def negated_box(walk: Walk, node: Node, x: State) -> State:
     """The upper and the lower deviation are exchanged."""
@@ -181,7 +229,7 @@ rounding("neg", "abs", "relu", "relu6")(exact)
 
 
 jacobian("relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", absolute=0.0)(of_entries)
-jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", absolute=1.0)(saturating)
+jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
 @remainder("relu")

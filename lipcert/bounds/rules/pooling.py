@@ -311,6 +311,14 @@ rule("max", "maximum")(_larger(max))
 rule("min", "minimum")(_larger(min))
 
 
+@rounding("maximum", "minimum")
+def larger_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """The larger or smaller of two values is one of them, so there is no rounding error; constants would be cast."""
+    if len(node.operands) != 2:
+        raise NoAnswer("a constant")
+    return exact(node, operands, fmt)
+
+
 def _lowest(constant: Any) -> float:
     return torch.as_tensor(constant, dtype=torch.float64).min().item()
 

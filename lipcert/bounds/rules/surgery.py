@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from lipcert.surgery import (
     L2SetAttention,
     L2WindowAttention,
     MaxMin,
+    SmoothMaxMin,
 )
 
 
@@ -123,6 +125,13 @@ def clipped_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) 
 def max_min(call: Call, module: MaxMin | ClippedMaxMin, x: Value) -> Value:
     """Sorts pairs: constant 1, as proved in lipcert.surgery. MaxMin without clipping does not enlarge entries."""
     size = x.magnitude if isinstance(module, MaxMin) else INFINITE
+    return Value(call.shape, x.lip * module.lipschitz(x.shape[1:]).value, magnitude=size)
+
+
+@rule(SmoothMaxMin)
+def smooth_max_min(call: Call, module: SmoothMaxMin, x: Value) -> Value:
+    """Constant 1, as proved in lipcert.surgery. 0 ≤ s(t) − max(t, 0) ≤ β log 2, so entries grow by at most that."""
+    size = x.magnitude + math.log(2) * (1 + 1e-12) * abs(module.beta)
     return Value(call.shape, x.lip * module.lipschitz(x.shape[1:]).value, magnitude=size)
 
 

@@ -10,14 +10,16 @@ Read the modules in this order:
 - :mod:`.walk`: the deviation of every value for perturbations of norm ε, from norms and remainders;
 - :mod:`.margin`: lower bounds on a margin;
 - :mod:`.method`: the certificate with its proof, and the order in which rival classes are examined;
+- :mod:`.behind`: the certificate behind a cut, with the Lipschitz constant of the layers before it;
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
 They use :mod:`.chains` (products of norms as bounds), :mod:`.secants` (secant slopes at kinks) and :mod:`.rounding`
 (rounding errors of the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches for radii.
 """
 
+from lipcert.certifier.anchored.behind import Behind, anchored, cut_of
 from lipcert.certifier.anchored.deployed import DeployedAnchored
 from lipcert.certifier.anchored.method import Anchor, Anchored
 from lipcert.certifier.anchored.norms import NormOptions
 
-__all__ = ["Anchor", "Anchored", "DeployedAnchored", "NormOptions"]
+__all__ = ["Anchor", "Anchored", "Behind", "DeployedAnchored", "NormOptions", "anchored", "cut_of"]

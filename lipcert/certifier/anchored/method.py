@@ -73,6 +73,7 @@ from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, Norm
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.secants import with_secants
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
+from lipcert.graph import Graph, Node
 from lipcert.model import Model
 from lipcert.norms import Ledger
 
@@ -97,11 +98,12 @@ class Anchored:
 
     Args:
         model: the model, in float64.
-        at: the perturbed value: None for the pixels, the path of a module for its output, or the index of a stage for
-            its start. ε is measured there; values that do not depend on it stay nominal.
+        at: the perturbed value: None for the pixels, the path of a module for its output, the index of a stage for its
+            start, or a node of ``graph``. ε is measured there; values that do not depend on it stay nominal.
         eps: stops at a verdict at this ε: a radius above it may be smaller than the full one, and so may one below it
             where no certificate at ε is possible. Ignored for networks with kinks or with few norms. By default all
             radii are full.
+        graph: the captured network; by default the model is captured.
         **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
     Raises:
@@ -109,10 +111,19 @@ class Anchored:
         UnsupportedOperation: names the operations after ``at`` that have no remainder rule.
     """
 
-    def __init__(self, model: Model, *, at: str | int | None = None, eps: float | None = None, **options: Any):
+    def __init__(
+        self,
+        model: Model,
+        *,
+        at: str | int | Node | None = None,
+        eps: float | None = None,
+        graph: Graph | None = None,
+        **options: Any,
+    ):
         given = NormOptions(**options)
-        network = Network(model, at=at)
-        graph, self.kinks = with_secants(network.graph)
+        network = Network(model, at=at, graph=graph)
+        graph, kinks = with_secants(network.graph)
+        self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
         plan = _plan(network, given)
         self.eps = eps if eps is not None and not self.kinks and worthwhile(plan, given) else None
         share = 1.0 if not self.kinks and self.eps is None else 0.5

@@ -33,6 +33,29 @@ class Stage:
         return self.end.path.removeprefix("net.").removeprefix("net") or "(model)"
 
 
+def an_image(model: Model) -> Tensor:
+    """A random image for the capture, shape (1, C, H, W)."""
+    pixels = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
+    return pixels.to(model.device, model.dtype)
+
+
+def recorded(model: Model, *, casts: bool = False) -> Graph:
+    """The captured network; modules with remainder rules are kept whole.
+
+    Args:
+        model: the model, in float64.
+        casts: records the casts inside the network.
+    """
+    return capture(model, an_image(model), lambda module: kept_whole(module, "remainder"), casts=casts)
+
+
+def prepared(graph: Graph, model: Model, *, forms: bool) -> Graph:
+    """The network with attention written out and, with ``forms``, with operations in place of what implements them."""
+    if forms:
+        graph = canonical_forms(graph, "remainder", examples(an_image(model)))
+    return needed(explicit_attention(graph, model.device))
+
+
 class Network:
     """A captured network, divided into stages after the perturbed value.
 
@@ -46,8 +69,8 @@ class Network:
 
     Args:
         model: the model, in float64.
-        at: the perturbed value: None for the pixels, the path of a module for its output, or the index of a stage for
-            its start.
+        at: the perturbed value: None for the pixels, the path of a module for its output, the index of a stage for its
+            start, or a node of ``graph``.
         casts: records the casts inside the network; by default they are left out, as in real arithmetic.
         graph: the captured network; by default the model is captured.
         widths: nodes outside ``graph`` whose values ``graph`` reads: see :func:`.with_secants`.
@@ -61,23 +84,18 @@ class Network:
         self,
         model: Model,
         *,
-        at: str | int | None = None,
+        at: str | int | Node | None = None,
         casts: bool = False,
         graph: Graph | None = None,
         widths: tuple[Node, ...] = (),
     ):
         self.model, self.widths = model, widths
-        generator = torch.Generator().manual_seed(0)
-        example = torch.rand(1, *model.input_size, generator=generator).to(model.device, model.dtype)
-        if graph is None:
-            whole = lambda module: kept_whole(module, "remainder")  # noqa: E731
-            graph = capture(model, example, whole, casts=casts)
-            if not casts and at is None:  # otherwise it may name a value inside a form
-                graph = canonical_forms(graph, "remainder", examples(example))
-            graph = explicit_attention(graph, model.device)
+        example = an_image(model)
+        if graph is None:  # ``at`` may name a value inside a form
+            graph = prepared(recorded(model, casts=casts), model, forms=not casts and at is None)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
-        self.source = self._output_of(at) if isinstance(at, str) else self.graph.input
+        self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
         self.rules = self._rules(example)
         self.stages = self._stages()
         if isinstance(at, int):

@@ -1,0 +1,220 @@
+"""The anchored certificate behind a cut, and the Lipschitz constant of the layers before it.
+
+Kinks make remainders as large as the deviation itself, so that the anchored certificate is weak where they are. Global
+bounds do not see kinks. Let c be a value of the network that all later values depend on the image through (a cut), such
+that no operation behind it has a kink. With
+
+- K, the Lipschitz constant of x ↦ c(x) on the image box (:mod:`lipcert.bounds`),
+- e, a bound on the rounding error ‖ĉ(x) − c(x)‖ of its computed value (:mod:`lipcert.roundoff`), and
+- r, a radius of the anchored certificate of c ↦ logits around the computed value ĉ(x),
+
+the prediction is constant for ‖x′ − x‖ < (r − e)/K, since
+
+    ‖c(x′) − ĉ(x)‖ ≤ ‖c(x′) − c(x)‖ + ‖c(x) − ĉ(x)‖ < (r − e) + e = r.
+
+To first order (r − e)/K is m/(K‖∇_c m‖), where GloRo has m/(K K′) with a Lipschitz constant K′ of the layers behind c:
+smooth layers count with their slopes at the image. A certificate behind a Lipschitz map is from Zhong and Tandon,
+"SPLITZ", 2024 (arXiv 2407.02811), theorem 1, where it is that of randomized smoothing.
+
+K and e belong to the very operations that compute c in the linearised network: both are read from its own graph. The
+margins are those of the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller
+counts. The rounding of the operations behind c is part of r (:mod:`.rounding`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipcert._numerics import SAFETY
+from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, remainder_of
+from lipcert.certifier.anchored.method import Anchor, Anchored
+from lipcert.certifier.anchored.network import an_image, prepared, recorded
+from lipcert.certifier.anchored.norms import NormOptions, NormProgress
+from lipcert.certifier.anchored.plan import NormPlan
+from lipcert.errors import UnsupportedOperation
+from lipcert.graph import Graph, Node, cuts, examples, needed
+from lipcert.model import Model
+from lipcert.norms import Ledger, part_of
+from lipcert.roundoff import REAL, Roundoff
+
+# A larger constant leaves no visible radius.
+_LARGEST = 1e4
+# For a verdict the whole network is linearised too, unless that needs more than this many times the work.
+_COSTLY = 10.0
+
+
+class Behind:
+    """The anchored certificate behind a cut, and that of the whole network where it is available; the larger counts.
+
+    Attributes:
+        cut: the value c.
+        constant: K, rounded up.
+        rounding: bounds e.
+        behind: the certificate behind c, with half of the failure probability.
+        whole: that of the whole network, with the other half; None where it is not available, or too costly.
+
+    Args:
+        model: the model, in float64.
+        graph: the network, as it computes its values.
+        cut: a cut of ``graph``.
+        constant: K.
+        eps: for a verdict at this ε, the whole network is linearised only for images without one.
+        options: see :class:`~lipcert.certifier.anchored.NormOptions`.
+
+    Raises:
+        UnsupportedOperation: names operations before the cut without a rounding rule.
+    """
+
+    def __init__(
+        self, model: Model, graph: Graph, cut: Node, constant: float, *, eps: float | None = None, **options: Any
+    ):
+        self.cut, self.constant, self.eps = cut, constant, eps
+        self.rounding = Roundoff(model, REAL, _up_to(graph, cut))
+        there = None if eps is None else eps * constant * (1 + 1e-3)
+        self.behind = Anchored(model, at=cut, graph=graph, eps=there, **options)
+        self.whole: Anchored | None = None
+
+    @property
+    def plan(self) -> NormPlan:
+        """The norms behind the cut."""
+        return self.behind.plan
+
+    @property
+    def count(self) -> int:
+        """The number of norms per image."""
+        return self.behind.count + (0 if self.whole is None else self.whole.count)
+
+    @property
+    def work(self) -> float:
+        """An estimate of the floating-point operations for the norms of an image."""
+        return self.behind.work + (0.0 if self.whole is None else self.whole.work)
+
+    @property
+    def proves(self) -> bool:
+        """Whether the rounding of every operation behind the cut has a bound; before it, e is one."""
+        local = self.behind.network.local
+        return all(local.bounded(link) for links in local.chains.links.values() for link in links)
+
+    @property
+    def described(self) -> str:
+        """What is done, in a clause."""
+        place = self.cut.path.removeprefix("net.") or "(model)"
+        return f"the layers up to {place} count with their Lipschitz constant {self.constant:.4g}"
+
+    def __call__(
+        self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None
+    ) -> BehindAnchor:
+        """Linearises the layers behind the cut at images, shape (N, C, H, W)."""
+        ledger = self.behind.finder.ledger(len(images)) if ledger is None else ledger
+        return BehindAnchor(self, images, self.behind(images, progress, ledger.part("behind")), ledger, progress)
+
+
+class BehindAnchor:
+    """The layers behind the cut linearised at N images.
+
+    Args:
+        method: the certificate of the model.
+        images: shape (N, C, H, W).
+        here: the layers behind the cut.
+        ledger: of the images.
+        progress: called with (norms computed, norms in total).
+    """
+
+    def __init__(
+        self, method: Behind, images: Tensor, here: Anchor, ledger: Ledger, progress: NormProgress | None = None
+    ):
+        self.method, self.images, self.here, self.ledger, self.progress = method, images, here, ledger, progress
+
+    def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
+        """Certified radii, float64, shape (N,); arguments as for :meth:`lipcert.certifier.anchored.Anchor.radius`."""
+        method, logits = self.method, self.here.linearization.logits.to(margins)
+        own = logits.gather(1, predicted[:, None]) - logits
+        found = self.here.radius(
+            predicted, torch.minimum(margins, own.scatter(1, predicted[:, None], torch.inf)), limit
+        )
+        error = method.rounding.values(self.images).to(found)
+        best = torch.where(found > error, (found - error) / method.constant * (1 - SAFETY), 0.0)
+        if method.whole is None:
+            return best
+        left = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]
+        if len(left):
+            whole = method.whole(self.images[left], self.progress, self.ledger.only(left).part("whole"))
+            best[left] = torch.maximum(best[left], whole.radius(predicted[left], margins[left], limit))
+        return best
+
+
+def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Anchored | Behind:
+    """The anchored certificate of a model: behind a cut, of the whole network, or both.
+
+    Args:
+        model: the model, in float64.
+        eps: stops at a verdict at this ε, see :class:`Anchored`.
+        **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
+
+    Raises:
+        InputError: as for :class:`Anchored`.
+        UnsupportedOperation: names the operations that have no remainder rule.
+    """
+    captured = recorded(model)
+    plain, formed = (prepared(captured, model, forms=forms) for forms in (False, True))
+    half = {**options, "delta": part_of(NormOptions(**options).delta, 2)}
+    cut = cut_behind_kinks(plain)
+    behind = None
+    if cut is not None:
+        with suppress(UnsupportedOperation):
+            constant = constant_up_to(plain, cut, model)
+            if constant <= _LARGEST:
+                behind = Behind(model, plain, cut, constant, eps=eps, **half)
+    if behind is None:
+        return Anchored(model, eps=eps, graph=formed, **options)
+    with suppress(UnsupportedOperation):
+        whole = Anchored(model, eps=eps, graph=formed, **half)
+        if eps is None or whole.work <= _COSTLY * behind.work:
+            behind.whole = whole
+    return behind
+
+
+def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
+    """K of x ↦ ``cut`` on the image box, rounded up.
+
+    Raises:
+        UnsupportedOperation: names the operations without a rule.
+    """
+    forms = canonical_forms(_up_to(graph, cut), "lipschitz", examples(an_image(model)))
+    value: Value = global_values(forms)[forms.output]
+    return float(value.lip)
+
+
+def _up_to(graph: Graph, cut: Node) -> Graph:
+    """The network whose output is ``cut``."""
+    return needed(Graph(graph.input, cut, graph.nodes[: graph.nodes.index(cut) + 1]))
+
+
+def cut_of(model: Model) -> Node | None:
+    """The value behind which the anchored certificate of a model starts; None if it starts at the pixels."""
+    return cut_behind_kinks(prepared(recorded(model), model, forms=False))
+
+
+def cut_behind_kinks(graph: Graph) -> Node | None:
+    """The first cut behind all operations with kinks or without a remainder rule; None if nothing nonlinear follows.
+
+    Without such operations there is none either, since the whole network can be linearised.
+    """
+    last, bent = -1, -1
+    for place, node in enumerate(graph.nodes):
+        try:
+            rule = None if node is graph.input else remainder_of(node)
+        except NoAnswer:
+            last = place
+            continue
+        if rule is not None:
+            bent = place
+            last = place if rule.has_kinks else last
+    if last < 0 or bent <= last:
+        return None
+    found = next(node for node in cuts(graph) if graph.nodes.index(node) >= last)
+    return found if graph.nodes.index(found) < bent else None

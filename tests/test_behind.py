@@ -1,0 +1,258 @@
+"""The anchored certificate behind a cut: its parts are bounds, and no attack breaks what they certify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from truth import holds_or_refused
+
+import lipcert
+from lipcert.bounds import margins
+from lipcert.certifier import Certifier
+from lipcert.certifier.anchored import Anchored, Behind, anchored, cut_of
+from lipcert.certifier.anchored.behind import constant_up_to, cut_behind_kinks
+from lipcert.certifier.anchored.network import prepared, recorded
+from lipcert.graph import run
+from lipcert.model import Model
+from lipcert.roundoff import REAL, Roundoff
+from lipcert.surgery import MaxMin, SmoothMaxMin, SmoothProject
+
+SIZE = (1, 4, 4)
+
+
+def scaled(net: nn.Module, scale: float) -> nn.Module:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(scale)
+    return net.eval()
+
+
+def model(net: nn.Module, scale: float = 1.0) -> Model:
+    return Model(scaled(net, scale), mean=(0.5,), std=(0.5,), input_size=SIZE).double()
+
+
+class Twice(nn.Module):
+    """One module runs twice, once on the image and once on what follows; a path names both values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first = nn.Linear(16, 16), nn.ReLU()
+        self.last, self.head = nn.GELU(), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(self.shared(x.flatten(1)))
+        return self.head(self.last(self.shared(4 * inner)))
+
+
+class Around(nn.Module):
+    """The image passes the last kink by, so that only the logits are a cut behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.head(self.last(self.first(x).relu()).tanh() + x)
+
+
+class Averaged(nn.Module):
+    """An image and its mirror image as one batch, and the mean of their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), MaxMin(), nn.Flatten(), nn.Linear(64, 8))
+        self.smooth, self.head = SmoothMaxMin(0.5), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.smooth(self.body(torch.stack((x, x.flip(-1))).flatten(0, 1)))
+        return self.head(both.unflatten(0, (2, -1)).mean(0))
+
+
+class Whole(nn.Module):
+    """The function of ``Mixed``, which has a global rule: it is captured whole for one question only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.1 * self.inside(x).abs()
+
+
+class Mixed(nn.Module):
+    """A module with a rule of its own, whose part also runs alone behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.head = Whole(), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.whole.inside(self.whole(x.flatten(1))).sigmoid())
+
+
+def flat(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "relu, gelu": lambda: flat(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 3)),
+    "maxmin": lambda: flat(nn.Linear(16, 12), MaxMin(), nn.Linear(12, 8), SmoothMaxMin(0.3), nn.Linear(8, 3)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), MaxMin(), nn.Conv2d(4, 4, 2, 2), SmoothMaxMin(0.2), nn.Flatten(),
+        nn.Linear(16, 8), SmoothMaxMin(0.05), nn.Linear(8, 3),
+    ),
+    "pooling": lambda: nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(), SmoothProject(12, 1.0), nn.Linear(12, 3)
+    ),
+    "twice": Twice,
+    "around": Around,
+    "averaged": Averaged,
+    "batch norm": lambda: flat(
+        nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("method", ["anchored", "staged"])
+def test_radii_hold(name: str, method: str) -> None:
+    torch.manual_seed(sum(map(ord, name)))
+    found = holds_or_refused(scaled(NETWORKS[name](), 1.5), SIZE, methods=(method,), starts=8)
+    assert isinstance(found[method], Tensor)
+    assert bool((found[method] > 0).any())
+
+
+def test_a_module_that_is_captured_whole_for_one_question_only() -> None:
+    """K is that of the value at the cut itself, also where its module is part of another with a rule."""
+
+    @lipcert.bounds.rule(Whole)
+    def whole(call: object, module: Whole, x: lipcert.bounds.Value) -> lipcert.bounds.Value:
+        norm = torch.linalg.matrix_norm(module.inside.weight.detach(), 2).item() * (1 + 1e-9)
+        return lipcert.bounds.Value(x.shape, x.lip * (0.1 * norm))
+
+    try:
+        torch.manual_seed(3)
+        holds_or_refused(scaled(Mixed(), 3.0), SIZE, methods=("anchored", "staged"), starts=8)
+    finally:
+        del lipcert.bounds.RULES[Whole]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_constant_is_at_least_every_quotient_and_jacobian(name: str) -> None:
+    torch.manual_seed(0)
+    net = model(NETWORKS[name]())
+    graph = prepared(recorded(net), net, forms=False)
+    cut = cut_behind_kinks(graph)
+    if cut is None:
+        assert name == "around"
+        return
+    constant = constant_up_to(graph, cut, net)
+
+    def value(x: Tensor) -> Tensor:
+        return run(graph.nodes, {graph.input: x.reshape(1, *SIZE)})[cut].flatten()
+
+    for scale in (1e-4, 0.1, 1.0):
+        x = torch.rand(SIZE, dtype=torch.float64)
+        y = (x + scale * torch.randn_like(x)).clamp(0, 1)
+        assert (value(x) - value(y)).norm() <= constant * (x - y).norm() * (1 + 1e-12)
+        jacobian = torch.autograd.functional.jacobian(value, x).reshape(-1, x.numel())
+        assert torch.linalg.matrix_norm(jacobian, 2) <= constant * (1 + 1e-12)
+
+
+def test_the_rounding_error_of_a_value() -> None:
+    """The bound covers the difference from the same value with sums in another order, and is tiny."""
+    torch.manual_seed(0)
+    net = model(NETWORKS["convolutions"]())
+    graph = prepared(recorded(net), net, forms=False)
+    cut = cut_behind_kinks(graph)
+    assert cut is not None
+    images = torch.rand(5, *SIZE, dtype=torch.float64)
+    before = type(graph)(graph.input, cut, graph.nodes[: graph.nodes.index(cut) + 1])
+    error = Roundoff(net, REAL, before).values(images)
+    first, x = net.net[0], (images - 0.5) / 0.5
+    windows = torch.nn.functional.unfold(x, 3, padding=1).flip(1)
+    weight = first.weight.flatten(1).flip(1)
+    other = MaxMin()((weight @ windows + first.bias[:, None]).reshape(5, 4, 4, 4))
+    computed = torch.cat([run(graph.nodes, {graph.input: image[None]})[cut] for image in images])
+    assert bool(((other - computed).flatten(1).norm(dim=1) <= error).all())
+    assert bool((error < 1e-12).all())
+    assert bool((error > 0).all())
+
+
+def test_where_the_cut_lies() -> None:
+    smooth = flat(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
+    assert cut_of(model(smooth)) is None
+    assert isinstance(anchored(model(smooth)), Anchored)
+    straight = flat(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert cut_of(model(straight)) is None
+    assert cut_of(model(Around())) is None
+    found = cut_of(model(NETWORKS["convolutions"]()))
+    assert found is not None
+    assert found.path == "net.1"
+    assert found.shape == (1, 4, 4, 4)
+
+
+def test_a_constant_that_leaves_no_radius_is_not_used() -> None:
+    torch.manual_seed(0)
+    assert isinstance(anchored(model(NETWORKS["maxmin"]())), Behind)
+    assert isinstance(anchored(model(NETWORKS["maxmin"](), scale=3e4)), Anchored)
+
+
+def test_it_is_ahead_of_gloro_and_of_the_whole_network_linearised() -> None:
+    torch.manual_seed(0)
+    net = model(NETWORKS["convolutions"](), scale=2.0)
+    images = torch.rand(16, *SIZE, dtype=torch.float64)
+    predicted, gaps = margins(net(images))
+    found = anchored(net)
+    assert isinstance(found, Behind)
+    both = found(images).radius(predicted, gaps)
+    whole = Anchored(net)(images).radius(predicted, gaps)
+    gloro = lipcert.certify(net, images, eps=0.01, method="gloro").radius
+    assert bool((both >= whole * (1 - 1e-3)).all())
+    assert (both / torch.maximum(gloro, whole)).median() > 1.02
+
+
+def test_what_it_says_and_proves() -> None:
+    torch.manual_seed(0)
+    net = model(NETWORKS["convolutions"]())
+    images = torch.rand(16, *SIZE)
+    eps = 1.02 * lipcert.certify(net, images, eps=0.05, method="gloro").radius.median().item()
+    certifier = Certifier(net, eps)
+    assert certifier.notes["anchored"].startswith("the layers up to 1 count with their Lipschitz constant ")
+    result = certifier.run(images)
+    mine = [place for place, method in enumerate(result.method) if method == "anchored"]
+    assert mine
+    assert all(result.radius[place] > eps for place in mine)
+
+
+def test_a_verdict_does_not_depend_on_the_batch() -> None:
+    torch.manual_seed(0)
+    net = model(NETWORKS["convolutions"]())
+    images = torch.rand(6, *SIZE)
+    together = lipcert.certify(net, images, eps=0.05)
+    for place in range(6):
+        alone = lipcert.certify(net, images[place : place + 1], eps=0.05)
+        assert alone.method[0] == together.method[place]
+        torch.testing.assert_close(alone.radius[0], together.radius[place], rtol=1e-9, atol=0)
+
+
+def test_deterministic_norms_are_deterministic_here_too() -> None:
+    torch.manual_seed(0)
+    net = model(NETWORKS["maxmin"]())
+    result = lipcert.certify(net, torch.rand(4, *SIZE), eps=0.05, method="anchored", rigor="deterministic")
+    assert set(result.rigor) == {"deterministic"}
+    assert bool((result.radius > 0).all())
+
+
+@given(seed=st.integers(0, 10**6), beta=st.floats(0.01, 3.0), scale=st.floats(0.3, 4.0))
+@settings(max_examples=15, deadline=None)
+def test_random_networks(seed: int, beta: float, scale: float) -> None:
+    torch.manual_seed(seed)
+    net = flat(nn.Linear(16, 8), MaxMin(), nn.Linear(8, 6), SmoothMaxMin(beta), nn.Linear(6, 3))
+    holds_or_refused(scaled(net, scale), SIZE, methods=("anchored",), starts=4)
