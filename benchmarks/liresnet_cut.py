@@ -2,11 +2,11 @@
 
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000
 
-Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``,
-at last with images that are flipped but not moved. The result averages an image and its mirror image, its weights are
-rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind the blocks. The commands are
-printed. All leave their files in the work folder and go on from there. What each epoch said, the certified accuracy,
-the environment and the commands go to benchmarks/results/liresnet_cut.json.
+Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
+on images that are moved, then on images that are flipped only. The result averages an image and its mirror image, and
+its weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind the blocks. The
+commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the certified
+accuracy, the environment and the commands go to benchmarks/results/liresnet_cut.json.
 """
 
 from __future__ import annotations
