@@ -1,12 +1,15 @@
-"""The LiResNet of liresnet_cifar with smooth activations at its end, trained for the certificate behind its blocks.
+"""The LiResNet of liresnet_cifar with a smooth end, or with attention there, trained for the certificate behind a cut.
 
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000
+    python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000 --attention
 
 Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
-on images that are moved, then on images that are flipped only. The result averages an image and its mirror image, and
-its weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind the blocks. The
-commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the certified
-accuracy, the environment and the commands go to benchmarks/results/liresnet_cut.json.
+on images that are moved, then on images that are flipped only. With ``--attention`` the second training is that of a
+hybrid: the 16 values of 128 channels that the neck computes first are its tokens, and a block of dot-product attention
+follows, whose branches are 0 at first. The result averages an image and its mirror image, and its weights are rounded
+to float16. ``certify`` decides each image by gloro, or else by anchored behind the residual blocks. The commands are
+printed. All leave their files in the work folder and go on from there. What each epoch said, the certified accuracy,
+the environment and the commands go to benchmarks/results/liresnet_cut.json, or hybrid_cut.json.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 import lipcert
 from benchmarks._env import environment
 from benchmarks.liresnet_cifar import EPOCH, rounded, run
 
-RESULT = Path(__file__).parent / "results" / "liresnet_cut.json"
+RESULTS = Path(__file__).parent / "results"
 BETA = 4.0
+RADIUS = 8.0  # of the projections in front of attention; tokens have norms of some 45
 EPS = "36/255"
 
 
-def start() -> lipcert.Model:
+def smoothed() -> lipcert.Model:
     """``cifar10-liresnet`` with ``beta``, without mirror images."""
     known = lipcert.load("cifar10-liresnet")
     arguments = {key: value for key, value in known.source["arguments"].items() if key != "mirror"}
@@ -36,38 +42,63 @@ def start() -> lipcert.Model:
     return model
 
 
+def with_attention(known: lipcert.Model) -> lipcert.Model:
+    """A hybrid that computes what a LiResNet with a neck of 128 channels computes, until it is trained."""
+    sizes = {"width": known.source["arguments"]["width"], "residual_depth": 6, "embed_dim": 128, "depth": 1}
+    model = lipcert.load("liresnet_vit_dot", pretrained=False, **sizes, neck=512, beta=BETA, radius=RADIUS)
+    old, new = known.net.state_dict(), model.net.state_dict()
+    new |= {f"patch_embed.{key}": value for key, value in old.items() if key.startswith(("stem", "blocks"))}
+    for name in ("weight", "bias"):
+        new[f"patch_embed.proj.{name}"], new[f"head.{name}"] = old[f"neck.0.{name}"], old[f"head.{name}"]
+    dense = old["neck.3.weight"]
+    new["neck.2.weight"] = dense.unflatten(1, (128, 16)).transpose(1, 2).flatten(1)
+    new["neck.2.bias"] = old["neck.3.bias"]
+    for key in new:
+        if key == "pos_embed" or key.startswith(("blocks.0.attn.proj", "blocks.0.mlp.fc2")):
+            new[key] = torch.zeros_like(new[key])
+    model.net.load_state_dict(new)
+    model.recipe.extend([*known.recipe, {"step": "attention", "radius": RADIUS}])
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and the rows")
+    parser.add_argument("--attention", action="store_true", help="a hybrid with a block of attention")
     parser.add_argument("--epochs", type=int, nargs=2, default=(14, 4), help="of the two runs of finetune")
     parser.add_argument("--limit", type=int, help="certify that many test images of a fixed shuffle, and not all")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
-    first, moved, flipped, model = (
-        args.work / f"{name}.safetensors" for name in ("start", "moved", "flipped", "rounded")
-    )
-    rows, log = args.work / "cifar10-liresnet-cut.jsonl", args.work / "log.txt"
+    kind = "hybrid" if args.attention else "liresnet"
+    start, moved, tokens = (args.work / f"{name}.safetensors" for name in ("start", "moved", "tokens"))
+    flipped, model = (args.work / f"{kind}-{name}.safetensors" for name in ("flipped", "rounded"))
+    rows, log = args.work / f"{kind}-cut.jsonl", args.work / f"{kind}.txt"
     common = [
         "--data", str(args.data / "train.tar"), "--eps", EPS, "--loss", "cut", "--batch-size", "256", "--optimizer",
         "muon", "--amp", "bfloat16", "--channels-last", "--ramp", "2,2,0.5",
     ]  # fmt: skip
-    trainings = [
-        ["finetune", str(first), *common, "--crop", "shift", "--lr", "2e-3", "--epochs", str(args.epochs[0])],
-        ["finetune", str(moved), *common, "--crop", "flip", "--lr", "4e-4", "--epochs", str(args.epochs[1])],
+    before = tokens if args.attention else moved
+    settings = [
+        (start, moved, "--crop", "shift", "--lr", "2e-3", "--epochs", str(args.epochs[0])),
+        (before, flipped, "--crop", "flip", "--lr", "4e-4", "--epochs", str(args.epochs[1])),
     ]
-    trainings = [[*train, "--out", str(out)] for train, out in zip(trainings, (moved, flipped), strict=True)]
+    trainings = [["finetune", str(given), *common, *more, "--out", str(out)] for given, out, *more in settings]
     limit = ["--limit", str(args.limit)] if args.limit else []
     certify = ["certify", str(model), "--data", str(args.data / "test.tar"), "--eps", EPS, *limit, "--out", str(rows)]
-    if not first.exists():
-        lipcert.save(start(), first)
+    if not start.exists():
+        lipcert.save(smoothed(), start)
+    if not moved.exists():
+        run(trainings[0], args.work / "moved.txt")
+    if args.attention and not tokens.exists():
+        lipcert.save(with_attention(lipcert.load(moved)), tokens)
+    if not flipped.exists():
+        run(trainings[1], log)
     if not model.exists():
-        for train in trainings:
-            if not Path(train[-1]).exists():
-                run(train, log)
         lipcert.save(rounded(lipcert.load(flipped)), model)
     run(certify, log)
     fields = ("epoch", "loss", "accuracy", "certified_bound", "estimated_bound", "seconds")
+    said = (args.work / "moved.txt").read_text() + log.read_text()
     verdicts = [json.loads(line) for line in rows.read_text().splitlines()]
     verdicts = [row for row in verdicts if "radius" in row]
     correct = [row for row in verdicts if row["predicted"] == row["label"]]
@@ -83,12 +114,13 @@ def main() -> None:
         "clean": len(correct) / len(verdicts),
         "certified": {EPS: len(sure) / len(verdicts)},
         "decided_by": dict(Counter(row["method"] for row in sure)),
+        "rigor": sorted({row["rigor"].split("(")[0] for row in sure}),
         "seconds an image": sum(row["seconds"] for row in verdicts) / len(verdicts),
-        "epochs": [dict(zip(fields, map(float, found), strict=True)) for found in EPOCH.findall(log.read_text())],
+        "epochs": [dict(zip(fields, map(float, found), strict=True)) for found in EPOCH.findall(said)],
         "environment": environment(),
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("images", "clean", "certified", "decided_by", "seconds an image")}))
+    (RESULTS / f"{kind}_cut.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key not in ("commands", "epochs", "environment")}))
 
 
 if __name__ == "__main__":

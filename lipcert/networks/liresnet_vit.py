@@ -68,6 +68,7 @@ class Hybrid(VisionTransformer):
         start: a factor of the initial weights at the end of every branch of attention and of every MLP.
         neck: the width of a dense layer on all tokens together between two MaxMin activations, as LiResNet's, with a
             head whose rows have norm 1; 0 for the mean of the tokens and a plain head.
+        beta: β of a :class:`lipcert.surgery.SmoothMaxMin` in place of each MaxMin of the neck; 0 for MaxMin.
         mirror: averages the features of an image and of its mirror image (:func:`classify`).
         **kwargs: of the vision transformer.
 
@@ -83,6 +84,7 @@ class Hybrid(VisionTransformer):
         radius: float = 1.0,
         start: float = 1.0,
         neck: int = 0,
+        beta: float = 0.0,
         mirror: bool = False,
         **kwargs: Any,
     ):
@@ -101,7 +103,7 @@ class Hybrid(VisionTransformer):
             tokens = self.patch_embed.num_patches
             dense = nn.Linear(tokens * self.embed_dim, neck)
             self.neck = nn.Sequential(
-                activation("maxmin", self.embed_dim, -1), nn.Flatten(), dense, activation("maxmin", neck)
+                activation("maxmin", self.embed_dim, -1, beta), nn.Flatten(), dense, activation("maxmin", neck, 1, beta)
             )
             self.reset_classifier(self.num_classes)
 
