@@ -197,8 +197,10 @@ class Certifier:
                 return lambda margin, call: found.radius(classes, margin.to(images.device)).to(margin.device)
 
             self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
-            bounded = method.proves if isinstance(method, Behind) and method.whole is None else self.nominal.bounded
-            if self.roundoff is None and not method.plan.chained and bounded:
+            proves = not method.plan.chained and self.nominal.bounded
+            if isinstance(method, Behind):
+                proves = method.proves and (method.whole is None or (not method.whole.plan.chained and proves))
+            if self.roundoff is None and proves:
                 self._proved.add(name)
 
     def _everywhere(self, name: str) -> roundoff.RadiusMethod:

@@ -95,9 +95,9 @@ class Behind:
 
     @property
     def proves(self) -> bool:
-        """Whether the rounding of every operation behind the cut has a bound; before it, e is one."""
+        """Whether the rounding of every operation behind the cut is proved to have a bound; before it, e is one."""
         local = self.behind.network.local
-        return all(local.bounded(link) for links in local.chains.links.values() for link in links)
+        return not self.plan.chained and all(local.bounded(link) for links in local.chains.links.values() for link in links)
 
     @property
     def described(self) -> str:
