@@ -108,12 +108,6 @@ def _of_papers() -> Iterator[Entry]:
             yield Entry(name, kind, clean, figures.get("pgd"), certified, source, parameters)
 
 
-_BEHIND = {
-    "cifar10-hybrid": "a block of dot-product attention on a LiResNet",
-    "cifar10-liresnet-smooth": "with a smooth end",
-}
-
-
 def _ours() -> Iterator[Entry]:
     residual = read("liresnet_cifar")
     zoo = {row["name"]: row for row in json.loads((ROOT / "lipcert" / "assets" / "certified.json").read_text())}
@@ -122,14 +116,6 @@ def _ours() -> Iterator[Entry]:
         100 * residual["certified"][EPS], "`liresnet_cifar.json`", zoo["cifar10-liresnet"]["parameters"] / 1e6,
         f"{residual['images']:,}", sum(epoch["seconds"] for epoch in residual["epochs"]) / 60,
     )  # fmt: skip
-    for name, described in _BEHIND.items():
-        if name in zoo:
-            smooth = zoo[name]
-            yield Entry(
-                f"**lipcert** `{name}`, {described}", "anchored behind the blocks, 1 in 10⁹ fails",
-                100 * smooth["clean"], 100 * smooth["attacked"], 100 * smooth["certified"], "`certified.json`",
-                smooth["parameters"] / 1e6, f"{smooth['images']:,}",
-            )  # fmt: skip
     shipped, trained = zoo["cifar10-vit"], read("both_kinds")["training, cpu minutes"]
     yield Entry(
         "**lipcert** `cifar10-vit`, dot-product attention, 2 blocks", "anchored, 1 in 10⁹ fails",

@@ -17,10 +17,12 @@ from lipcert.certifier import Certifier
 from lipcert.certifier.anchored import Anchored, Behind, anchored, cut_of
 from lipcert.certifier.anchored.behind import constant_up_to, cut_behind_kinks
 from lipcert.certifier.anchored.network import prepared, recorded
+from lipcert.errors import InputError
 from lipcert.graph import run
 from lipcert.model import Model
 from lipcert.roundoff import REAL, Roundoff
 from lipcert.surgery import MaxMin, SmoothMaxMin, SmoothProject
+from lipcert.training import cut_loss
 
 SIZE = (1, 4, 4)
 
@@ -198,10 +200,70 @@ def test_where_the_cut_lies() -> None:
     assert found.shape == (1, 4, 4, 4)
 
 
-def test_a_constant_that_leaves_no_radius_is_not_used() -> None:
+def test_a_loose_constant_is_not_used() -> None:
+    """Deep smooth layers before the last kink: their slopes are far below the product of their norms."""
     torch.manual_seed(0)
     assert isinstance(anchored(model(NETWORKS["maxmin"]())), Behind)
-    assert isinstance(anchored(model(NETWORKS["maxmin"](), scale=3e4)), Anchored)
+    deep = [layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU())]
+    net = model(flat(*deep, nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3)), scale=2.0)
+    assert cut_of(net) is not None
+    assert isinstance(anchored(net), Anchored)
+
+
+def test_maxima_of_two_values_before_the_cut() -> None:
+    class Larger(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = x.chunk(2, 1)
+            return torch.cat((torch.max(a, b), torch.min(a, b)), 1)
+
+    torch.manual_seed(0)
+    net = flat(nn.Linear(16, 12), Larger(), nn.Linear(12, 8), SmoothMaxMin(0.3), nn.Linear(8, 3))
+    assert isinstance(anchored(model(net)), Behind)
+
+
+def a_batch_for(net: Model, count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.rand(count, *net.input_size, dtype=net.dtype), torch.arange(count) % 3)]
+
+
+@pytest.mark.parametrize("only", [None, "head.*"])
+@pytest.mark.parametrize("mirror", [False, True])
+def test_training_for_it(mirror: bool, only: str | None) -> None:
+    torch.manual_seed(0)
+    sizes = {"depth": 1, "width": 8, "num_features": 16, "num_classes": 3}
+    net = lipcert.load("liresnet_l6w64", pretrained=False, **sizes, beta=2.0, mirror=mirror)
+    before = {name: value.clone() for name, value in net.net.state_dict().items()}
+    losses: list[float] = []
+    given = a_batch_for(net)
+    lipcert.finetune(net, given, loss="cut", epochs=6, lr=1e-3, only=only, progress=lambda e: losses.append(e.loss))
+    moved = {name for name, value in net.net.state_dict().items() if not torch.equal(value, before[name])}
+    assert losses[-1] < losses[0]
+    assert moved
+    assert only is None or all(name.startswith("head") for name in moved)
+
+
+def test_the_loss_adds_what_the_certificate_takes() -> None:
+    """For two classes and a linear end, the logit of the other class grows by ε K‖∇_c m‖."""
+    torch.manual_seed(0)
+    body, end = nn.Linear(4, 4), nn.Linear(4, 2)
+    net = nn.Sequential(body, end)
+    x, labels = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 0])
+    loss, logits = cut_loss(net, body, x, labels, torch.tensor(3.0), 1e-6)
+    slope = (end.weight[0] - end.weight[1]).norm()
+    margin = logits.gather(1, labels[:, None])[:, 0] - logits.gather(1, 1 - labels[:, None])[:, 0]
+    reach = torch.where(margin > 0, torch.minimum(margin.detach().clamp_min(0), 3e-6 * slope), 0.0)
+    torch.testing.assert_close(loss, torch.nn.functional.softplus(reach - margin).mean())
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (lambda: flat(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), "others have kinks"),
+        (lambda: Around(), "others have kinks"),
+    ],
+)
+def test_networks_without_a_cut_are_refused_in_training(net: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        lipcert.finetune(model(net()), [(torch.rand(2, *SIZE).double(), torch.tensor([0, 1]))], loss="cut", epochs=1)
 
 
 def test_it_is_ahead_of_gloro_and_of_the_whole_network_linearised() -> None:

@@ -499,11 +499,16 @@ def _cut(model: Model) -> str:
         InputError: there is none.
     """
     found = cut_of(model)
-    path = "" if found is None else found.path.removeprefix("net.")
-    if not path or path == "net":
+    if found is None:
         raise InputError(
             "the loss cut is for networks whose last activations are smooth and others have kinks, such as "
             "liresnet_l6w64 with beta=4; take the loss anchored, or emma"
+        )
+    path = found.path.removeprefix("net").removeprefix(".")
+    if not path:
+        raise InputError(
+            f"the loss cut needs the output of a module, and the value behind the last kink is that of {found.name} in "
+            "the network's own forward code; make this activation a module"
         )
     return path
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipcert.errors import InputError
+
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
     """A context in which attention is computed without fused kernels, which have no second derivative."""
@@ -57,7 +59,7 @@ def cut_loss(
 
     Args:
         model: maps pixels to logits, each image independently.
-        cut: the module with the output c, through which the logits depend on the image.
+        cut: the module whose last output is c, through which the logits depend on the image.
         images: shape (N, C, H, W).
         labels: the classes y, shape (N,).
         constant: K, with its gradient.
@@ -66,15 +68,28 @@ def cut_loss(
 
     Returns:
         The loss, and the logits of the model, shape (N, classes).
+
+    Raises:
+        InputError: the module does not return one tensor.
     """
     seen: list[Tensor] = []
-    with cut.register_forward_hook(lambda _, __, output: seen.append(output)):
+
+    def see(module: nn.Module, given: object, output: Tensor) -> None:
+        if not isinstance(output, Tensor):
+            raise InputError("the module before the cut must return one tensor")
+        if not output.requires_grad:  # the layers before are frozen
+            output.requires_grad_()
+        seen.append(output)
+
+    with cut.register_forward_hook(see):
         logits = model(images)
     own = F.one_hot(labels, logits.shape[1]).bool()
     runner_up = logits.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
     margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), seen, create_graph=True)
-    slope = gradient.to(logits.dtype).flatten(1).norm(dim=1, keepdim=True)
+    (gradient,) = torch.autograd.grad(margin.sum(), seen[-1:], create_graph=True)
+    # With mirror images, the batch holds several values for each image.
+    rows = gradient.to(logits.dtype).flatten(1).unflatten(0, (-1, len(images))).transpose(0, 1)
+    slope = rows.flatten(1).norm(dim=1, keepdim=True)
     return emma_loss(logits / temperature, labels, constant.to(logits) * slope * ~own / temperature, eps), logits
 
 

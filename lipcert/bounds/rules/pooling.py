@@ -311,7 +311,7 @@ rule("max", "maximum")(_larger(max))
 rule("min", "minimum")(_larger(min))
 
 
-@rounding("maximum", "minimum")
+@rounding("max", "min", "maximum", "minimum")
 def larger_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """The larger or smaller of two values is one of them, so there is no rounding error; constants would be cast."""
     if len(node.operands) != 2:

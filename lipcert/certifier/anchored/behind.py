@@ -36,13 +36,13 @@ from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, cuts, examples, needed
+from lipcert.graph import Graph, Node, cuts, examples, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
 from lipcert.roundoff import REAL, Roundoff
 
-# A larger constant leaves no visible radius.
-_LARGEST = 1e4
+# The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
+_LOOSE, _LOOKED_AT = 10.0, 4
 # For a verdict the whole network is linearised too, unless that needs more than this many times the work.
 _COSTLY = 10.0
 
@@ -97,7 +97,9 @@ class Behind:
     def proves(self) -> bool:
         """Whether the rounding of every operation behind the cut is proved to have a bound; before it, e is one."""
         local = self.behind.network.local
-        return not self.plan.chained and all(local.bounded(link) for links in local.chains.links.values() for link in links)
+        return not self.plan.chained and all(
+            local.bounded(link) for links in local.chains.links.values() for link in links
+        )
 
     @property
     def described(self) -> str:
@@ -167,7 +169,7 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
     if cut is not None:
         with suppress(UnsupportedOperation):
             constant = constant_up_to(plain, cut, model)
-            if constant <= _LARGEST:
+            if constant <= _LOOSE * slope_up_to(plain, cut, model):
                 behind = Behind(model, plain, cut, constant, eps=eps, **half)
     if behind is None:
         return Anchored(model, eps=eps, graph=formed, **options)
@@ -187,6 +189,20 @@ def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
     forms = canonical_forms(_up_to(graph, cut), "lipschitz", examples(an_image(model)))
     value: Value = global_values(forms)[forms.output]
     return float(value.lip)
+
+
+def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
+    """‖∇_x m‖/‖∇_c m‖ for the margin m to the runner-up, over random images: what K is compared with."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(_LOOKED_AT, 1, *model.input_size, generator=generator).to(model.device, model.dtype)
+    total = torch.zeros(2, dtype=torch.float64)
+    for image in images:
+        with torch.enable_grad():
+            values = run(graph.nodes, {graph.input: image.requires_grad_()})
+            first, second = values[graph.output].flatten().topk(2).values
+            found = torch.autograd.grad(first - second, (image, values[cut]), allow_unused=True)
+        total += torch.tensor([0.0 if slope is None else slope.norm().item() for slope in found])
+    return float(total[0] / total[1]) if total[1] > 0 else 0.0
 
 
 def _up_to(graph: Graph, cut: Node) -> Graph:
