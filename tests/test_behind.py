@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -234,7 +235,8 @@ def test_training_for_it(mirror: bool, only: str | None) -> None:
     before = {name: value.clone() for name, value in net.net.state_dict().items()}
     losses: list[float] = []
     given = a_batch_for(net)
-    lipcert.finetune(net, given, loss="cut", epochs=6, lr=1e-3, only=only, progress=lambda e: losses.append(e.loss))
+    settings: dict[str, Any] = {"loss": "cut", "epochs": 6, "lr": 1e-3, "ramp": (1, 1, 0), "only": only}
+    lipcert.finetune(net, given, **settings, progress=lambda e: losses.append(e.loss))
     moved = {name for name, value in net.net.state_dict().items() if not torch.equal(value, before[name])}
     assert losses[-1] < losses[0]
     assert moved
