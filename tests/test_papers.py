@@ -263,6 +263,7 @@ def test_trained_tables_fit_into_100_columns():
 def test_trained_tables_are_sections_of_the_measurements():
     rows = [made("one", {"clean": 80.0, "certified": None}, 0.125), {"name": "two", "here": "quoted"}]
     rows += [{"name": name, "here": "not run"} for name in ("three", "four")]
+    rows[0]["remark"] = "made on a Monday."
     order = {
         "by": "certified", "as in the paper": [["a", "b", 5.0, 4.0]], "too close to say": [["b", "c", 0.5, 3.0]],
         "the other way round": [["a", "c", -5.0, 4.0, "has learned less here"]], "trained": [[3, 2000], [4, 2000]],
@@ -278,6 +279,7 @@ def test_trained_tables_are_sections_of_the_measurements():
     assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 4.0e9 | 25.0 % | 2.5 | 80.0 % | – |" in section
     assert "Certified training beside others. Few images." in section
     flat = " ".join(section.split())
+    assert "one: made on a Monday." in flat
     assert "by certified share: 1 as in the paper, 1 too close to say, 1 the other way round; too close is" in flat
     assert "trained once, for 3 or 4 epochs of 2,000 images; the paper's for 800 of 50,000. What learns" in flat
     assert "| b | c | 3 | 0.5 | too close to say |" in section

@@ -228,7 +228,7 @@ def behind(table: Table, given: Given) -> Iterator[dict[str, Any]]:
             model,
             train[:_CONSTRAINED],
             test,
-            (0.01, 0.02, 0.03, 0.05, 0.07, 0.1) if given.small else (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2),
+            (0.02, 0.05, 0.1) if given.small else (0.02, 0.05, 0.1, 0.2),
         )
 
 

@@ -53,6 +53,7 @@ def trained(known: Known) -> list[str]:
             notes = [_FEWER] if any(name.startswith("local,") for name in columns) else []
             notes += [_LOCAL] if _ESTIMATE in columns else []
             notes += [listed.note] if listed.note else []
+            notes += [f"{row['name']}: {row['remark']}" for row in ran if "remark" in row]
             said = [_filled(" ".join([f"{listed.title}.", stored["conditions"], *notes])), *_missing(stored["rows"])]
             paper, _, number = name.partition(", ")
             heading = f"Table {number} of {paper}, at scale {scale}"
