@@ -3,10 +3,13 @@
     python -m benchmarks.make_checkpoints digits-vit --work digits
     python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --work liresnet \
         --model liresnet/rounded.safetensors
+    python -m benchmarks.make_checkpoints cifar10-liresnet-smooth --data ../shared/data/cifar10 --work cut \
+        --model cut/liresnet-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
         --model both/anchored.safetensors
 
-The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, rounded to float16, and of ``benchmarks.both_kinds``.
+The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar`` and ``benchmarks.liresnet_cut``, rounded to float16,
+and of ``benchmarks.both_kinds``.
 Certifies images and attacks some of them, by the commands that a user types; they are printed, and go on where they
 were stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
 """
@@ -39,6 +42,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "test": "test.tar",
         "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
+    },
+    "cifar10-liresnet-smooth": {
+        "file": "cifar10_liresnet_smooth.safetensors", "method": "staged", "attacked_images": 40, "limit": 500,
+        "test": "test.tar",
+        "data": "CIFAR-10, 500 test images of a fixed shuffle, lightly compressed JPEG files",
+        "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
     },
     "cifar10-vit": {
         "file": "cifar10_vit.safetensors", "method": "anchored", "attacked_images": 100, "limit": 100,
