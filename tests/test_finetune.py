@@ -893,5 +893,5 @@ def test_batches_are_shuffled_augmented_and_in_range(folder, monkeypatch) -> Non
 
 def test_the_command_lists_all_losses() -> None:
     global_and_local = {"emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g"}
-    assert set(LOSSES) == {"anchored", "adversarial", "ce", "noise"} | global_and_local
+    assert set(LOSSES) == {"anchored", "adversarial", "ce", "cut", "noise"} | global_and_local
     assert all(loss in run("--help").stdout for loss in LOSSES)
