@@ -211,6 +211,22 @@ def test_a_loose_constant_is_not_used() -> None:
     assert isinstance(anchored(net), Anchored)
 
 
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+@pytest.mark.parametrize("place", [1, 3, 5])
+@pytest.mark.parametrize("classes", [1, 3])
+def test_networks_whose_margin_has_no_gradient(classes: int, place: int) -> None:
+    """One class has no runner-up, and ``detach`` hides the path from autograd: no traceback, and no false radius."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, classes)]
+    layers.insert(place, Detached())
+    found = holds_or_refused(flat(*layers), SIZE, methods=("anchored", "staged"))
+    assert "defect" not in str(found)
+
+
 def test_maxima_of_two_values_before_the_cut() -> None:
     class Larger(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

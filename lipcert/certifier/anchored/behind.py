@@ -104,7 +104,7 @@ class Behind:
     @property
     def described(self) -> str:
         """What is done, in a clause."""
-        place = self.cut.path.removeprefix("net.") or "(model)"
+        place = self.cut.path.removeprefix("net").removeprefix(".") or "(model)"
         return f"the layers up to {place} count with their Lipschitz constant {self.constant:.4g}"
 
     def __call__(
@@ -192,7 +192,12 @@ def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
 
 
 def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
-    """‖∇_x m‖/‖∇_c m‖ for the margin m to the runner-up, over random images: what K is compared with."""
+    """‖∇_x m‖/‖∇_c m‖ for the margin m to the runner-up, over random images: what K is compared with.
+
+    0 if there is one class, or if autograd finds no path from the image to the logits, as behind ``detach``.
+    """
+    if graph.output.entries < 2:
+        return 0.0
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(_LOOKED_AT, 1, *model.input_size, generator=generator).to(model.device, model.dtype)
     total = torch.zeros(2, dtype=torch.float64)
@@ -200,6 +205,8 @@ def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
         with torch.enable_grad():
             values = run(graph.nodes, {graph.input: image.requires_grad_()})
             first, second = values[graph.output].flatten().topk(2).values
+            if not values[cut].requires_grad or not first.requires_grad:
+                return 0.0
             found = torch.autograd.grad(first - second, (image, values[cut]), allow_unused=True)
         total += torch.tensor([0.0 if slope is None else slope.norm().item() for slope in found])
     return float(total[0] / total[1]) if total[1] > 0 else 0.0
