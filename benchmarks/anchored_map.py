@@ -77,13 +77,13 @@ class Map:
         self.toward = min(towards, key=lambda one: (one.margin / one.slope).item())
         self.limit = (self.toward.margin / self.toward.slope).item()
         forms = self.toward.forms(radius)[1]
-        curvature = curvature_norms(self.at, forms, _ROUND)
+        curvature = curvature_norms(self.toward, forms, _ROUND)
         self.found = self.at.walk(radius, curvature)
         self.losses = {}
         for v, rho in self.found.operands.items():
             loss = self.toward.against[v](rho)
             if v in forms:
-                loss = torch.minimum(loss, forms[v][0].bound(rho, self.found.weighed[v]))
+                loss = torch.minimum(loss, forms[v].answer.bound(rho, self.found.weighed[v]))
             self.losses[v] = loss.item()
 
     def error(self, u: Node) -> tuple[float, float]:

@@ -4,12 +4,13 @@
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000 --attention
 
 Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
-on images that are moved, then on images that are flipped only. With ``--attention`` the second training is that of a
-hybrid: the 16 values of 128 channels that the neck computes first are its tokens, and a block of dot-product attention
-follows, whose branches are 0 at first. The result averages an image and its mirror image, and its weights are rounded
-to float16. ``certify`` decides each image by gloro, or else by anchored behind the residual blocks. The commands are
-printed. All leave their files in the work folder and go on from there. What each epoch said, the certified accuracy,
-the environment and the commands go to benchmarks/results/liresnet_cut.json, or hybrid_cut.json.
+on images that are moved, then on images that are flipped only. With ``--attention`` a hybrid is trained on images that
+are flipped. It starts from ``cifar10-liresnet-smooth``: the 16 values of 128 channels that the neck computes first are
+its tokens, and a block of dot-product attention follows, whose branches are 0 at first. A larger learning rate gives
+attention so much curvature that nothing is certified. The result averages an image and its mirror image, and its
+weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind the residual blocks.
+The commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the
+certified accuracy, the environment and the commands go to benchmarks/results/liresnet_cut.json, or hybrid_cut.json.
 """
 
 from __future__ import annotations
@@ -71,34 +72,31 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
     kind = "hybrid" if args.attention else "liresnet"
-    start, moved, tokens = (args.work / f"{name}.safetensors" for name in ("start", "moved", "tokens"))
-    flipped, model = (args.work / f"{kind}-{name}.safetensors" for name in ("flipped", "rounded"))
+    steps = ("start", "moved", "flipped", "rounded")
+    start, moved, flipped, model = (args.work / f"{kind}-{name}.safetensors" for name in steps)
     rows, log = args.work / f"{kind}-cut.jsonl", args.work / f"{kind}.txt"
     common = [
         "--data", str(args.data / "train.tar"), "--eps", EPS, "--loss", "cut", "--batch-size", "256", "--optimizer",
         "muon", "--amp", "bfloat16", "--channels-last", "--ramp", "2,2,0.5",
     ]  # fmt: skip
-    before = tokens if args.attention else moved
-    settings = [
-        (start, moved, "--crop", "shift", "--lr", "2e-3", "--epochs", str(args.epochs[0])),
-        (before, flipped, "--crop", "flip", "--lr", "4e-4", "--epochs", str(args.epochs[1])),
-    ]
-    trainings = [["finetune", str(given), *common, *more, "--out", str(out)] for given, out, *more in settings]
+    settings = {moved: (start, "shift", "2e-3", args.epochs[0]), flipped: (moved, "flip", "4e-4", args.epochs[1])}
+    if args.attention:
+        settings = {flipped: (start, *settings[flipped][1:])}
+    trainings = {
+        out: ["finetune", str(given), *common, "--crop", crop, "--lr", lr, "--epochs", str(epochs), "--out", str(out)]
+        for out, (given, crop, lr, epochs) in settings.items()
+    }
     limit = ["--limit", str(args.limit)] if args.limit else []
     certify = ["certify", str(model), "--data", str(args.data / "test.tar"), "--eps", EPS, *limit, "--out", str(rows)]
     if not start.exists():
-        lipcert.save(smoothed(), start)
-    if not moved.exists():
-        run(trainings[0], args.work / "moved.txt")
-    if args.attention and not tokens.exists():
-        lipcert.save(with_attention(lipcert.load(moved)), tokens)
-    if not flipped.exists():
-        run(trainings[1], log)
+        lipcert.save(with_attention(lipcert.load("cifar10-liresnet-smooth")) if args.attention else smoothed(), start)
+    for out, training in trainings.items():
+        if not out.exists():
+            run(training, log)
     if not model.exists():
         lipcert.save(rounded(lipcert.load(flipped)), model)
     run(certify, log)
     fields = ("epoch", "loss", "accuracy", "certified_bound", "estimated_bound", "seconds")
-    said = (args.work / "moved.txt").read_text() + log.read_text()
     verdicts = [json.loads(line) for line in rows.read_text().splitlines()]
     verdicts = [row for row in verdicts if "radius" in row]
     correct = [row for row in verdicts if row["predicted"] == row["label"]]
@@ -109,14 +107,14 @@ def main() -> None:
 
     result = {
         "data": "CIFAR-10, lightly compressed JPEG files",
-        "commands": [*map(shown, trainings), shown(certify)],
+        "commands": [*map(shown, trainings.values()), shown(certify)],
         "images": len(verdicts),
         "clean": len(correct) / len(verdicts),
         "certified": {EPS: len(sure) / len(verdicts)},
         "decided_by": dict(Counter(row["method"] for row in sure)),
         "rigor": sorted({row["rigor"].split("(")[0] for row in sure}),
         "seconds an image": sum(row["seconds"] for row in verdicts) / len(verdicts),
-        "epochs": [dict(zip(fields, map(float, found), strict=True)) for found in EPOCH.findall(said)],
+        "epochs": [dict(zip(fields, map(float, found), strict=True)) for found in EPOCH.findall(log.read_text())],
         "environment": environment(),
     }
     (RESULTS / f"{kind}_cut.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -95,7 +95,7 @@ def test_all_bounds_are_above_the_exact_norms(name, share):
 
 def forms_of(method, anchor, predicted, gaps):
     toward = RivalMargin(anchor.linearization, gaps.argmin(1), predicted, gaps)
-    return toward.forms(toward.radius())[1]
+    return toward, toward.forms(toward.radius())[1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,10 +105,10 @@ def test_forms_left_to_products_are_above_the_exact_norms(name):
     predicted, gaps = margins(model(pixels(1)))
     method.finder.effort = some(method, 1.0)
     anchor = method(pixels(1))
-    forms = forms_of(method, anchor, predicted, gaps)
+    toward, forms = forms_of(method, anchor, predicted, gaps)
     assert forms
     count = 0
-    for v, found in curvature_norms(anchor.linearization, forms, 0).items():
+    for v, found in curvature_norms(toward, forms, 0).items():
         for form, known in zip(forms[v][0].forms, found, strict=True):
             u = v.operands[form.operand]
             for a, norm in known.norms.items():

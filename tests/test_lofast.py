@@ -22,7 +22,7 @@ from lipcert.certifier._lofast import (
 )
 from lipcert.certifier._search import search, search_each
 from lipcert.certifier.anchored.chains import Chains
-from lipcert.certifier.anchored.margin import RivalMargin, change, curvature_norms, spreads
+from lipcert.certifier.anchored.margin import RivalMargin, Weighed, change, curvature_norms, spreads
 from lipcert.certifier.anchored.method import linearized_radius
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Ledger, lanczos_norm
@@ -287,8 +287,9 @@ def check_deviations(method, anchor, radius):
             for target, deviation in zip(targets, deviations, strict=True):
                 if target in peaks:
                     block, bound = peaks[target]
-                    largest = deviation.detach().reshape(len(deviation), -1, block).norm(dim=2).amax(1)
-                    assert bool((largest <= bound * (1 + 1e-6) + 1e-12).all())
+                    sizes = deviation.detach().reshape(len(deviation), -1, block).norm(dim=2)
+                    limits = bound if bound.dim() == 2 else bound[:, None]  # of every entry, or of any
+                    assert bool((sizes <= limits * (1 + 1e-6) + 1e-12).all())
             for node, token in method.plan.tokens.items():
                 units = anchor.linearization.remainders[node].units
                 parts = deviations[targets.index(node.operands[0])].detach() * units
@@ -451,7 +452,7 @@ def test_columns_enlarge_radii():
     with_columns = method(pixels).radius(predicted, gaps)
     anchor = method(pixels)
     method.finder.columns.clear()
-    assert bool((with_columns > 1.05 * anchor.radius(predicted, gaps)).all())
+    assert bool((with_columns > 1.02 * anchor.radius(predicted, gaps)).all())
 
 
 def test_deterministic_norms_of_large_networks_are_refused(monkeypatch):
@@ -574,8 +575,8 @@ def test_weighed_curvature(name):
     eps = 1.5 * toward.radius()
     moved = anchor.deviations(eps).operands
     everyone = torch.arange(len(pixels))
-    forms = {v: (rules[v].contracted(toward.at_nodes[v], moved[v]), everyone) for v in nodes}
-    gains = curvature_norms(anchor.linearization, forms, 0)
+    forms = {v: Weighed(rules[v].contracted(toward.at_nodes[v], moved[v]), everyone, moved[v]) for v in nodes}
+    gains = curvature_norms(toward, forms, 0)
     assert set(gains) == set(nodes)
     found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains, forms), toward.left(eps)
     assert bool((left > plain).all())
@@ -725,7 +726,7 @@ def small(count):
 
 def passes_for(model, share, at=None):
     """So many that part of the norms of anchored can be found."""
-    full, least = Anchored(model, at=at), Anchored(model, passes=0, at=at)
+    full, least = (Anchored(model, passes=passes, at=at) for passes in (1e12, 0))
     return (least.work + share * full.work) / full.plan.work_of_a_pass
 
 

@@ -22,12 +22,12 @@ from lipcert.norms import (
     conv_transpose_norm,
     dense_norm,
     explicit_norm,
-    explicit_row_norm,
+    explicit_row_norms,
     gram_norm,
     lanczos_error,
     lanczos_norm,
-    longest_row,
-    row_norm,
+    row_norms,
+    written_row_norms,
 )
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -593,19 +593,19 @@ def test_explicit_norm_says_infinity_where_products_are_not_finite() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(rows=st.integers(1, 90), columns=st.integers(1, 90), seed=st.integers(0, 2**16))
-def test_row_norms_are_above_the_longest_row(rows: int, columns: int, seed: int) -> None:
+def test_bounds_on_row_norms(rows: int, columns: int, seed: int) -> None:
     maps = random_tensor(2, rows, columns, seed=seed)
     maps[1, rows // 2] *= 30
-    longest = maps.norm(dim=2).amax(1)
+    longest = maps.norm(dim=2)
 
     def product(v: torch.Tensor) -> torch.Tensor:
         return torch.einsum("nij,knj->kni", maps, v)
 
-    torch.testing.assert_close(explicit_row_norm(product, 2, columns), longest)
-    from_rows = longest_row(lambda u: torch.einsum("nij,kni->knj", maps, u), 2, rows)
+    torch.testing.assert_close(explicit_row_norms(product, 2, columns), longest)
+    from_rows = written_row_norms(lambda u: torch.einsum("nij,kni->knj", maps, u), 2, rows)
     torch.testing.assert_close(from_rows, longest)
     assert bool((longest <= from_rows).all())
-    bound = row_norm(product, 2, columns, draw=drawn(1e-12, seed))
+    bound = row_norms(product, 2, columns, draw=drawn(1e-12, seed))
     assert bool((longest <= bound).all())
     assert bool((bound <= 2 * longest).all())
 
@@ -616,17 +616,17 @@ def test_norms_of_blocks_of_rows(blocks: int, block: int, columns: int, seed: in
     """Exact where they are written out; else above the largest, by no more than rows and probes explain."""
     maps = random_tensor(2, blocks * block, columns, seed=seed)
     maps[1] *= torch.logspace(0, -6, columns, dtype=torch.float64)  # one long direction
-    exact = torch.linalg.matrix_norm(maps.unflatten(1, (blocks, block)), 2).amax(1)
+    exact = torch.linalg.matrix_norm(maps.unflatten(1, (blocks, block)), 2)
     product = lambda v: torch.einsum("nij,knj->kni", maps, v)  # noqa: E731
     adjoint = lambda u: torch.einsum("nij,kni->knj", maps, u)  # noqa: E731
     rows = blocks * block
     for found in (
-        explicit_row_norm(product, 2, columns, block=block),
-        longest_row(adjoint, 2, rows, block=block),
+        explicit_row_norms(product, 2, columns, block=block),
+        written_row_norms(adjoint, 2, rows, block=block),
     ):
         assert bool((found >= exact).all())
         torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-100)
-    bound = row_norm(product, 2, columns, draw=drawn(1e-12, seed), block=block)
+    bound = row_norms(product, 2, columns, draw=drawn(1e-12, seed), block=block)
     assert bool((bound >= exact).all())
     assert bool((bound <= 2.5 * exact).all())
 
@@ -636,21 +636,21 @@ def test_norms_of_blocks_fail_no_more_often_than_they_say() -> None:
     maps = torch.eye(6, dtype=torch.float64)[None].expand(400, 6, 6) * torch.tensor([1, 1, 0.1, 0.5, 0.5, 0.1]).double()
     failures = 0
     for seed in range(200):
-        bound = row_norm(
+        bound = row_norms(
             lambda v: torch.einsum("nij,knj->kni", maps[:1], v), 1, 6, draw=drawn(0.2, seed), probes=4, block=3
         )
-        failures += bound.item() < 1
+        failures += bound.amax().item() < 1
     assert failures <= 0.2 * 200
 
 
 def test_blocks_say_infinity_where_products_are_not_finite() -> None:
     scales = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)[:, None]
     for found in (
-        row_norm(lambda v: scales * v, 3, 6, draw=drawn(1e-9), block=3),
-        explicit_row_norm(lambda v: scales * v, 3, 6, block=2),
-        longest_row(lambda v: scales * v, 3, 6, block=3),
+        row_norms(lambda v: scales * v, 3, 6, draw=drawn(1e-9), block=3),
+        explicit_row_norms(lambda v: scales * v, 3, 6, block=2),
+        written_row_norms(lambda v: scales * v, 3, 6, block=3),
     ):
-        assert bool(found[0].isfinite())
+        assert bool(found[0].isfinite().all())
         assert bool(found[1:].isinf().all())
 
 
@@ -658,7 +658,7 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
     """With few probes and a large δ failures can be counted: at most δ of them, and not none at all."""
     maps = torch.ones(1, 1, 4, dtype=torch.float64)
     bounds = [
-        row_norm(
+        row_norms(
             lambda v: torch.einsum("nij,knj->kni", maps, v),
             1,
             4,
@@ -674,9 +674,9 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
 def test_row_norms_say_infinity_where_products_are_not_finite() -> None:
     scales = torch.tensor([[float("nan")], [float("inf")], [1.0]], dtype=torch.float64)
     for bound in (
-        row_norm(lambda v: scales * v, 3, 6, draw=drawn(1e-9)),
-        explicit_row_norm(lambda v: scales * v, 3, 6),
-        longest_row(lambda v: scales * v, 3, 6),
+        row_norms(lambda v: scales * v, 3, 6, draw=drawn(1e-9)),
+        explicit_row_norms(lambda v: scales * v, 3, 6),
+        written_row_norms(lambda v: scales * v, 3, 6),
     ):
         assert torch.isinf(bound[:2]).all()
-        assert 1 <= bound[2] <= 2
+        assert bool(((bound[2] >= 1) & (bound[2] <= 2)).all())

@@ -41,6 +41,7 @@ class Remainder(ABC):
     Attributes:
         entrywise: the operation is applied entry by entry to one operand, and the rule uses a bound on the deviation of
             any single entry.
+        each: the rule also takes bounds on the deviations of all entries, shape (N, entries), in place of that bound.
         sums: the rule defines :meth:`total`.
         contracts: the rule defines :meth:`contracted`.
         has_kinks: the operation has kinks, near which R is as large as the deviation.
@@ -56,6 +57,7 @@ class Remainder(ABC):
     """
 
     entrywise: ClassVar[bool] = False
+    each: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
     has_kinks: ClassVar[bool] = False
@@ -207,11 +209,11 @@ def worst(weights: Tensor, factors: Tensor) -> Tensor:
 class Smooth(Remainder):
     """φ applied entry by entry with |φ''| ≤ c: R_i = ½ φ''(ξ_i) δ_i² by Taylor's theorem.
 
-    Norm: if |δ_i| ≤ p, then ‖R‖ ≤ ½ c max|δ_i| ‖δ‖ ≤ ½ c p ρ. As ξ_i is within p of z_i, c_i may be the supremum over
-    |t| ≥ |z_i| − p, which ``envelope`` gives.
+    Norm: if |δ_i| ≤ p_i, then ‖R‖ ≤ max(½ c_i p_i) ‖δ‖, and ‖R‖ ≤ ‖½ c p²‖. As ξ_i is within p_i of z_i, c_i may be the
+    supremum over |t| ≥ |z_i| − p_i, which ``envelope`` gives.
 
     Against g: −g_i R_i ≤ w_i δ_i² with w_i = ½|g_i| c_i⁺, c_i⁺ ≥ φ'', where g_i < 0, and w_i = ½ g_i c_i⁻, c_i⁻ ≥ −φ'',
-    where g_i > 0. With t_i = δ_i² ≤ p² and Σ t_i ≤ ρ², the sum Σ w_i t_i is largest if the largest w_i get t_i = p².
+    where g_i > 0. With t_i = δ_i² ≤ p_i² and Σ t_i ≤ ρ², Σ w_i t_i is largest if the largest w_i get t_i = p_i².
 
     Total: Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i is bounded in the same way, and it is at most ½ max c ‖√w ∘ δ‖².
 
@@ -222,7 +224,7 @@ class Smooth(Remainder):
 
     curvature: ClassVar[float]
     downward: ClassVar[float] = math.inf
-    entrywise = sums = contracts = True
+    entrywise = each = sums = contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.z = per_image(operands[0])
@@ -232,7 +234,7 @@ class Smooth(Remainder):
         return torch.full_like(distance, self.curvature)
 
     def _local(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.envelope((self.z.abs() - rho[-1][:, None]).clamp_min(0))
+        return self.envelope((self.z.abs() - each_entry(rho)).clamp_min(0))
 
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Upper bounds on φ'' and on −φ'' within p of z, at least 0."""
@@ -245,10 +247,11 @@ class Smooth(Remainder):
         return torch.where(g < 0, -g * upward, g * downward) / 2
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self._local(rho).amax(1) / 2 * rho[0] * rho[-1]
+        steep = at_most(self._local(rho) / 2 * each_entry(rho))
+        return torch.minimum(steep.amax(1) * rho[0], at_most(steep * each_entry(rho)).norm(dim=1))
 
     def against(self, direction: Tensor) -> Against:
-        return lambda rho: largest_share(self._weights(direction, rho), rho[0], rho[-1])
+        return lambda rho: largest_share(self._weights(direction, rho), rho[0], each_entry(rho))
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
         form = Form.weights(self._weights(direction, rho).sqrt().reshape(direction.shape))
@@ -256,19 +259,30 @@ class Smooth(Remainder):
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
         local = self._local(rho)
-        return torch.minimum(largest_share(weight * local / 2, rho[0], rho[-1]), local.amax(1) / 2 * size.square())
+        share = largest_share(weight * local / 2, rho[0], each_entry(rho))
+        known = size.isfinite()  # without infinite numbers, which have no derivative
+        whole = local.amax(1) / 2 * torch.where(known, size, 0.0).square()
+        return torch.where(known, torch.minimum(share, whole), share)
 
 
-def largest_share(weight: Tensor, rho: Tensor, peak: Tensor) -> Tensor:
-    """An upper bound on max Σ w_i t_i over 0 ≤ t_i ≤ peak² with Σ t_i ≤ ρ², shape (N,), for w ≥ 0, shape (N, entries).
+def each_entry(rho: Sequence[Tensor]) -> Tensor:
+    """The bounds on the deviations of all entries, shape (N, entries), or on that of any single one, shape (N, 1)."""
+    return rho[-1] if rho[-1].dim() == 2 else rho[-1][:, None]
 
-    The largest ⌈ρ²/peak²⌉ weights get t_i = peak². The last of them may get less; it is counted in full.
+
+def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
+    """The largest Σ w_i t_i over 0 ≤ t_i ≤ most_i² with Σ t_i ≤ ρ², shape (N,), for w ≥ 0, shape (N, entries).
+
+    The t_i are given out in the order of their weights. ``most`` has the shape (N, entries) or (N, 1).
     """
-    ranked = weight.sort(dim=1, descending=True).values.cumsum(1)
-    entries = weight.shape[1]
-    count = (rho / peak.clamp_min(1e-300)).square().ceil().nan_to_num(nan=entries).clamp(1, entries).long()
-    filled = ranked.gather(1, count[:, None] - 1)[:, 0] * peak.square()
-    return torch.minimum(filled, ranked[:, 0] * rho.square())
+    whole = at_most(weight.amax(1) * rho.square())
+    if bool((most >= rho[:, None]).all()):  # one entry may take all
+        return whole
+    ranked, order = weight.sort(dim=1, descending=True)
+    caps = most.square().expand_as(weight).gather(1, order)
+    left = rho.square()[:, None] - (caps.cumsum(1) - caps)
+    given = torch.where(left.isnan(), caps, torch.minimum(caps, left.clamp_min(0)))  # ∞ − ∞ limits nothing
+    return torch.minimum(whole, at_most(ranked * given * (1 + _ROUNDED)).sum(1))
 
 
 def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:

@@ -2,15 +2,7 @@
 
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm
-from lipcert.norms._explicit import (
-    explicit_norm,
-    explicit_row_norm,
-    explicit_row_norms,
-    explicit_rows,
-    longest_row,
-    row_norm,
-    row_norms,
-)
+from lipcert.norms._explicit import explicit_norm, explicit_row_norms, explicit_rows, row_norms, written_row_norms
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm
 from lipcert.norms._ledger import Draw, Ledger, part_of, rigor_of
@@ -24,16 +16,14 @@ __all__ = [
     "conv_transpose_norm",
     "dense_norm",
     "explicit_norm",
-    "explicit_row_norm",
     "explicit_row_norms",
     "explicit_rows",
     "gram_norm",
     "lanczos_error",
     "lanczos_norm",
-    "longest_row",
     "part_of",
     "rigor_of",
-    "row_norm",
     "row_norms",
     "verified_norms",
+    "written_row_norms",
 ]

@@ -46,27 +46,21 @@ def _norm(matrix: Tensor) -> float:
     return max(float(dense_norm(matrix)) * (1 + 1e-9), SMALLEST)
 
 
-def explicit_row_norm(
+def explicit_row_norms(
     product: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """Deterministic upper bounds on the largest row norm of each J_n; arguments and rounding as above.
+    """Deterministic upper bounds on the norms of the rows of each J_n, shape (N, rows / block), rounding as above.
 
-    With ``block`` > 1, bounds on the largest spectral norm of a block of rows: 0 to block − 1, block to 2 block − 1, ….
+    With ``block`` > 1, bounds on the spectral norms of the blocks of rows 0 to block − 1, block to 2 block − 1, ….
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)
-    return _block_squares(product, unit, images, block).amax(1).sqrt() * (1 + 1e-9)
+    return _block_squares(product, unit, images, block).sqrt() * (1 + 1e-9)
 
 
-def explicit_row_norms(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
-    """Deterministic upper bounds on the norms of the rows of each J_n, shape (N, rows)."""
-    unit = torch.eye(size, dtype=torch.float64, device=device)
-    return _row_squares(product, unit, images).sqrt() * (1 + 1e-9)
-
-
-def longest_row(
+def written_row_norms(
     adjoint: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """Like :func:`explicit_row_norm`, from Jᵀ: row i of J_n is J_nᵀ e_i, so the cost is one product per row.
+    """Like :func:`explicit_row_norms`, from Jᵀ: row i of J_n is J_nᵀ e_i, so the cost is one product per row.
 
     Args:
         adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
@@ -75,16 +69,16 @@ def longest_row(
         block: number of rows of a block.
         device: the device of the vectors; the CPU by default.
     """
-    longest = torch.zeros(images, dtype=torch.float64, device=device)
+    found = [torch.zeros(images, 0, dtype=torch.float64, device=device)]
     for part in torch.eye(size, dtype=torch.float64, device=device).split(max(1, _TOGETHER // block) * block):
         rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
         if block > 1:
             blocks = rows.unflatten(0, (-1, block)).movedim(1, 2)
-            squares = _top(blocks @ blocks.mT).amax(0)
+            squares = _top(blocks @ blocks.mT)
         else:
-            squares = rows.square().sum(2).amax(0)  # a maximum with a NaN is NaN
-        longest = torch.maximum(longest, torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)))
-    return longest.sqrt() * (1 + 1e-9)
+            squares = rows.square().sum(2)
+        found.append(torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)).T)
+    return torch.cat(found, 1).sqrt() * (1 + 1e-9)
 
 
 def explicit_rows(
@@ -107,23 +101,6 @@ def explicit_rows(
     longest = torch.where(longest.isnan(), math.inf, longest.clamp_min(SMALLEST**2)).sqrt() * (1 + 1e-9)
     norms = torch.tensor([_norm(matrix) for matrix in rows.unbind(1)], dtype=torch.float64, device=device)
     return norms, longest
-
-
-def row_norm(
-    product: Product,
-    images: int,
-    size: int,
-    *,
-    draw: Draw,
-    probes: int = 256,
-    block: int = 1,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Upper bounds on the largest row norm of each J_n, each with failure probability at most ``draw.delta``.
-
-    The maximum of :func:`row_norms`, with the same arguments; float64, shape (N,).
-    """
-    return row_norms(product, images, size, draw=draw, probes=probes, block=block, device=device).amax(1)
 
 
 def row_norms(

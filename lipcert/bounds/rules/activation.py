@@ -22,7 +22,17 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, rounding, rule, secant
-from lipcert.bounds._remainder import Against, Contracted, Kinked, Remainder, Smooth, per_image, remainder, smooth
+from lipcert.bounds._remainder import (
+    Against,
+    Contracted,
+    Kinked,
+    Remainder,
+    Smooth,
+    each_entry,
+    per_image,
+    remainder,
+    smooth,
+)
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
@@ -166,9 +176,9 @@ class Gelu(Smooth):
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """φ'' is positive only on (−√2, √2)."""
         bend = math.sqrt(2)
-        near = (self.z.abs() - rho[-1][:, None]).clamp_min(0)
+        near = (self.z.abs() - each_entry(rho)).clamp_min(0)
         upward = (2 - near**2).clamp_min(0) * torch.exp(-(near**2) / 2) / math.sqrt(2 * math.pi)
-        reaches = self.z.abs() + rho[-1][:, None] > bend
+        reaches = self.z.abs() + each_entry(rho) > bend
         downward = torch.where(reaches, self.envelope(near).clamp_max(self.downward), 0.0)
         return upward + self.slack, downward + self.slack
 
@@ -209,7 +219,7 @@ class LogSigmoid(Smooth):
         return 0.25 / torch.cosh(distance / 2).square()
 
     def _local(self, rho: Sequence[Tensor]) -> Tensor:
-        t = torch.minimum(rho[-1][:, None], self.highest).clamp_min(_SMALLEST_STEP)
+        t = torch.minimum(each_entry(rho), self.highest).clamp_min(_SMALLEST_STEP)
         exact = (self._lost(t) * (1 + _ROUGH) + _ROUGH * (1 + t)) / t.square()
         return torch.minimum(super()._local(rho), 2 * exact)
 

@@ -134,7 +134,7 @@ class Softmax(Remainder):
 
     def against(self, direction: Tensor) -> Against:
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
-        return lambda rho: largest_share(spread * self.grown(rho[-1]).clamp_max(_SPREAD) / 2, rho[0], rho[-1])
+        return lambda rho: largest_share(spread * self.grown(rho[-1]).clamp_max(_SPREAD) / 2, rho[0], rho[-1][:, None])
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted:
         p, dim = self.p, self.dim
@@ -151,7 +151,7 @@ class Softmax(Remainder):
             third = (
                 spread * (kappa * (math.sqrt(2) + 1.5 * kappa.sqrt())).clamp_max(_SPREAD_FURTHER) / 6 * rho[-1][:, None]
             )
-            return sizes[0].square() + largest_share(third, rho[0], rho[-1])
+            return sizes[0].square() + largest_share(third, rho[0], rho[-1][:, None])
 
         spectral = (
             per_image((below + hidden).clamp_min(0).amax(dim)) * per_image(p.amax(dim)).clamp_max(0.5) / 2

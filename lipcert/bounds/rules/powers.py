@@ -14,7 +14,7 @@ from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import of_entries
 from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
-from lipcert.bounds._remainder import Against, Smooth, per_image, remainder, smooth, worst
+from lipcert.bounds._remainder import Against, Smooth, each_entry, per_image, remainder, smooth, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.bounds.rules.arithmetic import _copies
@@ -154,7 +154,7 @@ class Power(Smooth):
         p = self.exponent
         if p in (0, 1):
             return torch.zeros_like(self.z)
-        furthest = self.z.abs() + rho[-1][:, None] if p >= 2 else (self.z - rho[-1][:, None]).clamp_min(0)
+        furthest = self.z.abs() + each_entry(rho) if p >= 2 else (self.z - each_entry(rho)).clamp_min(0)
         return abs(p * (p - 1)) * furthest ** (p - 2)
 
     def against(self, direction: Tensor) -> Against:

@@ -44,7 +44,7 @@ from lipcert.roundoff import REAL, Roundoff
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
 _LOOSE, _LOOKED_AT = 10.0, 4
 # For a verdict the whole network is linearised too, unless that needs more than this many times the work.
-_COSTLY = 10.0
+_COSTLY = 1.0
 
 
 class Behind:

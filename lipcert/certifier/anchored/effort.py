@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,8 @@ _TIGHTEST, _LOOSEST = 0.01, 0.5
 _SPENT, _UNSEEN = 0.5, 1e-3
 # The same for quick norms: the sum of s τ, and the share of the margin that products may take beyond loose norms.
 _LOOSER, _TAKEN = 4.0, 0.7
+# Sectors count in which no more than about this share of the margin is left beyond the least.
+_NEAR = 0.2
 # The largest number of choices that are tried.
 _TRIALS = 40
 # Below this many floating-point operations for an image, all norms are computed.
@@ -214,7 +217,7 @@ class _Trial:
         toward = RivalMargin(Linearization(self.finder, self.images), self.rivals, self.predicted, self.margins)
         toward.margin = self.margin
         upto, forms = (self.upto, self.forms) if effort else toward.forms(self.least)
-        return toward, upto, forms, curvature_norms(toward.at, forms, 0)
+        return toward, upto, forms, curvature_norms(toward, forms, 0)
 
     def _left(self, eps: Tensor) -> Tensor:
         return torch.where(eps <= self.upto, self.toward.left(eps, self.norms, self.forms), -1.0)
@@ -227,6 +230,11 @@ class _Trial:
         toward, _, forms, norms = self._with(effort)
         return torch.stack((toward.left(self.eps, norms, forms), toward.left(self.least))) / self.margin
 
+    def _nearly_least(self, left: Tensor) -> Tensor:
+        """About the least of what is left in the sectors, as a share of the margin: other sectors count a little."""
+        share = left / self.toward.margin[:, None]
+        return -_NEAR * (-share / _NEAR).logsumexp(1)
+
     def candidates(self) -> Iterator[Candidate]:
         """The norms that are computed for every image, if all are."""
         found, network, plan = self.toward.at.norms, self.finder.network, self.finder.plan
@@ -238,6 +246,7 @@ class _Trial:
             logs[key] = torch.zeros(len(norm), dtype=torch.float64, device=norm.device, requires_grad=True)
             return norm * logs[key].exp()
 
+        self.toward.forget()
         with torch.enable_grad():
             for (a, u), norm in found.gains.items():
                 found.gains[a, u] = marked(norm, a, u, "norm", a, u)
@@ -248,10 +257,12 @@ class _Trial:
             norms: dict[Node, list[FormNorms]] = {}
             for v, forms in self.norms.items():
                 norms[v] = []
-                for number, (u, known) in enumerate((form.operand, form.norms) for form in forms):
+                for number, form in enumerate(forms):
+                    u, known = form.operand, form.norms
                     raised = {a: marked(norm, a, u, "form", a, v, number) for a, norm in known.items() if a is not u}
-                    norms[v].append(FormNorms(u, {**known, **raised}))
-            left = (self.toward.left(self.eps, norms, self.forms) + self.toward.left(self.least)) / self.toward.margin
+                    norms[v].append(replace(form, norms={**known, **raised}))
+            left = self._nearly_least(self.toward.in_sectors(self.eps, norms, self.forms))
+            left = left + self._nearly_least(self.toward.in_sectors(self.least))
             slopes = torch.autograd.grad(left.sum(), list(logs.values()), allow_unused=True)
         fixed = set() if self.margins.shape[1] <= _CLASSES else set(network.outputs)
         for key, slope in zip(logs, slopes, strict=True):

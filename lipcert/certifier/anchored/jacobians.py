@@ -18,14 +18,12 @@ from lipcert.graph import Node, run
 from lipcert.norms import (
     Draw,
     explicit_norm,
-    explicit_row_norm,
     explicit_row_norms,
     explicit_rows,
     lanczos_error,
     lanczos_norm,
-    longest_row,
-    row_norm,
     row_norms,
+    written_row_norms,
 )
 
 Values = Mapping[Node, Tensor]
@@ -39,6 +37,8 @@ _PROBES = 256
 # _LONG columns, are computed in full. The norms of longer columns are bounded with _COLUMN_PROBES products.
 _LONG = 4096
 _COLUMN_PROBES = 512
+# The columns of M G are computed in full, for one rival class at a time, if there are at most this many rows.
+_FORM_ROWS = 1024
 # The usual number of products for Lanczos.
 _PASSES = 100
 # The largest number of entries of the Gram matrices of blocks of rows, per image; larger blocks are not bounded
@@ -54,9 +54,9 @@ def passes_for(a: Node, b: Node, peak: bool) -> int:
     return few if peak or few <= _FEW else _PASSES
 
 
-def writes_rows(rows: float) -> bool:
-    """Whether this number of rows is small enough to compute all of them."""
-    return rows <= _PROBES
+def writes_rows(rows: float, *, formed: bool = False) -> bool:
+    """Whether this number of rows is small enough to compute all of them; with ``formed`` those of M G."""
+    return rows <= (_FORM_ROWS if formed else _PROBES)
 
 
 class LinearOperator(NamedTuple):
@@ -202,34 +202,37 @@ class Jacobians:
                 found.append(lanczos_norm(forth, back, count, size, draw=draw, tolerance=self.tolerance, device=device))
         return torch.cat(found)
 
-    def largest_row(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
-        """Upper bounds on the largest norm of a block of ``block`` consecutive rows of G(a → b), shape (N,)."""
+    def rows(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
+        """Upper bounds on the norms of the blocks of ``block`` consecutive rows of G(a → b), shape (N, blocks)."""
         images, rows, columns = len(values[a]), b.entries, a.entries
         if not rows * columns:
-            return values[a].new_zeros(images, dtype=torch.float64)
+            return values[a].new_zeros(images, max(1, rows // block), dtype=torch.float64)
         together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, rows) else images
         found = []
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
             if rows <= _PROBES:
-                found.append(longest_row(jacobian.adjoint, count, rows, block=block, device=device))
+                found.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
-                found.append(explicit_row_norm(jacobian.product, count, columns, block=block, device=device))
+                found.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
             else:
                 found.append(
-                    row_norm(
+                    row_norms(
                         jacobian.product, count, columns, draw=draw, probes=self.probes, block=block, device=device
                     )
                 )
         return torch.cat(found)
 
-    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None) -> Tensor:
-        """Upper bounds on the norms of the columns of G(a → b), shape (1, entries of a), for an affine path."""
-        jacobian = self.operator(a, b, values, several=True)
-        rows = b.entries
+    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None, form: Form | None = None) -> Tensor:
+        """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), M the identity by default.
+
+        Without a ``draw`` they are computed from all rows.
+        """
+        jacobian = self.operator(a, b, values, several=True, form=form)
+        rows = rows_of(b, values, form)
         if draw is None:
-            return explicit_row_norms(jacobian.adjoint, 1, rows, device=values[b].device)
+            return explicit_row_norms(jacobian.adjoint, len(values[b]), rows, device=values[b].device)
         return row_norms(jacobian.adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
 
     def along(self, a: Node, u: Node, values: Values, units: Tensor, token: int) -> Tensor:
@@ -302,3 +305,32 @@ def margin_gradients(
         margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
         found = torch.autograd.grad(margin.sum(), [start, *added])
     return per_image(found[0]), dict(zip(nodes, found[1:], strict=True))
+
+
+def tangents(network: Network, values: Values, nodes: Sequence[Node], direction: Tensor) -> dict[Node, Tensor]:
+    """G(source → u) p for every u of ``nodes`` for which autograd finds it, each of shape (N, *u.shape).
+
+    Args:
+        network: the network.
+        values: nominal values, including the widths of secants.
+        nodes: the values u, each of which depends on the source.
+        direction: p, shape (N, entries of the source).
+    """
+    source = values[network.source].detach().requires_grad_()
+    start = direction.reshape(source.shape)
+    with torch.enable_grad():
+        targets = network.replay(network.source, source, [u for u in nodes if u is not network.source], dict(values))
+        moving = [target for target in targets if target.requires_grad]
+        weights = [torch.zeros_like(target, requires_grad=True) for target in moving]
+        found: list[Tensor | None] = [None] * len(weights)
+        if moving:
+            (pulled,) = torch.autograd.grad(moving, source, weights, create_graph=True)
+            if pulled.requires_grad:
+                found = list(torch.autograd.grad(pulled, weights, start, allow_unused=True))
+    left = iter(found)
+    moved = {u: start for u in nodes if u is network.source}
+    for u, target in zip([u for u in nodes if u is not network.source], targets, strict=True):
+        one = next(left) if target.requires_grad else None
+        if one is not None:
+            moved[u] = one.detach()
+    return moved

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +16,28 @@ from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import Against, Contracted, row_distances
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.jacobians import margin_gradients
+from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sectors
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
 
-# The contracted answers of rules, each with the indices of the images for which it is used.
-Forms = Mapping[Node, tuple[Contracted, Tensor]]
+
+class Weighed(NamedTuple):
+    """The contracted answer of a rule, within bounds ρ on the deviations, and the images for which it is used."""
+
+    answer: Contracted
+    images: Tensor
+    rho: list[Tensor]
+
+
+Forms = Mapping[Node, Weighed]
 NO_FORMS: Forms = MappingProxyType({})
 
 # The contracted forms hold up to this multiple of the radius without them, and are used for operations whose remainder
 # takes at least this share of the margin.
 FURTHER = 2.0
 _WORTH = 0.02
+# The largest number of entries of the values of images that are repeated for every sector, 512 MiB.
+_ENTRIES = 2**26
 
 
 def spreads(at: Linearization, predicted: Tensor) -> Tensor | None:
@@ -51,8 +65,9 @@ def change(at: Linearization, found: Deviations, spread: Tensor | None) -> Tenso
     return bound if deployed is None else bound + 2 * deployed * (1 + SAFETY)
 
 
-def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
+def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
     """Upper bounds on ‖M G(a → u)‖ for the given forms M; ∞ for images for which a form is not used."""
+    at = toward.at
     network, ledger = at.network, at.norms.ledger.part("weighed", at.weighing, round)
     unknown = torch.full_like(at.logits[:, 0], math.inf, dtype=torch.float64)
     found: dict[Node, list[FormNorms]] = {}
@@ -60,7 +75,7 @@ def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
         for place, v in enumerate(stage.nonlinear):
             if v not in forms:
                 continue
-            answer, some = forms[v]
+            answer, some, _ = forms[v]
             part, found[v] = at if len(some) == len(unknown) else at.only(some), []
             for number, form in enumerate(answer.forms):
                 u, form = network.root(v.operands[form.operand]), form.only(some)
@@ -77,7 +92,16 @@ def curvature_norms(at: Linearization, forms: Forms, round: int) -> Curvature:
                 for a in left:
                     least = at.finder.product(a, u, known, part.norms)
                     norms[a] = torch.minimum(form.norm * part.gain(a, u), least)
-                found[v].append(FormNorms(u, {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}))
+                along = unknown[some] if toward.ray is None else toward.ray.formed(v.operands[form.operand], form, some)
+                every = {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}
+                columns = {}
+                for a in stage.nonlinear[:place]:
+                    if at.plan.whole and network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
+                        sizes = at.finder.formed_columns(a, v, number, part.values, form, part.norms)
+                        if sizes is not None:
+                            every_column = torch.full((len(unknown), sizes.shape[1]), math.inf, dtype=torch.float64)
+                            columns[a] = every_column.to(sizes.device).index_copy(0, some, sizes)
+                found[v].append(FormNorms(u, every, unknown.index_copy(0, some, along), columns))
     return found
 
 
@@ -105,19 +129,75 @@ class RivalMargin:
             self.margin = (self.margin - deployed).clamp_min(0)
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
+        entries = SECTORS * sum(value.numel() for value in at.values.values())
+        self.ray = Ray(at, at_source) if at.plan.whole and entries <= _ENTRIES else None
+        self._wide_forms: tuple[Forms, Forms] = NO_FORMS, NO_FORMS
+
+    @cached_property
+    def _wide(self) -> RivalMargin:
+        """The same with every image repeated for every sector."""
+        wide, index = copy.copy(self), self._repeated
+        at = wide.at = self.at.only(index)
+        wide.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
+        wide.margin, wide.slope, wide.rounding = self.margin[index], self.slope[index], self.rounding[index]
+        wide.against = {v: at.remainders[v].against(g) for v, g in wide.at_nodes.items()}
+        wide.ray = None if self.ray is None else self.ray.only(index, at)
+        return wide
+
+    def forget(self) -> None:
+        """Has the norms read again, after they were replaced."""
+        self.__dict__.pop("_wide", None)
+
+    @property
+    def _repeated(self) -> Tensor:
+        return torch.arange(len(self.margin), device=self.margin.device).repeat_interleave(SECTORS)
+
+    def _widened(self, forms: Forms) -> Forms:
+        """The forms for the repeated images."""
+        if self._wide_forms[0] is not forms:
+            wide, index = self._wide, self._repeated
+            found = {}
+            for v, (_, some, rho) in forms.items():
+                within = [bound[index] for bound in rho]
+                answer = wide.at.remainders[v].contracted(wide.at_nodes[v], within)
+                assert answer is not None
+                found[v] = Weighed(answer, torch.isin(index, some).nonzero()[:, 0], within)
+            self._wide_forms = forms, found
+        return self._wide_forms[1]
 
     def left(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """A lower bound on the margin within distance ε, shape (N,)."""
-        found = self.at.walk(eps, curvature)
+        ball = self._left(eps, curvature, forms)
+        if self.ray is None or bool((ball > 0).all()):
+            return ball
+        return torch.maximum(ball, self.in_sectors(eps, curvature, forms).amin(1))
+
+    def in_sectors(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
+        """Lower bounds on the margin in the sectors that cover the ball of radius ε, shape (N, sectors)."""
+        if self.ray is None:
+            return self._left(eps, curvature, forms)[:, None]
+        index, wide = self._repeated, self._wide
+        assert wide.ray is not None
+        curved = {v: [form.only(index) for form in norms] for v, norms in curvature.items()}
+        inside = wide._left(eps[index], curved, self._widened(forms), sectors(wide.ray, eps[index]))
+        return inside.unflatten(0, (-1, SECTORS))
+
+    def _left(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
+        """A lower bound on the margin within distance ε, in a sector, shape (N,)."""
+        found = self.at.walk(eps, curvature, sector=sector)
         taken = torch.zeros_like(eps)
         rest = self.rounding[:, 0] * eps  # rounding errors of the gradients
         for v, rho in found.operands.items():
             bound = self.against[v](rho)
             rest = rest + self.rounding[:, self.place[v]] * at_most(self.at.remainders[v].norm(rho))
             if v in found.weighed:
-                bound = torch.minimum(bound, at_most(forms[v][0].bound(rho, found.weighed[v])))
+                sizes = torch.stack(found.weighed[v])
+                known = sizes.isfinite().all(0)  # without infinite numbers, which have no derivative
+                formed = forms[v].answer.bound(rho, list(torch.where(known, sizes, 0.0)))
+                bound = torch.where(known, torch.minimum(bound, at_most(formed)), bound)
             taken = taken + bound
-        return self.margin - self.slope * eps - at_most(taken + rest) * (1 + SAFETY)
+        along = eps if sector is None else torch.minimum(eps, sector.along + 1e-9 * eps)
+        return self.margin - self.slope * along - at_most(taken + rest) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``, where no search is needed."""
@@ -138,22 +218,31 @@ class RivalMargin:
         upto, forms = self.forms(least)
         if not forms:
             return least
-        norms = curvature_norms(self.at, forms, round)
+        norms = curvature_norms(self, forms, round)
 
         def left(eps: Tensor) -> Tensor:
             return torch.where(eps <= upto, self.left(eps, norms, forms), -1.0)
 
         return torch.maximum(search(left, least), least)
 
-    def forms(self, least: Tensor) -> tuple[Tensor, dict[Node, tuple[Contracted, Tensor]]]:
+    def moved(self, eps: Tensor) -> dict[Node, list[Tensor]]:
+        """Upper bounds on the deviations of operands within ε: the largest in the sectors that cover the ball."""
+        if self.ray is None:
+            return self.at.walk(eps).operands
+        index, wide = self._repeated, self._wide
+        assert wide.ray is not None
+        found = wide.at.walk(eps[index], sector=sectors(wide.ray, eps[index])).operands
+        return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in found.items()}
+
+    def forms(self, least: Tensor) -> tuple[Tensor, dict[Node, Weighed]]:
         """The ε up to which contracted forms hold, and those worth their norms for radii of about ``least``."""
         upto = FURTHER * least
-        moved = self.at.walk(upto).operands
-        forms: dict[Node, tuple[Contracted, Tensor]] = {}
+        moved = self.moved(upto)
+        forms: dict[Node, Weighed] = {}
         for v, g in self.at_nodes.items():
             found = self.at.remainders[v].contracted(g, moved[v])
             # Decided per image, so that a radius does not depend on the other images.
             worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
             if found is not None and len(worth):
-                forms[v] = found, worth
+                forms[v] = Weighed(found, worth, moved[v])
         return upto, forms

@@ -81,6 +81,8 @@ from lipcert.norms import Ledger
 ROUNDS = 4
 # The largest number of entries in the values of rival classes examined together, 256 MiB.
 _ENTRIES = 2**25
+# Below this many floating-point operations for the norms of an image, radii are full in any case.
+_FULL = 3e10
 # The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
 # secants is larger.
 _WIDENED = 1.5
@@ -121,18 +123,21 @@ class Anchored:
         **options: Any,
     ):
         given = NormOptions(**options)
-        network = Network(model, at=at, graph=graph)
+        merged = given.passes is None and not isinstance(at, int)
+        network = Network(model, at=at, graph=graph, merged=merged)
         graph, kinks = with_secants(network.graph)
         self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
         plan = _plan(network, given)
-        self.eps = eps if eps is not None and not self.kinks and worthwhile(plan, given) else None
-        share = 1.0 if not self.kinks and self.eps is None else 0.5
+        self._quickly = eps is not None and not self.kinks and worthwhile(plan, given)
+        self.eps = eps if self._quickly or (not self.kinks and plan.work >= _FULL) else None
+        share = 0.5 if self.kinks or self._quickly else 1.0
         self.finder = _finder(plan, given, share)
         self.quick: NormFinder | None = None
         self.secant: NormFinder | None = None
         if self.kinks:
             widths = tuple(self.kinks.values())
-            self.secant = _finder(_plan(Network(model, at=at, graph=graph, widths=widths), given), given, share)
+            network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
+            self.secant = _finder(_plan(network, given), given, share)
 
     @property
     def network(self) -> Network:
@@ -160,7 +165,7 @@ class Anchored:
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
         if self.finder.effort is None:
-            choice = chosen(self.finder, quickly=self.eps is not None)
+            choice = chosen(self.finder, quickly=self._quickly)
             self.finder.effort = choice.whole
             if choice.quick is not None:
                 # Norms that are the same for all images are computed once, and every image is charged by both finders.
@@ -229,7 +234,7 @@ class Anchor:
         here = self.linearization
         if self.method.quick is not None and self.method.eps is not None:
             return self._verdict(self.method.eps, predicted, margins, limit)
-        best = linearized_radius(here, predicted, margins, limit)
+        best, _ = _examined(here, predicted, margins, limit, self.method.eps)
         if self.method.secant is None:
             return best
         moved = here.walk(best).operands

@@ -74,6 +74,7 @@ class Network:
         casts: records the casts inside the network; by default they are left out, as in real arithmetic.
         graph: the captured network; by default the model is captured.
         widths: nodes outside ``graph`` whose values ``graph`` reads: see :func:`.with_secants`.
+        merged: leaves out cuts that save no norms.
 
     Raises:
         InputError: ``at`` names no value of the network.
@@ -88,6 +89,7 @@ class Network:
         casts: bool = False,
         graph: Graph | None = None,
         widths: tuple[Node, ...] = (),
+        merged: bool = False,
     ):
         self.model, self.widths = model, widths
         example = an_image(model)
@@ -97,7 +99,7 @@ class Network:
         self.graph = self.replay.graph
         self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
         self.rules = self._rules(example)
-        self.stages = self._stages()
+        self.stages = _merged(self._stages()) if merged else self._stages()
         if isinstance(at, int):
             if not 0 <= at < len(self.stages):
                 raise InputError(f"there is no stage {at}; the network has the stages 0 to {len(self.stages) - 1}")
@@ -194,6 +196,13 @@ class Network:
             node = node.operands[0]
         return node
 
+    def arranged(self, u: Node, operand: Node, entries: Tensor) -> Tensor:
+        """Entries of u, shape (N, entries), in the order in which they are in ``operand``, whose root is u."""
+        if operand is u:
+            return entries
+        (moved,) = self.replay(u, entries.reshape(len(entries), *u.shape), [operand], {})
+        return moved.reshape(len(entries), -1)
+
     def affine_path(self, a: Node, b: Node) -> bool:
         """Whether b is an affine function of a while all other values are fixed."""
         return not any(node in self.rules for node in self.replay.between(a, [b]))
@@ -222,3 +231,19 @@ class Network:
     def remainders(self, values: Mapping[Node, Tensor]) -> dict[Node, Remainder]:
         """The remainder rules of all nonlinear operations at nominal values."""
         return {v: self.remainder(v, values) for v in self.rules}
+
+
+def _merged(stages: list[Stage]) -> list[Stage]:
+    """The stages without the cuts that save no norms.
+
+    Between m and n operations a cut replaces the m n norms from each of the first to each of the others by m + n norms
+    from and to the cut, and two more. A remainder that crosses a cut counts with a product of two norms.
+    """
+    found = stages[:1]
+    for stage in stages[1:]:
+        before, after = len(found[-1].nonlinear), len(stage.nonlinear)
+        if before * after <= before + after + 2:
+            found[-1] = Stage(found[-1].start, stage.end, found[-1].nonlinear + stage.nonlinear)
+        else:
+            found.append(stage)
+    return found

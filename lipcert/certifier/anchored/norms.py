@@ -12,17 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert._numerics import UNIT
+from lipcert._numerics import UNIT, at_most
 from lipcert._settings import RIGORS
 from lipcert.bounds import Form
 from lipcert.certifier.anchored.chains import Link, Pair
-from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, written_error
+from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.rounding import Rounded, rounded, times
 from lipcert.errors import InputError
 from lipcert.graph import Node
-from lipcert.norms import Draw, Ledger, part_of
+from lipcert.norms import SMALLEST, Draw, Ledger, part_of
 
 NormProgress = Callable[[int, int], None]
 # The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.
@@ -94,6 +94,8 @@ class Norms:
         ledger: the ledger of the images, with the failure probability spent on the bounds.
         gains: ‖G(a → b)‖, by (a, b).
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it.
+        shares: the norms of all rows of G(a → b), divided by the largest, shape (N or 1, entries), by (a, v): b is the
+            operand of v, and the rows are in the order in which v reads its entries.
         columns: the norms of the columns of G(v → u), by (v, u), each of shape (1, entries of v).
         weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
         along: ‖D G(a → b)‖ and its largest row norm, shape (N, 2), by (a, v): D takes the components of the tokens of
@@ -105,6 +107,7 @@ class Norms:
     ledger: Ledger
     gains: dict[Pair, Tensor] = field(default_factory=dict)
     peaks: dict[Pair, Tensor] = field(default_factory=dict)
+    shares: dict[Pair, Tensor] = field(default_factory=dict)
     columns: Mapping[Pair, Tensor] = field(default_factory=dict)
     weighted: dict[Pair, Tensor] = field(default_factory=dict)
     along: dict[Pair, Tensor] = field(default_factory=dict)
@@ -117,14 +120,17 @@ class Norms:
         return len(self.gains) + len(self.peaks) + len(self.weighted) + len(self.along)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
-        """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,).
+        """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""
+        return torch.minimum(norm + error_factor * self.rounding(a, b, form), form.norm * self.gains[a, b])
+
+    def rounding(self, a: Node, b: Node, form: Form) -> Tensor:
+        """A bound on the rounding error of a product with M G(a → b) and a unit vector, shape (N,).
 
         M multiplies the error of a product with G by at most ‖M‖. A product with M has an error of at most
         γ size ‖Gv‖, with γ for sums of at most as many terms as a deviation, or a tensor of the form, has entries.
         """
         terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
-        lost = form.norm * self.slack[a, b] + form.size * 4 * (terms + 16) * UNIT * self.gains[a, b]
-        return torch.minimum(norm + error_factor * lost, form.norm * self.gains[a, b])
+        return form.norm * self.slack[a, b] + form.size * 4 * (terms + 16) * UNIT * self.gains[a, b]
 
     def only(self, index: Tensor) -> Norms:
         """The same for some of the images, given by their numbers."""
@@ -132,7 +138,7 @@ class Norms:
         def some(known: Mapping[Pair, Tensor]) -> dict[Pair, Tensor]:
             return {pair: norm[index] for pair, norm in known.items()}
 
-        part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), self.columns)
+        part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), some(self.shares), self.columns)
         part.weighted, part.along, part.slack = some(self.weighted), some(self.along), some(self.slack)
         part.rounded = self.rounded.only(index)
         return part
@@ -165,7 +171,7 @@ class NormFinder:
         self.effort: Mapping[NormKey, float] | None = None
         self.columns: dict[Pair, Tensor] = {}
         self._share = part_of(self.delta, plan.count + spare)
-        self._constants: dict[NormKey, float] = {}
+        self._constants: dict[NormKey, Tensor] = {}
         self._link_constants: dict[Link, float] = {}
         self._raised: set[Pair] = set()  # columns to which the rounding error was added
         self.jacobians = Jacobians(
@@ -201,9 +207,11 @@ class NormFinder:
             if self.wants("norm", a, b):
                 found.gains[a, b] = self._gain(a, b, values, ledger)
                 report()
+        rows: dict[Pair, Tensor] = {}
         for a, b in plan.peaks:
             if self.wants("peak", a, b):
-                found.peaks[a, b] = self._largest_row(a, b, values, ledger)
+                rows[a, b] = self._rows(a, b, values, ledger)
+                found.peaks[a, b] = rows[a, b].amax(1)
                 report()
         links = {link: self._link(link, number, values, ledger) for number, link in enumerate(plan.links)}
         found.rounded, found.slack, found.gains = rounded(
@@ -220,10 +228,16 @@ class NormFinder:
         lost = {(a, b): written_error(a.entries, b.entries) * slack for (a, b), slack in found.slack.items()}
         for pair, bound in found.peaks.items():
             found.peaks[pair] = torch.minimum(bound + lost[pair], found.gains[pair])
-        rows = {pair: norm for pair, norm in found.peaks.items() if self.network.affine_path(*pair)}
+        for v in plan.each:
+            (u,) = self.network.operands(v)
+            for (a, b), norms in rows.items():
+                if b is u:
+                    share = (norms + lost[a, b][:, None]) / found.peaks[a, b][:, None].clamp_min(SMALLEST)
+                    found.shares[a, v] = self.network.arranged(u, v.operands[0], at_most(share).clamp_max(1))
+        longest = {pair: norm for pair, norm in found.peaks.items() if self.network.affine_path(*pair)}
         for a, b in plan.peaks:
             if (a, b) not in found.peaks:
-                known = {v: norm for (v, u), norm in rows.items() if u is b}
+                known = {v: norm for (v, u), norm in longest.items() if u is b}
                 found.peaks[a, b] = torch.minimum(self.product(a, b, known, found), found.gains[a, b])
         for pair in self.columns.keys() - self._raised:
             self.columns[pair] = self.columns[pair] + lost[pair][0]
@@ -291,20 +305,19 @@ class NormFinder:
         if key not in self._constants:
             alone = {node: value[:1] for node, value in values.items()}
             tight = self.jacobians.within(self.jacobians.tolerance * _STILL)
-            self._constants[key] = norm(tight, alone).item()
-        return values[a].new_full((len(values[a]),), self._constants[key])
+            self._constants[key] = norm(tight, alone)
+        known = self._constants[key]
+        return known.expand(len(values[a]), *known.shape[1:])
 
     def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, b.entries))
         return self._still(("norm", a, b), a, b, values, lambda by, known: by.norm(a, b, known, draw))
 
-    def _largest_row(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
+    def _rows(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         draw = self._draw(ledger, "peak", a, b, known=self.jacobians.writes_out_rows(a, b))
         block, arranged = self.plan.blocks[b]
         target = b if block == 1 else arranged
-        return self._still(
-            ("peak", a, b), a, b, values, lambda by, known: by.largest_row(a, target, known, draw, block)
-        )
+        return self._still(("peak", a, b), a, b, values, lambda by, known: by.rows(a, target, known, draw, block))
 
     def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
         u = v.operands[0]
@@ -344,6 +357,21 @@ class NormFinder:
         draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows))
         norm = self._compute(("form", a, v, number), lambda by: by.norm(a, b, values, draw, form=form))
         return norms.raised(norm, a, self.network.root(b), form, self.jacobians.error_factor(a, rows))
+
+    def formed_columns(
+        self, a: Node, v: Node, number: int, values: dict[Node, Tensor], form: Form, norms: Norms
+    ) -> Tensor | None:
+        """Upper bounds on the norms of the columns of the same M G(a → b), shape (N, entries of a).
+
+        None if they would take random vectors, or if the path from a to b is not affine.
+        """
+        b = v.operands[form.operand]
+        rows = rows_of(b, values, form)
+        if not writes_rows(rows, formed=True) or not self.network.affine_path(a, b):
+            return None
+        found = self.jacobians.columns(a, b, values, None, form)
+        lost = norms.rounding(a, self.network.root(b), form) * written_error(a.entries, rows)
+        return found + lost[:, None]
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is ``known`` from the entries, or G is empty.

@@ -68,6 +68,7 @@ class NormPlan:
         tokens: the operations whose rule uses the deviation of tokens along their unit vectors, with the number of
             entries of a token.
         along: the pairs (a, v) for which G(a → u), restricted to these directions, is computed, u the operand of v.
+        each: the operations whose rules take bounds on the deviations of all entries.
         blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
             in which its entries are consecutive.
 
@@ -92,6 +93,7 @@ class NormPlan:
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
+        self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
         self.links = [link for link in network.chains.unknown if passes is not None or not network.local.bounded(link)]
         if passes is not None:
             self._spend(passes)
@@ -186,6 +188,10 @@ class NormPlan:
         """Whether the rule of a nonlinear operation gets a bound on the deviation of a single entry or block."""
         block = self.block(v)
         return block == 1 or (block > 1 and self.blocks[self.network.operands(v)[0]] == (block, v.operands[0]))
+
+    def _single(self, v: Node) -> bool:
+        """Whether every block of the operand is an entry."""
+        return self.blocks[self.network.operands(v)[0]][0] == 1
 
     def _token(self, v: Node) -> int:
         """The number of entries in a token of the operand, if the rule uses bounds on tokens; 0 if not."""

@@ -23,6 +23,7 @@ from lipcert.bounds import Remainder
 from lipcert.certifier.anchored.network import Network, Stage
 from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
 from lipcert.certifier.anchored.plan import NormPlan
+from lipcert.certifier.anchored.ray import Sector
 from lipcert.graph import Node
 from lipcert.norms import Ledger
 
@@ -37,10 +38,20 @@ class FormNorms:
     Attributes:
         operand: u.
         norms: upper bounds on ‖M G(a → u)‖ by a, each of shape (N,); 0 for any other a.
+        along: upper bounds on ‖M G(x → u) p‖ for the p of a ray, shape (N,).
+        columns: upper bounds on the norms of the columns of M G(a → u) by a, each of shape (N, entries of a), for some
+            of the operations a from which the path to u is affine.
     """
 
     operand: Node
     norms: Mapping[Node, Tensor]
+    along: Tensor
+    columns: Mapping[Node, Tensor] = field(default_factory=dict)
+
+    def only(self, index: Tensor) -> FormNorms:
+        """The same for the images with the given indices."""
+        norms, columns = ({a: norm[index] for a, norm in known.items()} for known in (self.norms, self.columns))
+        return FormNorms(self.operand, norms, self.along[index], columns)
 
 
 # For operations v, the norms for each of their forms, in order.
@@ -199,7 +210,14 @@ class Linearization:
             return self.norms.weighted[a, v]
         return self.norms.along[a, v][:, (SeminormKind.ALONG, SeminormKind.TOKEN).index(kind)]
 
-    def walk(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, *, layerwise: bool = False) -> Deviations:
+    def walk(
+        self,
+        eps: Tensor,
+        curvature: Curvature = NO_CURVATURE,
+        *,
+        layerwise: bool = False,
+        sector: Sector | None = None,
+    ) -> Deviations:
         """Bounds on the deviations of values for perturbations of norm at most ε.
 
         The deviation of the start of a stage is the smaller of two bounds: the first-order part from the source plus
@@ -210,6 +228,7 @@ class Linearization:
             eps: ε, shape (N,).
             curvature: norms with the forms M of the operations for which ‖Mδ‖ is bounded.
             layerwise: uses only the bound that the previous stage passes on.
+            sector: what is known of the perturbations besides their norm.
         """
         network, zero = self.network, torch.zeros_like(eps)
         before = self.rounding.before(network.stages[0])
@@ -217,7 +236,8 @@ class Linearization:
         found: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
         weighed: dict[Node, list[Tensor]] = {}
-        passed_on = eps * self.gain(network.source, network.stages[0].start)
+        reach = _Reach(self, eps, sector)
+        passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start))
         passed_on = passed_on if before is None else passed_on + before
         for stage in network.stages:
             if layerwise:
@@ -225,8 +245,9 @@ class Linearization:
             else:
                 sums = (self.gain(cut, stage.start) * error for cut, error in at_cuts.items())
                 arrived = at_most(sum(sums, zero)) if before is None or found else before
-                at_start = torch.minimum(self.gain(network.source, stage.start) * eps + arrived, passed_on)
-                walk = _StageWalk(self, stage, at_start, (eps, arrived), curvature)
+                direct = reach(stage.start, NORM, self.gain(network.source, stage.start))
+                at_start = torch.minimum(direct + arrived, passed_on)
+                walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
             self.rounding.enter(stage, walk.at_start)
             walk.visit(operands, weighed)
             remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
@@ -239,6 +260,42 @@ class Linearization:
         return Deviations(operands, passed_on, features, weighed, found)
 
 
+class _Reach:
+    """The deviations of values by perturbations of norm at most ε, to first order.
+
+    Args:
+        at: the linearisation.
+        eps: ε, shape (N,).
+        sector: what else is known of the perturbations.
+    """
+
+    def __init__(self, at: Linearization, eps: Tensor, sector: Sector | None):
+        self.at, self.eps, self.sector = at, eps, sector
+
+    def __call__(self, u: Node, seminorm: Seminorm, gain: Tensor | float, along: Tensor | None = None) -> Tensor:
+        """An upper bound on ‖M G(x → u) δ‖, shape (N,), for the M of a seminorm.
+
+        Args:
+            u: the value.
+            seminorm: defines M.
+            gain: an upper bound on ‖M G(x → u)‖.
+            along: an upper bound on ‖M G(x → u) p‖, for the p of the sector; by default the ray knows it.
+        """
+        if self.sector is None or (self.at.network.source, u) in self.at.plan.unconnected:
+            return gain * self.eps
+        size = self.sector.ray.size(u, seminorm) if along is None else along
+        return self.sector.moved(size, gain, self.eps)
+
+    def each(self, v: Node, rows: Tensor) -> Tensor:
+        """The same for all entries of the operand of v, shape (N, entries), from bounds on the norms of the rows."""
+        whole = at_most(rows * self.eps[:, None])
+        entries = None if self.sector is None else self.sector.ray.entries(v)
+        if self.sector is None or entries is None:
+            return whole
+        along, across = self.sector.along[:, None], self.sector.across[:, None]
+        return torch.minimum(whole, at_most(entries * along + rows * across))
+
+
 class _StageWalk:
     """The part of a walk inside one stage.
 
@@ -246,8 +303,8 @@ class _StageWalk:
         at: the linearisation.
         stage: the stage.
         at_start: the deviation of its start, shape (N,).
-        source: the deviation of the source, and the remainders before the stage, at its start; None to use
-            ``at_start`` only.
+        source: the first-order deviations from the source, and the remainders before the stage, at its start; None to
+            use ``at_start`` only.
         curvature: as for :meth:`Linearization.walk`.
     """
 
@@ -256,12 +313,12 @@ class _StageWalk:
         at: Linearization,
         stage: Stage,
         at_start: Tensor,
-        source: tuple[Tensor, Tensor] | None,
+        source: tuple[_Reach, Tensor] | None,
         curvature: Curvature,
     ):
         self.at, self.stage, self.at_start, self.source, self.curvature = at, stage, at_start, source, curvature
         self.zero = torch.zeros_like(at_start)
-        self.effects: list[tuple[Node, Callable[[Node, Seminorm], Tensor]]] = []
+        self.effects: list[tuple[Node, Tensor, Callable[[Node, Seminorm], Tensor]]] = []
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm) -> Tensor | float:
         """:meth:`Linearization.gain`, with the norms for the weights of curvature."""
@@ -275,8 +332,13 @@ class _StageWalk:
         from_start = self.gain(self.stage.start, u, seminorm)
         if self.source is None:
             return from_start * self.at_start
-        eps, arrived = self.source
-        from_source = at_most(self.gain(self.at.network.source, u, seminorm) * eps + from_start * arrived)
+        reach, arrived = self.source
+        along = None
+        if seminorm.kind is SeminormKind.CURVATURE:
+            assert seminorm.of is not None
+            along = self.curvature[seminorm.of][seminorm.form].along
+        direct = reach(u, seminorm, self.gain(self.at.network.source, u, seminorm), along)
+        from_source = at_most(direct + from_start * arrived)
         return torch.minimum(from_source, at_most(from_start * self.at_start))
 
     def errors(self, u: Node, seminorm: Seminorm) -> Tensor:
@@ -284,7 +346,7 @@ class _StageWalk:
         # Errors before the start of the stage are part of its deviation.
         own = None if u is self.stage.start else self.at.rounding.carried(u)
         found = self.zero if own is None else own * self.gain(u, u, seminorm)
-        for v, effect in self.effects:
+        for v, _, effect in self.effects:
             put = self.at.rounding.put(v)
             error = effect(u, seminorm)
             found = found + (error if put is None else error + self.gain(v, u, seminorm) * put)
@@ -308,7 +370,8 @@ class _StageWalk:
                     for number, known in enumerate(self.curvature[v])
                 ]
             self.at.rounding.nonlinear(v, rho)
-            self.effects.append((v, self.effect(v, rho)))
+            norm = at_most(self.at.remainders[v].norm(rho))
+            self.effects.append((v, norm, self.effect(v, rho, norm)))
 
     def reach(self, v: Node) -> list[Tensor]:
         """The ρ of the operands of a nonlinear operation, followed by the bounds on blocks or tokens for its rule.
@@ -321,13 +384,42 @@ class _StageWalk:
         rho = [self.moved(u, NORM) for u in operands]
         if plan.blockwise(v):
             rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
+        if v in plan.each:
+            rho[-1] = self.each(v, rho[-1])
         if v in plan.tokens:
             for kind in (SeminormKind.ALONG, SeminormKind.TOKEN):
                 along = self.moved(operands[0], Seminorm(kind, v))
                 rho.append(torch.minimum(rho[-1], along + _ALONG * rho[0]))
         return rho
 
-    def effect(self, v: Node, rho: list[Tensor]) -> Callable[[Node, Seminorm], Tensor]:
+    def each(self, v: Node, peak: Tensor) -> Tensor:
+        """Bounds on the deviations of all entries of the operand of v, shape (N, entries), with those of all rows.
+
+        ``peak``, a bound for any single entry, shape (N,), is returned if the rows are not known.
+        """
+        at, (u,), start = self.at, self.at.network.operands(v), self.stage.start
+        source = at.network.source
+        if (start, v) not in at.norms.shares and (source, v) not in at.norms.shares:
+            return peak
+
+        def rows(a: Node) -> Tensor:
+            gain = torch.as_tensor(self.gain(a, u, LARGEST), dtype=torch.float64, device=peak.device).reshape(-1, 1)
+            return gain * at.norms.shares[a, v] if (a, v) in at.norms.shares else gain
+
+        found = at_most(rows(start) * self.at_start[:, None])
+        if self.source is not None:
+            reach, arrived = self.source
+            found = torch.minimum(found, at_most(reach.each(v, rows(source)) + rows(start) * arrived[:, None]))
+        own = None if u is start else at.rounding.carried(u)
+        more = at.norms.rounded.noise[u] if own is None else at.norms.rounded.noise[u] + own
+        found = found + more[:, None]
+        for w, norm, effect in self.effects:
+            put = at.rounding.put(w)
+            error = torch.minimum(effect(u, LARGEST)[:, None], at_most(rows(w) * norm[:, None]))
+            found = found + (error if put is None else error + rows(w) * put[:, None])
+        return torch.minimum(at_most(found), peak[:, None])
+
+    def effect(self, v: Node, rho: list[Tensor], norm: Tensor) -> Callable[[Node, Seminorm], Tensor]:
         """The deviation of later values by the remainder of v, each of shape (N,).
 
         With G = G(v → u) it is at most ‖G‖ ‖R‖. Where the norms w of the columns of G are known, it is also at most
@@ -336,9 +428,9 @@ class _StageWalk:
         Args:
             v: the operation.
             rho: the ρ of its operands.
+            norm: a bound on ‖R‖, shape (N,).
         """
         at, rule, columns = self.at, self.at.remainders[v], self.at.norms.columns
-        norm = at_most(rule.norm(rho))
         unknown = torch.full_like(norm, math.inf)
         ahead = at.plan.ahead.get(v)
         known = (v, ahead) in columns
@@ -347,6 +439,10 @@ class _StageWalk:
 
         def moves(u: Node, seminorm: Seminorm) -> Tensor:
             bound = at_most(self.gain(v, u, seminorm) * norm)
+            if seminorm.kind is SeminormKind.CURVATURE:
+                assert seminorm.of is not None
+                weights = self.curvature[seminorm.of][seminorm.form].columns.get(v)
+                return bound if weights is None else torch.minimum(bound, at_most(rule.total(weights, rho, unknown)))
             if (v, u) not in columns or seminorm.kind not in (SeminormKind.NORM, SeminormKind.LARGEST):
                 return bound
             if u not in summed:

@@ -1,0 +1,171 @@
+"""Perturbations split into the part along one direction and the rest.
+
+The linearised margin changes only by the part of δ along its gradient. So a perturbation that takes much of the margin
+is nearly parallel to the gradient, and moves most values by far less than the norms of their Jacobians allow. Let p be
+a unit vector and δ = s p + δ' with ⟨δ', p⟩ = 0, so that s² + ‖δ'‖² ≤ ε². For every map M, to first order,
+
+    ‖M G(x → u) δ‖ ≤ min(‖M G(x → u)‖ ε, |s| ‖M G(x → u) p‖ + ‖δ'‖ ‖M G(x → u)‖).
+
+All vectors G(x → u) p come from one product with Jacobians, without random vectors. A *sector* consists of the δ with
+|s| ≤ s₀ and ‖δ'‖ ≤ t₀. The ball is covered by the sectors ε cos β ≤ |s| ≤ ε cos α, whose ‖δ'‖ are at most ε sin β, for
+angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball.
+
+Rounding: p is computed, and its norm is 1 to 1e-9; s and t are inflated by that. A computed product with G(x → u) has
+an error of at most S (:mod:`.rounding`), and 2 S is added for that of G(x → u) p and of what is computed from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipcert._numerics import INFLATE, UNIT, at_most
+from lipcert.bounds import Form, per_image
+from lipcert.certifier.anchored.jacobians import tangents
+from lipcert.certifier.anchored.norms import Seminorm, SeminormKind
+from lipcert.graph import Node
+
+if TYPE_CHECKING:
+    from lipcert.certifier.anchored.walk import Linearization
+
+# More than the rounding errors of angles, sines and cosines.
+_ROUNDED = 1e-12
+# The angles between the sectors. They are closest where the margin is usually lost.
+_ANGLES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.26, 0.32, 0.38, 0.45, 0.53, 0.62, 0.73, 0.86, 1.02, 1.22, math.pi / 2)
+SECTORS = len(_ANGLES) - 1
+
+
+class Ray:
+    """First-order deviations along a unit vector p of the source at N images.
+
+    Args:
+        at: the network linearised at the images.
+        direction: a vector along p for each image, shape (N, entries of the source). Where it is too small to have a
+            direction in float64, nothing is known.
+    """
+
+    def __init__(self, at: Linearization, direction: Tensor):
+        self.at, network = at, at.network
+        size = direction.norm(dim=1, keepdim=True)
+        unit = direction / size.clamp_min(1e-140)
+        self.known = (unit.norm(dim=1) - 1).abs() < 1e-10
+        ends = [*(stage.start for stage in network.stages), *network.outputs]
+        operands = [u for v in at.remainders for u in v.operands if u not in network.widths]
+        wanted = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
+        source = network.source
+        self.tangents = tangents(network, at.values, [u for u in wanted if network.replay.depends(u, source)], unit)
+        self._sizes: dict[tuple[Node, Seminorm], Tensor] = {}
+
+    def only(self, index: Tensor, at: Linearization) -> Ray:
+        """The same for the images with the given indices, with the linearisation at these images."""
+        part = copy.copy(self)
+        part.at, part.known, part._sizes = at, self.known[index], {}
+        part.tangents = {u: moved[index] for u, moved in self.tangents.items()}
+        return part
+
+    def size(self, u: Node, seminorm: Seminorm) -> Tensor:
+        """An upper bound on the seminorm of G(x → u) p, shape (N,); ∞ if it is not known.
+
+        ``u`` is the root of a value. A seminorm with a form is that of :meth:`formed`.
+        """
+        key = u, seminorm
+        if key not in self._sizes:
+            self._sizes[key] = self._size(u, seminorm)
+        return self._sizes[key]
+
+    def _size(self, u: Node, seminorm: Seminorm) -> Tensor:
+        kind, v, _ = seminorm
+        place, scale = u, torch.ones((), dtype=torch.float64)
+        if kind is SeminormKind.LARGEST:
+            block, arranged = self.at.plan.blocks.get(u, (1, u))
+            place = u if block == 1 else arranged
+        elif v is not None:
+            place = v.operands[0]
+        moved = self.tangents.get(place)
+        if moved is None:
+            return self._nothing()
+        flat = per_image(moved)
+        if kind is SeminormKind.LARGEST:
+            found = flat.unflatten(1, (-1, block)).norm(dim=2).amax(1)
+        elif kind is SeminormKind.COLUMNS:
+            assert v is not None
+            weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
+            found, scale = (weights * flat).norm(dim=1), weights.amax()
+        elif v is not None:
+            units, token = self.at.remainders[v].units, self.at.plan.tokens[v]
+            along = (flat * per_image(units)).unflatten(1, (-1, token)).sum(2)
+            found = along.norm(dim=1) if kind is SeminormKind.ALONG else along.abs().amax(1)
+        else:
+            found = flat.norm(dim=1)
+        return self._raised(found, u, scale)
+
+    def entries(self, v: Node) -> Tensor | None:
+        """Upper bounds on the entries of |G(x → u) p| in the operand u of v, shape (N, entries); None if unknown."""
+        u = self.at.network.root(v.operands[0])
+        moved, slack = self.tangents.get(v.operands[0]), self.at.norms.slack.get((self.at.network.source, u))
+        if moved is None or (slack is None and u is not self.at.network.source):
+            return None
+        found = per_image(moved).abs()
+        found = found if slack is None else found + 2 * slack[:, None]
+        return torch.where(self.known[:, None], at_most(found * INFLATE), math.inf)
+
+    def formed(self, u: Node, form: Form, some: Tensor) -> Tensor:
+        """An upper bound on ‖M G(x → u) p‖ for the M of a form at some of the images, shape (len(some),).
+
+        Args:
+            u: the operand of the form, as the operation reads it.
+            form: M at these images.
+            some: the indices of the images.
+        """
+        moved = self.tangents.get(u)
+        if moved is None:
+            return self._nothing()[some]
+        part = moved[some]
+        found = per_image(form(part)).norm(dim=1)
+        terms = max(u.entries, *(tensor[0].numel() for tensor in form.tensors))
+        found = found + form.size * 4 * (terms + 16) * UNIT * per_image(part).norm(dim=1)
+        return self._raised(found, self.at.network.root(u), form.norm, some)
+
+    def _raised(self, found: Tensor, u: Node, scale: Tensor, some: Tensor | None = None) -> Tensor:
+        """With the rounding error of the product, multiplied by ``scale``; ∞ where nothing is known."""
+        slack = self.at.norms.slack.get((self.at.network.source, u))
+        if slack is None and u is not self.at.network.source:
+            return self._nothing() if some is None else self._nothing()[some]
+        known = self.known
+        if some is not None:
+            known, slack = known[some], None if slack is None else slack[some]
+        found = found if slack is None else found + 2 * scale * slack
+        return torch.where(known, at_most(found * INFLATE), math.inf)
+
+    def _nothing(self) -> Tensor:
+        return torch.full_like(self.known, math.inf, dtype=torch.float64)
+
+
+class Sector(NamedTuple):
+    """The perturbations s p + δ' with |s| ≤ ``along`` and ‖δ'‖ ≤ ``across``, each of shape (N,), p that of a ray."""
+
+    ray: Ray
+    along: Tensor
+    across: Tensor
+
+    def moved(self, size: Tensor, gain: Tensor | float, eps: Tensor) -> Tensor:
+        """An upper bound on ‖M G(x → u) δ‖, shape (N,), for δ in this sector with ‖δ‖ ≤ ε.
+
+        Args:
+            size: an upper bound on ‖M G(x → u) p‖.
+            gain: an upper bound on ‖M G(x → u)‖.
+            eps: ε.
+        """
+        return torch.minimum(at_most(gain * eps), at_most(size * self.along + gain * self.across))
+
+
+def sectors(ray: Ray, eps: Tensor) -> Sector:
+    """The sectors that cover the ball of radius ε around images that are repeated ``SECTORS`` times each."""
+    low, high = torch.tensor(_ANGLES[:-1], dtype=torch.float64), torch.tensor(_ANGLES[1:], dtype=torch.float64)
+    images = len(eps) // SECTORS
+    cos, sin = (share.to(eps.device).repeat(images) for share in (low.cos(), high.sin()))
+    return Sector(ray, eps * INFLATE * (cos + _ROUNDED), eps * INFLATE * (sin + _ROUNDED))
