@@ -280,7 +280,8 @@ def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
         return whole
     ranked, order = weight.sort(dim=1, descending=True)
     caps = most.square().expand_as(weight).gather(1, order)
-    left = rho.square()[:, None] - (caps.cumsum(1) - caps)
+    before = torch.nn.functional.pad(caps.cumsum(1)[:, :-1], (1, 0))
+    left = rho.square()[:, None] - before
     given = torch.where(left.isnan(), caps, torch.minimum(caps, left.clamp_min(0)))  # ∞ − ∞ limits nothing
     return torch.minimum(whole, at_most(ranked * given * (1 + _ROUNDED)).sum(1))
 

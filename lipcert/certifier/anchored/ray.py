@@ -53,7 +53,7 @@ class Ray:
         size = direction.norm(dim=1, keepdim=True)
         unit = direction / size.clamp_min(1e-140)
         self.known = (unit.norm(dim=1) - 1).abs() < 1e-10
-        ends = [*(stage.start for stage in network.stages), *network.outputs]
+        ends = [network.source, *(stage.start for stage in network.stages), *network.outputs]
         operands = [u for v in at.remainders for u in v.operands if u not in network.widths]
         wanted = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
         source = network.source
