@@ -5,6 +5,8 @@
         --model liresnet/rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-liresnet-smooth --data ../shared/data/cifar10 --work cut \
         --model cut/liresnet-rounded.safetensors
+    python -m benchmarks.make_checkpoints cifar10-hybrid --data ../shared/data/cifar10 --work cut \
+        --model cut/hybrid-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
         --model both/anchored.safetensors
 
@@ -48,6 +50,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "test": "test.tar",
         "data": "CIFAR-10, 500 test images of a fixed shuffle, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
+    },
+    "cifar10-hybrid": {
+        "file": "cifar10_hybrid.safetensors", "method": "staged", "attacked_images": 40, "limit": 300,
+        "test": "test.tar",
+        "data": "CIFAR-10, 300 test images of a fixed shuffle, lightly compressed JPEG files",
+        "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention",),
     },
     "cifar10-vit": {
         "file": "cifar10_vit.safetensors", "method": "anchored", "attacked_images": 100, "limit": 100,

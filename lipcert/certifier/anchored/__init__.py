@@ -7,6 +7,7 @@ Read the modules in this order:
 - :mod:`.jacobians`: products with Jacobians, and norms from them;
 - :mod:`.norms`: the norms of a plan at images, and their failure probability;
 - :mod:`.effort`: which of them are worth computing, and how tightly;
+- :mod:`.ray`: perturbations split along the gradient of a margin;
 - :mod:`.walk`: the deviation of every value for perturbations of norm ε, from norms and remainders;
 - :mod:`.margin`: lower bounds on a margin;
 - :mod:`.method`: the certificate with its proof, and the order in which rival classes are examined;

@@ -36,8 +36,8 @@ NO_FORMS: Forms = MappingProxyType({})
 # takes at least this share of the margin.
 FURTHER = 2.0
 _WORTH = 0.02
-# The largest number of entries of the values of images that are repeated for every sector, 512 MiB.
-_ENTRIES = 2**26
+# The largest number of entries of what rules read of an image that is repeated for every sector, 256 MiB.
+_ENTRIES = 2**25
 
 
 def spreads(at: Linearization, predicted: Tensor) -> Tensor | None:
@@ -129,15 +129,14 @@ class RivalMargin:
             self.margin = (self.margin - deployed).clamp_min(0)
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
-        entries = SECTORS * sum(value.numel() for value in at.values.values())
-        self.ray = Ray(at, at_source) if at.plan.whole and entries <= _ENTRIES else None
+        self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
         self._wide_forms: tuple[Forms, Forms] = NO_FORMS, NO_FORMS
 
     @cached_property
     def _wide(self) -> RivalMargin:
         """The same with every image repeated for every sector."""
         wide, index = copy.copy(self), self._repeated
-        at = wide.at = self.at.only(index)
+        at = wide.at = self.at.only(index, walked=True)
         wide.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
         wide.margin, wide.slope, wide.rounding = self.margin[index], self.slope[index], self.rounding[index]
         wide.against = {v: at.remainders[v].against(g) for v, g in wide.at_nodes.items()}

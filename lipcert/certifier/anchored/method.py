@@ -17,14 +17,15 @@ evaluated in the order of the network, so that every ρ is known before it is us
 product of norms along the depth: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j‖.
 
 **Stages** keep the number of norms small. If everything after a value c depends on the image only through c (a cut),
-then G(v → u) = G(c → u) G(v → c) for v before and u after c. The remainders before c are added up at c.
+then G(v → u) = G(c → u) G(v → c) for v before and u after c. The remainders before c are added up at c. A cut between
+so few operations that it saves no norms is left out, since the product of two norms is larger than that of G(v → u).
 
 **Columns.** The errors Σ_v ‖G(v → u)‖ r_v are part of the ρ with which the later remainders grow, so they limit the
 radius. If the path from a smooth activation v to u is affine, the remainder moves u by at most
 ‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with the norms w_i of the columns. With |R_i| ≤ ½ c δ_i² this is at
 most ½ c ‖√w ∘ δ‖², and ‖√w ∘ δ‖ is bounded as ‖Mδ‖ below. Both are much smaller than ‖G(v → u)‖ · ½ c max|δ_i| ‖δ‖,
 because few columns of a trained matrix are nearly as long as its norm. Columns do not depend on the image, so their
-norms are computed once.
+norms are computed once. ‖M G(v → u) R_v‖, with M as below, is bounded by the columns of M G(v → u) in the same way.
 
 **Curvature** takes most of a margin. A rule may know a linear map M of the deviation δ of v's operand u with
 −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order, or a similar bound for products
@@ -38,6 +39,13 @@ For projections and normalisations it is the positive part of the second derivat
 softmax it is the covariance under the nominal probabilities. For products, one factor is contracted with the gradient.
 The norms with M are for one rival class j, so they are computed for the classes with the smallest radii, one after the
 other. A form that is valid up to some ε gives a radius up to that ε.
+
+**Rays.** A perturbation that takes much of a margin is nearly parallel to its gradient, and moves most values by far
+less than the norms of their Jacobians allow. So the ball is covered by sectors of angles to the gradient, and the
+margin is bounded in each: see :mod:`.ray`. Within a sector all that is said here holds with a smaller first-order part.
+
+**Entries.** Entry i of a value u moves by at most the sum above with the norms of row i of G(x → u) and of the
+G(v → u). Smooth activations have a small remainder where that is small (:meth:`.walk._StageWalk.each`).
 
 **Secants.** The identities hold for any linear map in place of the Jacobian of an operation, with R_v the difference
 from that map. At kinks, slopes between the two sides have smaller remainders (:mod:`lipcert.bounds._secants`).
@@ -71,6 +79,7 @@ from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spre
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
+from lipcert.certifier.anchored.ray import SECTORS
 from lipcert.certifier.anchored.secants import with_secants
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
 from lipcert.graph import Graph, Node
@@ -283,7 +292,7 @@ def _examined(
     order = allowed.argsort(1)[:, :limit]
     best = torch.full_like(allowed[:, 0], math.inf)
     possible = torch.ones_like(best, dtype=torch.bool)
-    entries = max(1, sum(value[0].numel() for value in at.values.values()))
+    entries = max(1, SECTORS * at.entries + sum(value[0].numel() for value in at.values.values()))
     most, together = max(1, _ENTRIES // entries), 1  # the same for an image alone, so that its radius is too
     while order.shape[1]:
         rivals, order = order[:, :together], order[:, together:]
@@ -338,7 +347,8 @@ def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tenso
         left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least) & (least <= enough)).nonzero()[:, 0]
         if not len(left):
             break
-        one = RivalMargin(at.only(left), rivals[left, 0], predicted[left], margins[left])
         done[left, rivals[left, 0]] = True
-        allowed[left, rivals[left, 0]] = one.weighed(least[left], round)
+        for part in left.split(max(1, _ENTRIES // (SECTORS * max(1, at.entries)))):
+            one = RivalMargin(at.only(part), rivals[part, 0], predicted[part], margins[part])
+            allowed[part, rivals[part, 0]] = one.weighed(least[part], round)
     return allowed

@@ -182,11 +182,24 @@ class Linearization:
     def plan(self) -> NormPlan:
         return self.finder.plan
 
-    def only(self, index: Tensor) -> Self:
-        """The linearisation at the images with the given indices."""
+    @property
+    def entries(self) -> int:
+        """The number of entries, per image, of the values that the remainder rules read."""
+        return sum(self.values[node][0].numel() for node in self._read)
+
+    @property
+    def _read(self) -> dict[Node, None]:
+        """The nonlinear operations and their operands."""
+        return dict.fromkeys(node for v in self.network.rules for node in (v, *v.operands))
+
+    def only(self, index: Tensor, *, walked: bool = False) -> Self:
+        """The linearisation at the images with the given indices.
+
+        With ``walked`` it holds what a walk needs, and no values that the remainder rules do not read.
+        """
         part = copy.copy(self)
-        part.images, part.logits = self.images[index], self.logits[index]
-        part.values = {node: value[index] for node, value in self.values.items()}
+        part.images, part.logits = self.images if walked else self.images[index], self.logits[index]
+        part.values = {node: self.values[node][index] for node in (self._read if walked else self.values)}
         part.norms = self.norms.only(index)
         part.remainders = self.network.remainders(part.values)
         part.rounding = self.rounding.only(index, part)
