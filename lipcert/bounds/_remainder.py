@@ -217,6 +217,9 @@ class Smooth(Remainder):
 
     Total: Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i is bounded in the same way, and it is at most ½ max c ‖√w ∘ δ‖².
 
+    A subclass whose remainder has other parts, such as kinks, must add them to all four answers: ``norm``, ``against``,
+    ``contracted`` and ``total``. It reads bounds on entries with :func:`each_entry`.
+
     Attributes:
         curvature: an upper bound on |φ''|.
         downward: an upper bound on −φ'', if it is smaller.
