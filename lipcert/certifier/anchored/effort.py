@@ -8,7 +8,7 @@ which they come. Two fixed images stand for all: noise, and smooth waves. There 
 methods as later but with a failure probability of one half for each, which takes few passes. The rival class is the one
 with the smallest margin. Its margin itself says nothing about other images, so it is replaced by one for which
 remainders take _SHARE times as much as the gradient. At the radius for that margin, let s be the derivative of
-what is left of it by the logarithm of a norm and c the cost of the norm.
+what is left of it by the logarithm of a norm, over all sectors in which little is left, and c the cost of the norm.
 
 - **Tolerances.** Lanczos takes about τ^(−1/2) steps to come within τ. The sum of c τ^(−1/2) is smallest for a given sum
   of s τ if τ is proportional to (c/s)^(2/3). The factor is chosen such that the sum of s τ is _TIGHTER times that
