@@ -183,8 +183,8 @@ def test_certify_with_an_attack_bounds_radii_from_both_sides():
     assert (result.radius <= result.attack_distance).all()
     assert not (result.attacked & result.certified).any()
     whole = ~result.attacked
-    assert torch.equal(result.radius[whole], plain.radius[whole])
-    assert (result.radius <= plain.radius).all()
+    torch.testing.assert_close(result.radius[whole], plain.radius[whole], rtol=1e-12, atol=0)  # in smaller batches
+    assert (result.radius <= plain.radius * (1 + 1e-12)).all()
     assert (result.radius > 0).all()
 
 

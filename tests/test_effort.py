@@ -16,6 +16,7 @@ from lipcert.certifier import Anchored, Certificates, Certifier
 from lipcert.certifier.anchored import effort
 from lipcert.certifier.anchored import method as method_module
 from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
+from lipcert.certifier.anchored.ray import SECTORS
 from lipcert.certifier.anchored.walk import Linearization
 
 
@@ -251,7 +252,8 @@ def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
     model, images = vit(depth=1), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     method = Anchored(model)
-    entries = sum(value[0].numel() for value in method(images).linearization.values.values())
+    at = method(images).linearization
+    entries = SECTORS * at.entries + sum(value[0].numel() for value in at.values.values())
     monkeypatch.setattr(method_module, "_ENTRIES", 2 * entries)
     monkeypatch.setattr(method_module, "FURTHER", 1e6)  # examines all rivals
     groups = []

@@ -887,15 +887,15 @@ def test_staged_takes_products_where_all_norms_take_too_long(monkeypatch):
     model = branching()
     norms = Certifier(model, 10.0)
     assert not norms.notes
-    work = Anchored(model).work
+    work, apart = Anchored(model).work, Anchored(model, passes=1e12).work  # the second keeps all cuts
     monkeypatch.setattr(_certifier, "_WORK_LIMIT", 0.9 * work)
-    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 0.4 * work)
+    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 0.4 * apart)
     products = Certifier(model, 10.0)
     assert "products of norms for the others" in products.notes["anchored"]
     few, all_of_them = products.run(small(3)), norms.run(small(3))
     assert (few.radius > 0).all()
     assert (few.radius < all_of_them.radius).all()
-    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 1e-3 * work)
+    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 1e-3 * apart)
     assert "anchored" in Certifier(model, 10.0).skipped
     assert not Certifier(model, 10.0, passes=1).skipped  # asked for
 

@@ -61,7 +61,7 @@ class DeployedAnchored:
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **options: Any):
         self.format = Format.of(dtype)
         given = NormOptions(**options)
-        self.network = Network(model, casts=True)
+        self.network = Network(model, casts=True, merged=given.passes is None)
         self.plan = NormPlan(self.network, anchored_pairs(self.network), given.passes)
         spare = _WEIGHINGS * ROUNDS * weighable(self.network)
         self.finder = NormFinder(self.network, self.plan, given, spare=spare)
