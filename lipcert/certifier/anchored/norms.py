@@ -94,7 +94,7 @@ class Norms:
         ledger: the ledger of the images, with the failure probability spent on the bounds.
         gains: ‖G(a → b)‖, by (a, b).
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it.
-        shares: the norms of all rows of G(a → b), divided by the largest, shape (N or 1, entries), by (a, v): b is the
+        shares: the norms of all rows of G(a → b), divided by the largest, shape (N, entries), by (a, v): b is the
             operand of v, and the rows are in the order in which v reads its entries.
         columns: the norms of the columns of G(v → u), by (v, u), each of shape (1, entries of v).
         weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
