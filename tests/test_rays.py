@@ -259,7 +259,8 @@ def test_largest_share_without_limits():
 
 
 FUNCTIONS = {"gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "mish": F.mish,
-             "log_sigmoid": F.logsigmoid, "square": torch.square, "hardswish": F.hardswish}  # fmt: skip
+             "log_sigmoid": F.logsigmoid, "square": torch.square, "hardswish": F.hardswish,
+             "relu": torch.relu, "relu6": F.relu6, "abs": torch.abs, "hardsigmoid": F.hardsigmoid}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -294,4 +295,6 @@ def test_remainders_within_bounds_on_every_entry(name):
                 assert bool(((weight * rest.abs()).sum(1) <= total + slack).all())
                 if formed is not None:
                     size = formed.forms[0](delta).norm(dim=1)
-                    assert bool((-(direction * rest).sum(1) <= formed.bound(bounds, [size]) + slack).all())
+                    linear = 0.0 if formed.linear is None else (formed.linear * delta).sum(1)
+                    bound = formed.bound(bounds, [size]) + linear
+                    assert bool((-(direction * rest).sum(1) <= bound + slack).all())

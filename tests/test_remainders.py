@@ -6,12 +6,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
 from torch import nn
 
 from lipcert._numerics import at_most
 from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._registry import answers
-from lipcert.bounds._remainder import Smooth
+from lipcert.bounds._remainder import Smooth, beyond
 from lipcert.bounds.rules.activation import Gelu, secant_relu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown
 from lipcert.certifier.anchored.secants import with_secants
@@ -327,7 +331,8 @@ def test_rows_of_softmax_that_move_little_leave_little():
 
 QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "square", "gelu", "pow", "sqrt", "rsqrt"}
 RADIAL = {"layer_norm", "rms_norm", "group_norm", SmoothProject, RmsSmoothProject, GroupSmoothProject}
-CONTRACTED = QUADRATIC | RADIAL | {"softmax", "matmul"}
+BENT = {"relu", "leaky_relu"}
+CONTRACTED = QUADRATIC | RADIAL | BENT | {"softmax", "matmul"}
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -335,14 +340,16 @@ def test_remainder_by_contracted_forms(key, index):
     """−⟨g, R⟩ is within what the ‖Mδ‖ of the deviation itself allow, also where ascent makes it large."""
     site = Site(key, index)
     plain = seeded(*site.result.shape, seed=3)
-    for g in (plain, -plain, plain.abs(), site.result, -site.result):
+    for number, g in enumerate((plain, -plain, plain.abs(), site.result, -site.result)):
         for rho in RADII:
             radii = site.radii(rho)
             given = site.given(radii)
-            answer = site.rule.contracted(g, given)
+            likely = None if number % 2 else rho / 3 * seeded(*site.nominal[0].shape, seed=4)
+            answer = site.rule.contracted(g, given, likely)
             assert (answer is not None) == (key in CONTRACTED)
             if answer is None:
                 return
+            assert (answer.linear is not None) == (key in BENT)
             slack = 1e-14 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
             halves_of = [part / 2 for part in site.starts(radii)]
             for rest, parts in (*site.ascent(against(g), radii, 4), (site.remainder(halves_of), halves_of)):
@@ -354,6 +361,8 @@ def test_remainder_by_contracted_forms(key, index):
                         assert bool((size <= form.norm * norms(part) * (1 + 1e-9)).all())
                         assert bool((form.norm <= form.size * (1 + 1e-9)).all())
                     bound = answer.bound(given, sizes).nan_to_num(nan=math.inf)
+                    if answer.linear is not None:
+                        bound = bound + (answer.linear * moved[0][number]).flatten(1).sum(1)
                     assert bool(((left <= bound * (1 + 1e-9) + slack) | bound.isinf()).all()), (rho, left, bound)
 
 
@@ -369,7 +378,48 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
     assert bool((found[2:] > 0.2 * most[2:]).all())  # of points that are not next to 0, where curvature vanishes
 
 
-SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | {"hardswish"}]
+KINKED_ENTRIES = BENT | {"abs", "clamp", "hardtanh", "relu6", "hardsigmoid"}
+SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | KINKED_ENTRIES | {"hardswish"}]
+
+
+@pytest.mark.parametrize("key", sorted(BENT))
+def test_secants_are_exact_at_the_likely_deviation(key):
+    """Entry by entry, the bound is what is lost where the entry has passed its kink as it is likely to."""
+    site = Site(key, 0)
+    z = site.nominal[0]
+    g = -torch.ones_like(site.result)
+    likely = -z - 0.7 * torch.where(z > 0, 1.0, -1.0)  # 0.7 beyond the kink
+    rest = site.remainder([likely])
+    answer = site.rule.contracted(g, [norms(likely), likely.abs().amax(dim=(1, 2)) * 1.001], likely)
+    bound = answer.bound([], [norms(answer.forms[0](likely))]) + (answer.linear * likely).flatten(1).sum(1)
+    lost = rest.flatten(1).sum(1)
+    assert bool((bound >= lost * (1 - 1e-12)).all())
+    assert bool((bound <= lost * 1.2)[:5].all()), (bound, lost)  # the last lies far from its kinks
+
+
+@settings(deadline=None)
+@drawn(
+    entries=st.lists(st.tuples(*[st.floats(0, 3)] * 3), min_size=1, max_size=6),
+    rho=st.floats(0.01, 5),
+    seed=st.integers(0, 99),
+)
+def test_what_lies_beyond_kinks(entries, rho, seed):
+    """No deviation exceeds the bound, and the bound is at most 10 % above the least that duality gives."""
+    weight, distance, most = (torch.tensor([values], dtype=torch.float64) for values in zip(*entries, strict=True))
+    bound = beyond(weight, distance, torch.tensor([rho], dtype=torch.float64), most).item()
+
+    def dual(exponent):
+        multiplier = math.exp(exponent)
+        tau = torch.minimum(weight / (2 * multiplier), most)
+        return multiplier * rho**2 + (weight * (tau - distance) - multiplier * tau**2).clamp_min(0).sum().item()
+
+    least = min(minimize_scalar(dual, bounds=(low, low + 8), method="bounded").fun for low in (-16, -8, 0, 8))
+    least = min(least, (weight * (most - distance).clamp_min(0)).sum().item())
+    assert bound <= 1.1 * least + 1e-9
+    for number in range(40):
+        tau = most * seeded(1, len(entries), seed=100 * seed + number).abs().clamp_max(1)
+        tau = tau * min(1.0, rho / max(1e-12, tau.norm().item()))
+        assert (weight * (tau - distance).clamp_min(0)).sum().item() <= bound + 1e-12
 
 
 def test_rules_declare_their_optional_answers():

@@ -37,7 +37,16 @@ from lipcert.bounds._registry import (
     rule,
     rule_for,
 )
-from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, per_image, remainder, remainder_of
+from lipcert.bounds._remainder import (
+    Against,
+    Contracted,
+    Form,
+    Remainder,
+    each_entry,
+    per_image,
+    remainder,
+    remainder_of,
+)
 from lipcert.bounds._rounding import Operand, local_error
 from lipcert.bounds._value import COMPOSED, Dense, Value
 from lipcert.bounds.forms import canonical_forms
@@ -48,6 +57,6 @@ __all__ = [
     "Remainder", "Rule", "State", "Value", "WINDOW", "Walk", "analyze", "analyze_for_training", "answer_of",
     "arguments", "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "coverage",
     "flat", "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths", "lipschitz",
-    "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
+    "each_entry", "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
     "row_distances", "rule", "rule_for",
 ]  # fmt: skip

@@ -30,6 +30,10 @@ RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")
 _TINY = 1e-150
 # Far more than rounding in float64 takes of the entries of a 2 × 2 matrix and its eigenvectors.
 _ROUNDED = 1e-9
+# More than the rounding error of a difference, relative to what is subtracted from.
+_NOISE = 1e-14
+# The grid of multipliers in units of the largest weight: 2^(i/_FINE) for |i| ≤ _SPAN.
+_FINE, _SPAN, _STEPS = 4, 256, 6
 
 
 class Remainder(ABC):
@@ -104,11 +108,17 @@ class Remainder(ABC):
             direction: has the shape of the result.
         """
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         """A bound on −⟨direction, R⟩ by norms ‖Mδ‖ of linear maps M of the deviations, within ``rho``; None if unknown.
 
         M combines the direction with the second derivative of the operation. With a Jacobian G in front of the
         operation, ‖M G‖ is often much smaller than ‖M‖ ‖G‖.
+
+        Args:
+            direction: has the shape of the result.
+            rho: as for :meth:`norm`.
+            likely: a deviation of the first operand near which the bound should be small; 0 by default. The bound holds
+                for every deviation within ``rho``.
         """
         return None
 
@@ -176,10 +186,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Contracted:
-    """The answer ``contracted`` of a rule: maps M, and a function (ρ, ‖Mδ‖ for each M) ↦ bound on −⟨direction, R⟩."""
+    """The answer ``contracted`` of a rule.
+
+    Attributes:
+        forms: maps M.
+        bound: (ρ, ‖Mδ‖ for each M) ↦ an upper bound on −⟨direction, R⟩ − ⟨linear, δ⟩, shape (N,).
+        linear: has the shape of the first operand, whose deviation is δ; None for 0.
+    """
 
     forms: tuple[Form, ...]
     bound: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+    linear: Tensor | None = None
 
 
 def remainder_of(node: Node) -> type[Remainder] | None:
@@ -256,7 +273,7 @@ class Smooth(Remainder):
     def against(self, direction: Tensor) -> Against:
         return lambda rho: largest_share(self._weights(direction, rho), rho[0], each_entry(rho))
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         form = Form.weights(self._weights(direction, rho).sqrt().reshape(direction.shape))
         return Contracted((form,), lambda rho, sizes: sizes[0].square())
 
@@ -299,10 +316,8 @@ def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
 class Kinked(Remainder):
     """Piecewise linear functions with a kink at distance k_i from entry i: |R_i| ≤ s·(|δ_i| − k_i)₊.
 
-    If |δ_i| ≤ p, then (|δ_i| − k_i)₊ ≤ (1 − k_i/p)₊ |δ_i|. So ‖R‖ ≤ s (1 − min k/p)₊ ρ and |⟨g, R⟩| ≤
-    s ‖g (1 − k/p)₊‖ ρ. A second bound on ⟨g, R⟩ uses |δ_i| for the entries with k_i < θ, and for the others
-    (√t − k)₊ ≤ t/(4k) with t = δ_i²: for any θ, |⟨g, R⟩| ≤ s (‖g_{k<θ}‖ ρ + max_{θ ≤ k < p} |g_i|/(4 k_i) ρ²). The
-    minimum over θ counts.
+    Norm: (|δ_i| − k_i)₊² ≤ (1 − k_i/p_i)₊² δ_i² if |δ_i| ≤ p_i, and Σ of that is bounded as in :class:`Smooth`.
+    Against g, |⟨g, R⟩| ≤ s Σ |g_i| (|δ_i| − k_i)₊, see :func:`beyond`.
 
     A convex function lies above its linearisation, because the slope is a subgradient, at kinks too. So R_i ≥ 0 and
     only entries with g_i < 0 count; for a concave function only those with g_i > 0.
@@ -322,37 +337,84 @@ class Kinked(Remainder):
     spread = 1.0
 
     def __init__(self, distance: Tensor):
-        self.distance, self.order = per_image(distance).sort(dim=1)
+        self.distance = per_image(distance)
 
     def _reach(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Bounds on ‖δ‖ and on max|δ_i|, each of shape (N, 1)."""
-        total = self.spread * rho[0][:, None]
-        return total, rho[-1][:, None] if self.entrywise else total
+        """Bounds on ‖δ‖, shape (N,), and on all |δ_i|, shape (N, entries) or (N, 1)."""
+        total = self.spread * rho[0]
+        return total, each_entry(rho) if self.entrywise else total[:, None]
 
-    def _crossing(self, peak: Tensor) -> Tensor:
-        """(1 − k_i/p)₊, shape (N, entries)."""
-        return (1 - self.distance / peak.clamp_min(1e-300)).clamp_min(0)
+    def _against(self, direction: Tensor) -> Tensor:
+        """The weights of the entries, shape (N, entries)."""
+        g = self.slope * per_image(direction)
+        return (-self.bends * g).clamp_min(0) if self.bends else g.abs()
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        total, peak = self._reach(rho)
-        return self.slope * (self._crossing(peak)[:, :1] * total)[:, 0]
+        total, most = self._reach(rho)
+        crossing = (1 - self.distance / most.clamp_min(_TINY)).clamp_min(0)
+        return self.slope * largest_share(crossing.square(), total, most).sqrt()
 
     def against(self, direction: Tensor) -> Against:
-        g = per_image(direction)
-        weight = ((-self.bends * g).clamp_min(0) if self.bends else g.abs()).gather(1, self.order)
-        below = torch.nn.functional.pad((weight**2).cumsum(1), (1, 0)).sqrt()
-        ratio = weight / (4 * self.distance.clamp_min(1e-300))
+        weight = self._against(direction)
+        return lambda rho: beyond(weight, self.distance, *self._reach(rho))
 
-        def bound(rho: Sequence[Tensor]) -> Tensor:
-            total, peak = self._reach(rho)
-            steep = (weight * self._crossing(peak)).norm(dim=1) * total[:, 0]
-            reachable = torch.where(self.distance < peak, ratio, 0.0)
-            above = torch.nn.functional.pad(reachable.flip(1).cummax(1).values.flip(1), (0, 1))
-            counted = below.gather(1, (self.distance < peak).sum(1, keepdim=True))
-            curved = (torch.minimum(below, counted) * total + above * total**2).amin(1)
-            return self.slope * torch.minimum(steep, curved)
 
-        return bound
+class KinkedEntries(Kinked):
+    """Functions of single entries with kinks. Total: as against −w, with a bound on ‖√w ∘ δ‖ in place of ρ."""
+
+    entrywise = each = sums = True
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
+        weight, most = self.slope * weight, self._reach(rho)[1]
+        if not bool(size.isfinite().all()):
+            return beyond(weight, self.distance, self._reach(rho)[0], most)
+        root = weight.sqrt()
+        return beyond(root, root * self.distance, math.sqrt(self.slope) * size, root * most)
+
+
+def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tensor:
+    """An upper bound on Σ w_i (τ_i − k_i)₊ over 0 ≤ τ_i ≤ most_i with Σ τ_i² ≤ ρ², shape (N,).
+
+    For every λ ≥ 0 the sum is at most λ ρ² + Σ_i max_τ (w_i (τ − k_i)₊ − λ τ²), by Lagrangian duality. The maximum is 0
+    or taken at τ = min(w_i/(2λ), most_i). The sum is convex in λ. It is minimised over the λ of a fixed grid, 0, and
+    the λ from which on all maxima are 0, so that the bound is non-decreasing in ρ and ``most``.
+
+    Args:
+        weight: w ≥ 0, shape (N, entries).
+        distance: k ≥ 0, shape (N, entries).
+        rho: ρ, shape (N,).
+        most: shape (N, entries) or (N, 1).
+    """
+    reaches = (distance < most) & (weight > 0)
+    used = reaches.any(0)
+    if not bool(used.any()):
+        return torch.zeros_like(rho)
+    weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used]
+    most = most.expand(len(reaches), reaches.shape[1])[:, used]
+    scale = weight.amax(1).clamp_min(_TINY)
+
+    def value(place: Tensor) -> tuple[Tensor, Tensor]:
+        """The bound for the λ at a place of the grid, and its derivative by λ."""
+        multiplier = (scale * torch.exp2(place / _FINE))[:, None]
+        tau = torch.minimum(weight / (2 * multiplier), most)
+        gained = weight * (tau - distance) - multiplier * tau.square() + _NOISE * weight * tau
+        taken = torch.where(gained > 0, tau, 0.0).square().sum(1)
+        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - taken
+
+    # The derivative is not negative from λ = ‖w‖/(2ρ) on.
+    high = (_FINE * torch.log2(weight.norm(dim=1) / (2 * rho * scale).clamp_min(_TINY))).clamp(-_SPAN, _SPAN).ceil()
+    low = high - 2**_STEPS
+    with torch.no_grad():
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            rising = value(middle)[1] >= 0
+            low, high = torch.where(rising, low, middle), torch.where(rising, middle, high)
+    reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
+    # From the largest (τ − k)/τ² · w on, every maximum is 0.
+    steepest = torch.where(most < 2 * distance, (most - distance) / most.square(), 1 / (4 * distance))
+    alone = at_most(torch.where(weight > 0, weight * steepest, 0.0).amax(1) * rho.square())
+    best = torch.minimum(torch.minimum(value(low)[0], value(high)[0]), torch.minimum(reached, alone))
+    return at_most(best * (1 + _ROUNDED))
 
 
 class Bilinear(Remainder):
@@ -456,7 +518,7 @@ class Radial(Remainder):
         rows = self.rows(direction)
         return rows if self.weight is None else rows * self.weight.double()
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         whole = self._against(direction)
         a, lost = self._centre(whole), self.hidden * whole.norm(dim=-1, keepdim=True)
         slope = a.norm(dim=-1, keepdim=True) + lost
@@ -537,5 +599,5 @@ class RadialKink(Radial):
         kinked = Kinked(self.kink).against(self._against(direction).norm(dim=-1))
         return lambda rho: curved(rho) + self.gain * kinked(rho)
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         return None  # the kink has no such form

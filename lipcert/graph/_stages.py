@@ -27,20 +27,74 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
 
     ``device`` is the device of the network, for causal masks; the CPU by default.
     """
+
+    def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
+        if node.op != "scaled_dot_product_attention":
+            return None
+        args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+        return _written_out(node, nodes, device, *args, **kwargs)
+
+    return _rewritten(graph, written)
+
+
+def explicit_maxima(graph: Graph) -> Graph:
+    """The same network, over the real numbers, with max(a, b) = b + relu(a − b) and min(a, b) = a − relu(a − b).
+
+    Where a network reads both, they share the relu, so that their remainders are not counted one by one.
+    """
+    known: dict[frozenset[Node], tuple[Node, Node, Node]] = {}
+
+    def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
+        def emit(op: str, function: Any, *args: Node) -> Node:
+            nodes.append(Node(op, function, args, {}, node.path, node.shape, dtype=node.dtype))
+            return nodes[-1]
+
+        if not _compares(node):
+            return None
+        pair = frozenset(node.operands)
+        if pair not in known:
+            a, b = map(now, node.operands)
+            known[pair] = a, b, emit("relu", torch.relu, emit("sub", operator.sub, a, b))
+        a, b, more = known[pair]
+        larger = node.op in ("max", "maximum")
+        return emit("add", operator.add, b, more) if larger else emit("sub", operator.sub, a, more)
+
+    return _rewritten(graph, written)
+
+
+def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node], Node]], Node | None]) -> Graph:
+    """The network with other operations in place of some.
+
+    ``written`` adds what stands for a node to the given list, and returns the last; None if the node stays.
+    """
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}
+
+    def now(node: Node) -> Node:
+        return stands_for.get(node, node)
+
     for node in graph.nodes:
-        args, kwargs = map_nodes(lambda n: stands_for.get(n, n), (node.args, dict(node.kwargs)))
-        if node.op == "scaled_dot_product_attention":
-            stands_for[node] = _written_out(node, nodes, device, *args, **kwargs)
-        elif any(operand in stands_for for operand in node.operands):
-            stands_for[node] = Node(
-                node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
-            )
-            nodes.append(stands_for[node])
-        else:
-            nodes.append(node)
-    return Graph(graph.input, stands_for.get(graph.output, graph.output), tuple(nodes))
+        instead = written(node, nodes, now)
+        if instead is None:
+            instead = node
+            if any(operand in stands_for for operand in node.operands):
+                args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+                instead = Node(
+                    node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
+                )
+            nodes.append(instead)
+        if instead is not node:
+            stands_for[node] = instead
+    return Graph(graph.input, now(graph.output), tuple(nodes))
+
+
+def _compares(node: Node) -> bool:
+    """Whether this is the larger or smaller of two values, entry by entry."""
+    return (
+        node.op in ("max", "maximum", "min", "minimum")
+        and len(set(node.operands)) == 2
+        and all(x.shape == node.shape and x.dtype == node.dtype for x in node.operands)
+    )
 
 
 def _written_out(

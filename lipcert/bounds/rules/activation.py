@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert._format import Format
-from lipcert._numerics import INFLATE
+from lipcert._numerics import INFLATE, at_most
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
@@ -25,7 +25,9 @@ from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, roun
 from lipcert.bounds._remainder import (
     Against,
     Contracted,
+    Form,
     Kinked,
+    KinkedEntries,
     Remainder,
     Smooth,
     each_entry,
@@ -242,15 +244,48 @@ jacobian("relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", absolute=0.0
 jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
-@remainder("relu")
-class Relu(Kinked):
-    """max(z, 0): the kink is at distance |z|, and the slope changes by 1 there."""
+# The width of a secant is at least this share of the largest deviation of the entry.
+_WIDTH = 0.08
+# More than the rounding error of the terms of a secant.
+_ROUNDED = 1e-13
 
-    entrywise = True
+
+@remainder("relu")
+class Relu(KinkedEntries):
+    """max(z, 0): the kink is at distance k = |z|, and the slope changes by 1 there.
+
+    Contracted: let w = |g| for an entry with g < 0 that reaches its kink within ρ, else 0. With s = 1 for z > 0 and
+    s = −1 otherwise, −g R = w (u)₊ for u = −sδ − k. As (u)₊ ≤ (u + r)²/(4r) for every r > 0, because the difference is
+    (u − r)²/(4r) for u ≥ 0,
+
+        −g R ≤ w δ²/(4r) − w s δ (r − k)/(2r) + w (r − k)²/(4r).
+
+    The linear term is that of a secant. The bound is exact at |u| = r, so r is |u| at the likely deviation. It must not
+    be much smaller than other values of |u|. Entries with g > 0 have no secant, because they lose nothing.
+    """
+
     bends = 1
+    contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(operands[0].abs())
+        self.side = torch.where(per_image(operands[0]) > 0, 1.0, -1.0)
+
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
+        most = self._reach(rho)[1]
+        weight = torch.where(self.distance < most, self._against(direction), 0.0)
+        beyond = self.distance if likely is None else self.distance + self.side * per_image(likely)
+        width = (beyond.square() + (_WIDTH * most).square()).sqrt().clamp(1e-140, 1e140)
+        beside = width - self.distance
+        linear = -weight * self.side * beside / (2 * width)
+        rounded = _ROUNDED * at_most(weight * (most + self.distance + width))
+        constant = (weight * beside.square() / (4 * width) + rounded).sum(1)
+        form = Form.weights((weight / (4 * width)).sqrt().reshape(direction.shape))
+
+        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+            return sizes[0].square() + constant
+
+        return Contracted((form,), bound, linear.reshape(direction.shape))
 
 
 @secant("relu")
@@ -383,25 +418,38 @@ def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
 
 @remainder("abs")
-class Absolute(Relu):
-    """|z|: as ReLU, but the slope changes by 2."""
+class Absolute(KinkedEntries):
+    """|z|: the kink is at distance |z|, and the slope changes by 2 there."""
 
     slope = 2.0
+    bends = 1
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        super().__init__(operands[0].abs())
+
+
+# Torch computes parts of hardsigmoid, hardswish and their derivatives with ⅙ and ½ in float32: an error below 1e-8.
+_FLOAT32 = 1e-8
 
 
 @remainder("hardsigmoid")
-class HardSigmoid(Kinked):
+class HardSigmoid(KinkedEntries):
     """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, beyond the nearer kink."""
 
     slope = 1 / 6
-    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__((operands[0].abs() - 3).abs())
 
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return super().norm(rho) + _FLOAT32 * rho[0]
 
-# Torch computes parts of hardswish and its derivative with ⅙ and ½ in float32, with an error below 1e-8.
-_FLOAT32 = 1e-8
+    def against(self, direction: Tensor) -> Against:
+        kinked, size = super().against(direction), _FLOAT32 * per_image(direction).norm(dim=1)
+        return lambda rho: kinked(rho) + size * rho[0]
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
+        return super().total(weight, rho, size) + _FLOAT32 * weight.norm(dim=1) * rho[0]
 
 
 @remainder("hardswish")
@@ -429,7 +477,7 @@ class HardSwish(Smooth):
         largest = self.z.abs().amax(1)
         return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         return None  # the kinks have no such form
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
@@ -476,10 +524,8 @@ def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
 
 
 @remainder(F.hardtanh, F.relu6, "clamp")
-class Clamp(Kinked):
+class Clamp(KinkedEntries):
     """min(max(z, low), high): the slope is 0 or 1 and does not change up to the nearer limit; see :class:`Kinked`."""
-
-    entrywise = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         z = operands[0]

@@ -136,7 +136,7 @@ class Softmax(Remainder):
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
         return lambda rho: largest_share(spread * self.grown(rho[-1]).clamp_max(_SPREAD) / 2, rho[0], rho[-1][:, None])
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted:
         p, dim = self.p, self.dim
         below = (p * direction).sum(dim, keepdim=True) - direction
         hidden = _HIDDEN * direction.abs().amax(dim, keepdim=True)

@@ -217,7 +217,7 @@ class MatrixProduct(Bilinear):
         largest = self._spectral(direction) * self.factor
         return lambda rho: largest * rho[0] * rho[1]
 
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor]) -> Contracted | None:
+    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         if not self.aligned:
             return None
         size, norm = per_image(direction.square().sum((-2, -1))).amax(1).sqrt(), self._spectral(direction)

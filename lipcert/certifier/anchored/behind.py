@@ -43,8 +43,9 @@ from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
 _LOOSE, _LOOKED_AT = 10.0, 4
-# For a verdict the whole network is linearised too, unless that needs more than this many times the work.
-_COSTLY = 1.0
+# For a verdict the whole network is linearised too, unless that needs more than this many times the work, and more than
+# this many floating-point operations per image.
+_COSTLY, _MUCH = 1.0, 3e10
 
 
 class Behind:
@@ -175,7 +176,7 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
         whole = Anchored(model, eps=eps, graph=formed, **half)
-        if eps is None or whole.work <= _COSTLY * behind.work:
+        if eps is None or whole.work <= max(_COSTLY * behind.work, _MUCH):
             behind.whole = whole
     return behind
 
@@ -223,21 +224,25 @@ def cut_of(model: Model) -> Node | None:
 
 
 def cut_behind_kinks(graph: Graph) -> Node | None:
-    """The first cut behind all operations with kinks or without a remainder rule; None if nothing nonlinear follows.
+    """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
-    Without such operations there is none either, since the whole network can be linearised.
+    It is the first cut behind all operations with kinks or without a remainder rule. If none of those behind it is
+    nonlinear, the last operation with kinks is behind the cut too, provided that its rule has contracted forms.
     """
-    last, bent = -1, -1
+    unfit: list[int] = []
+    bent, formed = -1, False
     for place, node in enumerate(graph.nodes):
         try:
             rule = None if node is graph.input else remainder_of(node)
         except NoAnswer:
-            last = place
+            unfit.append(place)
             continue
         if rule is not None:
-            bent = place
-            last = place if rule.has_kinks else last
-    if last < 0 or bent <= last:
+            bent, formed = place, rule.contracts
+            unfit += [place] * rule.has_kinks
+    if unfit and unfit[-1] == bent and formed:
+        unfit.pop()
+    if not unfit or bent <= unfit[-1]:
         return None
-    found = next(node for node in cuts(graph) if graph.nodes.index(node) >= last)
+    found = next(node for node in cuts(graph) if graph.nodes.index(node) >= unfit[-1])
     return found if graph.nodes.index(found) < bent else None

@@ -21,7 +21,7 @@ with ρ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ class DeployedAnchor:
 
     def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor:
         """The loss of the margins f_y − f_j by rounding errors, to first order, shape (N,), after :meth:`measure`."""
-        found = self.linearization.rounding.lost(rivals, predicted)
+        found = self.linearization.rounding.lost(rivals, predicted, {})
         assert found is not None
         return found
 
@@ -171,9 +171,9 @@ class MeasuredRounding(Rounding):
             head = head + per_image(self.local[node]).amax(1, keepdim=True)
         return head
 
-    def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor | None:
-        """Σ_w Σ_i |∇_w m_j|_i |e_w|_i for the margins f_y − f_j, shape (N,)."""
-        _, slopes = margin_gradients(self.at.network, self.at.values, list(self.local), rivals, predicted)
+    def lost(self, rivals: Tensor, predicted: Tensor, linear: Mapping[Node, Tensor]) -> Tensor | None:
+        """Σ_w Σ_i |∇_w m|_i |e_w|_i for the margins m = f_y − f_j − Σ_u ⟨b_u, u⟩, shape (N,)."""
+        _, slopes = margin_gradients(self.at.network, self.at.values, list(self.local), rivals, predicted, linear)
         weighed = [
             per_image(torch.where(slopes[node] == 0, 0.0, slopes[node].abs() * error)).sum(1)
             for node, error in self.local.items()

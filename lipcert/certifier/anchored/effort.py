@@ -214,9 +214,14 @@ class _Trial:
 
     def _with(self, effort: Mapping[NormKey, float]) -> tuple[RivalMargin, Tensor, Forms, Curvature]:
         self.finder.effort = effort
-        toward = RivalMargin(Linearization(self.finder, self.images), self.rivals, self.predicted, self.margins)
+        at, linear = Linearization(self.finder, self.images), self.toward.linear if effort else {}
+        toward = RivalMargin(at, self.rivals, self.predicted, self.margins, linear)
         toward.margin = self.margin
-        upto, forms = (self.upto, self.forms) if effort else toward.forms(self.least)
+        if effort:
+            upto, forms = self.upto, self.forms
+        else:
+            toward, upto, forms = toward.forms(self.least)
+            toward.margin = self.margin
         return toward, upto, forms, curvature_norms(toward, forms, 0)
 
     def _left(self, eps: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -275,9 +276,16 @@ def _parts(values: Values, images: int, together: int) -> Iterator[tuple[int, di
 
 
 def margin_gradients(
-    network: Network, values: Values, nodes: Sequence[Node], rivals: Tensor, predicted: Tensor
+    network: Network,
+    values: Values,
+    nodes: Sequence[Node],
+    rivals: Tensor,
+    predicted: Tensor,
+    linear: Mapping[Node, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, dict[Node, Tensor]]:
     """∇m with respect to the source, shape (N, entries), and to results of operations, for margins m = f_y − f_j.
+
+    With ``linear``, Σ_u ⟨b_u, u⟩ is subtracted from m first.
 
     Args:
         network: the network.
@@ -285,25 +293,28 @@ def margin_gradients(
         nodes: the operations.
         rivals: the classes j, shape (N,).
         predicted: the classes y, shape (N,).
+        linear: b_u for values u of the network, each of shape (N, *u.shape).
     """
     graph, source, widths = network.graph, network.source, network.widths
 
-    def one(image: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
+    def one(image: Tensor, start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         known: dict[Node, Tensor] = {graph.input: image, source: start, **dict(zip(widths, rest, strict=False))}
         extra = dict(zip(nodes, rest[len(widths) :], strict=True))
         for node in graph.nodes:
             run((node,), known)
             if node in extra:
                 known[node] = known[node] + extra[node]
-        return known[graph.output]
+        return known[graph.output], *(known[u] for u in linear)
 
     start = values[source].detach().requires_grad_()
     added = [torch.zeros_like(values[node], requires_grad=True) for node in nodes]
     with torch.enable_grad():
         given = [values[node] for node in widths]
-        logits = torch.vmap(one)(values[graph.input], start, *given, *added).reshape(len(start), -1)
+        logits, *bent = torch.vmap(one)(values[graph.input], start, *given, *added)
+        logits = logits.reshape(len(start), -1)
         margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
-        found = torch.autograd.grad(margin.sum(), [start, *added])
+        pulled = [torch.ones_like(margin), *(-slope for slope in linear.values())]
+        found = torch.autograd.grad([margin, *bent], [start, *added], pulled)
     return per_image(found[0]), dict(zip(nodes, found[1:], strict=True))
 
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipcert._numerics import SAFETY, at_most
-from lipcert.bounds import Against, Contracted, row_distances
+from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sectors
@@ -22,11 +22,22 @@ from lipcert.graph import Node
 
 
 class Weighed(NamedTuple):
-    """The contracted answer of a rule, within bounds ρ on the deviations, and the images for which it is used."""
+    """The contracted answer of a rule.
+
+    Attributes:
+        answer: the answer.
+        images: the indices of the images for which it is used.
+        rho: the bounds on the deviations within which it holds.
+        likely: the likely deviation; None if it is not known.
+        bent: None without a linear term. With one, the answer has to be used, and is larger by the rounding error of
+            the gradient to which the term is added: ``bent`` times ρ, shape (N,).
+    """
 
     answer: Contracted
     images: Tensor
     rho: list[Tensor]
+    likely: Tensor | None = None
+    bent: Tensor | None = None
 
 
 Forms = Mapping[Node, Weighed]
@@ -36,6 +47,10 @@ NO_FORMS: Forms = MappingProxyType({})
 # takes at least this share of the margin.
 FURTHER = 2.0
 _WORTH = 0.02
+# The deviations at this multiple of that radius, along the gradient, are the likely ones.
+_LIKELY = 1.25
+# More than the rounding error of a sum of two vectors, relative to both.
+_ADDED = 1e-13
 # The largest number of entries of what rules read of an image that is repeated for every sector, 256 MiB.
 _ENTRIES = 2**25
 
@@ -75,7 +90,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
         for place, v in enumerate(stage.nonlinear):
             if v not in forms:
                 continue
-            answer, some, _ = forms[v]
+            answer, some = forms[v][:2]
             part, found[v] = at if len(some) == len(unknown) else at.only(some), []
             for number, form in enumerate(answer.forms):
                 u, form = network.root(v.operands[form.operand]), form.only(some)
@@ -108,29 +123,48 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
 class RivalMargin:
     """The margins f_y − f_j toward one rival class j per image, bounded with their own gradients.
 
+    Let forms have the linear terms b_u: −⟨g_v, R_v⟩ ≤ ⟨b_u, δ_u⟩ + (the rest of the bound of the form) for the operand
+    u of v. The change of the margin is that of m' = m − Σ_u ⟨b_u, u⟩, plus Σ_u ⟨b_u, δ_u⟩, which cancels against the
+    terms of the forms. So with the gradients of m' in place of those of m, no linear term is left. The gradient with
+    respect to the result of v itself does not change by its own b_u, since u comes before v.
+
+    Attributes:
+        linear: the b_u.
+
     Args:
         at: the network linearised at N images.
         rivals: the classes j, shape (N,).
         predicted: the classes y, shape (N,).
         margins: f_y − f_j at the images, shape (N, classes).
+        linear: linear terms ⟨b_u, u⟩ of contracted forms, which are subtracted from the margin, by u.
     """
 
-    def __init__(self, at: Linearization, rivals: Tensor, predicted: Tensor, margins: Tensor):
-        self.at = at
-        nodes = list(at.network.chains.links)
-        at_source, at_nodes = margin_gradients(at.network, at.values, nodes, rivals, predicted)
+    def __init__(
+        self,
+        at: Linearization,
+        rivals: Tensor,
+        predicted: Tensor,
+        margins: Tensor,
+        linear: Mapping[Node, Tensor] = MappingProxyType({}),
+    ):
+        self.at, self.linear, self._given = at, linear, (rivals, predicted, margins)
+        at_source, at_nodes = self._gradients(linear)
         self.at_nodes = {v: at_nodes[v] for v in at.remainders}
         self.place = at.norms.rounded.starts
         lost, self.rounding = at.norms.rounded.taken(at_nodes)
         margin = margins.gather(1, rivals[:, None])[:, 0]
         self.margin = (margin - lost * (1 + SAFETY)).clamp_min(0)
-        deployed = at.rounding.lost(rivals, predicted)
+        deployed = at.rounding.lost(rivals, predicted, linear)
         if deployed is not None:
             self.margin = (self.margin - deployed).clamp_min(0)
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
         self._wide_forms: tuple[Forms, Forms] = NO_FORMS, NO_FORMS
+
+    def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
+        at, (rivals, predicted, _) = self.at, self._given
+        return margin_gradients(at.network, at.values, list(at.network.chains.links), rivals, predicted, linear)
 
     @cached_property
     def _wide(self) -> RivalMargin:
@@ -156,11 +190,12 @@ class RivalMargin:
         if self._wide_forms[0] is not forms:
             wide, index = self._wide, self._repeated
             found = {}
-            for v, (_, some, rho) in forms.items():
-                within = [bound[index] for bound in rho]
-                answer = wide.at.remainders[v].contracted(wide.at_nodes[v], within)
+            for v, form in forms.items():
+                within, likely, bent = (_repeated(part, index) for part in (form.rho, form.likely, form.bent))
+                answer = wide.at.remainders[v].contracted(wide.at_nodes[v], within, likely)
                 assert answer is not None
-                found[v] = Weighed(answer, torch.isin(index, some).nonzero()[:, 0], within)
+                some = torch.isin(index, form.images).nonzero()[:, 0]
+                found[v] = Weighed(answer, some, within, likely, bent)
             self._wide_forms = forms, found
         return self._wide_forms[1]
 
@@ -192,8 +227,13 @@ class RivalMargin:
             if v in found.weighed:
                 sizes = torch.stack(found.weighed[v])
                 known = sizes.isfinite().all(0)  # without infinite numbers, which have no derivative
-                formed = forms[v].answer.bound(rho, list(torch.where(known, sizes, 0.0)))
-                bound = torch.where(known, torch.minimum(bound, at_most(formed)), bound)
+                formed = at_most(forms[v].answer.bound(rho, list(torch.where(known, sizes, 0.0))))
+                bent = forms[v].bent
+                if bent is None:
+                    bound = torch.where(known, torch.minimum(bound, formed), bound)
+                else:
+                    used = torch.zeros_like(known).index_fill(0, forms[v].images, True)
+                    bound = torch.where(used, torch.where(known, formed + bent * rho[0], math.inf), bound)
             taken = taken + bound
         along = eps if sector is None else torch.minimum(eps, sector.along + 1e-9 * eps)
         return self.margin - self.slope * along - at_most(taken + rest) * (1 + SAFETY)
@@ -214,13 +254,13 @@ class RivalMargin:
             least: valid radii, shape (N,).
             round: the number of rival classes examined before; it identifies the start vectors.
         """
-        upto, forms = self.forms(least)
+        toward, upto, forms = self.forms(least)
         if not forms:
             return least
-        norms = curvature_norms(self, forms, round)
+        norms = curvature_norms(toward, forms, round)
 
         def left(eps: Tensor) -> Tensor:
-            return torch.where(eps <= upto, self.left(eps, norms, forms), -1.0)
+            return torch.where(eps <= upto, toward.left(eps, norms, forms), -1.0)
 
         return torch.maximum(search(left, least), least)
 
@@ -233,15 +273,39 @@ class RivalMargin:
         found = wide.at.walk(eps[index], sector=sectors(wide.ray, eps[index])).operands
         return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in found.items()}
 
-    def forms(self, least: Tensor) -> tuple[Tensor, dict[Node, Weighed]]:
-        """The ε up to which contracted forms hold, and those worth their norms for radii of about ``least``."""
+    def forms(self, least: Tensor) -> tuple[RivalMargin, Tensor, Forms]:
+        """The margin with the linear terms of contracted forms, and these forms.
+
+        They are the forms worth their norms for radii of about ``least``, and hold up to the ε that is returned. The
+        linear term of a form changes the gradients with respect to all earlier operations, so the last comes first.
+        """
         upto = FURTHER * least
         moved = self.moved(upto)
         forms: dict[Node, Weighed] = {}
-        for v, g in self.at_nodes.items():
-            found = self.at.remainders[v].contracted(g, moved[v])
+        linear: dict[Node, Tensor] = {}
+        at_nodes = self.at_nodes
+        for v in reversed(at_nodes):
+            u = v.operands[0]
+            along = None if self.ray is None else self.ray.tangents.get(u)
+            likely = None if along is None else along * (-_LIKELY * least).reshape(-1, *[1] * (along.dim() - 1))
+            found = self.at.remainders[v].contracted(at_nodes[v], moved[v], likely)
             # Decided per image, so that a radius does not depend on the other images.
             worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
-            if found is not None and len(worth):
-                forms[v] = Weighed(found, worth, moved[v])
-        return upto, forms
+            if found is None or not len(worth):
+                continue
+            bent = None
+            if found.linear is not None:
+                used = torch.zeros_like(found.linear).index_copy(0, worth, found.linear[worth])
+                linear[u] = used + linear[u] if u in linear else used
+                at_nodes = self._gradients(linear)[1]
+                sizes = (per_image(part).norm(dim=1) for part in (at_nodes.get(u, used), used))
+                bent = _ADDED * sum(sizes)
+            forms[v] = Weighed(found, worth, moved[v], likely, bent)
+        return RivalMargin(self.at, *self._given, linear) if linear else self, upto, forms
+
+
+def _repeated(part: Any, index: Tensor) -> Any:
+    """Tensors, or lists of them, for the images with the given indices."""
+    if part is None:
+        return None
+    return [bound[index] for bound in part] if isinstance(part, list) else part[index]

@@ -73,6 +73,7 @@ import torch
 from torch import Tensor
 
 from lipcert._numerics import SAFETY
+from lipcert.bounds import each_entry
 from lipcert.certifier._search import search_each
 from lipcert.certifier.anchored.effort import chosen, worthwhile
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
@@ -134,7 +135,8 @@ class Anchored:
         given = NormOptions(**options)
         merged = given.passes is None and not isinstance(at, int)
         network = Network(model, at=at, graph=graph, merged=merged)
-        graph, kinks = with_secants(network.graph)
+        # Behind a cut the kinks are few, and contracted forms bend them better than secants.
+        graph, kinks = (network.graph, {}) if isinstance(at, Node) else with_secants(network.graph)
         self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
         plan = _plan(network, given)
         self._quickly = eps is not None and not self.kinks and worthwhile(plan, given)
@@ -181,6 +183,11 @@ class Anchored:
                 self.quick = copy.copy(self.finder)
                 self.quick.effort = choice.quick
         return Anchor(self, Linearization(self.quick or self.finder, images, progress, ledger=ledger), progress)
+
+
+def _largest(rho: list[Tensor]) -> Tensor:
+    """A bound on the deviation of any entry, shape (N, 1)."""
+    return each_entry(rho).amax(1, keepdim=True)
 
 
 def _plan(network: Network, options: NormOptions) -> NormPlan:
@@ -250,7 +257,7 @@ class Anchor:
         still = [torch.zeros_like(best)]  # operations before the perturbed value
         # The widths depend on the norms so far, so the norms with secants need start vectors of their own.
         ledger = here.norms.ledger.part("secant")
-        widths = {leaf: _WIDENED * moved.get(v, still)[-1][:, None] for v, leaf in self.method.kinks.items()}
+        widths = {leaf: _WIDENED * _largest(moved.get(v, still)) for v, leaf in self.method.kinks.items()}
         secant = Linearization(self.method.secant, here.images[:, 0], widths=widths, ledger=ledger)
         return torch.maximum(best, linearized_radius(secant, predicted, margins, limit))
 

@@ -12,7 +12,19 @@ from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept
 from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.rounding import OperationRounding
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import REARRANGING, Graph, Node, Replay, capture, cuts, examples, explicit_attention, needed, run
+from lipcert.graph import (
+    REARRANGING,
+    Graph,
+    Node,
+    Replay,
+    capture,
+    cuts,
+    examples,
+    explicit_attention,
+    explicit_maxima,
+    needed,
+    run,
+)
 from lipcert.model import Model
 
 # Operations whose result has the same entries as their operand, in the same order.
@@ -49,11 +61,16 @@ def recorded(model: Model, *, casts: bool = False) -> Graph:
     return capture(model, an_image(model), lambda module: kept_whole(module, "remainder"), casts=casts)
 
 
-def prepared(graph: Graph, model: Model, *, forms: bool) -> Graph:
-    """The network with attention written out and, with ``forms``, with operations in place of what implements them."""
+def prepared(graph: Graph, model: Model, *, forms: bool, casts: bool = False) -> Graph:
+    """The network as it is linearised.
+
+    Attention is written out, and so are max and min, unless casts are recorded: then they are exact, as they are. With
+    ``forms``, operations stand in place of what implements them.
+    """
     if forms:
         graph = canonical_forms(graph, "remainder", examples(an_image(model)))
-    return needed(explicit_attention(graph, model.device))
+    graph = explicit_attention(graph, model.device)
+    return needed(graph if casts else explicit_maxima(graph))
 
 
 class Network:
@@ -94,7 +111,7 @@ class Network:
         self.model, self.widths = model, widths
         example = an_image(model)
         if graph is None:  # ``at`` may name a value inside a form
-            graph = prepared(recorded(model, casts=casts), model, forms=not casts and at is None)
+            graph = prepared(recorded(model, casts=casts), model, forms=not casts and at is None, casts=casts)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input

@@ -94,8 +94,8 @@ class Rounding:
         """The rounding error of a linear head, per logit, shape (N, 1)."""
         return None
 
-    def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor | None:
-        """The loss of the margins f_y − f_j by rounding errors, to first order, shape (N,)."""
+    def lost(self, rivals: Tensor, predicted: Tensor, linear: Mapping[Node, Tensor]) -> Tensor | None:
+        """The loss of the margins f_y − f_j − Σ_u ⟨b_u, u⟩ by rounding errors, to first order, shape (N,)."""
         return None
 
     def only(self, index: Tensor, at: Linearization) -> Rounding:
