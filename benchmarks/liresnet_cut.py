@@ -1,16 +1,19 @@
 """The LiResNet of liresnet_cifar with a smooth end, or with attention there, trained for the certificate behind a cut.
 
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000
-    python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000 --attention
+    python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000 --attention dot
+    python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --attention l2
 
 Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
-on images that are moved, then on images that are flipped only. With ``--attention`` a hybrid is trained on images that
-are flipped. It starts from ``cifar10-liresnet-smooth``: the 16 values of 128 channels that the neck computes first are
-its tokens, and a block of dot-product attention follows, whose branches are 0 at first. A larger learning rate gives
-attention so much curvature that nothing is certified. The result averages an image and its mirror image, and its
-weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind the residual blocks.
+on images that are moved, then on images that are flipped only. With ``--attention`` a hybrid is trained: the 16 values
+of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches are 0 at
+first. With dot-product attention it starts from ``cifar10-liresnet-smooth`` and is trained on images that are flipped.
+A larger learning rate gives this attention so much curvature that nothing is certified. With L2 attention it starts
+from ``cifar10-liresnet`` and is trained with ``--loss emma``. The result averages an image and its mirror image, and
+its weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind a cut.
 The commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the
-certified accuracy, the environment and the commands go to benchmarks/results/liresnet_cut.json, or hybrid_cut.json.
+certified accuracy, the environment and the commands go to liresnet_cut.json, hybrid_cut.json or hybrid_l2_cut.json in
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import argparse
 import json
 import shlex
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -43,10 +48,11 @@ def smoothed() -> lipcert.Model:
     return model
 
 
-def with_attention(known: lipcert.Model) -> lipcert.Model:
+def with_attention(known: lipcert.Model, attention: str) -> lipcert.Model:
     """A hybrid that computes what a LiResNet with a neck of 128 channels computes, until it is trained."""
     sizes = {"width": known.source["arguments"]["width"], "residual_depth": 6, "embed_dim": 128, "depth": 1}
-    model = lipcert.load("liresnet_vit_dot", pretrained=False, **sizes, neck=512, beta=BETA, radius=RADIUS)
+    beta = known.source["arguments"].get("beta", 0.0)
+    model = lipcert.load(f"liresnet_vit_{attention}", pretrained=False, **sizes, neck=512, beta=beta, radius=RADIUS)
     old, new = known.net.state_dict(), model.net.state_dict()
     new |= {f"patch_embed.{key}": value for key, value in old.items() if key.startswith(("stem", "blocks"))}
     for name in ("weight", "bias"):
@@ -62,34 +68,51 @@ def with_attention(known: lipcert.Model) -> lipcert.Model:
     return model
 
 
+class Plan(NamedTuple):
+    """How a network is trained: what it starts from, its loss, and the epochs on images that are moved and flipped."""
+
+    name: str
+    start: Callable[[], lipcert.Model]
+    loss: str
+    moved: int
+    flipped: int
+
+
+PLANS = {
+    None: Plan("liresnet", smoothed, "cut", 14, 4),
+    "dot": Plan("hybrid", lambda: with_attention(lipcert.load("cifar10-liresnet-smooth"), "dot"), "cut", 0, 4),
+    "l2": Plan("hybrid_l2", lambda: with_attention(lipcert.load("cifar10-liresnet"), "l2"), "emma", 9, 4),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and the rows")
-    parser.add_argument("--attention", action="store_true", help="a hybrid with a block of attention")
-    parser.add_argument("--epochs", type=int, nargs=2, default=(14, 4), help="of the two runs of finetune")
+    parser.add_argument("--attention", choices=("dot", "l2"), help="a hybrid with a block of attention of this kind")
     parser.add_argument("--limit", type=int, help="certify that many test images of a fixed shuffle, and not all")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
-    kind = "hybrid" if args.attention else "liresnet"
+    plan = PLANS[args.attention]
+    kind = plan.name
     steps = ("start", "moved", "flipped", "rounded")
     start, moved, flipped, model = (args.work / f"{kind}-{name}.safetensors" for name in steps)
     rows, log = args.work / f"{kind}-cut.jsonl", args.work / f"{kind}.txt"
     common = [
-        "--data", str(args.data / "train.tar"), "--eps", EPS, "--loss", "cut", "--batch-size", "256", "--optimizer",
+        "--data", str(args.data / "train.tar"), "--eps", EPS, "--loss", plan.loss, "--batch-size", "256", "--optimizer",
         "muon", "--amp", "bfloat16", "--channels-last", "--ramp", "2,2,0.5",
     ]  # fmt: skip
-    settings = {moved: (start, "shift", "2e-3", args.epochs[0]), flipped: (moved, "flip", "4e-4", args.epochs[1])}
-    if args.attention:
-        settings = {flipped: (start, *settings[flipped][1:])}
+    settings = [(moved, start, "shift", "2e-3", plan.moved), (flipped, moved, "flip", "4e-4", plan.flipped)]
+    if not plan.moved:
+        settings = [(flipped, start, *settings[1][2:])]
     trainings = {
         out: ["finetune", str(given), *common, "--crop", crop, "--lr", lr, "--epochs", str(epochs), "--out", str(out)]
-        for out, (given, crop, lr, epochs) in settings.items()
+        for out, given, crop, lr, epochs in settings
     }
     limit = ["--limit", str(args.limit)] if args.limit else []
     certify = ["certify", str(model), "--data", str(args.data / "test.tar"), "--eps", EPS, *limit, "--out", str(rows)]
     if not start.exists():
-        lipcert.save(with_attention(lipcert.load("cifar10-liresnet-smooth")) if args.attention else smoothed(), start)
+        lipcert.save(plan.start(), start)
     for out, training in trainings.items():
         if not out.exists():
             run(training, log)

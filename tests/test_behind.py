@@ -23,7 +23,7 @@ from lipcert.errors import InputError
 from lipcert.graph import run
 from lipcert.model import Model
 from lipcert.roundoff import REAL, Roundoff
-from lipcert.surgery import MaxMin, SmoothMaxMin, SmoothProject
+from lipcert.surgery import L2Attention, MaxMin, SmoothMaxMin, SmoothProject
 from lipcert.training import cut_loss
 
 SIZE = (1, 4, 4)
@@ -363,3 +363,50 @@ def test_random_networks(seed: int, beta: float, scale: float) -> None:
     torch.manual_seed(seed)
     net = flat(nn.Linear(16, 8), MaxMin(), nn.Linear(8, 6), SmoothMaxMin(beta), nn.Linear(6, 3))
     holds_or_refused(scaled(net, scale), SIZE, methods=("anchored",), starts=4)
+
+
+class Attended(nn.Module):
+    """L2 attention, which has a constant as a module only, before MaxMin; the last MaxMin lies behind the cut."""
+
+    def __init__(self, calls: int = 1) -> None:
+        super().__init__()
+        self.calls = calls
+        self.first, self.attn, self.bend = nn.Linear(4, 8), L2Attention(8, 2), MaxMin(-1)
+        self.attn.proj.weight.data.mul_(0.1)
+        self.last = flat(nn.Linear(32, 16), MaxMin(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x[:, 0])
+        x = self.bend(x + self.attn(x))
+        for _ in range(1, self.calls):
+            x = self.bend(3 * x)
+        return self.last(x)
+
+
+def test_modules_that_have_a_constant_as_a_whole_only() -> None:
+    """K is that of the module at the cut; not if the module runs twice, since the cut may be either output."""
+    torch.manual_seed(0)
+    net = model(Attended(), scale=1.5)
+    found = anchored(net, eps=0.1)
+    assert isinstance(found, Behind)
+    assert found.cut.path == "net.bend"
+    body = nn.Sequential(net.net.first, Residual(net.net.attn), net.net.bend)
+    x = torch.rand(50, 4, 4, dtype=torch.float64)
+    y = x + 1e-3 * torch.randn_like(x)
+    ratio = (body(2 * x - 1) - body(2 * y - 1)).flatten(1).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
+    assert bool((ratio <= found.constant).all())
+    holds_or_refused(scaled(Attended(), 1.5), SIZE, methods=("anchored", "staged"), starts=8)
+    twice = model(Attended(calls=2), scale=1.5)
+    graph = prepared(recorded(twice), twice, forms=False)
+    cut = cut_behind_kinks(graph)
+    assert cut is not None
+    assert constant_up_to(graph, cut, twice) > 100 * found.constant
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)

@@ -632,7 +632,7 @@ def test_secants_enlarge_radii_and_no_attack_gets_inside():
     radius = anchor.radius(predicted, gaps)
     without = linearized_radius(Anchored(model)(images).linearization, predicted, gaps)
     assert bool((radius >= without).all())
-    assert (radius / without).median() > 1.3
+    assert (radius / without).median() > 1.1
     assert bool((worst_margin(anchor.method, anchor, predicted, 0.999 * radius) > 0).all())
     assert bool((worst_margin(anchor.method, anchor, predicted, 20 * radius) < 0).any())
 

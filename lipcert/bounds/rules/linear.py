@@ -156,7 +156,9 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
     if not isinstance(y, Value):
         if y.dim() == 2:
             return dense(call, x, y.mT)
-        return Value(call.shape, x.lip * Dense(y.reshape(-1, *y.shape[-2:])).norm * _copies_matmul(call, x))
+        norm = Dense(y.reshape(-1, *y.shape[-2:])).norm
+        size = x.row_norm(-1) * norm
+        return Value(call.shape, x.lip * norm * _copies_matmul(call, x), magnitude=size, rows=(-1, size))
     right = y.matrix_norm()
     if x.stochastic:
         right = min(right, y.row_norm(-1) * Upper(2).sqrt())

@@ -16,9 +16,10 @@ To first order (r − e)/K is m/(K‖∇_c m‖), where GloRo has m/(K K′) wit
 smooth layers count with their slopes at the image. A certificate behind a Lipschitz map is from Zhong and Tandon,
 "SPLITZ", 2024 (arXiv 2407.02811), theorem 1, where it is that of randomized smoothing.
 
-K and e belong to the very operations that compute c in the linearised network: both are read from its own graph. The
-margins are those of the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller
-counts. The rounding of the operations behind c is part of r (:mod:`.rounding`).
+K and e belong to the very operations that compute c in the linearised network: both are read from its own graph. K is
+also read from one in which modules are whole, if c is certainly the output of a module there. The margins are those of
+the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
+the operations behind c is part of r (:mod:`.rounding`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ import torch
 from torch import Tensor
 
 from lipcert._numerics import SAFETY
-from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, remainder_of
+from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, kept_whole, remainder_of
 from lipcert.certifier.anchored.method import Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, cuts, examples, needed, run
+from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
 from lipcert.roundoff import REAL, Roundoff
@@ -184,12 +185,46 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
 def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
     """K of x ↦ ``cut`` on the image box, rounded up.
 
+    It is read from the operations that compute the cut, and from a network in which modules with a rule of their own,
+    such as L2 attention, are whole. The smaller counts.
+
     Raises:
         UnsupportedOperation: names the operations without a rule.
     """
-    forms = canonical_forms(_up_to(graph, cut), "lipschitz", examples(an_image(model)))
+    whole = capture(model, an_image(model), kept_whole)
+    node = _module_of(cut, graph, whole, model)
+    own = _up_to(graph, cut)
+    if node is None:
+        return _constant(own, model)
+    found = _constant(_up_to(whole, node), model)
+    with suppress(UnsupportedOperation):
+        found = min(found, _constant(own, model))
+    return found
+
+
+def _constant(graph: Graph, model: Model) -> float:
+    forms = canonical_forms(graph, "lipschitz", examples(an_image(model)))
     value: Value = global_values(forms)[forms.output]
     return float(value.lip)
+
+
+def _module_of(cut: Node, graph: Graph, whole: Graph, model: Model) -> Node | None:
+    """The module of ``whole`` whose output is ``cut``; None if that is not certain.
+
+    The module runs once, and is one operation of ``whole``. ``cut`` is its last operation in ``graph``, and later
+    operations depend on the module through it only. So it is its output. The values must agree as well.
+    """
+    named = [node for node in whole.nodes if node.path == cut.path]
+    inside = [node for node in graph.nodes if node.path == cut.path or node.path.startswith(f"{cut.path}.")]
+    if len(named) != 1 or not isinstance(named[0].op, type) or not inside or inside[-1] is not cut or not cut.path:
+        return None
+    for image in examples(an_image(model)):
+        with torch.no_grad():
+            one = run(graph.nodes, {graph.input: image})[cut]
+            other = run(whole.nodes, {whole.input: image})[named[0]]
+        if one.shape != other.shape or not close(one, other, 1e-10):
+            return None
+    return named[0]
 
 
 def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
