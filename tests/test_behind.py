@@ -283,8 +283,8 @@ def test_the_loss_adds_what_the_certificate_takes() -> None:
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (lambda: flat(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), "others have kinks"),
-        (lambda: Around(), "others have kinks"),
+        (lambda: flat(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), "behind a cut"),
+        (lambda: Around(), "behind a cut"),
     ],
 )
 def test_networks_without_a_cut_are_refused_in_training(net: Callable[[], nn.Module], words: str) -> None:

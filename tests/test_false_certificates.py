@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from truth import Forward, holds_or_refused
 
+import lipcert
 from lipcert._upper import Upper
 from lipcert.bounds import Operand, local_error
 from lipcert.certifier import METHODS
@@ -509,3 +510,39 @@ def test_a_cell(dtype):
     """torch.lstm_cell has other arguments than what is left in the cells of torch.lstm."""
     found = holds_or_refused(TwoByTwo(), (1, 2, 2), dtype=dtype)
     assert all("lstm_cell" in line for line in found.values())
+
+
+class AtKinks(nn.Module):
+    """A ReLU whose inputs are 0 at one image, up to rounding errors."""
+
+    def __init__(self, image, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        matrix = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
+        self.a, self.h, self.k = nn.Linear(16, 16), nn.Linear(16, 3), nn.Linear(16, 3, bias=False)
+        with torch.no_grad():
+            self.a.weight.copy_(matrix)
+            self.a.bias.copy_(-(matrix @ image.flatten()))
+            self.h.weight.zero_()
+            self.k.weight.zero_()
+            self.h.weight[1:, :4] = self.k.weight[2, :4] = 1.0
+            self.h.bias.copy_(torch.tensor([0.0, -0.26, -0.4]))
+
+    def forward(self, x):
+        z = self.a(x.flatten(1))
+        return self.h(z.relu()) + self.k(z)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rigor", ["probabilistic", "deterministic"])
+def test_values_next_to_kinks_by_rounding(seed, rigor):
+    """Sums in another order, as in a batch of another size, may lie on the other side of a kink: 0.1 is the truth."""
+    torch.manual_seed(7)
+    images = 0.35 + 0.3 * torch.rand(2, 1, 4, 4, dtype=torch.float64)
+    model = lipcert.load(AtKinks(images[0], seed).double(), mean=(0.0,), std=(1.0,), input_size=(1, 4, 4)).double()
+    towards = model.net.a.weight[:4].sum(0).reshape(1, 1, 4, 4)
+    for distance, changed in ((0.0999, False), (0.1001, True)):
+        assert bool(model(images[:1] + distance * towards / towards.norm()).argmax(1) != 0) == changed
+    for together in (images, images[:1], images[[0, 1, 1, 0, 1]]):
+        radius = lipcert.certify(model, together, eps=0.12, method="anchored", rigor=rigor).radius
+        assert radius[0] <= 0.1

@@ -397,6 +397,24 @@ def test_secants_are_exact_at_the_likely_deviation(key):
     assert bool((bound <= lost * 1.2)[:5].all()), (bound, lost)  # the last lies far from its kinks
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e-17, -1e-17, 1e-15])
+def test_secants_hold_with_either_slope_next_to_a_kink(offset):
+    """The gradient may be computed from values that lie on the other side of a kink by a rounding error."""
+    z = torch.full((40, 6), offset, dtype=torch.float64)
+    rule = REMAINDERS["relu"](Node("relu", torch.relu, (None,), {}, "", (6,)), [z], torch.relu(z))
+    g = -seeded(40, 6, seed=1).abs()
+    most = seeded(40, 6, seed=2).abs() + 0.1
+    rho = [most.norm(dim=1), most]
+    for likely in (None, most / 2, -most / 2):
+        answer = rule.contracted(g, rho, likely)
+        for seed in range(30):
+            delta = most * seeded(40, 6, seed=10 + seed).clamp(-1, 1)
+            bound = answer.bound(rho, [norms(answer.forms[0](delta))]) + (answer.linear * delta).sum(1)
+            for slope in (0.0, 1.0):
+                rest = torch.relu(z + delta) - torch.relu(z) - slope * delta
+                assert bool((-(g * rest).sum(1) <= bound + 1e-13).all())
+
+
 @settings(deadline=None)
 @drawn(
     entries=st.lists(st.tuples(*[st.floats(0, 3)] * 3), min_size=1, max_size=6),

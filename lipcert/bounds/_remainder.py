@@ -88,6 +88,10 @@ class Remainder(ABC):
         """
         return 0
 
+    def uncertain(self, noise: Tensor) -> Tensor:
+        """Whether rounding errors of norm at most ``noise``, shape (N,), may make the Jacobian jump, shape (N,)."""
+        return torch.zeros_like(noise, dtype=torch.bool)
+
     @abstractmethod
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         """An upper bound on ‖R‖, shape (N,).
@@ -339,6 +343,14 @@ class Kinked(Remainder):
     def __init__(self, distance: Tensor):
         self.distance = per_image(distance)
 
+    def uncertain(self, noise: Tensor) -> Tensor:
+        """Whether an entry is as near to its kink as twice the errors, but not at it.
+
+        An entry at its kink has the distance 0 in whichever order zeros, or equal values, are added up.
+        """
+        limit = 2 * self.spread * noise[:, None]
+        return ((self.distance > 0) & (self.distance <= limit)).any(1)
+
     def _reach(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Bounds on ‖δ‖, shape (N,), and on all |δ_i|, shape (N, entries) or (N, 1)."""
         total = self.spread * rho[0]
@@ -391,7 +403,7 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
         return torch.zeros_like(rho)
     weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used]
     most = most.expand(len(reaches), reaches.shape[1])[:, used]
-    scale = weight.amax(1).clamp_min(_TINY)
+    scale, rho = weight.amax(1).clamp_min(_TINY), rho.clamp_min(_TINY)  # smaller squares underflow
 
     def value(place: Tensor) -> tuple[Tensor, Tensor]:
         """The bound for the λ at a place of the grid, and its derivative by λ."""

@@ -501,8 +501,8 @@ def _cut(model: Model) -> str:
     found = cut_of(model)
     if found is None:
         raise InputError(
-            "the loss cut is for networks whose last activations are smooth and others have kinks, such as "
-            "liresnet_l6w64 with beta=4; take the loss anchored, or emma"
+            "the loss cut is for networks that anchored certifies behind a cut: a value with kinks before it, and with "
+            "smooth activations or one last kink behind it, such as liresnet_l6w64; take the loss anchored, or emma"
         )
     path = found.path.removeprefix("net").removeprefix(".")
     if not path:

@@ -244,8 +244,9 @@ jacobian("relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", absolute=0.0
 jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
-# The width of a secant is at least this share of the largest deviation of the entry.
-_WIDTH = 0.08
+# The width of a secant is at least this share of the largest deviation of the entry. Nearer to its kink than this other
+# share, an entry has none.
+_WIDTH, _NEAR = 0.08, 1e-3
 # More than the rounding error of the terms of a secant.
 _ROUNDED = 1e-13
 
@@ -262,6 +263,9 @@ class Relu(KinkedEntries):
 
     The linear term is that of a secant. The bound is exact at |u| = r, so r is |u| at the likely deviation. It must not
     be much smaller than other values of |u|. Entries with g > 0 have no secant, because they lose nothing.
+
+    The sign of z must be that with which gradients are computed. Close to 0 it is not known, because z may be summed in
+    another order there. For such entries R ≤ |δ| with either slope, so −g R ≤ w δ²/(2r) + w r/2.
     """
 
     bends = 1
@@ -276,11 +280,13 @@ class Relu(KinkedEntries):
         weight = torch.where(self.distance < most, self._against(direction), 0.0)
         beyond = self.distance if likely is None else self.distance + self.side * per_image(likely)
         width = (beyond.square() + (_WIDTH * most).square()).sqrt().clamp(1e-140, 1e140)
-        beside = width - self.distance
+        near = self.distance <= _NEAR * most
+        beside = torch.where(near, 0.0, width - self.distance)
         linear = -weight * self.side * beside / (2 * width)
         rounded = _ROUNDED * at_most(weight * (most + self.distance + width))
-        constant = (weight * beside.square() / (4 * width) + rounded).sum(1)
-        form = Form.weights((weight / (4 * width)).sqrt().reshape(direction.shape))
+        constant = torch.where(near, weight * width / 2, weight * beside.square() / (4 * width)) + rounded
+        constant = constant.sum(1)
+        form = Form.weights((weight / torch.where(near, 2, 4) / width).sqrt().reshape(direction.shape))
 
         def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
             return sizes[0].square() + constant

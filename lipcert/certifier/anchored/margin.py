@@ -157,6 +157,7 @@ class RivalMargin:
         deployed = at.rounding.lost(rivals, predicted, linear)
         if deployed is not None:
             self.margin = (self.margin - deployed).clamp_min(0)
+        self.margin = self.margin.masked_fill(at.uncertain, 0)
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None

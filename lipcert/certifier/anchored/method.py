@@ -52,6 +52,11 @@ from that map. At kinks, slopes between the two sides have smaller remainders (:
 The width of the secants follows from the radius with Jacobians. The larger of the two radii counts; each uses half of
 the failure probability.
 
+**Kinks in forms.** The form of a ReLU has a linear term: −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² + ⟨b, δ⟩ + c. It is that of a secant
+for every entry that can lose some of the margin m_j, with its own width. The terms ⟨b, δ⟩ of all operations are
+subtracted from the margin, so they change its gradients and no norm (:class:`.margin.RivalMargin`). Max and min of two
+values are written as ReLU of their difference, so a pair of them has one remainder.
+
 **A verdict at one ε** needs less than the radius. Quick norms (:mod:`.effort`) come first, for all images. Images for
 which they suffice are done, without further forms. So are images that no norms can certify, because the margin toward
 some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε. The others get the norms for a full radius. The quick
@@ -324,7 +329,7 @@ def _examined(
         together = min(2 * together, most)
     enough = torch.full_like(best, math.inf) if eps is None else torch.where(possible, eps / (1 - SAFETY), 0.0)
     best = _weigh(at, allowed, predicted, margins, enough).amin(1)
-    return torch.where(torch.isfinite(best), best, 0.0) * (1 - SAFETY), possible
+    return torch.where(torch.isfinite(best) & ~at.uncertain, best, 0.0) * (1 - SAFETY), possible
 
 
 def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:

@@ -143,6 +143,9 @@ class Linearization:
         norms: of the Jacobians between the pairs of the plan.
         remainders: the remainder rules at the nominal points.
         logits: nominal logits, shape (N, classes).
+        uncertain: the images at which rounding errors of the values may make a Jacobian jump, bool, shape (N,). Values
+            are computed again for every product with Jacobians, and sums may be taken in another order then. So
+            products near a kink may belong to different Jacobians, and nothing is certified there.
         rounding: the contribution of rounding errors.
         weighing: the number of earlier radius searches with contracted forms; it identifies the start vectors.
 
@@ -171,6 +174,10 @@ class Linearization:
         self.norms = finder(self.values, ledger, progress)
         self.remainders: dict[Node, Remainder] = self.network.remainders(self.values)
         self.logits = self.values[self.network.graph.output].reshape(len(images), -1)
+        self.uncertain = torch.zeros(len(images), dtype=torch.bool, device=model.device)
+        for v, rule in self.remainders.items():
+            noise = torch.stack([self.norms.rounded.noise[u] for u in self.network.operands(v)])
+            self.uncertain |= rule.uncertain(noise.norm(dim=0))
         self.rounding = Rounding()
         self.weighing = 0
 
@@ -202,6 +209,7 @@ class Linearization:
         part.values = {node: self.values[node][index] for node in (self._read if walked else self.values)}
         part.norms = self.norms.only(index)
         part.remainders = self.network.remainders(part.values)
+        part.uncertain = self.uncertain[index]
         part.rounding = self.rounding.only(index, part)
         return part
 
