@@ -7,6 +7,8 @@
         --model cut/liresnet-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-hybrid --data ../shared/data/cifar10 --work cut \
         --model cut/hybrid-rounded.safetensors
+    python -m benchmarks.make_checkpoints cifar10-hybrid-l2 --data ../shared/data/cifar10 --work cut \
+        --model cut/hybrid_l2-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
         --model both/anchored.safetensors
 
@@ -46,16 +48,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
     "cifar10-liresnet-smooth": {
-        "file": "cifar10_liresnet_smooth.safetensors", "method": "staged", "attacked_images": 40, "limit": 500,
+        "file": "cifar10_liresnet_smooth.safetensors", "method": "staged", "attacked_images": 40, "limit": 1000,
         "test": "test.tar",
-        "data": "CIFAR-10, 500 test images of a fixed shuffle, lightly compressed JPEG files",
+        "data": "CIFAR-10, 1,000 test images of a fixed shuffle, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
     },
     "cifar10-hybrid": {
         "file": "cifar10_hybrid.safetensors", "method": "staged", "attacked_images": 40, "limit": 300,
         "test": "test.tar",
         "data": "CIFAR-10, 300 test images of a fixed shuffle, lightly compressed JPEG files",
-        "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention",),
+        "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention dot",),
+    },
+    "cifar10-hybrid-l2": {
+        "file": "cifar10_hybrid_l2.safetensors", "method": "gloro", "attacked_images": 40,
+        "test": "test.tar",
+        "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
+        "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention l2",),
     },
     "cifar10-vit": {
         "file": "cifar10_vit.safetensors", "method": "anchored", "attacked_images": 100, "limit": 100,

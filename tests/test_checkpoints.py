@@ -85,3 +85,9 @@ def test_a_row_prints_again_on_100_images(row: Checkpoint) -> None:
     spread = {100: 0.02, 120: 0.1}.get(row.images, 0.2)
     assert abs(clean - row.clean) < spread
     assert abs(result.certified_accuracy - row.certified) < spread
+
+
+def test_the_readme_names_the_best_on_cifar10() -> None:
+    best = max((row for row in checkpoints() if "CIFAR-10" in row.data), key=lambda row: row.certified)
+    text = " ".join((Path(__file__).parent.parent / "README.md").read_text().split())
+    assert f"of `{best.name}` {100 * best.certified:.1f} % of {best.images:,} test images are certified" in text
