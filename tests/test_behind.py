@@ -320,7 +320,9 @@ def test_one_kink_behind_the_cut_takes_almost_nothing() -> None:
     rivals = gaps.argmin(1)
     first = RivalMargin(at.linearization, rivals, predicted, gaps)
     limit = first.margin / first.slope
-    assert bool((first.weighed(first.radius(), 0) >= 0.9 * limit).all())
+    share = first.weighed(first.radius(), 0) / limit
+    assert bool((share > 0.75).all())
+    assert share.median() > 0.95
     gloro = lipcert.certify(net, images, eps=0.01, method="gloro").radius
     assert (limit / found.constant / gloro).median() > 1.05
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds import analyze
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, Replay, canonical, capture, needed
+from lipcert.graph import Graph, Node, Replay, canonical, capture, explicit_maxima, needed
 
 SIZE = (1, 3, 4, 4)
 
@@ -548,3 +548,31 @@ def test_the_operations_between_two_values_are_those_on_the_ways_from_one_to_the
             assert replay.between(source, [target]) == [node for node in graph.nodes if node in expected]
         behind = [node for node in graph.nodes if node is not source and ways(node, source)]
         assert replay.between(source, graph.nodes) == behind
+
+
+@pytest.mark.parametrize(
+    ("function", "relus"),
+    [
+        (lambda x: torch.cat((torch.maximum(*x.chunk(2, 1)), torch.minimum(*x.chunk(2, 1))), 1), 2),
+        (lambda x: torch.cat((x[:, :4].max(x[:, 4:]), x[:, 4:].min(x[:, :4])), 1), 1),
+        (lambda x: torch.cat((x[:, 4:] + (x[:, :4] - x[:, 4:]).relu(), x[:, 4:].min(x[:, :4])), 1), 1),
+        (lambda x: x[:, :4].max(x[:, 4:]) * (x[:, 4:] - x[:, :4]).relu(), 2),
+        (lambda x: torch.maximum(x, 2 * x).min(x), 2),
+        (lambda x: torch.maximum(x, x), 0),
+        (lambda x: torch.maximum(x, x[:, :1]), 0),
+        (lambda x: x[:, 1:5].max(x[:, 0:4]) + x[:, 1:5:1].min(x[:, 4:8]), 2),
+    ],
+)
+def test_maxima_written_out(function, relus):
+    """The same values; one relu for all operations on the same two values."""
+
+    class Network(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    graph = needed(capture(Network().eval(), torch.rand(1, 8)))
+    found = needed(explicit_maxima(graph))
+    for seed in range(3):
+        x = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+        torch.testing.assert_close(found.replay(x), graph.replay(x))
+    assert sum(node.op == "relu" for node in found.nodes) == relus

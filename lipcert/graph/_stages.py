@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,26 +40,65 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
 def explicit_maxima(graph: Graph) -> Graph:
     """The same network, over the real numbers, with max(a, b) = b + relu(a − b) and min(a, b) = a − relu(a − b).
 
-    Where a network reads both, they share the relu, so that their remainders are not counted one by one.
+    Operations on the same two values share the relu, also where a network has such a relu itself, so that their
+    remainders are not counted one by one.
     """
-    known: dict[frozenset[Node], tuple[Node, Node, Node]] = {}
+    known: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
 
     def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
         def emit(op: str, function: Any, *args: Node) -> Node:
             nodes.append(Node(op, function, args, {}, node.path, node.shape, dtype=node.dtype))
             return nodes[-1]
 
-        if not _compares(node):
+        pair = _difference(node)
+        if pair is None and not _compares(node):
             return None
-        pair = frozenset(node.operands)
-        if pair not in known:
-            a, b = map(now, node.operands)
-            known[pair] = a, b, emit("relu", torch.relu, emit("sub", operator.sub, a, b))
-        a, b, more = known[pair]
+        first, second = node.operands if pair is None else pair
+        key = _part(first), _part(second)
+        if pair is None and key[::-1] in known:
+            key = key[::-1]
+        if key not in known:
+            a, b = now(first), now(second)
+            difference = emit("sub", operator.sub, a, b) if pair is None else now(node.operands[0])
+            known[key] = a, b, emit("relu", torch.relu, difference)
+        a, b, more = known[key]
+        if pair is not None:
+            return more
         larger = node.op in ("max", "maximum")
         return emit("add", operator.add, b, more) if larger else emit("sub", operator.sub, a, more)
 
     return _rewritten(graph, written)
+
+
+def _compares(node: Node) -> bool:
+    """Whether this is the larger or smaller of two values, entry by entry."""
+    return (
+        node.op in ("max", "maximum", "min", "minimum")
+        and len(set(node.operands)) == 2
+        and all(x.shape == node.shape and x.dtype == node.dtype for x in node.operands)
+    )
+
+
+def _part(node: Node) -> Hashable:
+    """Equal for two nodes that are the same slice of one value."""
+    if node.op != "getitem" or len(node.args) != 2 or not isinstance(node.args[0], Node):
+        return node
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    ends = [(item.start, item.stop, item.step) if isinstance(item, slice) else (item,) for item in index]
+    if not all(end is None or end is Ellipsis or type(end) is int for item in ends for end in item):
+        return node
+    return node.args[0], *ends
+
+
+def _difference(node: Node) -> tuple[Node, Node] | None:
+    """(a, b) if this is relu(a − b) for two values of its shape."""
+    if node.op != "relu" or len(node.operands) != 1 or node.operands[0].op != "sub":
+        return None
+    sub = node.operands[0]
+    pair = tuple(sub.args)
+    if sub.kwargs or len(pair) != 2 or not all(isinstance(x, Node) and x.shape == node.shape for x in pair):
+        return None
+    return pair if all(x.dtype == node.dtype for x in (sub, *pair)) else None
 
 
 def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node], Node]], Node | None]) -> Graph:
@@ -86,15 +125,6 @@ def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node
         if instead is not node:
             stands_for[node] = instead
     return Graph(graph.input, now(graph.output), tuple(nodes))
-
-
-def _compares(node: Node) -> bool:
-    """Whether this is the larger or smaller of two values, entry by entry."""
-    return (
-        node.op in ("max", "maximum", "min", "minimum")
-        and len(set(node.operands)) == 2
-        and all(x.shape == node.shape and x.dtype == node.dtype for x in node.operands)
-    )
 
 
 def _written_out(
