@@ -397,6 +397,13 @@ def test_secants_are_exact_at_the_likely_deviation(key):
     assert bool((bound <= lost * 1.2)[:5].all()), (bound, lost)  # the last lies far from its kinks
 
 
+def test_kinks_at_a_distance_of_minus_0():
+    """Windows whose entries are −0 have it."""
+    weight, most = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
+    found = beyond(weight, torch.tensor([[-0.0, 0.5]], dtype=torch.float64), torch.ones(1, dtype=torch.float64), most)
+    assert found.item() >= 1.0
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e-17, -1e-17, 1e-15])
 def test_secants_hold_with_either_slope_next_to_a_kink(offset):
     """The gradient may be computed from values that lie on the other side of a kink by a rounding error."""
@@ -422,7 +429,7 @@ def test_secants_hold_with_either_slope_next_to_a_kink(offset):
     seed=st.integers(0, 99),
 )
 def test_what_lies_beyond_kinks(entries, rho, seed):
-    """No deviation exceeds the bound, and the bound is at most 10 % above the least that duality gives."""
+    """No deviation exceeds the bound, and the bound is at most 20 % above the least that duality gives."""
     weight, distance, most = (torch.tensor([values], dtype=torch.float64) for values in zip(*entries, strict=True))
     bound = beyond(weight, distance, torch.tensor([rho], dtype=torch.float64), most).item()
 
@@ -433,7 +440,7 @@ def test_what_lies_beyond_kinks(entries, rho, seed):
 
     least = min(minimize_scalar(dual, bounds=(low, low + 8), method="bounded").fun for low in (-16, -8, 0, 8))
     least = min(least, (weight * (most - distance).clamp_min(0)).sum().item())
-    assert bound <= 1.1 * least + 1e-9
+    assert bound <= 1.2 * least + 1e-9
     for number in range(40):
         tau = most * seeded(1, len(entries), seed=100 * seed + number).abs().clamp_max(1)
         tau = tau * min(1.0, rho / max(1e-12, tau.norm().item()))

@@ -346,7 +346,7 @@ class Kinked(Remainder):
     def uncertain(self, noise: Tensor) -> Tensor:
         """Whether an entry is as near to its kink as twice the errors, but not at it.
 
-        An entry at its kink has the distance 0 in whichever order zeros, or equal values, are added up.
+        Entries are exactly at their kinks where zeros are added up, or equal values subtracted; these have no errors.
         """
         limit = 2 * self.spread * noise[:, None]
         return ((self.distance > 0) & (self.distance <= limit)).any(1)
@@ -401,7 +401,7 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
     used = reaches.any(0)
     if not bool(used.any()):
         return torch.zeros_like(rho)
-    weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used]
+    weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used].abs()  # 0 in place of −0
     most = most.expand(len(reaches), reaches.shape[1])[:, used]
     scale, rho = weight.amax(1).clamp_min(_TINY), rho.clamp_min(_TINY)  # smaller squares underflow
 
