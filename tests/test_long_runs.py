@@ -213,10 +213,12 @@ def test_two_processes_find_what_one_finds(folder):
     assert json.loads(result.stdout)["counts"]["images"] == 40
     assert sorted(path.name for path in folder.glob("two*")) == ["two.jsonl", "two.summary.json"]
 
-    # Again, from what a killed run has left: half of the rows, in files of three processes.
+    # Again, from what a killed run has left: some of the rows, in the file of one of three processes.
     run("certify", *settings, "--out", "three.jsonl", "--shard", "2/3")
+    kept = len(rows("three.shard-2-of-3.jsonl"))
+    assert 0 < kept < 40
     result = torchrun(*settings, "--out", "three.jsonl", "--fail-under", "1")
-    assert "continuing after 8 images" in result.stderr
+    assert f"continuing after {kept} images" in result.stderr
     assert result.returncode == 1
     assert "the certified accuracy at 36/255 is" in result.stderr
     assert rows("three.jsonl") == rows("one.jsonl")
