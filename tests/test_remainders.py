@@ -397,6 +397,26 @@ def test_secants_are_exact_at_the_likely_deviation(key):
     assert bool((bound <= lost * 1.2)[:5].all()), (bound, lost)  # the last lies far from its kinks
 
 
+@pytest.mark.parametrize("key", sorted(key for key in REMAINDERS if isinstance(key, str) and REMAINDERS[key].has_kinks))
+def test_rules_with_kinks_say_where_the_jacobian_may_jump(key):
+    _jumps(Site(key, 0).rule)
+
+
+@pytest.mark.parametrize("key", [LayerProject, RmsLayerProject, GroupLayerProject, ClippedReLU])
+def test_modules_with_kinks_say_where_the_jacobian_may_jump(key):
+    _jumps(Site(key, 0).rule)
+
+
+def test_hardswish_says_where_the_jacobian_may_jump():
+    _jumps(Site("hardswish", 1).rule)
+
+
+def _jumps(rule):
+    nothing, much = (torch.full((POINTS,), noise, dtype=torch.float64) for noise in (0.0, 10.0))
+    assert not rule.uncertain(nothing).any() or hasattr(rule, "lost")  # projections have errors of their own
+    assert rule.uncertain(much)[2:].all()
+
+
 def test_kinks_at_a_distance_of_minus_0():
     """Windows whose entries are −0 have it."""
     weight, most = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)

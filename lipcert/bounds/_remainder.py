@@ -598,6 +598,9 @@ class RadialKink(Radial):
         self.gain = gain
         self.kink = (self.length - 1).abs() * radius
 
+    def uncertain(self, noise: Tensor) -> Tensor:
+        return Kinked(self.kink).uncertain(noise + self.lost)
+
     def _curvature(self, rho: Tensor) -> Tensor:
         low = (self.length - rho[:, None] / self.radius).clamp_min(1)
         return torch.where(self.length >= 1, 2 / math.sqrt(3) / low**2, 0.0) * self.scale

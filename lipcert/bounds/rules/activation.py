@@ -473,6 +473,9 @@ class HardSwish(Smooth):
         super().__init__(node, operands, result)
         self.kinks = Kinked((operands[0].abs() - 3).abs())
 
+    def uncertain(self, noise: Tensor) -> Tensor:
+        return self.kinks.uncertain(noise)
+
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         slack = _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
         return super().norm(rho) + self.kinks.norm(rho) + slack
