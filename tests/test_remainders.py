@@ -14,8 +14,9 @@ from torch import nn
 
 from lipcert._numerics import at_most
 from lipcert.bounds import NoAnswer, Remainder, remainder_of
+from lipcert.bounds._kinks import beyond
 from lipcert.bounds._registry import answers
-from lipcert.bounds._remainder import Smooth, beyond
+from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import Gelu, secant_relu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown
 from lipcert.certifier.anchored.secants import with_secants

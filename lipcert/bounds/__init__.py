@@ -56,7 +56,7 @@ __all__ = [
     "Estimate", "Form", "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Progress",
     "Remainder", "Rule", "State", "Value", "WINDOW", "Walk", "analyze", "analyze_for_training", "answer_of",
     "arguments", "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "coverage",
-    "flat", "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths", "lipschitz",
-    "each_entry", "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
+    "each_entry", "flat", "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths",
+    "lipschitz", "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
     "row_distances", "rule", "rule_for",
 ]  # fmt: skip

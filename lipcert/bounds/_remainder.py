@@ -2,7 +2,7 @@
 
 For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ with J the Jacobian of f at h.
 Linear operations have R = 0 and need no rule. :class:`Remainder` is the base class of all rules; :class:`Smooth`,
-:class:`Kinked`, :class:`Bilinear`, :class:`Radial` and :class:`RadialKink` are bounds that several rules share.
+:class:`Bilinear` and :class:`Radial` are bounds that several rules share, and those of :mod:`._kinks`.
 
 The first axis of every tensor is the image: nominal values have shape (N, ...), every ρ and every answer has shape
 (N,). The bounds are sums and products of non-negative float64 numbers, so their rounding errors are relative and far
@@ -27,13 +27,9 @@ from lipcert.graph import Node
 Against = Callable[[Sequence[Tensor]], Tensor]
 RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")
 
-_TINY = 1e-150
+TINY = 1e-150
 # Far more than rounding in float64 takes of the entries of a 2 × 2 matrix and its eigenvectors.
-_ROUNDED = 1e-9
-# More than the rounding error of a difference, relative to what is subtracted from.
-_NOISE = 1e-14
-# The grid of multipliers in units of the largest weight: 2^(i/_FINE) for |i| ≤ _SPAN.
-_FINE, _SPAN, _STEPS = 4, 256, 6
+ROUNDED = 1e-9
 
 
 class Remainder(ABC):
@@ -307,7 +303,7 @@ def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
     before = torch.nn.functional.pad(caps.cumsum(1)[:, :-1], (1, 0))
     left = rho.square()[:, None] - before
     given = torch.where(left.isnan(), caps, torch.minimum(caps, left.clamp_min(0)))  # ∞ − ∞ limits nothing
-    return torch.minimum(whole, at_most(ranked * given * (1 + _ROUNDED)).sum(1))
+    return torch.minimum(whole, at_most(ranked * given * (1 + ROUNDED)).sum(1))
 
 
 def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
@@ -315,118 +311,6 @@ def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
     remainder(*targets)(
         type("Smooth", (Smooth,), {"__doc__": Smooth.__doc__, "curvature": curvature, "downward": downward})
     )
-
-
-class Kinked(Remainder):
-    """Piecewise linear functions with a kink at distance k_i from entry i: |R_i| ≤ s·(|δ_i| − k_i)₊.
-
-    Norm: (|δ_i| − k_i)₊² ≤ (1 − k_i/p_i)₊² δ_i² if |δ_i| ≤ p_i, and Σ of that is bounded as in :class:`Smooth`.
-    Against g, |⟨g, R⟩| ≤ s Σ |g_i| (|δ_i| − k_i)₊, see :func:`beyond`.
-
-    A convex function lies above its linearisation, because the slope is a subgradient, at kinks too. So R_i ≥ 0 and
-    only entries with g_i < 0 count; for a concave function only those with g_i > 0.
-
-    Attributes:
-        slope: s, the change of the slope at a kink.
-        bends: 1 for convex functions, −1 for concave ones, 0 otherwise.
-        spread: Σ δ_i² ≤ spread² ρ² for the deviations δ_i in the bounds above.
-
-    Args:
-        distance: the distances k, shape (N, ...).
-    """
-
-    has_kinks = True
-    slope = 1.0
-    bends = 0
-    spread = 1.0
-
-    def __init__(self, distance: Tensor):
-        self.distance = per_image(distance)
-
-    def uncertain(self, noise: Tensor) -> Tensor:
-        """Whether an entry is as near to its kink as twice the errors, but not at it.
-
-        Entries are exactly at their kinks where zeros are added up, or equal values subtracted; these have no errors.
-        """
-        limit = 2 * self.spread * noise[:, None]
-        return ((self.distance > 0) & (self.distance <= limit)).any(1)
-
-    def _reach(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Bounds on ‖δ‖, shape (N,), and on all |δ_i|, shape (N, entries) or (N, 1)."""
-        total = self.spread * rho[0]
-        return total, each_entry(rho) if self.entrywise else total[:, None]
-
-    def _against(self, direction: Tensor) -> Tensor:
-        """The weights of the entries, shape (N, entries)."""
-        g = self.slope * per_image(direction)
-        return (-self.bends * g).clamp_min(0) if self.bends else g.abs()
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        total, most = self._reach(rho)
-        crossing = (1 - self.distance / most.clamp_min(_TINY)).clamp_min(0)
-        return self.slope * largest_share(crossing.square(), total, most).sqrt()
-
-    def against(self, direction: Tensor) -> Against:
-        weight = self._against(direction)
-        return lambda rho: beyond(weight, self.distance, *self._reach(rho))
-
-
-class KinkedEntries(Kinked):
-    """Functions of single entries with kinks. Total: as against −w, with a bound on ‖√w ∘ δ‖ in place of ρ."""
-
-    entrywise = each = sums = True
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        weight, most = self.slope * weight, self._reach(rho)[1]
-        if not bool(size.isfinite().all()):
-            return beyond(weight, self.distance, self._reach(rho)[0], most)
-        root = weight.sqrt()
-        return beyond(root, root * self.distance, math.sqrt(self.slope) * size, root * most)
-
-
-def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tensor:
-    """An upper bound on Σ w_i (τ_i − k_i)₊ over 0 ≤ τ_i ≤ most_i with Σ τ_i² ≤ ρ², shape (N,).
-
-    For every λ ≥ 0 the sum is at most λ ρ² + Σ_i max_τ (w_i (τ − k_i)₊ − λ τ²), by Lagrangian duality. The maximum is 0
-    or taken at τ = min(w_i/(2λ), most_i). The sum is convex in λ. It is minimised over the λ of a fixed grid, 0, and
-    the λ from which on all maxima are 0, so that the bound is non-decreasing in ρ and ``most``.
-
-    Args:
-        weight: w ≥ 0, shape (N, entries).
-        distance: k ≥ 0, shape (N, entries).
-        rho: ρ, shape (N,).
-        most: shape (N, entries) or (N, 1).
-    """
-    reaches = (distance < most) & (weight > 0)
-    used = reaches.any(0)
-    if not bool(used.any()):
-        return torch.zeros_like(rho)
-    weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used].abs()  # 0 in place of −0
-    most = most.expand(len(reaches), reaches.shape[1])[:, used]
-    scale, rho = weight.amax(1).clamp_min(_TINY), rho.clamp_min(_TINY)  # smaller squares underflow
-
-    def value(place: Tensor) -> tuple[Tensor, Tensor]:
-        """The bound for the λ at a place of the grid, and its derivative by λ."""
-        multiplier = (scale * torch.exp2(place / _FINE))[:, None]
-        tau = torch.minimum(weight / (2 * multiplier), most)
-        gained = weight * (tau - distance) - multiplier * tau.square() + _NOISE * weight * tau
-        taken = torch.where(gained > 0, tau, 0.0).square().sum(1)
-        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - taken
-
-    # The derivative is not negative from λ = ‖w‖/(2ρ) on.
-    high = (_FINE * torch.log2(weight.norm(dim=1) / (2 * rho * scale).clamp_min(_TINY))).clamp(-_SPAN, _SPAN).ceil()
-    low = high - 2**_STEPS
-    with torch.no_grad():
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            rising = value(middle)[1] >= 0
-            low, high = torch.where(rising, low, middle), torch.where(rising, middle, high)
-    reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
-    # From the largest (τ − k)/τ² · w on, every maximum is 0.
-    steepest = torch.where(most < 2 * distance, (most - distance) / most.square(), 1 / (4 * distance))
-    alone = at_most(torch.where(weight > 0, weight * steepest, 0.0).amax(1) * rho.square())
-    best = torch.minimum(torch.minimum(value(low)[0], value(high)[0]), torch.minimum(reached, alone))
-    return at_most(best * (1 + _ROUNDED))
 
 
 class Bilinear(Remainder):
@@ -536,7 +420,7 @@ class Radial(Remainder):
         slope = a.norm(dim=-1, keepdim=True) + lost
         n, length = self.n, self.length[..., None]
         w = (1 + length.square()).rsqrt()
-        unit = n / length.clamp_min(_TINY)
+        unit = n / length.clamp_min(TINY)
         along = (a * unit).sum(-1, keepdim=True)
         across = a - along * unit
         aside = across.norm(dim=-1, keepdim=True)
@@ -546,10 +430,10 @@ class Radial(Remainder):
         # The eigenvector of the larger eigenvalue, by a formula without cancellation.
         ahead = torch.where(half >= 0, half + root, mixed)
         beside = torch.where(half >= 0, mixed, root - half)
-        size = (ahead.square() + beside.square()).sqrt().clamp_min(_TINY)
-        v = (ahead * unit + beside * across / aside.clamp_min(_TINY)) / size
-        base = other.clamp_min(0) + _ROUNDED * slope * length * w**3 + lost  # ‖D²u‖ < 1
-        top = torch.maximum((first + other) / 2 + root, base) * (1 + _ROUNDED)
+        size = (ahead.square() + beside.square()).sqrt().clamp_min(TINY)
+        v = (ahead * unit + beside * across / aside.clamp_min(TINY)) / size
+        base = other.clamp_min(0) + ROUNDED * slope * length * w**3 + lost  # ‖D²u‖ < 1
+        top = torch.maximum((first + other) / 2 + root, base) * (1 + ROUNDED)
         base, top = ((self.scale / 2 * part).sqrt() for part in (base, top))
 
         def apply(deviation: Tensor, base: Tensor, more: Tensor, v: Tensor) -> Tensor:
@@ -566,53 +450,3 @@ class Radial(Remainder):
         norm = per_image(top).amax(1)
         form = Form(apply, (base, top - base, v), norm, 2 * norm)
         return Contracted((form,), bound)
-
-
-class RadialKink(Radial):
-    """weight ∘ gain · u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, which has a kink on the sphere.
-
-    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside. Both are symmetric and between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always.
-    With k = |‖h‖ − R|, the first part of the segment h + sΔ, of length k, stays on one side. Inside, J does not change
-    on it. Outside, J changes by at most c ≤ (2/√3) R/max(‖h‖ − ρ, R)² per unit of length, as in :class:`Radial` with
-    1/‖h‖² in place of 1/(1 + ‖h‖²). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over the segment gives ‖R_t‖ ≤ ½ c ρ_t² +
-    (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`Kinked`.
-
-    Args:
-        h, radius, weight, axis, gain, centred: as for :class:`Radial`.
-    """
-
-    contracts = False
-    has_kinks = True
-
-    def __init__(
-        self,
-        h: Tensor,
-        radius: float,
-        weight: Tensor | None,
-        axis: int,
-        gain: float = 1.0,
-        *,
-        centred: bool = False,
-    ):
-        super().__init__(h, radius, gain, weight, axis, centred=centred)
-        self.gain = gain
-        self.kink = (self.length - 1).abs() * radius
-
-    def uncertain(self, noise: Tensor) -> Tensor:
-        return Kinked(self.kink).uncertain(noise + self.lost)
-
-    def _curvature(self, rho: Tensor) -> Tensor:
-        low = (self.length - rho[:, None] / self.radius).clamp_min(1)
-        return torch.where(self.length >= 1, 2 / math.sqrt(3) / low**2, 0.0) * self.scale
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        largest = 1.0 if self.weight is None else self.weight.abs().max().item()
-        return super().norm(rho) + largest * self.gain * Kinked(self.kink).norm(rho)
-
-    def against(self, direction: Tensor) -> Against:
-        curved = super().against(direction)
-        kinked = Kinked(self.kink).against(self._against(direction).norm(dim=-1))
-        return lambda rho: curved(rho) + self.gain * kinked(rho)
-
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        return None  # the kink has no such form

@@ -21,13 +21,12 @@ from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
+from lipcert.bounds._kinks import Kinked, KinkedEntries
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, rounding, rule, secant
 from lipcert.bounds._remainder import (
     Against,
     Contracted,
     Form,
-    Kinked,
-    KinkedEntries,
     Remainder,
     Smooth,
     each_entry,

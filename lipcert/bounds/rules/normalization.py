@@ -16,8 +16,9 @@ from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
 from lipcert.bounds._jacobian import Bounds, normalising
+from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
-from lipcert.bounds._remainder import Radial, RadialKink, remainder
+from lipcert.bounds._remainder import Radial, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times

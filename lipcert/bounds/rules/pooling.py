@@ -16,8 +16,9 @@ from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
+from lipcert.bounds._kinks import Kinked
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
-from lipcert.bounds._remainder import Against, Kinked, remainder
+from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
 from lipcert.graph import Node

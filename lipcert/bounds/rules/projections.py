@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lipcert._format import EXTRA, Format
 from lipcert.bounds._jacobian import Bounds, normalising
+from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, jacobian, rounding, rule, secant
-from lipcert.bounds._remainder import Against, Radial, RadialKink, Remainder, per_image, remainder
+from lipcert.bounds._remainder import Against, Radial, Remainder, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._secants import TINY, Bend, eta
 from lipcert.bounds._value import Value
@@ -71,7 +72,7 @@ class SecantProjection(Remainder):
 
     A token with n + ρ ≤ R and n ≤ R − w, w the width of the secant, has R = 0. A token with n − ρ ≥ R and n ≥ R + w
     stays outside the ball, where u = Rĥ has second derivatives of at most (2/√3)R/(n − ρ)², as in
-    :class:`~lipcert.bounds._remainder.RadialKink`: g = 0 and c_t = R/(√3 (n − ρ)²). In every case ‖R_t‖ ≤ 2ρ_t, because
+    :class:`~lipcert.bounds._kinks.RadialKink`: g = 0 and c_t = R/(√3 (n − ρ)²). In every case ‖R_t‖ ≤ 2ρ_t, because
     u and its linearisation have constant 1.
 
     For all tokens, ‖(|g_t|)_t‖ is bounded as for entries, and Σ ρ_t⁴ ≤ ρ⁴. Against a direction with the parts d_t, g

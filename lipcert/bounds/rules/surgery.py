@@ -13,8 +13,9 @@ from lipcert._format import Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._box import State, Walk, clip, extended, monotone
 from lipcert.bounds._jacobian import of_entries
+from lipcert.bounds._kinks import Kinked
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
-from lipcert.bounds._remainder import Kinked, remainder
+from lipcert.bounds._remainder import remainder
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lipcert._numerics import SAFETY
 from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, kept_whole, remainder_of
-from lipcert.certifier.anchored.method import Anchor, Anchored
+from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
@@ -44,9 +44,6 @@ from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
 _LOOSE, _LOOKED_AT = 10.0, 4
-# For a verdict the whole network is linearised too, unless that needs more than this many times the work, and more than
-# this many floating-point operations per image.
-_COSTLY, _MUCH = 1.0, 3e10
 
 
 class Behind:
@@ -177,7 +174,7 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
         whole = Anchored(model, eps=eps, graph=formed, **half)
-        if eps is None or whole.work <= max(_COSTLY * behind.work, _MUCH):
+        if eps is None or whole.work <= max(behind.work, FULL):  # for a verdict, only if that takes little
             behind.whole = whole
     return behind
 
@@ -261,8 +258,8 @@ def cut_of(model: Model) -> Node | None:
 def cut_behind_kinks(graph: Graph) -> Node | None:
     """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
-    It is the first cut behind all operations with kinks or without a remainder rule. If none of those behind it is
-    nonlinear, the last operation with kinks is behind the cut too, provided that its rule has contracted forms.
+    It is the first cut behind all operations with kinks or without a remainder rule. One operation with kinks may
+    follow it: the last nonlinear one, if its rule has contracted forms.
     """
     unfit: list[int] = []
     bent, formed = -1, False

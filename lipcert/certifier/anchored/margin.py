@@ -192,7 +192,7 @@ class RivalMargin:
             wide, index = self._wide, self._repeated
             found = {}
             for v, form in forms.items():
-                within, likely, bent = (_repeated(part, index) for part in (form.rho, form.likely, form.bent))
+                within, likely, bent = (_for_images(part, index) for part in (form.rho, form.likely, form.bent))
                 answer = wide.at.remainders[v].contracted(wide.at_nodes[v], within, likely)
                 assert answer is not None
                 some = torch.isin(index, form.images).nonzero()[:, 0]
@@ -305,7 +305,7 @@ class RivalMargin:
         return RivalMargin(self.at, *self._given, linear) if linear else self, upto, forms
 
 
-def _repeated(part: Any, index: Tensor) -> Any:
+def _for_images(part: Any, index: Tensor) -> Any:
     """Tensors, or lists of them, for the images with the given indices."""
     if part is None:
         return None

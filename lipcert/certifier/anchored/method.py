@@ -97,7 +97,7 @@ ROUNDS = 4
 # The largest number of entries in the values of rival classes examined together, 256 MiB.
 _ENTRIES = 2**25
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
-_FULL = 3e10
+FULL = 3e10
 # The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
 # secants is larger.
 _WIDENED = 1.5
@@ -140,12 +140,12 @@ class Anchored:
         given = NormOptions(**options)
         merged = given.passes is None and not isinstance(at, int)
         network = Network(model, at=at, graph=graph, merged=merged)
-        # Behind a cut the kinks are few, and contracted forms bend them better than secants.
+        # Behind a cut the contracted forms of kinks suffice, which have secants of their own.
         graph, kinks = (network.graph, {}) if isinstance(at, Node) else with_secants(network.graph)
         self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
         plan = _plan(network, given)
         self._quickly = eps is not None and not self.kinks and worthwhile(plan, given)
-        self.eps = eps if self._quickly or (not self.kinks and plan.work >= _FULL) else None
+        self.eps = eps if self._quickly or (not self.kinks and plan.work >= FULL) else None
         share = 0.5 if self.kinks or self._quickly else 1.0
         self.finder = _finder(plan, given, share)
         self.quick: NormFinder | None = None
