@@ -20,7 +20,6 @@ from lipcert.certifier._lofast import (
     ball_change,
     naive_change,
 )
-from lipcert.certifier._search import search, search_each
 from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.margin import RivalMargin, Weighed, change, curvature_norms, spreads
 from lipcert.certifier.anchored.method import linearized_radius
@@ -342,41 +341,6 @@ def test_anchored_is_nowhere_weaker_at_any_eps():
         for node, rho in ours.operands.items():
             for smaller, larger in zip(rho, theirs.operands[node], strict=True):
                 assert bool((smaller <= larger * (1 + 1e-12)).all())
-
-
-def test_radii_of_a_search_do_not_depend_on_the_other_images():
-    gaps = seeded(4, 5).abs() * 10.0 ** torch.arange(-2, 2)[:, None]
-
-    def found(some):
-        return search_each(lambda eps: some - (2 * eps + eps.square())[:, None], some / 2)
-
-    assert torch.equal(found(gaps), torch.cat([found(gaps[i : i + 1]) for i in range(4)]))
-
-
-@pytest.mark.parametrize("classes", [1, 9, 300])
-def test_many_radii_from_one_search(classes):
-    """As from a search each, within what is promised, and with far fewer evaluations."""
-    gaps = seeded(3, classes).abs() * 10.0 ** torch.arange(-2, 1)[:, None]
-    gaps[1, 0] = 0.0
-    calls = 0
-
-    def left(eps):
-        nonlocal calls
-        calls += 1
-        return gaps - torch.where(eps > 3, math.inf, 2 * eps + eps.square())[:, None]
-
-    found = search_each(left, gaps / 2)
-    alone = torch.stack([search(lambda eps, j=j: left(eps)[:, j], gaps[:, j] / 2) for j in range(classes)], 1)
-    calls = 0
-    search_each(left, gaps / 2)
-    assert calls < 120 + classes
-    assert ((gaps - 2 * found - found**2 > 0) | (found == 0)).all()
-    assert ((found > 0) == (gaps > 0)).all()
-    least = torch.where(gaps > 0, alone, math.inf).amin(1, keepdim=True)
-    assert (found <= alone * 1.0011).all()
-    assert (found >= alone / 1.21).all()
-    assert (found >= torch.where(alone < 3 * least, alone / 1.021, 0)).all()
-    assert (found >= torch.where(alone <= least, alone / 1.0021, 0)).all()
 
 
 def test_far_away_everything_is_infinite_and_nothing_is_nan():

@@ -18,7 +18,7 @@ from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.margin import RivalMargin, Weighed, curvature_norms
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM
-from lipcert.certifier.anchored.ray import SECTORS, sectors
+from lipcert.certifier.anchored.ray import SECTORS, sector
 from lipcert.graph import Node
 from lipcert.surgery import SmoothMaxMin
 
@@ -88,7 +88,7 @@ def parts(one, eps, seed):
     """Perturbations with parts along and across the ray in the ratio of every sector, shape (N, sectors, source)."""
     ray, source = one.ray, one.at.network.source
     p = ray.tangents[source].flatten(1)[:, None]
-    cover = sectors(one._wide.ray, eps.repeat_interleave(SECTORS))
+    cover = one._every(eps)
     along, across = (size.unflatten(0, (-1, SECTORS))[..., None] for size in (cover.along, cover.across))
     other = seeded(len(p), SECTORS, p.shape[2], seed=seed)
     other = other - (other * p).sum(2, keepdim=True) * p
@@ -120,7 +120,7 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
         norms = curvature_norms(one, forms, 0)
         index, wide = one._repeated, one._wide
         curved = {v: [form.only(index) for form in found] for v, found in norms.items()}
-        walk = wide.at.walk(eps[index], curved, sector=sectors(wide.ray, eps[index]))
+        walk = wide.at.walk(eps[index], curved, sector=one._every(eps))
         left = one.in_sectors(eps, norms, forms)
         nodes = list(network.rules)
         targets = [u for v in nodes for u in v.operands if u not in network.widths]
@@ -193,7 +193,7 @@ def test_products_with_all_jacobians_at_once(name):
 
 def test_sectors_cover_the_ball():
     eps = torch.tensor([0.3, 2.0], dtype=torch.float64)
-    cover = sectors(None, eps.repeat_interleave(SECTORS))
+    cover = sector(None, eps.repeat_interleave(SECTORS), torch.arange(SECTORS).repeat(len(eps)))
     along, across = (size.unflatten(0, (-1, SECTORS)) for size in (cover.along, cover.across))
     for angle in torch.linspace(0, math.pi / 2, 10_001, dtype=torch.float64):
         s, t = eps * angle.cos(), eps * angle.sin()

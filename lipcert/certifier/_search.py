@@ -12,30 +12,84 @@ import torch
 from torch import Tensor
 
 _ACCURACY = 1.01
+# The logarithm of the accuracy of ``search``.
+_WIDTH = 1e-3
 
 
 def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
     """The largest ε, to 0.1 %, with left(ε) > 0, for a non-increasing function; 0 if 1e-12 · guess is too large.
 
+    Between an ε that holds and one that does not, log ε is found by inverse quadratic interpolation, and by halving
+    where that is not safe (Chandrupatla, Advances in Engineering Software 28, 1997).
+
     Args:
-        left: function of ε, shape (N,); called about 30 times.
+        left: function of ε, shape (N,); called about 10 times.
         guess: an ε near which ``left`` becomes negative, shape (N,).
     """
-    low, high = guess * 1e-12, guess.clone()
-    good = left(low) > 0
-    for _ in range(8):
-        holds = good & (left(high) > 0)
-        if not bool(holds.any()):
+    low, high = torch.zeros_like(guess), torch.full_like(guess, math.inf)
+    at_low = at_high = torch.zeros_like(guess)
+    trial = guess
+    for step in range(8):
+        value = left(trial)
+        wanted = (low == 0) | torch.isinf(high)
+        holds = value > 0
+        low, at_low = torch.where(wanted & holds, trial, low), torch.where(wanted & holds, value, at_low)
+        high, at_high = torch.where(wanted & ~holds, trial, high), torch.where(wanted & ~holds, value, at_high)
+        if not bool(((low == 0) | torch.isinf(high)).any()):
             break
-        low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
+        smaller = guess * max(0.5 ** (2**step), 1e-12)
+        trial = torch.where(torch.isinf(high), 2 * low, torch.where(low == 0, smaller, low))
+    # The root is between a and b; a was tried last, and c before.
+    a, at_a, b, at_b, share = low, at_low, high, at_high, torch.full_like(low, 0.5)
     for _ in range(44):
-        wide = high > low * 1.001  # converged images do not change, so results do not depend on the batch
+        width = (b.log() - a.log()).abs()
+        wide = torch.isfinite(width) & (width > _WIDTH)  # converged images do not change: results without the batch
         if not bool(wide.any()):
             break
-        middle = (low * high).sqrt()
-        holds = left(middle) > 0
-        low, high = torch.where(wide & holds, middle, low), torch.where(wide & ~holds, middle, high)
-    return torch.where(good, low, 0.0)
+        trial = torch.where(wide, a * (b / a) ** share, low)
+        value = left(trial)
+        holds = value > 0
+        same = holds == (a == low)
+        c, at_c = torch.where(same, a, b), torch.where(same, at_a, at_b)
+        b, at_b = torch.where(wide & ~same, a, b), torch.where(wide & ~same, at_a, at_b)
+        a, at_a = torch.where(wide, trial, a), torch.where(wide, value, at_a)
+        low = torch.where(wide & holds, trial, low)
+        share = _interpolated(a.log(), b.log(), c.log(), at_a, at_b, at_c)
+    return low
+
+
+def _interpolated(a: Tensor, b: Tensor, c: Tensor, at_a: Tensor, at_b: Tensor, at_c: Tensor) -> Tensor:
+    """The place of the root between a and b, as a share of the way from a to b: Chandrupatla's rule."""
+    place, height = (a - b) / (c - b), (at_a - at_b) / (at_c - at_b)
+    share = at_a / (at_b - at_a) * at_c / (at_b - at_c)
+    share = share + (c - a) / (b - a) * at_a / (at_c - at_a) * at_b / (at_c - at_b)
+    share = torch.where((height**2 < place) & ((1 - height) ** 2 < 1 - place) & share.isfinite(), share, 0.5)
+    least = (0.4 * _WIDTH / (b - a).abs()).clamp_max(0.5)
+    return torch.minimum(torch.maximum(share, least), 1 - least)
+
+
+def search_least(every: Callable[[Tensor], Tensor], one: Callable[[Tensor, Tensor], Tensor], guess: Tensor) -> Tensor:
+    """The largest ε, to 0.1 %, at which all of several functions are positive; as :func:`search` for the least of them.
+
+    Only the function that seems to be the least is searched. All are tried where it ends; if another is not positive
+    there, that one is searched next.
+
+    Args:
+        every: all functions, of shape (N, functions), of ε, shape (N,).
+        one: for each image one of them, shape (N,): of ε and the index of the function.
+        guess: an ε near which the least becomes negative, shape (N,).
+    """
+    found, values = guess, every(guess)
+    failing = torch.ones_like(guess, dtype=torch.bool)
+    for _ in range(values.shape[1]):
+        which = values.nan_to_num(nan=-math.inf).argmin(1)
+        again = search(lambda eps, which=which: one(eps, which), found)  # type: ignore[misc]
+        found = torch.where(failing, again, found)  # per image: results do not depend on the batch
+        values = every(found)
+        failing = ~(values > 0).all(1) & (found > 0)
+        if not bool(failing.any()):
+            return found
+    return torch.where(failing, 0.0, found)
 
 
 def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:

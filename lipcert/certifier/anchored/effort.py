@@ -209,7 +209,7 @@ class _Trial:
         self.valid = bool((eps > 0).all() & (rest(2 * eps) < 0).all() & self.margin.isfinite().all())
         if self.valid:
             self.toward, self.upto, self.forms, self.norms = self._with({})
-            self.eps = search(self._left, self.least)
+            self.eps = self.toward.furthest(self.least, self.norms, self.forms, self.upto)
             self.valid = bool((self.eps > 0).all())
 
     def _with(self, effort: Mapping[NormKey, float]) -> tuple[RivalMargin, Tensor, Forms, Curvature]:
@@ -223,9 +223,6 @@ class _Trial:
             toward, upto, forms = toward.forms(self.least)
             toward.margin = self.margin
         return toward, upto, forms, curvature_norms(toward, forms, 0)
-
-    def _left(self, eps: Tensor) -> Tensor:
-        return torch.where(eps <= self.upto, self.toward.left(eps, self.norms, self.forms), -1.0)
 
     def left(self, effort: Mapping[NormKey, float]) -> Tensor:
         """The share of the margin that is left at the radii of the usual tolerances, with and without contracted forms.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import Against, Contracted, per_image, row_distances
-from lipcert.certifier._search import search
+from lipcert.certifier._search import search, search_least
 from lipcert.certifier.anchored.jacobians import margin_gradients
-from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sectors
+from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
 
@@ -167,16 +167,21 @@ class RivalMargin:
         at, (rivals, predicted, _) = self.at, self._given
         return margin_gradients(at.network, at.values, list(at.network.chains.links), rivals, predicted, linear)
 
+    def only(self, index: Tensor) -> RivalMargin:
+        """The same for the images with the given indices, for walks without contracted forms."""
+        part = copy.copy(self)
+        at = part.at = self.at.only(index, walked=True)
+        part.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
+        part.margin, part.slope, part.rounding = self.margin[index], self.slope[index], self.rounding[index]
+        part.against = {v: at.remainders[v].against(g) for v, g in part.at_nodes.items()}
+        part.ray = None if self.ray is None else self.ray.only(index, at)
+        part.forget()
+        return part
+
     @cached_property
     def _wide(self) -> RivalMargin:
         """The same with every image repeated for every sector."""
-        wide, index = copy.copy(self), self._repeated
-        at = wide.at = self.at.only(index, walked=True)
-        wide.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
-        wide.margin, wide.slope, wide.rounding = self.margin[index], self.slope[index], self.rounding[index]
-        wide.against = {v: at.remainders[v].against(g) for v, g in wide.at_nodes.items()}
-        wide.ray = None if self.ray is None else self.ray.only(index, at)
-        return wide
+        return self.only(self._repeated)
 
     def forget(self) -> None:
         """Has the norms read again, after they were replaced."""
@@ -212,10 +217,31 @@ class RivalMargin:
         if self.ray is None:
             return self._left(eps, curvature, forms)[:, None]
         index, wide = self._repeated, self._wide
-        assert wide.ray is not None
         curved = {v: [form.only(index) for form in norms] for v, norms in curvature.items()}
-        inside = wide._left(eps[index], curved, self._widened(forms), sectors(wide.ray, eps[index]))
+        inside = wide._left(eps[index], curved, self._widened(forms), self._every(eps))
         return inside.unflatten(0, (-1, SECTORS))
+
+    def _every(self, eps: Tensor) -> Sector:
+        """All sectors of the ball of radius ε, for the repeated images."""
+        ray, numbers = self._wide.ray, torch.arange(SECTORS, device=eps.device)
+        assert ray is not None
+        return sector(ray, eps[self._repeated], numbers.repeat(len(eps)))
+
+    def furthest(
+        self, guess: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS, upto: Tensor | None = None
+    ) -> Tensor:
+        """The largest ε, to 0.1 % and at most ``upto``, within which the margin stays positive, shape (N,)."""
+
+        def limited(left: Tensor, eps: Tensor) -> Tensor:
+            return left if upto is None else torch.where((eps <= upto).reshape(-1, *[1] * (left.dim() - 1)), left, -1.0)
+
+        def one(eps: Tensor, number: Tensor | None = None) -> Tensor:
+            inside = None if number is None or self.ray is None else sector(self.ray, eps, number)
+            return limited(self._left(eps, curvature, forms, inside), eps)
+
+        if self.ray is None:
+            return search(one, guess)
+        return search_least(lambda eps: limited(self.in_sectors(eps, curvature, forms), eps), one, guess)
 
     def _left(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
         """A lower bound on the margin within distance ε, in a sector, shape (N,)."""
@@ -242,11 +268,16 @@ class RivalMargin:
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``, where no search is needed."""
         guess = self.margin / self.slope
-        known = torch.zeros_like(guess, dtype=torch.bool) if enough is None else torch.isfinite(enough)
-        if enough is None or not bool(known.any()):
-            return search(self.left, guess)
-        known &= self.left(torch.where(known, enough, guess)) > 0
-        return enough if bool(known.all()) else torch.where(known, enough, search(self.left, guess))
+        if enough is None:
+            return self.furthest(guess)
+        known = torch.isfinite(enough)
+        if bool(known.any()):
+            known &= self.left(torch.where(known, enough, guess)) > 0
+        open_ = (~known).nonzero()[:, 0]
+        if not len(open_):
+            return enough
+        part = self if len(open_) == len(known) else self.only(open_)
+        return enough.index_copy(0, open_, part.furthest(guess[open_]))
 
     def weighed(self, least: Tensor, round: int) -> Tensor:
         """Radii with contracted forms, shape (N,), at least ``least``.
@@ -259,19 +290,13 @@ class RivalMargin:
         if not forms:
             return least
         norms = curvature_norms(toward, forms, round)
-
-        def left(eps: Tensor) -> Tensor:
-            return torch.where(eps <= upto, toward.left(eps, norms, forms), -1.0)
-
-        return torch.maximum(search(left, least), least)
+        return torch.maximum(toward.furthest(least, norms, forms, upto), least)
 
     def moved(self, eps: Tensor) -> dict[Node, list[Tensor]]:
         """Upper bounds on the deviations of operands within ε: the largest in the sectors that cover the ball."""
         if self.ray is None:
             return self.at.walk(eps).operands
-        index, wide = self._repeated, self._wide
-        assert wide.ray is not None
-        found = wide.at.walk(eps[index], sector=sectors(wide.ray, eps[index])).operands
+        found = self._wide.at.walk(eps[self._repeated], sector=self._every(eps)).operands
         return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in found.items()}
 
     def forms(self, least: Tensor) -> tuple[RivalMargin, Tensor, Forms]:

@@ -293,6 +293,7 @@ def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, lim
     return _examined(at, predicted, margins, limit, None)[0]
 
 
+@torch.no_grad()
 def _examined(
     at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -163,9 +163,8 @@ class Sector(NamedTuple):
         return torch.minimum(at_most(gain * eps), at_most(size * self.along + gain * self.across))
 
 
-def sectors(ray: Ray, eps: Tensor) -> Sector:
-    """The sectors that cover the ball of radius ε around images that are repeated ``SECTORS`` times each."""
+def sector(ray: Ray, eps: Tensor, number: Tensor) -> Sector:
+    """One of the sectors that cover the ball of radius ε, for each image: the one with this number, shape (N,)."""
     low, high = torch.tensor(_ANGLES[:-1], dtype=torch.float64), torch.tensor(_ANGLES[1:], dtype=torch.float64)
-    images = len(eps) // SECTORS
-    cos, sin = (share.to(eps.device).repeat(images) for share in (low.cos(), high.sin()))
+    cos, sin = (share.to(eps.device)[number] for share in (low.cos(), high.sin()))
     return Sector(ray, eps * INFLATE * (cos + _ROUNDED), eps * INFLATE * (sin + _ROUNDED))
