@@ -2,11 +2,13 @@
 
     python -m benchmarks.anchored_map --model cifar10-vit --data ../shared/data/cifar10/test.tar --images 4
 
-At the certified radius of each image, toward the rival with the smallest first-order limit, two quantities of every
+At the certified radius ε of each image, toward the rival with the smallest first-order limit, two quantities of every
 nonlinear operation v are compared. The *error* is the deviation of v's operands u from their linearisation at the
-image, ‖u(x + δ) − u(x) − G δ‖ in units of ε. The certificate charges ρ_u − ‖G‖ε. The *loss* is what the remainder of v
-takes of the margin, −⟨∇_v m, R_v⟩ in units of ‖∇m‖ε. Gradient ascent over ‖δ‖ = ε attains lower bounds on both maxima.
-What is charged beyond them is left to gain, and a loss above what is charged would show that a bound is false.
+image, ‖u(x + δ) − u(x) − G δ‖ in units of ε. The certificate charges ρ_u less its first-order part. The *loss* is what
+the remainder of v takes of the margin, −⟨∇_v m, R_v⟩ in units of ‖∇m‖ε. Both are those of the sector of perturbations
+that decides the radius, the one in which least of the margin is left. Gradient ascent in that sector attains lower
+bounds on both maxima. What is charged beyond them is left to gain, and more than is charged would show that a bound is
+false.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
+from lipcert.certifier.anchored.norms import NORM
+from lipcert.certifier.anchored.ray import sector
 from lipcert.data import open_images
 from lipcert.graph import Node, run
 
@@ -32,26 +36,28 @@ from lipcert.graph import Node, run
 _ROUND = 1000
 
 
-def ascended(value: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor, eps: float, steps: int) -> float:
-    """The largest value that gradient ascent finds within ε, from two random starts.
+def ascended(
+    value: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor, inside: Callable[[Tensor], Tensor], steps: int
+) -> float:
+    """The largest value that gradient ascent finds in a set of perturbations, from two random starts.
 
     Args:
         value: δ ↦ the value and its gradient.
         like: a tensor of the shape of δ.
-        eps: ε.
+        inside: moves a perturbation of any length into the set.
         steps: the number of steps from each start.
     """
     best = 0.0
     for seed in range(2):
         delta = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
         for _ in range(steps):
-            delta = delta * (eps / delta.norm())
+            delta = inside(delta)
             found, gradient = value(delta)
             best = max(best, found.item())
             if not gradient.norm() > 0:
                 break
             # The values grow as δ², and so the maximum is a fixed point of this step, as in power iteration.
-            delta = delta / eps + gradient / gradient.norm()
+            delta = delta.detach() / delta.norm() + gradient / gradient.norm()
     return best
 
 
@@ -77,8 +83,11 @@ class Map:
         self.toward = min(towards, key=lambda one: (one.margin / one.slope).item())
         self.limit = (self.toward.margin / self.toward.slope).item()
         forms = {v: form for v, form in self.toward.forms(radius)[2].items() if form.bent is None}
-        curvature = curvature_norms(self.toward, forms, _ROUND)
-        self.found = self.at.walk(radius, curvature)
+        curvature, ray = curvature_norms(self.toward, forms, _ROUND), self.toward.ray
+        self.sector = None
+        if ray is not None:
+            self.sector = sector(ray, radius, self.toward.in_sectors(radius, curvature, forms).argmin(1))
+        self.found = self.at.walk(radius, curvature, sector=self.sector)
         self.losses = {}
         for v, rho in self.found.operands.items():
             loss = self.toward.against[v](rho)
@@ -86,11 +95,26 @@ class Map:
                 loss = torch.minimum(loss, forms[v].answer.bound(rho, self.found.weighed[v]))
             self.losses[v] = loss.item()
 
+    def inside(self, delta: Tensor) -> Tensor:
+        """A perturbation in the direction of δ, of length ε, or as near to it as the sector allows."""
+        delta = delta.detach() * (self.eps / delta.detach().norm())
+        if self.sector is None:
+            return delta
+        p = self.sector.ray.tangents[self.network.source].reshape(delta.shape)
+        along = (delta * p).sum()
+        across = delta - along * p
+        along = along.clamp(-self.sector.along, self.sector.along)
+        length = (self.eps**2 - along**2).clamp_min(0).sqrt().clamp_max(self.sector.across.item())
+        return along * p + across * (length / across.norm())
+
     def error(self, u: Node) -> tuple[float, float]:
         """The error of a value charged and attained, in units of ε."""
         network, at, source = self.network, self.at, self.network.source
         v, place = next((v, network.operands(v).index(u)) for v in network.rules if u in network.operands(v))
-        first = torch.as_tensor(at.gain(source, u)).item() * self.eps
+        gain, eps = torch.as_tensor(at.gain(source, u)), torch.tensor([self.eps], dtype=torch.float64)
+        first = (gain * eps).item()
+        if self.sector is not None and (source, u) not in at.plan.unconnected:
+            first = self.sector.moved(self.sector.ray.size(u, NORM), gain, eps).item()
         charged = max(self.found.operands[v][place].item() - first, 0.0)
         if not network.replay.depends(u, source) or u is source:
             return 0.0, 0.0
@@ -105,7 +129,7 @@ class Map:
                 (gradient,) = torch.autograd.grad(moved.reshape(-1), delta, left)
             return left.norm(), gradient - jacobian.adjoint(left.reshape(1, -1)).reshape(delta.shape)
 
-        return charged / self.eps, ascended(value, at.values[source], self.eps, self.steps) / self.eps
+        return charged / self.eps, ascended(value, at.values[source], self.inside, self.steps) / self.eps
 
     def loss(self, v: Node) -> tuple[float, float]:
         """What the remainder of an operation takes of the margin, charged and attained, in units of ‖∇m‖ε."""
@@ -137,7 +161,7 @@ class Map:
                 (gradient,) = torch.autograd.grad(lost, delta)
             return lost.detach(), gradient
 
-        return self.losses[v] / unit, ascended(value, at.values[source], self.eps, self.steps) / unit
+        return self.losses[v] / unit, ascended(value, at.values[source], self.inside, self.steps) / unit
 
 
 def main() -> None:

@@ -270,6 +270,7 @@ class RivalMargin:
         guess = self.margin / self.slope
         if enough is None:
             return self.furthest(guess)
+        guess = torch.minimum(guess, enough / FURTHER)  # near the radius of the rival before
         known = torch.isfinite(enough)
         if bool(known.any()):
             known &= self.left(torch.where(known, enough, guess)) > 0

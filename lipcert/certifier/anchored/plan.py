@@ -94,7 +94,8 @@ class NormPlan:
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
         self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
-        self.links = [link for link in network.chains.unknown if passes is not None or not network.local.bounded(link)]
+        known = network.local.bounded if self.whole else network.local.exact
+        self.links = [link for link in network.chains.unknown if not known(link)]
         if passes is not None:
             self._spend(passes)
         summed = {v for v, rule in network.rules.items() if rule.sums and self.whole}

@@ -96,6 +96,13 @@ class OperationRounding:
             return False
         return bool(self.kinds[link.node]) or self._rule(link.node) is not None
 
+    def exact(self, link: Link) -> bool:
+        """Whether this bound is the norm itself, as for entrywise functions: a norm that is computed is not smaller."""
+        if not self.bounded(link):
+            return False
+        rule = self._rule(link.node)
+        return rule is not None and rule.absolute is not None
+
     def _rule(self, node: Node) -> Jacobian | None:
         rule = RULES[node.op].jacobian if node.op in RULES else None
         return rule if rule is not None and rule.covers(node) else None
