@@ -54,9 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
     },
     "cifar10-hybrid": {
-        "file": "cifar10_hybrid.safetensors", "method": "staged", "attacked_images": 40, "limit": 300,
+        "file": "cifar10_hybrid.safetensors", "method": "staged", "attacked_images": 40, "limit": 1000,
         "test": "test.tar",
-        "data": "CIFAR-10, 300 test images of a fixed shuffle, lightly compressed JPEG files",
+        "data": "CIFAR-10, 1,000 test images of a fixed shuffle, lightly compressed JPEG files",
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention dot",),
     },
     "cifar10-hybrid-l2": {

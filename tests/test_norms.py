@@ -398,9 +398,13 @@ def test_a_kernel_that_meets_one_pixel_only_is_exact():
 
 
 def test_a_known_symbol():
-    """The differences x[p + 1] − x[p] have the symbol e^{iω} − 1: 2 at ω = π, and 2·cos(π/(2N)) on the odd torus N."""
+    """The differences x[p + 1] − x[p] have the symbol e^{iω} − 1, which is 2 at ω = π.
+
+    That is on the twisted torus if N is odd, and on the other if N is even. The second of the two has 2·cos(π/(2N)),
+    which is the norm.
+    """
     weight = torch.tensor([[[-1.0, 1.0]]])
-    assert_tight(conv_norm(weight, (4,), padding=((0, 0),)), 2.0, 1e-5)
+    assert_tight(conv_norm(weight, (4,), padding=((0, 0),)), 2 * math.cos(math.pi / 8), 1e-5)
     assert_tight(conv_norm(weight, (5,), padding=((0, 0),)), 2 * math.cos(math.pi / 10), 1e-5)
 
 
@@ -505,6 +509,33 @@ def test_gram_norm_keeps_dtype_and_batch_and_survives_zero():
     norm.backward()
     assert float(norm.detach()) < 1e-30
     assert bool(zero.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("size", [3, 7, 16, 30])
+def test_twisted_tori_give_the_norm_of_a_band(size: int) -> None:
+    """The matrix with ones on three diagonals has the eigenvalues 1 + 2cos(πk/(n + 1))."""
+    found = float(conv_norm(torch.ones(1, 1, 3), (size,), padding=1))
+    exact = 1 + 2 * math.cos(math.pi / (size + 1))
+    assert exact <= found <= exact * (1 + 1e-9)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 3), st.integers(2, 9), st.integers(1, 2))
+def test_twisted_tori_are_above_the_norm(seed: int, kernel: int, size: int, dimensions: int) -> None:
+    """Smooth kernels, for which the twist counts; at most as large as without, and above the explicit norm."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.rand(2, 2, *[kernel] * dimensions, generator=generator, dtype=torch.float64)
+    sides = (size,) * dimensions
+    found = float(conv_norm(weight, sides, padding=kernel // 2))
+    function = (F.conv1d, F.conv2d)[dimensions - 1]
+    unit = torch.eye(2 * size**dimensions, dtype=torch.float64).unflatten(1, (2, *sides))
+    exact = torch.linalg.matrix_norm(function(unit, weight, padding=kernel // 2).flatten(1), 2).item()
+    assert exact <= found * (1 + 1e-12)
+    assert found <= float(matrix_sum(weight))
+
+
+def matrix_sum(weight: Tensor) -> float:
+    """The norm of the sum of all taps: that at frequency 0, which is the largest for weights that are not negative."""
+    return torch.linalg.matrix_norm(weight.flatten(2).sum(2), 2).item() * (1 + 1e-9)
 
 
 def test_lanczos_says_infinity_where_products_are_not_finite_and_zero_for_zero_alone() -> None:
