@@ -25,9 +25,10 @@ embedding.
 
 **Twists.** The same holds for functions on ℤ with X[v + N] = e^{iφ} X[v], for any φ in each dimension: one period of X
 is the input extended by zeros, the equations for y at the outputs contain no other period, and the convolution is block
-diagonal in the basis e^{iωv} with ω = (2πj + φ)/N. So the norm is at most the maximum over these ω, too. With φ = π the
-grid lies halfway between the points of the one with φ = 0, and the smaller maximum counts. For W = (1, 1, 1) and n
-values it is 1 + 2cos(π/(n + 1)), which is the norm, while φ = 0 gives 3.
+diagonal in the basis e^{iωv} with ω = (2πj + φ)/N. So the norm is at most the maximum over these ω, too. If taps are
+multiples of g apart, φ is that of the torus of side g·⌈N/g⌉. With φ = π the grid lies halfway between the points of the
+one with φ = 0, and the smaller maximum counts. For W = (1, 1, 1) and n values it is 1 + 2cos(π/(n + 1)), which is the
+norm, while φ = 0 gives 3.
 
 **Coarse grids.** In one dimension let d = (e_max − e_min)/g, and M the supremum of ‖V̂‖² over ω, other dimensions
 fixed, taken at ω* with right singular vector x. f(ω) = ‖V̂(ω)x‖² is a real trigonometric polynomial of degree ≤ d with
@@ -45,10 +46,11 @@ other constants for several variables: Pfister and Bresler, arXiv 1802.09588.)
 
     V̂·V̂ᴴ = C_0 + Σ_{τ>0} (C_τ + C_τᵀ) cos ω·τ + i (C_τ − C_τᵀ) sin ω·τ,    C_τ = Σ_{e−e′=τ} V_e·V_{e′}ᵀ,
 
-in float64. The arguments 2π Σ (τ_d j_d mod N_d)/N_d come from exact integers and are below 6π, so cosines and sines
-err by less than 128u. With K taps, c columns and S = Σ_e |V_e|, there are at most 4K terms τ, inner products of length
-≤ Kc in C_τ, and Σ_τ |C_τ| ≤ S·Sᵀ in each entry; so each entry errs by less than √2·(2Kc + 8K + 142)·u·S·Sᵀ, with single
-rows by less than (8.1·(K + 64) + 16·(c + 8))·u·S·Sᵀ, both below dot_error(Kc + 56)·S·Sᵀ, and ‖S·Sᵀ‖_F ≤ ‖S‖_F².
+in float64. The arguments 2π Σ (τ_d k_d mod 2N_d)/(2N_d) with k = 2j + φ/π come from exact integers and are below 6π, so
+cosines and sines err by less than 128u. With K taps, c columns and S = Σ_e |V_e|, there are at most 4K terms τ, inner
+products of length ≤ Kc in C_τ, and Σ_τ |C_τ| ≤ S·Sᵀ in each entry; so each entry errs by less than
+√2·(2Kc + 8K + 142)·u·S·Sᵀ, with single rows by less than (8.1·(K + 64) + 16·(c + 8))·u·S·Sᵀ, both below
+dot_error(Kc + 56)·S·Sᵀ, and ‖S·Sᵀ‖_F ≤ ‖S‖_F².
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ Padding = int | str | tuple[int, ...] | tuple[tuple[int, int], ...]
 _COARSE = 16
 _COARSE_GAIN = 4
 _EXPENSIVE = 2e9
-# Tori are twisted up to this multiple of the kernel's size; beyond it that gains less than a third of a percent.
+# Tori are twisted up to this multiple of (e_max − e_min)/g; beyond it that gains less than a third of a percent per
+# dimension.
 _SMALL = 20
 
 
@@ -118,10 +121,9 @@ def conv_norm(
     """An upper bound on the ℓ2 → ℓ2 norm of a convolution with zero padding, rounding included.
 
     The bound is the maximum over the frequencies of the smallest torus that contains the image, or over those halfway
-    between them. Strides are handled by
-    the polyphase form, groups by their maximum. If the torus is expensive, a coarser grid with a rigorous correction of
-    at most half a percent per dimension replaces it. Proofs: :mod:`lipcert.norms._conv` and
-    :mod:`lipcert.norms._verify`.
+    between them. Strides are handled by the polyphase form, groups by their maximum. If the torus is expensive, a
+    coarser grid with a rigorous correction of at most half a percent per dimension replaces it. Proofs:
+    :mod:`lipcert.norms._conv` and :mod:`lipcert.norms._verify`.
 
     The bound is usually 1 to 15 % above the exact norm and approaches it as the image grows. It is looser only on
     images hardly larger than the kernel. It is within 1e-5 for non-overlapping patches and for kernels of size 1.
