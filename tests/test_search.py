@@ -64,10 +64,8 @@ def test_a_search_takes_few_evaluations():
 def test_a_search_says_0_where_nothing_holds():
     never = lambda eps: torch.full_like(eps, -1.0)  # noqa: E731
     assert search(never, torch.tensor([1.0, 0.0])).tolist() == [0, 0]
-    assert search_least(lambda eps: never(eps)[:, None], lambda eps, which: never(eps), torch.ones(2)).tolist() == [
-        0,
-        0,
-    ]
+    least = search_least(lambda eps: never(eps)[:, None], lambda eps, which: never(eps), torch.ones(2))
+    assert least.tolist() == [0, 0]
 
 
 def test_far_above_its_guess_a_search_ends_at_a_radius_that_holds():

@@ -41,9 +41,9 @@ def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
         trial = torch.where(torch.isinf(high), 2 * low, torch.where(low == 0, smaller, low))
     # The root is between a and b; a was tried last, and c before.
     a, at_a, b, at_b, share = low, at_low, high, at_high, torch.full_like(low, 0.5)
-    for _ in range(44):
+    for _ in range(44):  # results do not depend on the batch
         width = (b.log() - a.log()).abs()
-        wide = torch.isfinite(width) & (width > _WIDTH)  # converged images do not change: results without the batch
+        wide = torch.isfinite(width) & (width > _WIDTH)  # converged images do not change
         if not bool(wide.any()):
             break
         trial = torch.where(wide, a * (b / a) ** share, low)

@@ -331,7 +331,7 @@ def _torus_norm(taps: Tensor, axes: list[_Axis]) -> Upper:
 
 
 def _twists(axes: list[_Axis], grid: list[int], work: int) -> Iterator[tuple[int, ...]]:
-    """The φ/π of every dimension, 0 or 1: all of them where tori are small, which gain most, and take little."""
+    """φ/π of each dimension, 0 or 1. Both are tried where the torus is small and its frequencies cheap."""
     small = [1 < side == axis.torus < _SMALL * axis.steps[-1] for axis, side in zip(axes, grid, strict=True)]
     cheap = math.prod(grid) * work < _EXPENSIVE
     return itertools.product(*((0, 1) if one and cheap else (0,) for one in small))
