@@ -30,6 +30,8 @@ RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")
 TINY = 1e-150
 # Far more than rounding in float64 takes of the entries of a 2 × 2 matrix and its eigenvectors.
 ROUNDED = 1e-9
+# The steps in which largest_share halves the range of τ.
+_HALVINGS = 10
 
 
 class Remainder(ABC):
@@ -291,19 +293,33 @@ def each_entry(rho: Sequence[Tensor]) -> Tensor:
 
 
 def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
-    """The largest Σ w_i t_i over 0 ≤ t_i ≤ most_i² with Σ t_i ≤ ρ², shape (N,), for w ≥ 0, shape (N, entries).
+    """A bound on the largest Σ w_i t_i over 0 ≤ t_i ≤ c_i = most_i² with Σ t_i ≤ ρ², shape (N,), for w ≥ 0.
 
-    The t_i are given out in the order of their weights. ``most`` has the shape (N, entries) or (N, 1).
+    For every τ ≥ 0, Σ w_i t_i ≤ τ Σ t_i + Σ (w_i − τ)₊ t_i ≤ τ ρ² + Σ (w_i − τ)₊ c_i. This is smallest at 0 or at the
+    w_i where the c_j of larger w_j have added up to ρ². It is found by halving, to w_i that are nearly the same.
+
+    Args:
+        weight: w, shape (N, entries).
+        rho: ρ, shape (N,).
+        most: shape (N, entries) or (N, 1).
     """
-    whole = at_most(weight.amax(1) * rho.square())
+    square, top = rho.square()[:, None], weight.amax(1, keepdim=True)
+    whole = at_most(top * square)[:, 0]
     if bool((most >= rho[:, None]).all()):  # one entry may take all
         return whole
-    ranked, order = weight.sort(dim=1, descending=True)
-    caps = most.square().expand_as(weight).gather(1, order)
-    before = torch.nn.functional.pad(caps.cumsum(1)[:, :-1], (1, 0))
-    left = rho.square()[:, None] - before
-    given = torch.where(left.isnan(), caps, torch.minimum(caps, left.clamp_min(0)))  # ∞ − ∞ limits nothing
-    return torch.minimum(whole, at_most(ranked * given * (1 + ROUNDED)).sum(1))
+    caps = torch.minimum(most.square(), square)
+    with torch.no_grad():  # the derivative by τ is 0 at the smallest bound
+        low, high = torch.zeros_like(top), top
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            filled = torch.where(weight > middle, caps, 0.0).sum(1, keepdim=True) > square
+            low, high = torch.where(filled, middle, low), torch.where(filled, high, middle)
+        high = torch.where(weight <= high, weight, low).amax(1, keepdim=True)
+
+    def bound(tau: Tensor) -> Tensor:
+        return at_most(tau * square + ((weight - tau).clamp_min(0) * caps).sum(1, keepdim=True))[:, 0]
+
+    return torch.minimum(whole, torch.minimum(bound(low), bound(high)) * (1 + ROUNDED))
 
 
 def smooth(*targets: Any, curvature: float, downward: float = math.inf) -> None:
