@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipcert.bounds import analyze
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, Replay, canonical, capture, explicit_maxima, needed
+from lipcert.graph import Graph, Node, Replay, _capture, canonical, capture, explicit_maxima, needed
 
 SIZE = (1, 3, 4, 4)
 
 
 def image(seed: int = 0, size: tuple[int, ...] = SIZE) -> Tensor:
     return torch.rand(size, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def same_on_other_images(module: nn.Module, graph: Graph, size: tuple[int, ...]) -> None:
@@ -518,6 +525,41 @@ def test_functions_that_are_replayed_by_others_are_the_same_functions() -> None:
     for inplace in (False, True):
         graph = capture(Module(lambda x, inplace=inplace: F.hardsigmoid(x, inplace)), points)
         torch.testing.assert_close(graph.replay(points), F.hardsigmoid(points))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_convolutions_and_their_derivatives_are_those_of_torch(data: st.DataObject) -> None:
+    """Replayed in float64, one vector at a time and many at once, whether or not patches fit into memory."""
+    two = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)) | st.tuples(st.integers(1, 3))
+    kernel = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    how = {"stride": data.draw(two), "padding": data.draw(two), "dilation": data.draw(two)}
+    groups = data.draw(st.sampled_from([1, 1, 1, 2]))
+    weight = seeded(4, 2 // groups, *kernel)
+    bias = seeded(4, seed=1) if data.draw(st.booleans()) else None
+    limit = data.draw(st.sampled_from([0, _capture._PATCHES]))
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, weight, bias, groups=groups, **how)
+
+    size = (1, 2, 7, 8)
+    images = seeded(*size, seed=2)
+    with patch.object(_capture, "_PATCHES", limit):
+        graph = capture(Module().eval(), images)
+        x = seeded(3, *size, seed=3).requires_grad_()
+        replay, (node,) = Replay(graph), (node for node in graph.nodes if node.op == "conv2d")
+        (result,) = replay(graph.input, x, [node], {})
+    truth = F.conv2d(x.flatten(0, 1), weight, bias, groups=groups, **how)[:, None]
+    torch.testing.assert_close(result, truth)
+    up = torch.zeros_like(result, requires_grad=True)
+    v, u = seeded(5, *x.shape, seed=4), seeded(5, *result.shape, seed=5)
+    pulled = [torch.autograd.grad(y, x, up, create_graph=True)[0] for y in (result, truth)]
+    for many in (False, True):
+        keep: Any = {"retain_graph": True, "is_grads_batched": many}
+        forth, back = (v, u) if many else (v[0], u[0])
+        torch.testing.assert_close(*(torch.autograd.grad(g, up, forth, **keep)[0] for g in pulled))
+        torch.testing.assert_close(*(torch.autograd.grad(y, x, back, **keep)[0] for y in (result, truth)))
 
 
 def test_named_results_keep_their_names() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -63,6 +64,8 @@ _IN_PLACE_OPERATORS = frozenset(
 _PROPERTIES_THAT_ARE_OPERATIONS = frozenset(["T", "mT", "H", "mH", "real", "data"])
 # These operations read only the shape or type of their second argument. If only that argument depends on the image, the
 # result does not.
+# The largest number of entries of an image's patches, 2 MiB; products with Jacobians take many images at once.
+_PATCHES = 2**18
 _TEMPLATES = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 
 
@@ -418,6 +421,33 @@ def _hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
     return torch.nn.functional.hardtanh(x + 3, 0.0, 6.0) / 6
 
 
+def _convolution(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``conv2d`` in float64 as a product with all patches, if that takes little memory.
+
+    torch computes it in this way on a CPU. But Jacobians are multiplied with vectors by a second derivative, and that
+    of torch's convolutions takes twice as long: it includes a derivative by the weights, which is thrown away.
+    """
+    kernel, rows = weight.shape[2:], weight.flatten(1)
+    if images.dtype == torch.float64 and images.dim() == 4 and groups == 1 and not isinstance(padding, str):
+        steps, pads, gaps = (
+            (one, one) if isinstance(one, int) else (*one, *one)[:2] for one in (stride, padding, dilation)
+        )
+        sizes = zip(images.shape[2:], pads, gaps, kernel, steps, strict=True)
+        size = [(side + 2 * pad - gap * (taps - 1) - 1) // step + 1 for side, pad, gap, taps, step in sizes]
+        if rows.shape[1] * math.prod(size) <= _PATCHES:
+            patches = torch.nn.functional.unfold(images, kernel, gaps, pads, steps)
+            return torch.nn.functional.linear(patches.mT.contiguous(), rows, bias).mT.unflatten(-1, size)
+    return torch.conv2d(images, weight, bias, stride, padding, dilation, groups)
+
+
 def _lstm(
     result: int,
     x: Tensor,
@@ -457,8 +487,8 @@ def _lstm(
     return torch.stack((steps, last_h, last_c)[result], 1 if batch_first and result == 0 else 0)
 
 
-# Replacements, in a replay, for operations that torch cannot differentiate twice or run under vmap.
-_REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid}
+# Replacements, in a replay, for operations that torch cannot differentiate twice or run under vmap, or slowly.
+_REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid, "conv2d": _convolution}
 # Operations with several outputs. Each output is recorded as an operation of its own.
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
