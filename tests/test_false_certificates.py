@@ -546,3 +546,31 @@ def test_values_next_to_kinks_by_rounding(seed, rigor):
     for together in (images, images[:1], images[[0, 1, 1, 0, 1]]):
         radius = lipcert.certify(model, together, eps=0.12, method="anchored", rigor=rigor).radius
         assert radius[0] <= 0.1
+
+
+class TokensToImage(nn.Module):
+    """Batch normalisation of tokens that become an image, whose channels come last in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.mix, self.norm = nn.Conv2d(3, 8, 2, 2), nn.Linear(8, 8), nn.BatchNorm2d(8)
+        self.head = nn.Linear(72, 4)
+        self.norm.weight.data.uniform_(0.2, 5)
+        self.norm.running_var.uniform_(0.2, 5)
+
+    def forward(self, x):
+        x = self.patches(x)
+        moved = self.mix(x.flatten(2).mT).mT.reshape(x.shape)
+        return self.head(self.norm(moved).tanh().flatten(1))
+
+
+@pytest.mark.parametrize("seed", [2, 3, 5])
+def test_channels_that_come_last_in_memory(seed):
+    """torch's derivative of batch normalisation is wrong there, under vmap and for a single image."""
+    torch.manual_seed(seed)
+    network = TokensToImage()
+    images = torch.rand(4, 3, 6, 6, dtype=torch.float64)
+    for index in range(4):
+        found = holds_or_refused(network, (3, 6, 6), methods=LINEAR, images=images[[index]])
+        assert all(isinstance(radius, torch.Tensor) and radius > 0 for radius in found.values())
+    holds_or_refused(network, (3, 6, 6), methods=LINEAR, images=images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from operator import setitem
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
 from lipcert import surgery
@@ -19,7 +21,7 @@ from lipcert.bounds import Value, _global, analyze
 from lipcert.bounds._registry import RULES, Rule, answers, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import needed
+from lipcert.graph import Replay, capture, needed
 from lipcert.graph._graph import run
 from lipcert.testing import check_rule
 
@@ -781,6 +783,48 @@ def test_contract_with_a_matrix_behind(case: tuple[Any, ...], check_contract: An
         pytest.skip("a number has no last axis")
     after = weights(3, shape[-1], seed=11)
     check_contract(lambda x: F.linear(operation(stem(x)), after, weights(3)).softmax(-1), SIZE, ascent=0)
+
+
+def laid_out(x: Tensor, order: Sequence[int], step: int | None) -> Tensor:
+    """The same values, with the axes in this order in memory; ``step`` is the stride of axes of size 1."""
+    x = x.permute(*order).contiguous().permute(*(order.index(axis) for axis in range(x.dim())))
+    sides = zip(x.shape, x.stride(), strict=True)
+    return x.as_strided(x.shape, [known if step is None or size > 1 else step for size, known in sides])
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{_name(case)}" for i, case in enumerate(CASES)])
+@sdpa_kernel(SDPBackend.MATH)  # the other forms of attention have no second derivative
+def test_derivatives_in_a_replay_are_those_without_vmap(case: tuple[Any, ...], network: Any) -> None:
+    """For one image and for two, however their values lie in memory, forwards and backwards."""
+    _, stem, operation = case[:3]
+    points = [stem(weights(1, *SIZE, seed=seed)).detach().contiguous() for seed in (10, 11)]
+    graph = capture(network(lambda h: operation(h * 1.0)), points[0])
+    truth, back = [], [weights(*graph.output.shape, seed=seed) for seed in (12, 13)]
+    for h, u in zip(points, back, strict=True):
+        leaf = h.clone().requires_grad_()
+        result = operation(leaf * 1.0)
+        result = result if result.requires_grad else graph.replay(leaf)  # such as detach_()
+        truth.append(torch.autograd.grad(result, leaf, u)[0])
+    for count in (1, 2):
+        values, u, wanted = (torch.stack(some[:count]) for some in (points, back, truth))
+        axes = list(range(values.dim()))
+        orders = (axes, [0, 1, *reversed(axes[2:])], [0, 1, *axes[3:], 2])
+        for order, step in itertools.product(orders, (None, 1, values.shape[2])):
+            x = laid_out(values, order, step).requires_grad_()
+            try:
+                (result,) = Replay(graph)(graph.input, x, [graph.output], {})
+            except RuntimeError as refusal:
+                if "view size" not in str(refusal):  # the operation itself asks for another layout
+                    raise
+                continue
+            for given in (u, torch.empty_like(result).copy_(u)):
+                (found,) = torch.autograd.grad(result, x, given, retain_graph=True)
+                torch.testing.assert_close(found, wanted)
+            weight, v = torch.zeros_like(result, requires_grad=True), torch.ones_like(values)
+            (pulled,) = torch.autograd.grad(result, x, weight, create_graph=True)
+            if pulled.requires_grad:
+                (pushed,) = torch.autograd.grad(pulled, weight, v)
+                torch.testing.assert_close((pushed * u).sum(), (wanted * v).sum())
 
 
 @pytest.mark.parametrize("stem", [tokens, square, heads, image, scaled, thin, vector, chances, peaked, rows_first])

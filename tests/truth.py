@@ -57,7 +57,8 @@ def holds_or_refused(
         The radii by method, shape (N,), or the one line of the refusal.
 
     Raises:
-        AssertionError: an image within its certified radius is predicted otherwise; or the refusal is no clear line.
+        AssertionError: an image within its certified radius is predicted otherwise; the first image alone has another
+            radius than among the others; or the refusal is no clear line.
     """
     module = network if isinstance(network, nn.Module) else Forward(network)
     module = module.double().eval()
@@ -83,6 +84,8 @@ def holds_or_refused(
             assert len(line) > 10, line
             found[method] = line
             continue
+        alone = Certifier(model, eps=1e-3, method=method, dtype=dtype).run(images[:1]).radius
+        torch.testing.assert_close(alone, result.radius[:1], rtol=1e-3, atol=1e-12)
         for index in range(len(images)):
             radius, predicted = result.radius[index].item(), result.predicted[index].item()
             image = images[index : index + 1]

@@ -421,6 +421,29 @@ def _hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
     return torch.nn.functional.hardtanh(x + 3, 0.0, 6.0) / 6
 
 
+def _batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``batch_norm`` with fixed statistics as a scale and a shift.
+
+    torch's derivative of it is wrong under vmap for a single image whose channels come last in memory, as where tokens
+    become an image again: the gradient is read in the other order (seen in torch 2.14 on a CPU).
+    """
+    if training or running_mean is None or running_var is None:
+        return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    scale = (running_var + eps).rsqrt() if weight is None else weight * (running_var + eps).rsqrt()
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    channels = (-1, *[1] * (x.dim() - 2))
+    return x * scale.reshape(channels) + shift.reshape(channels)
+
+
 def _convolution(
     images: Tensor,
     weight: Tensor,
@@ -487,8 +510,10 @@ def _lstm(
     return torch.stack((steps, last_h, last_c)[result], 1 if batch_first and result == 0 else 0)
 
 
-# Replacements, in a replay, for operations that torch cannot differentiate twice or run under vmap, or slowly.
-_REPLAYED_AS: dict[Any, Callable[..., Any]] = {"hardsigmoid": _hard_sigmoid, "conv2d": _convolution}
+# Replacements, in a replay, for operations that torch differentiates slowly, falsely, or not twice.
+_REPLAYED_AS: dict[Any, Callable[..., Any]] = {
+    "hardsigmoid": _hard_sigmoid, "batch_norm": _batch_norm, "conv2d": _convolution,
+}  # fmt: skip
 # Operations with several outputs. Each output is recorded as an operation of its own.
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),

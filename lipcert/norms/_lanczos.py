@@ -118,12 +118,14 @@ def _raised(
 ) -> tuple[Tensor, Tensor]:
     """The bounds on λ and the largest Ritz values of N maps, raised to those from one more start vector."""
     images = len(start)
-    basis, diagonal, beside = [start], list[Tensor](), list[Tensor]()
+    diagonal, beside = list[Tensor](), list[Tensor]()
+    basis = start.new_empty(images, steps + 1, start.shape[1])
+    basis[:, 0] = start
     found, top, residual = torch.full_like(bound, math.inf), ritz, torch.zeros_like(bound)
     settled = torch.zeros(images, dtype=torch.bool, device=start.device)
     zero, broken = settled, settled
     for step in range(1, steps + 1):
-        current = basis[-1]
+        current = basis[:, step - 1]
         forth = product(current)
         if step == 1:
             zero = (forth == 0).reshape(images, -1).all(1)
@@ -132,15 +134,16 @@ def _raised(
         image = torch.where(broken[:, None], 0.0, image)
         diagonal.append((image * current).sum(1))
         # Two passes are enough: the second removes the rounding error of the first.
-        stacked, rest = torch.stack(basis, 1), image
+        known, rest = basis[:, :step], image[:, None]
         for _ in range(2):
-            rest = rest - torch.einsum("nkd,nk->nd", stacked, torch.einsum("nkd,nd->nk", stacked, rest))
+            rest = rest - (rest @ known.mT) @ known
+        rest = rest[:, 0]
         size, length = _length(image), _length(rest)
         beside.append(torch.where(length > _NOISE * size, length, 0.0))
-        basis.append(torch.where(beside[-1][:, None] > 0, rest / length.clamp_min(1e-300)[:, None], 0.0))
-        terms = [(diagonal[-1], current), (beside[-1], basis[-1])]
+        basis[:, step] = torch.where(beside[-1][:, None] > 0, rest / length.clamp_min(1e-300)[:, None], 0.0)
+        terms = [(diagonal[-1], current), (beside[-1], basis[:, step])]
         if step > 1:
-            terms.append((beside[-2], basis[-3]))
+            terms.append((beside[-2], basis[:, step - 2]))
         rounding = size
         for factor, vector in terms:
             image = image - factor[:, None] * vector
