@@ -13,11 +13,11 @@ from torch import Tensor
 
 _ACCURACY = 1.01
 # The logarithm of the accuracy of ``search``.
-_WIDTH = 1e-3
+_WIDTH = 1e-4
 
 
 def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε, to 0.1 %, with left(ε) > 0, for a non-increasing function; 0 if 1e-12 · guess is too large.
+    """The largest ε, to 0.01 %, with left(ε) > 0, for a non-increasing function; 0 if 1e-12 · guess is too large.
 
     Between an ε that holds and one that does not, log ε is found by inverse quadratic interpolation, and by halving
     where that is not safe (Chandrupatla, Advances in Engineering Software 28, 1997).
@@ -69,7 +69,7 @@ def _interpolated(a: Tensor, b: Tensor, c: Tensor, at_a: Tensor, at_b: Tensor, a
 
 
 def search_least(every: Callable[[Tensor], Tensor], one: Callable[[Tensor, Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε, to 0.1 %, at which all of several functions are positive; as :func:`search` for the least of them.
+    """The largest ε, to 0.01 %, at which all of several functions are positive; as :func:`search` for the least of them.
 
     Only the function that seems to be the least is searched. All are tried where it ends; if another is not positive
     there, that one is searched next.

@@ -230,7 +230,7 @@ class RivalMargin:
     def furthest(
         self, guess: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS, upto: Tensor | None = None
     ) -> Tensor:
-        """The largest ε, to 0.1 % and at most ``upto``, within which the margin stays positive, shape (N,)."""
+        """The largest ε, to 0.01 % and at most ``upto``, within which the margin stays positive, shape (N,)."""
 
         def limited(left: Tensor, eps: Tensor) -> Tensor:
             return left if upto is None else torch.where((eps <= upto).reshape(-1, *[1] * (left.dim() - 1)), left, -1.0)
