@@ -69,7 +69,7 @@ def _interpolated(a: Tensor, b: Tensor, c: Tensor, at_a: Tensor, at_b: Tensor, a
 
 
 def search_least(every: Callable[[Tensor], Tensor], one: Callable[[Tensor, Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε, to 0.01 %, at which all of several functions are positive; as :func:`search` for the least of them.
+    """The largest ε, to 0.01 %, at which several functions are positive; as :func:`search` for the least of them.
 
     Only the function that seems to be the least is searched. All are tried where it ends; if another is not positive
     there, that one is searched next.
