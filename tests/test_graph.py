@@ -562,6 +562,21 @@ def test_convolutions_and_their_derivatives_are_those_of_torch(data: st.DataObje
         torch.testing.assert_close(*(torch.autograd.grad(y, x, back, **keep)[0] for y in (result, truth)))
 
 
+def test_views_of_results_that_lie_otherwise_in_memory() -> None:
+    """Results of convolutions do in a replay; the network itself may ask for this layout."""
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.conv2d(x, seeded(4, 3, 3, 3), None, 1, 1)
+            return y.view(1, 2, 2, -1).transpose(1, 2).reshape(1, -1) * y.view(1, -1) + y.view_as(y).flatten(1)
+
+    images = seeded(*SIZE)
+    graph = capture(Module().eval(), images)
+    (result,) = Replay(graph)(graph.input, torch.stack([images, 2 * images]), [graph.output], {})
+    torch.testing.assert_close(result[0], Module()(images))
+    torch.testing.assert_close(result[1], Module()(2 * images))
+
+
 def test_named_results_keep_their_names() -> None:
     model = Module(lambda x: x.max(dim=1).values)
     same_on_other_images(model, capture(model, image()), SIZE)

@@ -811,12 +811,7 @@ def test_derivatives_in_a_replay_are_those_without_vmap(case: tuple[Any, ...], n
         orders = (axes, [0, 1, *reversed(axes[2:])], [0, 1, *axes[3:], 2])
         for order, step in itertools.product(orders, (None, 1, values.shape[2])):
             x = laid_out(values, order, step).requires_grad_()
-            try:
-                (result,) = Replay(graph)(graph.input, x, [graph.output], {})
-            except RuntimeError as refusal:
-                if "view size" not in str(refusal):  # the operation itself asks for another layout
-                    raise
-                continue
+            (result,) = Replay(graph)(graph.input, x, [graph.output], {})
             for given in (u, torch.empty_like(result).copy_(u)):
                 (found,) = torch.autograd.grad(result, x, given, retain_graph=True)
                 torch.testing.assert_close(found, wanted)

@@ -339,7 +339,7 @@ class Walk:
 
     def replay(self, node: Node, *tensors: Tensor) -> Tensor:
         """Evaluates the operation at other values of its operands, each of shape (N, *shape)."""
-        return replayed(node, *(tensor.contiguous() for tensor in tensors))  # "view" requires contiguous tensors
+        return replayed(node, *tensors)
 
     def rounded(self, node: Node, factor: float = 2.0**-48) -> Tensor:
         """A bound on the rounding error of a few operations on each entry."""

@@ -263,7 +263,7 @@ class _Recorder:
             return outcome
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         op = canonical(function)
-        function = _REPLAYED_AS.get(op, function)
+        function = _REPLAYED_AS.get(op, _ANYWHERE.get(name, function))
         if target is not None:
             if target.tensor.shape != target.node.shape:
                 raise UnsupportedCode([(f"{name}, which changes a tensor's shape in place", self.path)])
@@ -416,6 +416,11 @@ def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return replayed
 
 
+def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:
+    """``view`` for values that lie in memory otherwise than in the network; of another type it is as it was."""
+    return x.view(*shape, **named) if named or isinstance(shape[0], torch.dtype) else x.reshape(*shape)
+
+
 def _hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
     """``hardsigmoid`` without torch's derivative, which uses ⅙ in float32 and is not differentiable itself."""
     return torch.nn.functional.hardtanh(x + 3, 0.0, 6.0) / 6
@@ -514,6 +519,8 @@ def _lstm(
 _REPLAYED_AS: dict[Any, Callable[..., Any]] = {
     "hardsigmoid": _hard_sigmoid, "batch_norm": _batch_norm, "conv2d": _convolution,
 }  # fmt: skip
+# Replacements, by name, for operations that only some memory layouts allow.
+_ANYWHERE: dict[str, Callable[..., Any]] = {"view": _view, "view_as": torch.Tensor.reshape_as}
 # Operations with several outputs. Each output is recorded as an operation of its own.
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
