@@ -317,7 +317,8 @@ def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
         high = torch.where(weight <= high, weight, low).amax(1, keepdim=True)
 
     def bound(tau: Tensor) -> Tensor:
-        return at_most(tau * square + ((weight - tau).clamp_min(0) * caps).sum(1, keepdim=True))[:, 0]
+        budget = torch.where(tau > 0, tau * square, 0.0)  # 0 · ∞ would be NaN
+        return at_most(budget + ((weight - tau).clamp_min(0) * caps).sum(1, keepdim=True))[:, 0]
 
     return torch.minimum(whole, torch.minimum(bound(low), bound(high)) * (1 + ROUNDED))
 
