@@ -20,7 +20,7 @@ these, an hour of a core:
     python -m benchmarks.train_cifar_vit --data D --out b.safetensors --start a.safetensors --epochs 8 --lr 2e-3 \
         --hold 1.35 --curved 1.25 --conv 1.8 --scores 0.32 --eps 0.22 --temperature 0.03 0.02
 
-and the one in results/anchored_smooth3.json, without a stem, in three (33 minutes of a core):
+and the one in results/anchored_smooth3.json, without a stem, in three:
 
     python -m benchmarks.train_cifar_vit --data D --out a.safetensors \
         --epochs 9 --hold 1.4 --curved 1.4 --conv 1.4 --eps 0.2 --temperature 0.2 0.1

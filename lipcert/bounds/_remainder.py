@@ -296,7 +296,7 @@ def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
     """A bound on the largest Σ w_i t_i over 0 ≤ t_i ≤ c_i = most_i² with Σ t_i ≤ ρ², shape (N,), for w ≥ 0.
 
     For every τ ≥ 0, Σ w_i t_i ≤ τ Σ t_i + Σ (w_i − τ)₊ t_i ≤ τ ρ² + Σ (w_i − τ)₊ c_i. This is smallest at 0 or at the
-    w_i where the c_j of larger w_j have added up to ρ². It is found by halving, to w_i that are nearly the same.
+    w_i where the c_j of larger w_j have added up to ρ². Halving the range of τ finds it, or a w_i close to it.
 
     Args:
         weight: w, shape (N, entries).

@@ -64,9 +64,9 @@ _IN_PLACE_OPERATORS = frozenset(
 _PROPERTIES_THAT_ARE_OPERATIONS = frozenset(["T", "mT", "H", "mH", "real", "data"])
 # These operations read only the shape or type of their second argument. If only that argument depends on the image, the
 # result does not.
+_TEMPLATES = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 # The largest number of entries of an image's patches, 2 MiB; products with Jacobians take many images at once.
 _PATCHES = 2**18
-_TEMPLATES = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 
 
 class Tracked:
@@ -263,7 +263,7 @@ class _Recorder:
             return outcome
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         op = canonical(function)
-        function = _REPLAYED_AS.get(op, _ANYWHERE.get(name, function))
+        function = _REPLAYED_AS.get(op, _REPLAYED_AS.get(function, function))
         if target is not None:
             if target.tensor.shape != target.node.shape:
                 raise UnsupportedCode([(f"{name}, which changes a tensor's shape in place", self.path)])
@@ -417,7 +417,7 @@ def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:
-    """``view`` for values that lie in memory otherwise than in the network; of another type it is as it was."""
+    """``view`` of values in any memory layout. A view as another type stays as it is."""
     return x.view(*shape, **named) if named or isinstance(shape[0], torch.dtype) else x.reshape(*shape)
 
 
@@ -515,12 +515,12 @@ def _lstm(
     return torch.stack((steps, last_h, last_c)[result], 1 if batch_first and result == 0 else 0)
 
 
-# Replacements, in a replay, for operations that torch differentiates slowly, falsely, or not twice.
+# Replacements, in a replay, for operations that torch differentiates slowly, falsely, or not twice, or that only some
+# memory layouts allow; a function is replaced in that spelling alone.
 _REPLAYED_AS: dict[Any, Callable[..., Any]] = {
     "hardsigmoid": _hard_sigmoid, "batch_norm": _batch_norm, "conv2d": _convolution,
+    torch.Tensor.view: _view, torch.Tensor.view_as: torch.Tensor.reshape_as,
 }  # fmt: skip
-# Replacements, by name, for operations that only some memory layouts allow.
-_ANYWHERE: dict[str, Callable[..., Any]] = {"view": _view, "view_as": torch.Tensor.reshape_as}
 # Operations with several outputs. Each output is recorded as an operation of its own.
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
