@@ -12,9 +12,9 @@ from truth import Forward, holds_or_refused
 import lipcert
 from lipcert._upper import Upper
 from lipcert.bounds import Operand, local_error
-from lipcert.certifier import METHODS
-from lipcert.errors import LipcertError
-from lipcert.graph import capture
+from lipcert.certifier import METHODS, Certifier
+from lipcert.errors import LipcertError, UnsupportedOperation
+from lipcert.graph import Replay, capture
 from lipcert.roundoff import Format
 from lipcert.surgery import L2SetAttention, L2WindowAttention, SmoothProject
 
@@ -574,3 +574,39 @@ def test_channels_that_come_last_in_memory(seed):
         found = holds_or_refused(network, (3, 6, 6), methods=LINEAR, images=images[[index]])
         assert all(isinstance(radius, torch.Tensor) and radius > 0 for radius in found.values())
     holds_or_refused(network, (3, 6, 6), methods=LINEAR, images=images)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("forwards", [False, True])
+def test_derivatives_that_torch_gets_wrong_are_refused(count, forwards, monkeypatch):
+    """For one image or for two, as gradients or as products with the Jacobian only."""
+    replay = Replay.__call__
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, result):
+            return result.clone()
+
+        @staticmethod
+        def backward(ctx, back):
+            return Pulled.apply(back) if forwards else 1.01 * back
+
+    class Pulled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, back):
+            return back.clone()
+
+        @staticmethod
+        def backward(ctx, forth):
+            return 1.01 * forth
+
+    def wrong(self, source, value, *rest):
+        found = replay(self, source, value, *rest)
+        return [Wrong.apply(result) if len(value) == count else result for result in found]
+
+    model = lipcert.load(TokensToImage().eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 6, 6))
+    assert not Certifier(model, 0.1, "staged").skipped
+    monkeypatch.setattr(Replay, "__call__", wrong)
+    with pytest.raises(UnsupportedOperation, match="vmap"):
+        Certifier(model, 0.1, "anchored")
+    assert "vmap" in Certifier(model, 0.1, "staged").skipped["anchored"]

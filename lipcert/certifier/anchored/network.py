@@ -30,6 +30,9 @@ from lipcert.model import Model
 # Operations whose result has the same entries as their operand, in the same order.
 _UNMOVED = frozenset(("identity", "dropout", "reshape"))
 
+# Derivatives that differ by more than this, relative to their norm, do so by more than rounding.
+_ACCURACY = 1e-5
+
 
 @dataclass
 class Stage:
@@ -95,7 +98,8 @@ class Network:
 
     Raises:
         InputError: ``at`` names no value of the network.
-        UnsupportedOperation: names the operations after ``at`` that have no remainder rule.
+        UnsupportedOperation: names the operations after ``at`` that have no remainder rule, or torch's derivatives
+            under vmap differ from those without.
     """
 
     def __init__(
@@ -126,6 +130,47 @@ class Network:
         self.head = self._head()
         self.chains = Chains(self.replay, self.source)
         self.local = OperationRounding(self.chains)
+        if not widths and not casts:
+            self._check_derivatives(example)
+
+    def _check_derivatives(self, example: Tensor) -> None:
+        """Compares derivatives of replays, which run under vmap, with those of the same operations without vmap.
+
+        Torch has kernels of their own for these, some of which have been wrong for a single image, or for one memory
+        layout. Compares gradients for one image and for two, and products with Jacobians by ⟨u, Jv⟩ = ⟨Jᵀu, v⟩.
+
+        Raises:
+            UnsupportedOperation: they differ.
+        """
+        generator = torch.Generator().manual_seed(1)
+
+        def random(shape: torch.Size) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(example)
+
+        images, expected = torch.stack((example, example.flip(-1))), []
+        for image in images:
+            with torch.enable_grad():
+                start = image.clone().requires_grad_()
+                result = self.graph.replay(start)
+            back = random(result.shape)
+            if not result.requires_grad:
+                return
+            expected.append((back, torch.autograd.grad(result, start, back)[0]))
+        back, wanted = (torch.stack(some) for some in zip(*expected, strict=True))
+        for count in (1, 2):
+            with torch.enable_grad():
+                start = images[:count].clone().requires_grad_()
+                (result,) = self.replay(self.graph.input, start, [self.graph.output], {})
+                weight = torch.zeros_like(result, requires_grad=True)
+                (pulled,) = torch.autograd.grad(result, start, weight, create_graph=True)
+            (found,) = torch.autograd.grad(result, start, back[:count], retain_graph=True)
+            off, size = (found - wanted[:count]).norm(), wanted[:count].norm()
+            if pulled.requires_grad:
+                forth = random(start.shape)
+                (pushed,) = torch.autograd.grad(pulled, weight, forth)
+                off = off + ((pushed * back[:count]).sum() - (found * forth).sum()).abs() / forth.norm()
+            if off > _ACCURACY * size:
+                raise UnsupportedOperation([("an operation whose derivative torch computes differently in vmap", "")])
 
     def _output_of(self, path: str) -> Node:
         """The value that the module at ``path`` computes last."""
