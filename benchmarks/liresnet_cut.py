@@ -5,12 +5,13 @@
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --attention l2
 
 Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
-on images that are moved, then on images that are flipped only. With ``--attention`` a hybrid is trained: the 16 values
-of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches are 0 at
-first. With dot-product attention it starts from ``cifar10-liresnet-smooth`` and is trained on images that are flipped.
-A larger learning rate gives this attention so much curvature that nothing is certified. With L2 attention it starts
-from ``cifar10-liresnet`` and is trained with ``--loss emma``. The result averages an image and its mirror image, and
-its weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind a cut.
+on images that are moved, then on images that are flipped only; then once more in the same way, with rectangles
+blackened in some of the moved images, and with averages of the weights. With ``--attention`` a hybrid is trained: the
+16 values of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches
+are 0 at first. With dot-product attention it starts from ``cifar10-liresnet-smooth`` and is trained on images that are
+flipped. A larger learning rate gives this attention so much curvature that nothing is certified. With L2 attention it
+starts from ``cifar10-liresnet`` and is trained with ``--loss emma``. The result averages an image and its mirror image,
+and its weights are rounded to float16. ``certify`` decides each image by gloro, or else by anchored behind a cut.
 The commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the
 certified accuracy, the environment and the commands go to liresnet_cut.json, hybrid_cut.json or hybrid_l2_cut.json in
 benchmarks/results.
@@ -68,21 +69,44 @@ def with_attention(known: lipcert.Model, attention: str) -> lipcert.Model:
     return model
 
 
+class Training(NamedTuple):
+    """One ``finetune``: the name of its output, its images, largest learning rate, epochs and further options."""
+
+    name: str
+    crop: str
+    lr: str
+    epochs: int
+    more: tuple[str, ...] = ()
+
+
 class Plan(NamedTuple):
-    """How a network is trained: what it starts from, its loss, and the epochs on images that are moved and flipped."""
+    """How a network is trained: what it starts from, its loss, and one training after the other."""
 
     name: str
     start: Callable[[], lipcert.Model]
     loss: str
-    moved: int
-    flipped: int
+    trainings: tuple[Training, ...]
 
 
 PLANS = {
-    None: Plan("liresnet", smoothed, "cut", 14, 4),
-    "dot": Plan("hybrid", lambda: with_attention(lipcert.load("cifar10-liresnet-smooth"), "dot"), "cut", 0, 4),
-    "l2": Plan("hybrid_l2", lambda: with_attention(lipcert.load("cifar10-liresnet"), "l2"), "emma", 9, 4),
-}
+    None: Plan(
+        "liresnet", smoothed, "cut",
+        (
+            Training("moved", "shift", "2e-3", 14),
+            Training("flipped", "flip", "4e-4", 4),
+            Training("blackened", "shift", "2e-3", 16, ("--cutout", "0.3", "--ema", "0.998")),
+            Training("averaged", "flip", "4e-4", 3, ("--ema", "0.99")),
+        ),
+    ),
+    "dot": Plan(
+        "hybrid", lambda: with_attention(lipcert.load("cifar10-liresnet-smooth"), "dot"), "cut",
+        (Training("flipped", "flip", "4e-4", 4, ("--ema", "0.99")),),
+    ),
+    "l2": Plan(
+        "hybrid_l2", lambda: with_attention(lipcert.load("cifar10-liresnet"), "l2"), "emma",
+        (Training("moved", "shift", "2e-3", 9), Training("flipped", "flip", "4e-4", 4)),
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -95,20 +119,17 @@ def main() -> None:
     args.work.mkdir(exist_ok=True)
     plan = PLANS[args.attention]
     kind = plan.name
-    steps = ("start", "moved", "flipped", "rounded")
-    start, moved, flipped, model = (args.work / f"{kind}-{name}.safetensors" for name in steps)
+    names = ("start", *(training.name for training in plan.trainings), "rounded")
+    start, *trained, model = (args.work / f"{kind}-{name}.safetensors" for name in names)
     rows, log = args.work / f"{kind}-cut.jsonl", args.work / f"{kind}.txt"
     common = [
         "--data", str(args.data / "train.tar"), "--eps", EPS, "--loss", plan.loss, "--batch-size", "256", "--optimizer",
         "muon", "--amp", "bfloat16", "--channels-last", "--ramp", "2,2,0.5",
     ]  # fmt: skip
-    settings = [(moved, start, "shift", "2e-3", plan.moved), (flipped, moved, "flip", "4e-4", plan.flipped)]
-    if not plan.moved:
-        settings = [(flipped, start, *settings[1][2:])]
-    trainings = {
-        out: ["finetune", str(given), *common, "--crop", crop, "--lr", lr, "--epochs", str(epochs), "--out", str(out)]
-        for out, given, crop, lr, epochs in settings
-    }
+    trainings = {}
+    for given, out, one in zip([start, *trained], trained, plan.trainings, strict=False):
+        images = ["--crop", one.crop, *one.more, "--lr", one.lr, "--epochs", str(one.epochs)]
+        trainings[out] = ["finetune", str(given), *common, *images, "--out", str(out)]
     limit = ["--limit", str(args.limit)] if args.limit else []
     certify = ["certify", str(model), "--data", str(args.data / "test.tar"), "--eps", EPS, *limit, "--out", str(rows)]
     if not start.exists():
@@ -117,7 +138,7 @@ def main() -> None:
         if not out.exists():
             run(training, log)
     if not model.exists():
-        lipcert.save(rounded(lipcert.load(flipped)), model)
+        lipcert.save(rounded(lipcert.load(trained[-1])), model)
     run(certify, log)
     fields = ("epoch", "loss", "accuracy", "certified_bound", "estimated_bound", "seconds")
     verdicts = [json.loads(line) for line in rows.read_text().splitlines()]

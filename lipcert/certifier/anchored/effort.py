@@ -19,6 +19,9 @@ what is left of it by the logarithm of a norm, over all sectors in which little 
 **Quick norms** are a second choice, from the same estimates and in the same way: looser, and products may take more of
 the margin. Their radii are smaller, but most images need no more for a verdict at one ε (:mod:`.method`).
 
+**A limit on passes** is kept by larger tolerances, and by products for the norms of the least s/c. The estimates cover
+the norms of _WIDER times as many passes.
+
 All of this only steers: whatever the choice, every norm is an upper bound, and its failure probability is charged to
 the ledger of its image. The start vectors of the estimates differ from those of all certificates, so the choice does
 not depend on these. A norm may count more at another image than at the fixed ones. Then the radius there is smaller.
@@ -37,10 +40,12 @@ from torch import Tensor
 from lipcert._numerics import at_most
 from lipcert.bounds import margins
 from lipcert.certifier._search import search
+from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.jacobians import Jacobians
 from lipcert.certifier.anchored.margin import Forms, RivalMargin, curvature_norms
+from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormKey, NormOptions
-from lipcert.certifier.anchored.plan import NormPlan
+from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.walk import Curvature, FormNorms, Linearization
 from lipcert.graph import Node
 from lipcert.model import Model
@@ -66,6 +71,8 @@ _NEAR = 0.2
 _TRIALS = 40
 # Below this many floating-point operations for an image, all norms are computed.
 _WORTH = 1e11
+# Norms are chosen among those for this many times the limit on passes.
+_WIDER = 2.0
 # The largest number of classes for which deviations of the logits, which only order the rivals, may be loose.
 _CLASSES = 32
 
@@ -96,27 +103,37 @@ class Choice(NamedTuple):
 
 
 def worthwhile(plan: NormPlan, options: NormOptions) -> bool:
-    """Whether to choose among norms: there are many, and they are neither deterministic nor limited by ``passes``."""
-    return not options.deterministic and plan.whole and plan.work >= _WORTH
+    """Whether to choose among norms: there are many, and they are not deterministic."""
+    return not options.deterministic and plan.work >= _WORTH
+
+
+def planned(network: Network, options: NormOptions) -> NormPlan:
+    """The norms of an anchored certificate: all, or those to choose from within ``passes``."""
+    plan = NormPlan(network, anchored_pairs(network), options.passes)
+    if plan.whole or not worthwhile(plan, options):
+        return plan
+    return NormPlan(network, anchored_pairs(network), options.passes, wider=_WIDER)
 
 
 def chosen(finder: NormFinder, *, quickly: bool = False) -> Choice:
     """Which norms count; those of quick norms only with ``quickly``.
 
-    Nothing is chosen if that is not :func:`worthwhile`, and if no remainder matters at the two images.
+    Nothing is chosen if that is not :func:`worthwhile`, and if no remainder matters at the two images. Norms planned
+    beyond a limit on passes are then left to products.
     """
     options = finder.options
     if not worthwhile(finder.plan, options):
         return Choice({}, None)
     trial = _Trial(finder)
     if not trial.valid:
-        return Choice({}, None)
+        return Choice(dict.fromkeys(finder.plan.beyond, math.inf), None)
     candidates = sorted(trial.candidates(), key=lambda one: one.worth)
     iterative = [one for one in candidates if one.iterative]
     tight, loose = (_tolerances(iterative, options.tolerance, factor) for factor in (_TIGHTER, _LOOSER))
     least = (1 - _SPENT) * trial.left(tight).clamp_min(0) - _UNSEEN
     quick = _fewer(trial, candidates, loose, trial.left(loose).clamp_max(0) - _TAKEN) if quickly else None
-    return Choice(_fewer(trial, candidates, tight, least), quick)
+    whole = _fewer(trial, candidates, tight, least)
+    return Choice(whole if finder.plan.whole else _limited(candidates, whole, finder.plan, options.tolerance), quick)
 
 
 def _fewer(
@@ -138,6 +155,35 @@ def _fewer(
             half = len(group) // 2
             groups += [group[half:], group[:half]]
     return effort
+
+
+def _limited(
+    candidates: list[Candidate], effort: dict[NormKey, float], plan: NormPlan, usual: float
+) -> dict[NormKey, float]:
+    """The same choice within the plan's limit on work: looser, and with further norms left to products.
+
+    Args:
+        candidates: the norms, in increasing order of their worth.
+        effort: the choice without a limit.
+        plan: the norms of the network.
+        usual: the tolerance for which the costs are known.
+    """
+    left = plan.limit - plan.work_of_links
+    loosest = max(_LOOSEST, usual)
+
+    def cost(one: Candidate, looser: float) -> float:
+        if not one.iterative:
+            return one.cost
+        return one.cost * math.sqrt(usual / min(looser * effort.get(one.key, usual), loosest))
+
+    kept = [one for one in candidates if effort.get(one.key, usual) < math.inf]
+    while kept and sum(cost(one, math.inf) for one in kept) > left:
+        effort[kept.pop(0).key] = math.inf
+    looser = 1.0
+    while looser < loosest / _TIGHTEST and sum(cost(one, looser) for one in kept) > left:
+        looser *= 1.02
+    raised = {one.key: min(looser * effort.get(one.key, usual), loosest) for one in kept if one.iterative}
+    return effort | raised
 
 
 def _tolerances(candidates: list[Candidate], usual: float, factor: float) -> dict[NormKey, float]:
@@ -165,6 +211,7 @@ class _Estimates(NormFinder):
             finder.network, tolerance=_ROUGHLY, deterministic=False, seed=finder.options.seed, probes=_PROBES
         )
         self.known: dict[NormKey, Tensor] = {}
+        self.links: dict[Link, Tensor] = {}
         self.iterative: set[NormKey] = set()
         self._drew = False
 
@@ -184,6 +231,11 @@ class _Estimates(NormFinder):
         if key not in self.iterative:
             return self.known[key]
         return self.known[key] * (1 + _EXCESS * (self.effort or {}).get(key, self.usual))
+
+    def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
+        if link not in self.links:
+            self.links[link] = super()._link(link, number, values, ledger)
+        return self.links[link]
 
 
 class _Trial:
@@ -269,7 +321,7 @@ class _Trial:
         fixed = set() if self.margins.shape[1] <= _CLASSES else set(network.outputs)
         for key, slope in zip(logs, slopes, strict=True):
             a, u = ends[key]
-            if u in fixed or (key[0] != "form" and network.affine_path(a, u)):
+            if u in fixed or (a, u) in plan.chained or (key[0] != "form" and network.affine_path(a, u)):
                 continue
             counts = 0.0 if slope is None else slope.nan_to_num(nan=0.0).abs().amax().item()
             cost = plan.work_of(a, u, peak=key[0] == "peak")

@@ -80,7 +80,7 @@ from torch import Tensor
 from lipcert._numerics import SAFETY
 from lipcert.bounds import each_entry
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored.effort import chosen, worthwhile
+from lipcert.certifier.anchored.effort import chosen, planned, worthwhile
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
@@ -143,8 +143,8 @@ class Anchored:
         # Behind a cut the contracted forms of kinks suffice, which have secants of their own.
         graph, kinks = (network.graph, {}) if isinstance(at, Node) else with_secants(network.graph)
         self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
-        plan = _plan(network, given)
-        self._quickly = eps is not None and not self.kinks and worthwhile(plan, given)
+        plan = planned(network, given)
+        self._quickly = eps is not None and not self.kinks and plan.whole and worthwhile(plan, given)
         self.eps = eps if self._quickly or (not self.kinks and plan.work >= FULL) else None
         share = 0.5 if self.kinks or self._quickly else 1.0
         self.finder = _finder(plan, given, share)
@@ -153,7 +153,7 @@ class Anchored:
         if self.kinks:
             widths = tuple(self.kinks.values())
             network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
-            self.secant = _finder(_plan(network, given), given, share)
+            self.secant = _finder(NormPlan(network, anchored_pairs(network), given.passes), given, share)
 
     @property
     def network(self) -> Network:
@@ -193,10 +193,6 @@ class Anchored:
 def _largest(rho: list[Tensor]) -> Tensor:
     """A bound on the deviation of any entry, shape (N, 1)."""
     return each_entry(rho).amax(1, keepdim=True)
-
-
-def _plan(network: Network, options: NormOptions) -> NormPlan:
-    return NormPlan(network, anchored_pairs(network), options.passes)
 
 
 def _finder(plan: NormPlan, options: NormOptions, share: float) -> NormFinder:
@@ -305,12 +301,15 @@ def _examined(
     order = allowed.argsort(1)[:, :limit]
     best = torch.full_like(allowed[:, 0], math.inf)
     possible = torch.ones_like(best, dtype=torch.bool)
+    sure = math.inf if eps is None else eps / (1 - SAFETY)  # forms are computed for radii up to this one
     entries = max(1, SECTORS * at.entries + sum(value[0].numel() for value in at.values.values()))
     most, together = max(1, _ENTRIES // entries), 1  # the same for an image alone, so that its radius is too
     while order.shape[1]:
         rivals, order = order[:, :together], order[:, together:]
         floor = allowed.gather(1, rivals)
-        if bool((floor[:, 0] >= FURTHER * best).all()):
+        # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
+        enough = torch.where(possible & (best <= sure), FURTHER * best, best)
+        if bool((floor[:, 0] >= enough).all()):
             break
         exact, beyond = torch.empty_like(floor), torch.empty_like(rivals, dtype=torch.bool)
         for part in torch.arange(len(best), device=best.device).split(max(1, _ENTRIES // (entries * rivals.shape[1]))):
@@ -318,17 +317,16 @@ def _examined(
             images = part.repeat_interleave(rivals.shape[1])
             many = at if len(images) == len(part) == len(best) else at.only(images)
             toward = RivalMargin(many, rivals[part].flatten(), predicted[images], margins[images])
-            # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
-            exact[part] = toward.radius(FURTHER * best[images]).reshape(len(part), -1)
+            exact[part] = toward.radius(enough[images]).reshape(len(part), -1)
             if eps is not None:
                 beyond[part] = (toward.margin > toward.slope * eps).reshape(len(part), -1)
         exact = torch.maximum(exact, floor)
         if eps is not None:  # decided per image: alone, it would not have these rivals examined unless they count
-            possible &= beyond.all(1) | (floor[:, 0] >= FURTHER * best)
+            possible &= beyond.all(1) | (floor[:, 0] >= enough)
         allowed.scatter_(1, rivals, exact)
         best = torch.minimum(best, exact.amin(1))
         together = min(2 * together, most)
-    enough = torch.full_like(best, math.inf) if eps is None else torch.where(possible, eps / (1 - SAFETY), 0.0)
+    enough = torch.where(possible, sure, 0.0)
     best = _weigh(at, allowed, predicted, margins, enough).amin(1)
     return torch.where(torch.isfinite(best) & ~at.uncertain, best, 0.0) * (1 - SAFETY), possible
 

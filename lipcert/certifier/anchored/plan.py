@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from lipcert.certifier.anchored.chains import Pair, work
@@ -54,6 +55,8 @@ class NormPlan:
     """The norms that are computed for every image.
 
     Attributes:
+        limit: the floating-point operations of ``passes``; ∞ without.
+        beyond: the kinds and pairs of the norms that are planned beyond the limit, because of ``wider``.
         pairs: the pairs (a, b) whose ‖G(a → b)‖ is computed.
         peaks: the pairs (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is computed too.
         unconnected: the requested pairs (a, b) for which b does not depend on a.
@@ -77,12 +80,15 @@ class NormPlan:
         wanted: the pairs (a, b) whose ‖G(a → b)‖ the certificate needs. Pairs with the norm 1 or 0 are left out.
         passes: limits the cost of the norms to about this many forward passes; products of norms bound the other pairs.
             None computes all norms.
+        wider: plans norms for this multiple of ``passes``, from which some are chosen later (:mod:`.effort`).
     """
 
-    def __init__(self, network: Network, wanted: Iterable[Pair], passes: float | None = None):
+    def __init__(self, network: Network, wanted: Iterable[Pair], passes: float | None = None, wider: float = 1.0):
         self.network = network
         self.whole = passes is None
         self._costs = {node: work([node]) for node in network.graph.nodes}
+        self.limit = math.inf if passes is None else passes * self.work_of_a_pass
+        self.beyond: list[tuple[str, Node, Node]] = []
         self.pairs: list[Pair] = []
         self.unconnected: set[Pair] = set()
         for a, b in dict.fromkeys(wanted):
@@ -97,7 +103,7 @@ class NormPlan:
         known = network.local.bounded if self.whole else network.local.exact
         self.links = [link for link in network.chains.unknown if not known(link)]
         if passes is not None:
-            self._spend(passes)
+            self._spend(wider)
         summed = {v for v, rule in network.rules.items() if rule.sums and self.whole}
         self.columns = [(v, u) for v, u in self.pairs if v in summed and network.affine_path(v, u)]
         self.ahead = {v: u for v, u in reversed(self.columns) if u not in network.outputs}
@@ -113,13 +119,14 @@ class NormPlan:
     @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
-        return (
+        planned = (
             sum(self.work_of(a, b) for a, b in self.pairs)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks)
             + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted)
             + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along)
-            + self._work_of_links
         )
+        links = self.work_of_links
+        return min(planned + links, max(self.limit, links))
 
     @property
     def work_of_a_pass(self) -> float:
@@ -131,15 +138,16 @@ class NormPlan:
         return passes_for(a, b, peak) * self._pass_work(a, b) + _SEARCH
 
     @property
-    def _work_of_links(self) -> float:
+    def work_of_links(self) -> float:
+        """The same for the norms of single operations."""
         return sum(_PASSES * work(link.path) + _SEARCH for link in self.links)
 
     def _pass_work(self, a: Node, b: Node) -> float:
         """The same for one pass through the operations between two values."""
         return sum(self._costs[node] for node in self.network.replay.between(a, [b]))
 
-    def _spend(self, passes: float) -> None:
-        """Keeps the norms that can be computed in this number of passes, and moves the other pairs to ``chained``.
+    def _spend(self, wider: float) -> None:
+        """Keeps the norms within ``wider`` times the limit, and moves the other pairs to ``chained``.
 
         All methods rank the norms in the same order, and norms within stages come first. So for the same number of
         passes a method with more pairs computes at least the norms of a method with fewer pairs.
@@ -161,13 +169,16 @@ class NormPlan:
             (3 if (a, b) in inside else 6, self.work_of(a, b, peak=True), place[a], place[b], True)
             for a, b in self.peaks
         ]
-        left = passes * self.work_of_a_pass - self._work_of_links
+        spent = self.work_of_links
         found: dict[bool, list[Pair]] = {False: [], True: []}
         for _, cost, start, end, peak in sorted(order):
-            left -= cost
-            if left < 0:
+            spent += cost
+            if spent > wider * self.limit:
                 break
-            found[peak].append((network.graph.nodes[start], network.graph.nodes[end]))
+            pair = network.graph.nodes[start], network.graph.nodes[end]
+            found[peak].append(pair)
+            if spent > self.limit:
+                self.beyond.append(("peak" if peak else "norm", *pair))
         self.chained = frozenset(self.pairs) - set(found[False])
         self.pairs, self.peaks = found[False], found[True]
 
