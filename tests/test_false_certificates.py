@@ -610,3 +610,22 @@ def test_derivatives_that_torch_gets_wrong_are_refused(count, forwards, monkeypa
     with pytest.raises(UnsupportedOperation, match="vmap"):
         Certifier(model, 0.1, "anchored")
     assert "vmap" in Certifier(model, 0.1, "staged").skipped["anchored"]
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 300.0])
+def test_saturated_networks_are_not_refused_for_their_rounding_errors(scale):
+    """Their derivatives underflow, or consist of rounding errors."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        layers = [nn.Flatten(), nn.Linear(192, 4), Scaled(scale), nn.Softmax(-1) if scale > 1 else nn.GELU()]
+        model = lipcert.load(nn.Sequential(*layers).eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8))
+        Certifier(model, 0.1, "anchored")
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return x * self.scale

@@ -168,7 +168,9 @@ def _limited(
         plan: the norms of the network.
         usual: the tolerance for which the costs are known.
     """
-    left = plan.limit - plan.work_of_links
+    named = {one.key for one in candidates}
+    others = [pair for pair in plan.pairs if ("norm", *pair) not in named and not plan.network.affine_path(*pair)]
+    left = plan.limit - plan.work_of_links - sum(plan.work_of(*pair) for pair in others)
     loosest = max(_LOOSEST, usual)
 
     def cost(one: Candidate, looser: float) -> float:

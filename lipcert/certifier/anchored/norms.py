@@ -61,8 +61,8 @@ class NormOptions:
         delta: the failure probability for each image, over the certifier's own random start vectors.
         tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
         seed: the seed of the start vectors.
-        passes: limits the cost of the norms to about this many forward passes, norms within stages first; products of
-            norms bound the others. None computes all norms.
+        passes: limits the cost of the norms to about this many forward passes; products of norms bound the others.
+            None computes all norms.
         rigor: ``"probabilistic"``, or ``"deterministic"`` to compute every Jacobian in full, for small networks.
 
     Raises:
