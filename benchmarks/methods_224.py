@@ -3,8 +3,9 @@
     python -m benchmarks.methods_224 --methods global gloro local lofast anchored staged --passes 500 --classes 10
 
 All norms that the anchored certificate can use are 20,000 forward passes here, hours on a core. ``--passes`` is what
-lofast and anchored may spend an image. With random weights none of 1,000 classes is far from the others, and anchored
-takes a gradient for each. Rows of methods that are not asked for stay.
+lofast and anchored may spend on an image. What is computed once for a network is counted apart, by an image before
+those that are measured. With random weights none of 1,000 classes is far from the others, and anchored takes a gradient
+for each. Rows of methods that are not asked for stay.
 """
 
 from __future__ import annotations
@@ -34,20 +35,22 @@ def measure(
     torch.manual_seed(0)
     model = lipcert.load(NAME, pretrained=False, num_classes=classes)
     lipcert.convert(model, attention=attention, norm="smooth")
-    pixels = torch.rand(images, *model.input_size, generator=torch.Generator().manual_seed(1))
+    pixels = torch.rand(images + 1, *model.input_size, generator=torch.Generator().manual_seed(1))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     started = time.process_time()
     passes = passes if method in ("lofast", "anchored") else None
     certifier = Certifier(model, 36 / 255, method, passes=passes)
+    certifier.run(pixels[:1])
     ready = time.process_time()
-    result = certifier.run(pixels)
+    result = certifier.run(pixels[1:])
+    each = (time.process_time() - ready) / images
     return {
         "method": method,
         "attention": attention,
         "classes": classes,
         "passes": passes,
-        "cpu_seconds_once": ready - started,
-        "cpu_seconds_an_image": (time.process_time() - ready) / images,
+        "cpu_seconds_once": max(0.0, ready - started - each),
+        "cpu_seconds_an_image": each,
         "mib_before": before,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "largest_radius": result.radius.max().item(),
