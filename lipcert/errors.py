@@ -62,6 +62,19 @@ class UnsupportedOperation(LipcertError):
         )
 
 
+class WrongDerivative(UnsupportedOperation):
+    """Torch's derivatives of the network under ``vmap`` differ from those without it, so none of them is used."""
+
+    def __init__(self) -> None:
+        super().__init__([("a derivative that differs under vmap", "")])
+
+    def _message(self, count: int, listed: str) -> str:
+        return (
+            "torch's derivatives of this network under vmap differ from those without vmap; "
+            "use --method gloro, or another version of torch"
+        )
+
+
 class LedgerError(LipcertError):
     """A random vector was requested twice, or a charge exceeds an image's failure probability: a defect of lipcert."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept_whole, refusal, remainder_of
 from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.rounding import OperationRounding
-from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
 from lipcert.graph import (
     REARRANGING,
     Graph,
@@ -100,8 +100,8 @@ class Network:
 
     Raises:
         InputError: ``at`` names no value of the network.
-        UnsupportedOperation: names the operations after ``at`` that have no remainder rule, or torch's derivatives
-            under vmap differ from those without.
+        UnsupportedOperation: names the operations after ``at`` that have no remainder rule.
+        WrongDerivative: torch's derivatives under vmap differ from those without.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Network:
         Gradients that consist of rounding errors, as those of saturated networks may, differ at nearby points too.
 
         Raises:
-            UnsupportedOperation: they differ.
+            WrongDerivative: they differ.
         """
         generator = torch.Generator().manual_seed(1)
 
@@ -193,7 +193,7 @@ class Network:
                     noise = noise + (product(near(forth)) - product(forth)).norm()
                 allowed = torch.maximum(allowed, _NOISE * noise)
             if not off <= allowed:
-                raise UnsupportedOperation([("an operation whose derivative torch computes differently in vmap", "")])
+                raise WrongDerivative
 
     def _output_of(self, path: str) -> Node:
         """The value that the module at ``path`` computes last."""
