@@ -18,6 +18,7 @@ from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.rounding import PathBounds
 from lipcert.graph import Node
 from lipcert.graph._graph import run
+from lipcert.surgery import SmoothProject
 
 A, B, C = 1 / 3, 0.7, 1 / 3 * 0.7  # C is not A·B: float64 rounds the product
 SCALE = 2.0**60
@@ -309,6 +310,7 @@ def test_single_operations_round_no_more_than_their_rules_say() -> None:
         assert off <= said < 1e-3
 
 
+SMOOTH = SmoothProject(4, 0.7, channels_first=True)
 SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum, a summed axis of size 1": lambda x: torch.einsum("dn,nd->n", x.tanh().mT, x[:, :1]),
     "einsum, the other one": lambda x: torch.einsum("nd,nd->n", x[:, :1], x.tanh()),
@@ -332,7 +334,21 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "unbind": lambda x: torch.stack(x.tanh().unbind(1)[::-1], 1),
     "logsumexp": lambda x: torch.logsumexp(9 * x, 1),
     "softmax of large numbers": lambda x: (300 * x).softmax(1),
+    "softmax of two": lambda x: (2 * x.reshape(-1, 2, 2)).softmax(2),
+    "softmax along another axis": lambda x: (3 * x.reshape(-1, 2, 2)).softmax(1),
+    "softmax of one": lambda x: x[:, :, None].softmax(2),
+    "group_norm": lambda x: nn.functional.group_norm(x, 1, torch.tensor([3.0, 1, 1, 0.1]).double()),
+    "matmul": lambda x: x.reshape(-1, 2, 2) @ x.reshape(-1, 2, 2).tanh(),
+    "matmul, squared": lambda x: x.reshape(-1, 2, 2) @ x.reshape(-1, 2, 2),
+    "matmul with zeros": lambda x: x.reshape(-1, 2, 2) @ (0 * x.reshape(-1, 2, 2).tanh()),
+    "smooth projection": SmoothProject(4, 0.7),
+    "smooth projection of channels": lambda x: SMOOTH(x.reshape(-1, 4, 1, 1)),
 }
+# How much larger than the norms of their Jacobians the bounds of these operations may be.
+CLOSE = {
+    "softmax": 1.2, "softmax of large numbers": 1.3, "layer_norm": 2.0, "rms_norm": 2.0, "group_norm": 2.0,
+    "matmul, broadcast": 2.0, "matmul, squared": 2.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -343,8 +359,8 @@ def test_gains_of_single_operations_are_upper_bounds(name: str) -> None:
         for link, gain in method.network.local(values).gains.items():
             exact = norm_of(method, link, values)
             assert exact <= gain.item() * (1 + 1e-9), link.node
-            if method.network.local.exact(link):
-                assert gain.item() <= exact * (1 + 1e-6), link.node
+            if method.network.local.close(link):
+                assert gain.item() <= exact * (CLOSE.get(name, 1.0) + 1e-6), link.node
 
 
 def norm_of(method: Anchored, link: Link, values: dict[Node, Tensor]) -> float:

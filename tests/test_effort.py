@@ -202,7 +202,9 @@ def test_a_limit_on_passes_buys_a_larger_radius_than_norms_in_a_fixed_order(eage
     monkeypatch.setattr(effort, "_WORTH", math.inf)
     fixed = Anchored(model, passes=passes)
     assert not fixed.plan.beyond
-    assert bool((radius > 1.05 * fixed(images).radius(predicted, gaps)).all())
+    gained = radius / fixed(images).radius(predicted, gaps)
+    assert bool((gained >= 1).all())
+    assert gained.max() > 1.5
     assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
 
 

@@ -3,7 +3,8 @@
 The operation is a function of one operand, at the nominal values of N images. The answer is a pair (A, κ), each of
 shape (N,) or one number for all images: A ≥ ‖|J|‖, where |J| holds the absolute values of the Jacobian's entries, and κ
 with ‖Ĵv − Jv‖ ≤ κ‖v‖ for products Ĵv computed in float64, forwards and backwards. If the entries of a product are sums
-of n terms with a few roundings each, κ = γ_n A. A ≥ ‖J‖ bounds the norm of the Jacobian, which certificates use.
+of n terms with a few roundings each, κ = γ_n A. A ≥ ‖J‖ bounds the norm of the Jacobian, which certificates use. Where
+A is much larger than ‖J‖, a rule may know a smaller bound, or the norm itself.
 
 Operations that are affine in their image-dependent operands need no answer: see
 :mod:`lipcert.certifier.anchored.rounding`.
@@ -104,6 +105,16 @@ def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weigh
     gain = 3 * scale * largest * per_image(short)
     worse = gain * (1 + 8 * per_image((length * short).square() if centred else torch.ones_like(short)))
     return gain.amax(1), gamma(8 * tokens.shape[-1]) * worse.amax(1)
+
+
+def normalising_norm(
+    tokens: Tensor, centred: bool, least: float, scale: float, weight: Tensor | None
+) -> Tensor | float:
+    """Arguments as for :func:`normalising`; J = (scale/s) diag(weight)(I − ccᵀ/s²)C, where the projection C centres.
+
+    ‖c‖ ≤ s, so ‖I − ccᵀ/s²‖ ≤ 1, and ‖J‖ ≤ max|weight| scale/s: a third of the bound on ‖|J|‖.
+    """
+    return normalising(tokens, centred, least, scale, weight)[0] * ((1 + 1e-12) / 3)
 
 
 def copies(node: Node, operand: Node) -> float:

@@ -91,6 +91,8 @@ class Jacobian:
 
     Attributes:
         bounds: ``bounds(node, place, values)``, the pair (A, κ) for the operand with index ``place``.
+        norm: ``norm(node, place, values)``, a bound on ‖J‖ that is smaller than A and takes longer; None where A is the
+            norm or none is known.
         absolute: the rounding error of the result is at most γ₀(‖result‖ + absolute · ‖operand‖); None if κ implies a
             bound.
         covers: whether the bounds hold for a captured operation, by its operands.
@@ -99,6 +101,7 @@ class Jacobian:
     bounds: Callable[..., Any]
     absolute: float | None
     covers: Callable[[Node], bool]
+    norm: Callable[..., Any] | None
 
 
 RULES: dict[Any, Rule] = {}
@@ -151,12 +154,15 @@ def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node:
 
 
 def jacobian(
-    *targets: Any, absolute: float | None = None, covers: Callable[[Node], bool] | None = None
+    *targets: Any,
+    absolute: float | None = None,
+    covers: Callable[[Node], bool] | None = None,
+    norm: Callable[..., Any] | None = None,
 ) -> Callable[[Answer], Answer]:
     """Registers bounds on Jacobians at computed values; see :class:`Jacobian`."""
 
     def register(bounds: Answer) -> Answer:
-        _register("jacobian", targets, Jacobian(bounds, absolute, covers or _always))
+        _register("jacobian", targets, Jacobian(bounds, absolute, covers or _always, norm))
         return bounds
 
     return register

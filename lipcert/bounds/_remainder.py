@@ -250,13 +250,14 @@ class Smooth(Remainder):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.z = per_image(operands[0])
+        self.size = self.z.abs()
 
     def envelope(self, distance: Tensor) -> Tensor:
         """A non-increasing upper bound on |φ''(t)| over |t| ≥ distance ≥ 0."""
         return torch.full_like(distance, self.curvature)
 
     def _local(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.envelope((self.z.abs() - each_entry(rho)).clamp_min(0))
+        return self.envelope((self.size - each_entry(rho)).clamp_min(0))
 
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Upper bounds on φ'' and on −φ'' within p of z, at least 0."""

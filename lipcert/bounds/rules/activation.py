@@ -169,19 +169,22 @@ class Gelu(Smooth):
         super().__init__(node, operands, result)
         self.slack = 0.0 if arguments(node).get("approximate", "none") == "none" else 0.0032
 
+    @staticmethod
+    def _second(t: Tensor) -> Tensor:
+        square = t * t
+        return (2 - square) * torch.exp(square / -2) * (1 / math.sqrt(2 * math.pi))
+
     def envelope(self, distance: Tensor) -> Tensor:
-        density = torch.exp(-(distance**2) / 2) / math.sqrt(2 * math.pi)
-        value = (2 - distance**2) * density
+        value = self._second(distance)
         return torch.where(distance < 2, value.clamp_min(self.downward), -value) + self.slack
 
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """φ'' is positive only on (−√2, √2)."""
-        bend = math.sqrt(2)
-        near = (self.z.abs() - each_entry(rho)).clamp_min(0)
-        upward = (2 - near**2).clamp_min(0) * torch.exp(-(near**2) / 2) / math.sqrt(2 * math.pi)
-        reaches = self.z.abs() + each_entry(rho) > bend
-        downward = torch.where(reaches, self.envelope(near).clamp_max(self.downward), 0.0)
-        return upward + self.slack, downward + self.slack
+        near = (self.size - each_entry(rho)).clamp_min(0)
+        value = self._second(near)
+        reaches = self.size + each_entry(rho) > math.sqrt(2)
+        downward = torch.where(reaches, torch.where(near < 2, self.downward, -value), 0.0)
+        return value.clamp_min(0) + self.slack, downward + self.slack
 
 
 @remainder(F.logsigmoid)

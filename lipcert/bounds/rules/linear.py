@@ -35,6 +35,7 @@ from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.bounds.rules.structure import expand
 from lipcert.graph import Node
+from lipcert.norms import verified_norms
 
 
 @rule("linear", linear=in_one_operand)
@@ -228,7 +229,17 @@ class MatrixProduct(Bilinear):
         return Contracted((form,), lambda rho, sizes: sizes[0] * x * rho[0])
 
 
-@jacobian("matmul", covers=in_two_operands)
+def matmul_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor | float:
+    """The largest norm of the other factor's matrices, times √m if this factor is broadcast m times."""
+    operand, other = node.operands[place], values[node.operands[1 - place]]
+    if other.dim() < 3 or not bool(other.isfinite().all()):
+        return matmul_jacobian(node, place, values)[0]
+    matrices = other.reshape(-1, *other.shape[-2:])
+    batch = math.prod(node.shape[:-2]) / max(1, math.prod(operand.shape[:-2]))
+    return verified_norms(matrices).reshape(len(other), -1).amax(1) * math.sqrt(max(1.0, batch))
+
+
+@jacobian("matmul", covers=in_two_operands, norm=matmul_norm)
 def matmul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """The Frobenius norm of the other factor (Cauchy–Schwarz), times √m if this factor is broadcast m times."""
     operand, other = node.operands[place], node.operands[1 - place]

@@ -15,7 +15,7 @@ from lipcert._format import EXTRA, Format
 from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
-from lipcert.bounds._jacobian import Bounds, normalising
+from lipcert.bounds._jacobian import Bounds, normalising, normalising_norm
 from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Radial, remainder
@@ -367,26 +367,33 @@ class GroupNorm(ByGroup, Radial):
         super().__init__(operands[0], radius, math.sqrt(size) / radius, given.get("weight"), 2, centred=True)
 
 
-@jacobian("layer_norm", "rms_norm")
-def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """√n times a token c of n entries, divided by the length of (c, √(n eps))."""
+def _tokens(node: Node, values: Mapping[Node, Tensor]) -> tuple[Tensor, bool, float, float, Tensor | None]:
+    """How LayerNorm and its kin normalise, as the arguments of :func:`normalising`.
+
+    A token c of n entries is multiplied by √n and divided by the length of (c, √(n eps)). GroupNorm does that to each
+    group.
+    """
     given, x = arguments(node), values[node.operands[0]]
-    centred = node.op == "layer_norm"
-    tokens = x.flatten(-len(given["normalized_shape"]))
+    centred = node.op != "rms_norm"
+    if node.op == "group_norm":
+        tokens = x.reshape(*x.shape[:2], given["num_groups"], -1)
+    else:
+        tokens = x.flatten(-len(given["normalized_shape"]))
     eps = given.get("eps", 1e-5 if centred else None)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     count = tokens.shape[-1]
-    return normalising(tokens, centred, math.sqrt(count * eps), math.sqrt(count), given.get("weight"))
+    return tokens, centred, math.sqrt(count * eps), math.sqrt(count), given.get("weight")
 
 
-@jacobian("group_norm")
-def group_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """As for LayerNorm, for each group."""
-    given, x = arguments(node), values[node.operands[0]]
-    tokens = x.reshape(*x.shape[:2], given["num_groups"], -1)
-    count = tokens.shape[-1]
-    least = math.sqrt(count * float(given.get("eps", 1e-5)))
-    return normalising(tokens, True, least, math.sqrt(count), given.get("weight"))
+def layer_norm_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor | float:
+    """:func:`normalising_norm` of its tokens."""
+    return normalising_norm(*_tokens(node, values))
+
+
+@jacobian("layer_norm", "rms_norm", "group_norm", norm=layer_norm_norm)
+def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """:func:`normalising` its tokens."""
+    return normalising(*_tokens(node, values))
 
 
 @rounding("group_norm")

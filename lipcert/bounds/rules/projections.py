@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert._format import EXTRA, Format
-from lipcert.bounds._jacobian import Bounds, normalising
+from lipcert.bounds._jacobian import Bounds, normalising, normalising_norm
 from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, jacobian, rounding, rule, secant
 from lipcert.bounds._remainder import Against, Radial, Remainder, per_image, remainder
@@ -302,19 +302,26 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
     return affine_rounding(size, error, module.weight, module.bias, fmt).movedim(-1, axis)
 
 
-@jacobian(LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, secant_project)
-def projection_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """Tokens divided by their length and multiplied by at most the radius, for the projection and its secants."""
+def _tokens(node: Node, values: Mapping[Node, Tensor]) -> tuple[Tensor, bool, float, float, Tensor]:
+    """The tokens of a projection or its secants, and how they are normalised: the arguments of :func:`normalising`."""
     module: Any = node.args[2] if node.name == "secant_project" else node.function
-    x = values[node.operands[0]]
-    tokens = x.movedim(2, -1) if module.channels_first else x
-    return normalising(tokens, module.centred, float(module.radius), float(module.radius), module.weight)
+    x, radius = values[node.operands[0]], float(module.radius)
+    if isinstance(module, (GroupLayerProject, GroupSmoothProject)):
+        x = x.reshape(*x.shape[:2], module.groups, -1)
+    elif module.channels_first:
+        x = x.movedim(2, -1)
+    return x, module.centred, radius, radius, module.weight
 
 
-@jacobian(GroupLayerProject, GroupSmoothProject)
-def group_projection_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """The same for each group."""
-    module: Any = node.function
-    x = values[node.operands[0]]
-    tokens = x.reshape(*x.shape[:2], module.groups, -1)
-    return normalising(tokens, module.centred, float(module.radius), float(module.radius), module.weight)
+@jacobian(LayerProject, RmsLayerProject, GroupLayerProject, secant_project)
+def projection_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
+    """Tokens, or groups of channels, divided by their length and multiplied by at most the radius."""
+    return normalising(*_tokens(node, values))
+
+
+def smooth_projection_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor | float:
+    """A smooth projection is R c/√(‖c‖² + R²)."""
+    return normalising_norm(*_tokens(node, values))
+
+
+jacobian(SmoothProject, RmsSmoothProject, GroupSmoothProject, norm=smooth_projection_norm)(projection_jacobian)

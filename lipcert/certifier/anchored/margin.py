@@ -250,7 +250,7 @@ class RivalMargin:
         rest = self.rounding[:, 0] * eps  # rounding errors of the gradients
         for v, rho in found.operands.items():
             bound = self.against[v](rho)
-            rest = rest + self.rounding[:, self.place[v]] * at_most(self.at.remainders[v].norm(rho))
+            rest = rest + self.rounding[:, self.place[v]] * found.remainders[v]
             if v in found.weighed:
                 sizes = torch.stack(found.weighed[v])
                 known = sizes.isfinite().all(0)  # without infinite numbers, which have no derivative

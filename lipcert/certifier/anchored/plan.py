@@ -14,6 +14,8 @@ from lipcert.graph import Node
 # floating-point operations.
 _PASSES = 100
 _SEARCH = 1e8
+# A wider plan includes the norms within stages up to this multiple, because products of less bound no margin.
+_INSIDE = 4.0
 
 
 def layerwise_pairs(network: Network) -> Iterator[Pair]:
@@ -100,7 +102,7 @@ class NormPlan:
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
         self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
-        known = network.local.bounded if self.whole else network.local.exact
+        known = network.local.bounded if self.whole else network.local.close
         self.links = [link for link in network.chains.unknown if not known(link)]
         if passes is not None:
             self._spend(wider)
@@ -139,8 +141,9 @@ class NormPlan:
 
     @property
     def work_of_links(self) -> float:
-        """The same for the norms of single operations."""
-        return sum(_PASSES * work(link.path) + _SEARCH for link in self.links)
+        """The same for the norms of single operations; those of affine ones are the same for all images."""
+        rules = self.network.rules.keys()
+        return sum(_PASSES * work(link.path) + _SEARCH for link in self.links if rules & link.path)
 
     def _pass_work(self, a: Node, b: Node) -> float:
         """The same for one pass through the operations between two values."""
@@ -171,9 +174,9 @@ class NormPlan:
         ]
         spent = self.work_of_links
         found: dict[bool, list[Pair]] = {False: [], True: []}
-        for _, cost, start, end, peak in sorted(order):
+        for ranked, cost, start, end, peak in sorted(order):
             spent += cost
-            if spent > wider * self.limit:
+            if spent > wider * self.limit * (_INSIDE if wider > 1 and ranked < 3 else 1):
                 break
             pair = network.graph.nodes[start], network.graph.nodes[end]
             found[peak].append(pair)

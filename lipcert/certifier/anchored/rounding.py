@@ -96,12 +96,12 @@ class OperationRounding:
             return False
         return bool(self.kinds[link.node]) or self._rule(link.node) is not None
 
-    def exact(self, link: Link) -> bool:
-        """Whether this bound is the norm itself, as for entrywise functions: a norm that is computed is not smaller."""
+    def close(self, link: Link) -> bool:
+        """Whether this bound is nearly the norm, as for entrywise functions, so that none need be computed."""
         if not self.bounded(link):
             return False
         rule = self._rule(link.node)
-        return rule is not None and rule.absolute is not None
+        return rule is not None and (rule.absolute is not None or rule.norm is not None)
 
     def _rule(self, node: Node) -> Jacobian | None:
         rule = RULES[node.op].jacobian if node.op in RULES else None
@@ -118,7 +118,7 @@ class OperationRounding:
         for node, links in self.chains.links.items():
             error = gamma(0) * lengths(values[node])
             for link in links:
-                gain, kappa = self._link(link, values) if self.bounded(link) else _found(link, norms)
+                gain, kappa = self._link(link, values, norms=True) if self.bounded(link) else _found(link, norms)
                 gains[link], off[link] = at_most(still + gain), at_most(still + kappa)
                 error = error + 2 * off[link] * lengths(values[link.operand])
             if all(link.isometric for link in links) and node.op in REARRANGING:
@@ -146,8 +146,10 @@ class OperationRounding:
             found[node] = at_most(error)
         return found
 
-    def _link(self, link: Link, values: Mapping[Node, Tensor]) -> tuple[Tensor | float, Tensor | float]:
-        """A and κ."""
+    def _link(
+        self, link: Link, values: Mapping[Node, Tensor], *, norms: bool = False
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """A and κ; with ``norms`` a smaller bound on ‖J‖ for A, if there is one."""
         node, operand = link.node, link.operand
         if link.isometric:
             return 1.0, gamma(0)
@@ -156,7 +158,10 @@ class OperationRounding:
             rule = self._rule(node)
             assert rule is not None
             found = [rule.bounds(node, place, values) for place in places]
-            return sum(gain for gain, _ in found), sum(kappa for _, kappa in found)
+            gains = [gain for gain, _ in found]
+            if norms and rule.norm is not None:
+                gains = [rule.norm(node, place, values) for place in places]
+            return sum(gains), sum(kappa for _, kappa in found)
         if link not in self._affine:
             gain = sum(_schur(node, place, values) for place in places)
             self._affine[link] = gain, gamma(_terms(node, operand)) * gain

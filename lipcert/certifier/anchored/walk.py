@@ -122,6 +122,7 @@ class Deviations:
             blocks or tokens that its rule uses; see :class:`lipcert.bounds.Remainder`.
         logits: ρ of the logits, shape (N,).
         features: ρ of the features that a linear head reads, shape (N,); None without such a head.
+        remainders: bounds on the norms of the remainders of nonlinear operations, shape (N,).
         weighed: for operations with forms M, bounds on each ‖Mδ‖ for the deviation δ of the operand, shape (N,).
         stages: the bounds for every stage.
     """
@@ -129,6 +130,7 @@ class Deviations:
     operands: dict[Node, list[Tensor]]
     logits: Tensor
     features: Tensor | None
+    remainders: dict[Node, Tensor] = field(default_factory=dict)
     weighed: dict[Node, list[Tensor]] = field(default_factory=dict)
     stages: list[StageDeviation] = field(default_factory=list)
 
@@ -256,6 +258,7 @@ class Linearization:
         at_cuts: dict[Node, Tensor] = {}  # the sum of the remainders before a cut, at the cut
         found: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
+        remainders: dict[Node, Tensor] = {}
         weighed: dict[Node, list[Tensor]] = {}
         reach = _Reach(self, eps, sector)
         passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start))
@@ -271,6 +274,7 @@ class Linearization:
                 walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
             self.rounding.enter(stage, walk.at_start)
             walk.visit(operands, weighed)
+            remainders |= {v: norm for v, norm, _ in walk.effects}
             remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
             passed_on = at_most(walk.linear(stage.end, NORM) + remainder)
             if before is not None and not found:
@@ -278,7 +282,7 @@ class Linearization:
             found.append(StageDeviation(stage, walk.at_start, remainder, passed_on))
         head = network.head
         features = None if head is None else at_most(walk.linear(head[0], NORM) + walk.errors(head[0], NORM))
-        return Deviations(operands, passed_on, features, weighed, found)
+        return Deviations(operands, passed_on, features, remainders, weighed, found)
 
 
 class _Reach:
