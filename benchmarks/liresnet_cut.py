@@ -5,7 +5,7 @@
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --attention l2
 
 Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
-on images that are moved, then on images that are flipped only; then once more in the same way, with rectangles
+on images that are moved, then on images that are flipped only; then twice more in the same way, with rectangles
 blackened in some of the moved images, and with averages of the weights. With ``--attention`` a hybrid is trained: the
 16 values of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches
 are 0 at first. With dot-product attention it starts from ``cifar10-liresnet-smooth`` and is trained on images that are
@@ -96,11 +96,13 @@ PLANS = {
             Training("flipped", "flip", "4e-4", 4),
             Training("blackened", "shift", "2e-3", 16, ("--cutout", "0.3", "--ema", "0.998")),
             Training("averaged", "flip", "4e-4", 3, ("--ema", "0.99")),
+            Training("longer", "shift", "2e-3", 36, ("--cutout", "0.3", "--ema", "0.998")),
+            Training("ended", "flip", "4e-4", 4, ("--ema", "0.99")),
         ),
     ),
     "dot": Plan(
         "hybrid", lambda: with_attention(lipcert.load("cifar10-liresnet-smooth"), "dot"), "cut",
-        (Training("flipped", "flip", "4e-4", 4, ("--ema", "0.99")),),
+        (Training("flipped", "flip", "4e-4", 2, ("--ema", "0.99")),),
     ),
     "l2": Plan(
         "hybrid_l2", lambda: with_attention(lipcert.load("cifar10-liresnet"), "l2"), "emma",

@@ -141,12 +141,6 @@ def _ours() -> Iterator[Entry]:
         100 * shipped["clean"], 100 * shipped["attacked"], 100 * shipped["certified"], "`certified.json`",
         shipped["parameters"] / 1e6, f"{shipped['images']:,}", sum(trained.values()),
     )  # fmt: skip
-    vit = read("certified_accuracy")
-    yield Entry(
-        "**lipcert** ViT with dot-product attention, 2 blocks", "anchored, 1 in 10⁹ fails", 100 * vit["clean"],
-        100 * vit["pgd"], 100 * vit["certified"], "`certified_accuracy.json`", vit["parameters"] / 1e6,
-        f"{vit['images']:,}",
-    )  # fmt: skip
     both = read("both_kinds")
     found = both["certificates"]["smoothing"]
     yield Entry(

@@ -107,7 +107,14 @@ def _accuracy() -> str:
     rows = []
     one = read("certified_accuracy")
     rows.append(
-        ["ViT, 2 blocks after a convolution", one["images"], one["clean"], one["pgd"], one["certified"], "anchored"]
+        [
+            "`cifar10-vit`, 2 blocks after a convolution",
+            one["images"],
+            one["clean"],
+            one["pgd"],
+            one["certified"],
+            "staged",
+        ]
     )
     residual = read("liresnet_cifar")
     rows.append(

@@ -12,15 +12,8 @@ in front, with which the network learns several times faster.
 
     python -m benchmarks.train_cifar_vit --data ../shared/data/cifar10 --out cifar_vit.safetensors --depth 3 --epochs 12
 
-Larger norms learn faster and certify worse. The network in results/certified_accuracy.json was made in two runs like
-these, an hour of a core:
-
-    python -m benchmarks.train_cifar_vit --data D --out a.safetensors --stem 96 --depth 2 \
-        --epochs 8 --lr 1.5e-3 --hold 1.4 --curved 1.4 --conv 2 --eps 0.2 --temperature 0.2 0.03
-    python -m benchmarks.train_cifar_vit --data D --out b.safetensors --start a.safetensors --epochs 8 --lr 2e-3 \
-        --hold 1.35 --curved 1.25 --conv 1.8 --scores 0.32 --eps 0.22 --temperature 0.03 0.02
-
-and the one in results/anchored_smooth3.json, without a stem, in three:
+Larger norms learn faster and certify worse. The network in results/anchored_smooth3.json, without a stem, was made in
+three runs:
 
     python -m benchmarks.train_cifar_vit --data D --out a.safetensors \
         --epochs 9 --hold 1.4 --curved 1.4 --conv 1.4 --eps 0.2 --temperature 0.2 0.1
