@@ -165,7 +165,7 @@ class Softmax(Remainder):
 def softmax_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor:
     """The largest eigenvalue of diag(p) − ppᵀ if all entries of p but the largest were as large as the second.
 
-    Enlarging the diagonal enlarges no eigenvalue less, so with p₁ ≥ p₂ ≥ … the norm is at most that of
+    A larger diagonal makes no eigenvalue smaller (Weyl), so with p₁ ≥ p₂ ≥ … the norm is at most that of
     diag(p₁, p₂, p₂, …) − ppᵀ. This matrix maps the span of e₁ and q = (0, p₂, p₃, …) to itself, where it is
     [[p₁(1 − p₁), −p₁‖q‖], [−p₁‖q‖, p₂ − ‖q‖²]] in an orthonormal basis, and is p₂ on the orthogonal complement. The
     entries of p have relative errors below 1e-10.

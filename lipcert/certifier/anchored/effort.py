@@ -20,7 +20,7 @@ what is left of it by the logarithm of a norm, over all sectors in which little 
 the margin. Their radii are smaller, but most images need no more for a verdict at one ε (:mod:`.method`).
 
 **A limit on passes** is kept by larger tolerances, and by products for the norms of the least s/c. The estimates cover
-the norms of _WIDER times as many passes.
+the norms of _WIDER times as many passes, and those within stages up to a few times as many.
 
 All of this only steers: whatever the choice, every norm is an upper bound, and its failure probability is charged to
 the ledger of its image. The start vectors of the estimates differ from those of all certificates, so the choice does

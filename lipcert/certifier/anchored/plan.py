@@ -14,7 +14,8 @@ from lipcert.graph import Node
 # floating-point operations.
 _PASSES = 100
 _SEARCH = 1e8
-# A wider plan includes the norms within stages up to this multiple, because products of less bound no margin.
+# A wider plan includes the norms within stages up to this further multiple: products in place of these are so large that
+# no radius is left from which to choose.
 _INSIDE = 4.0
 
 
@@ -82,7 +83,7 @@ class NormPlan:
         wanted: the pairs (a, b) whose ‖G(a → b)‖ the certificate needs. Pairs with the norm 1 or 0 are left out.
         passes: limits the cost of the norms to about this many forward passes; products of norms bound the other pairs.
             None computes all norms.
-        wider: plans norms for this multiple of ``passes``, from which some are chosen later (:mod:`.effort`).
+        wider: plans norms for this multiple of ``passes``, or more, from which some are chosen later (:mod:`.effort`).
     """
 
     def __init__(self, network: Network, wanted: Iterable[Pair], passes: float | None = None, wider: float = 1.0):
