@@ -14,8 +14,8 @@ from lipcert.graph import Node
 # floating-point operations.
 _PASSES = 100
 _SEARCH = 1e8
-# A wider plan includes the norms within stages up to this further multiple: products in place of these are so large that
-# no radius is left from which to choose.
+# A wider plan includes the norms within stages up to this further multiple: products in place of these are so large
+# that no radius is left from which to choose.
 _INSIDE = 4.0
 
 
