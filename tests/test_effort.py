@@ -192,7 +192,7 @@ def test_a_choice_depends_on_no_image(eager):
 def test_a_limit_on_passes_buys_a_larger_radius_than_norms_in_a_fixed_order(eager, monkeypatch):
     model, images = vit(depth=2, width=32), pixels(2, seed=7)
     predicted, gaps = margins(model(images))
-    passes = 0.3 * Anchored(model, passes=1e12).plan.work / Anchored(model).plan.work_of_a_pass
+    passes = 0.15 * Anchored(model, passes=1e12).plan.work / Anchored(model).plan.work_of_a_pass
     method = Anchored(model, passes=passes)
     assert method.plan.beyond
     assert method.plan.work <= method.plan.limit
@@ -202,9 +202,7 @@ def test_a_limit_on_passes_buys_a_larger_radius_than_norms_in_a_fixed_order(eage
     monkeypatch.setattr(effort, "_WORTH", math.inf)
     fixed = Anchored(model, passes=passes)
     assert not fixed.plan.beyond
-    gained = radius / fixed(images).radius(predicted, gaps)
-    assert bool((gained >= 1).all())
-    assert gained.max() > 1.5
+    assert bool((radius > 1.2 * fixed(images).radius(predicted, gaps)).all())
     assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import lipcert
-from benchmarks.crown_radii import Crown
+from benchmarks._crown import Crown
 from benchmarks.papers import lofast, trained
 from benchmarks.papers.recipes import NO_DATA, Given, Table
 from lipcert.data import open_images
