@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import lipcert
 from lipcert.bounds import margins
+from lipcert.bounds._registry import RULES, Rule
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier.anchored.chains import Link
-from lipcert.certifier.anchored.rounding import PathBounds
+from lipcert.certifier.anchored.rounding import _PLAIN, _SCALING, PathBounds
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 from lipcert.surgery import SmoothProject
@@ -311,6 +312,7 @@ def test_single_operations_round_no_more_than_their_rules_say() -> None:
 
 
 SMOOTH = SmoothProject(4, 0.7, channels_first=True)
+SIGNS = torch.tensor([1.0, -1.0], dtype=torch.float64)
 SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum, a summed axis of size 1": lambda x: torch.einsum("dn,nd->n", x.tanh().mT, x[:, :1]),
     "einsum, the other one": lambda x: torch.einsum("nd,nd->n", x[:, :1], x.tanh()),
@@ -343,6 +345,28 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "matmul with zeros": lambda x: x.reshape(-1, 2, 2) @ (0 * x.reshape(-1, 2, 2).tanh()),
     "smooth projection": SmoothProject(4, 0.7),
     "smooth projection of channels": lambda x: SMOOTH(x.reshape(-1, 4, 1, 1)),
+    "mul, whole numbers of both signs": lambda x: x[:, :, None] * torch.tensor([1, -1]),
+    "mul, the smallest int8": lambda x: x[:, :, None] * torch.tensor([1, -128, 127], dtype=torch.int8),
+    "mul, true and false": lambda x: x[:, :, None] * torch.tensor([True, False, True]),
+    "div, whole numbers of both signs": lambda x: x[:, :, None] / torch.tensor([1, -2]),
+    "addcmul, both signs": lambda x: torch.addcmul(SIGNS, x[:, :, None], SIGNS, value=-3),
+    "einsum, both signs": lambda x: torch.einsum("ni,ij->nij", x, torch.stack([SIGNS] * 4)),
+    "matmul, both signs": lambda x: x.reshape(-1, 2, 2) @ torch.stack([SIGNS, -SIGNS]),
+    "conv1d, both signs": lambda x: nn.functional.conv1d(x[:, None], SIGNS.reshape(1, 1, 2), padding=1),
+    "conv_transpose1d, both signs": lambda x: nn.functional.conv_transpose1d(x[:, None], SIGNS.reshape(1, 1, 2)),
+    "sub, its own mirror image": lambda x: torch.sub(x, x.flip(1), alpha=-2),
+    "batch_norm, a negative variance": lambda x: nn.functional.batch_norm(
+        x, torch.zeros(4).double(), torch.tensor([-0.999e-5, -0.5e-5, 1.0, 0.0]).double(), -torch.ones(4).double()
+    ),
+    "getitem, from the end": lambda x: x[:, torch.tensor([-1, 0, -1, -1])],
+    "index_select": lambda x: x.index_select(1, torch.tensor([3, 0, 3])),
+    "avg_pool2d, a negative divisor": lambda x: nn.functional.avg_pool2d(
+        x.reshape(-1, 1, 2, 2), 2, 1, 1, divisor_override=-2
+    ),
+    "interpolate, bicubic": lambda x: nn.functional.interpolate(x.reshape(-1, 1, 2, 2), (5, 3), mode="bicubic"),
+    "pad, reflected": lambda x: nn.functional.pad(x.reshape(-1, 1, 2, 2), (1, 1, 1, 1), mode="reflect"),
+    "var, a small divisor": lambda x: (x - 0.4).var(1, keepdim=True, correction=3),
+    "var, of pairs": lambda x: x.reshape(-1, 2, 2).var(1, correction=0),
 }
 # How much larger than the norms of their Jacobians the bounds of these operations may be.
 CLOSE = {
@@ -361,6 +385,21 @@ def test_gains_of_single_operations_are_upper_bounds(name: str) -> None:
             assert exact <= gain.item() * (1 + 1e-9), link.node
             if method.network.local.close(link):
                 assert gain.item() <= exact * (CLOSE.get(name, 1.0) + 1e-6), link.node
+
+
+def test_all_affine_operations_are_known_by_their_constants() -> None:
+    assert {op for op, rule in RULES.items() if rule.linear is not None and isinstance(op, str)} == _SCALING | _PLAIN
+
+
+@pytest.mark.parametrize("method", ["lofast", "anchored", "staged"])
+def test_an_affine_operation_of_a_users_own(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cross product with (1, 1, 1) subtracts without a negative constant: with absolute values it would be 0."""
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    monkeypatch.setitem(RULES, "linalg_cross", Rule("linalg_cross"))
+    lipcert.bounds.rule(torch.linalg.cross, linear=True)(lambda call, x, y: x.bounded(x.lip * 2.0))
+    net = model(lambda x: 0.5 - torch.linalg.cross(x[:, :3], ones.expand(len(x), 3)).square().sum(1, keepdim=True))
+    radius = lipcert.certify(net, image(), eps=0.01, method=method).radius.item()
+    assert 0.01 < radius < math.sqrt(1 / 6) - math.sqrt(1 / 8)
 
 
 def norm_of(method: Anchored, link: Link, values: dict[Node, Tensor]) -> float:

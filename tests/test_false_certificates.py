@@ -457,6 +457,11 @@ ODD = {
     "a negative power": lambda x: (x + 0.5).pow(-2).flatten(1),
     "a root": lambda x: (x + 0.01).sqrt().flatten(1) + (x + 0.01).rsqrt().flatten(1),
     "an integer constant": lambda x: (x * torch.tensor([[3], [-2], [1]])).flatten(1),
+    "signs that broadcast": lambda x: (x.flatten(1)[:, :, None] * torch.tensor([1, -1])).flatten(1).tanh(),
+    "a negative variance": lambda x: F.batch_norm(
+        x, torch.zeros(4).double(), torch.tensor([-0.999e-5, 0.0, 1.0, -0.5e-5]).double(), random(4) * 1e-3
+    ).flatten(1),
+    "variance with few degrees of freedom": lambda x: x.flatten(1).var(1, keepdim=True, correction=34),
     "a boolean constant": lambda x: (
         (x * torch.tensor([True, False, True])).flatten(1) - torch.ones(1, dtype=torch.bool).double()
     ),

@@ -90,7 +90,8 @@ def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
         value = torch.full_like(given["running_var"], default) if value is None else value
         return value.detach().double().abs().reshape(form), fmt.cast(value).reshape(form)
 
-    (mean, d_mean), (var, d_var) = constant("running_mean", 0.0), constant("running_var", 1.0)
+    (mean, d_mean), (_, d_var) = constant("running_mean", 0.0), constant("running_var", 1.0)
+    var = given["running_var"].detach().double().reshape(form)  # its sum with eps may be small if it is negative
     (gain, d_gain), (shift, d_shift) = constant("weight", 1.0), constant("bias", 0.0)
     eps = float(given.get("eps", 1e-5))
     t = (d_var + fmt.cast(eps).item() + 4 * fmt.smallest) / (var + eps)

@@ -100,18 +100,28 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
     return result
 
 
+def _divisor(node: Node) -> float:
+    """d of a captured variance.
+
+    Raises:
+        NoAnswer: d is not positive, or the arguments are in an old form.
+    """
+    given = arguments(node)
+    shape = node.operands[0].shape
+    size = math.prod(shape[d] for d in reduced(Value(shape, 0), given.get("dim")))
+    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+    divisor = size - float(1 if correction is None else correction)
+    if isinstance(given.get("dim"), bool) or not divisor > 0:
+        raise NoAnswer(f"the variance of {size} entries, or arguments in an old form")
+    return divisor
+
+
 @remainder("var")
 class Variance(Remainder):
     """‖C h‖²/d, with C the centring, is quadratic: R = ‖C Δ‖²/d per group, so ‖R‖ ≤ ρ²/d and |⟨g, R⟩| ≤ max|g| ρ²/d."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        shape = node.operands[0].shape
-        size = math.prod(shape[d] for d in reduced(Value(shape, 0), given.get("dim")))
-        correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
-        self.divisor = size - float(1 if correction is None else correction)
-        if isinstance(given.get("dim"), bool) or not self.divisor > 0:
-            raise NoAnswer(f"the variance of {size} entries, or arguments in an old form")
+        self.divisor = _divisor(node)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return rho[0] ** 2 / self.divisor
@@ -123,10 +133,10 @@ class Variance(Remainder):
 
 @jacobian("var")
 def variance_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """2(x − mean)/(n − 1), whose absolute values are at most those of its two terms."""
+    """2(x − mean)/d for each group, whose absolute values are at most those of its two terms."""
     x = values[node.operands[0]]
     count = x[0].numel() / max(1, math.prod(node.shape))
-    gain = 4 * lengths(x) / max(1.0, count - 1)
+    gain = 4 * lengths(x) / _divisor(node)
     return gain, gamma(4 * count) * gain
 
 

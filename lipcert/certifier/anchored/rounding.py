@@ -56,7 +56,7 @@ from torch import Tensor
 from lipcert._numerics import SMALLEST_NORMAL, at_most
 from lipcert.bounds import RULES, WINDOW, Jacobian, NoAnswer, gamma, lengths, remainder_of
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
-from lipcert.graph import REARRANGING, Node, map_nodes
+from lipcert.graph import PIECES, REARRANGING, Node, map_nodes
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
@@ -66,6 +66,18 @@ _HUGE = 1e140
 # The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
+# Affine operations with bounds of their own: those whose constants are factors, and those whose constants are offsets,
+# places or factors of a single entry each.
+_SCALING = frozenset(
+    ("mul", "div", "addcmul", "linear", "matmul", "einsum", "conv1d", "conv2d", "conv3d",
+     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+)  # fmt: skip
+_PLAIN = REARRANGING | PIECES | frozenset(
+    ("add", "sub", "rsub", "neg", "mean", "sum", "batch_norm", "cat", "stack", "part", "getitem", "setitem",
+     "index_select", "expand", "repeat", "tile", "repeat_interleave", "pad", "constant_pad_nd", "interpolate",
+     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+     "unfold", "fold", "unfold_axis")
+)  # fmt: skip
 
 
 class OperationRounding:
@@ -73,8 +85,10 @@ class OperationRounding:
 
     Let A ≥ ‖|J|‖ for an operation as a function of one operand. A product with J whose entries are sums of n terms has
     an error of at most γ_n A ‖v‖. For affine operations ‖|J|‖² is at most the largest row sum times the largest column
-    sum of |J| (Schur's test), and |J| is the operation with the absolute values of its constants. The error of a value
-    is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
+    sum of |J| (Schur's test). For those of _SCALING |J| is the operation with the absolute values of its constants. For
+    those of _PLAIN all entries of a row, and of a column, have the same sign, so that nothing cancels in its sum;
+    ``interpolate`` takes a further factor. Other affine operations, such as a user's own, have no bounds here. The
+    error of a value is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
 
     Attributes:
         kinds: for each operation, whether it is affine; None for operations without any bound.
@@ -191,13 +205,15 @@ def _moves(link: Link) -> bool:
 
 
 def _affine(node: Node) -> bool | None:
-    """Whether Schur's test with the absolute values of the constants covers an operation; None without a rule."""
+    """Whether an operation is affine; None for affine ones that Schur's test does not cover, and without a rule."""
     if callable(node.op):  # a module or the user's own function: its constants may not be among its arguments
         return False
     try:
-        return remainder_of(node) is None
+        if remainder_of(node) is not None:
+            return False
     except NoAnswer:
         return None
+    return True if node.op in _SCALING or node.op in _PLAIN else None
 
 
 def _found(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
@@ -235,7 +251,7 @@ def _terms(node: Node, operand: Node) -> int:
 
 def _tree(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return on_tensor(tree) if tree.is_floating_point() else tree
+        return on_tensor(tree)
     if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
         return type(tree)(_tree(on_node, on_tensor, item) for item in tree)
     if isinstance(tree, dict):
@@ -251,7 +267,12 @@ def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
     def operand(n: Node) -> Tensor:
         return value if next(left) == place else torch.zeros_like(values[n][0])
 
-    args, kwargs = _tree(operand, torch.abs, (node.args, dict(node.kwargs)))
+    def magnitude(constant: Tensor) -> Tensor:
+        if node.op not in _SCALING or constant.dtype == torch.bool:
+            return constant
+        return constant.abs() if constant.is_floating_point() else constant.double().abs()
+
+    args, kwargs = _tree(operand, magnitude, (node.args, dict(node.kwargs)))
     with torch.enable_grad():
         result = node.function(*args, **kwargs)
         if not result.requires_grad or not result.numel():  # it reads only a shape or type, or is empty
