@@ -26,10 +26,9 @@ Made by `benchmarks/make_measurements.py` from the files in `benchmarks/results`
 measurement ran on. Shares are of the images that are stated. ε is in ℓ2, on pixels in [0, 1].
 """
 _VITS = {
-    "anchored_smooth3": "ViT, 3 blocks",
-    "anchored_smooth4": "ViT, 4 blocks",
-    "anchored_smooth5": "ViT, 5 blocks",
-    "anchored_kinked3": "ViT, 3 blocks, projections with a kink",
+    "cifar10-vit": "`cifar10-vit`, 2 blocks after a convolution",
+    "smooth3": "ViT, 3 blocks",
+    "kinked3": "ViT, 3 blocks, projections with a kink",
 }
 _COUNTED = ("gloro", "staged", "limit behind the cut", "limit")
 _SECONDS = "cpu seconds of an image that gloro leaves open, mean"
@@ -66,14 +65,14 @@ def page() -> str:
 
 def points() -> dict[str, list[tuple[float, float]]]:
     """For each curve of the picture, ε and the certified share there; at 0 the clean accuracy."""
-    residual, vit = read("liresnet_cifar"), read("anchored_smooth3")
+    residual, vit = read("liresnet_cifar"), read("anchored_radii")["cifar10-vit"]
     found = {
         "LiResNet, gloro": [
             (0.0, residual["clean"]),
             *((_value(e), share) for e, share in residual["certified"].items()),
         ]
     }
-    for method, name in (("anchored", "ViT, 3 blocks, anchored"), ("lofast", "the same ViT, layer by layer")):
+    for method, name in (("anchored", "ViT, anchored"), ("lofast", "the same ViT, layer by layer")):
         shares = vit["certificates"][method]
         found[name] = [(0.0, vit["clean"]), *((eps, shares[f"at_{typed}"]) for typed, eps in _EPS.items())]
     return found
@@ -108,7 +107,7 @@ def _accuracy() -> str:
     one = read("certified_accuracy")
     rows.append(
         [
-            "`cifar10-vit`, 2 blocks after a convolution",
+            _VITS["cifar10-vit"],
             one["images"],
             one["clean"],
             one["pgd"],
@@ -138,10 +137,10 @@ def _accuracy() -> str:
             "anchored",
         ]
     )
-    for file, name in _VITS.items():
-        vit = read(file)
+    for network in ("smooth3", "kinked3"):
+        vit = read("anchored_radii")[network]
         certified = vit["certificates"]["anchored"]["at_36/255"]
-        rows.append([name, vit["images"], vit["clean"], None, certified, "anchored"])
+        rows.append([_VITS[network], vit["images"], vit["clean"], None, certified, "anchored"])
     cells = [[name, f"{n:,}", *map(percent, (clean, pgd, sure)), how] for name, n, clean, pgd, sure, how in rows]
     text = f"""PGD leaves standing what it does not break, an estimate from above. The first ViT has
 {one["parameters"]:,} parameters and {percent(one["clean_all_test_images"])} clean accuracy on all
@@ -248,9 +247,9 @@ bundled checkpoint, the gradients of `adversarial` and `anchored` have a cosine 
 
 def _methods() -> str:
     rows = []
-    for file, name in _VITS.items():
+    for network, name in _VITS.items():
         for method in ("lofast", "anchored", "limit"):
-            shares = read(file)["certificates"][method]
+            shares = read("anchored_radii")[network]["certificates"][method]
             shown = "first-order limit, no certificate" if method == "limit" else method
             rows.append([name, shown, *(percent(shares[f"at_{eps}"]) for eps in _EPS)])
     text = "`lofast` multiplies bounds from block to block; `anchored` linearises the network once.\n"
@@ -311,23 +310,31 @@ certified: {counted}.
 
 def _beside_crown() -> str:
     rows = []
-    for file, name in (("crown_t3", "ViT, 3 blocks"), ("crown_k3", "ViT, 3 blocks, projections with a kink")):
-        one = read(file)
-        asked = [row["crown"][0] for row in one["rows"]]
-        verified = sum(crown["margin_at_least"] > 0 for crown in asked)
-        ours = sum(row["anchored_radius"] >= row["crown"][0]["eps"] for row in one["rows"])
-        seconds = "".join(f"{value:.0f}" for value in one.get("cpu_seconds_a_staged_verdict", {}).values())
-        their_seconds, radius_seconds = one["cpu_seconds_a_crown_verdict"], one["cpu_seconds_an_anchored_radius"]
-        rows.append([name, one["images"], f"{asked[0]['eps']:.3f}", verified, f"{their_seconds:.0f}", ours,
-                     seconds or "–", f"{radius_seconds:.0f}"])  # fmt: skip
+    names = _VITS | {"cifar10-liresnet": "`cifar10-liresnet`, 6 blocks with MaxMin"}
+    for network, one in read("crown_radii").items():
+        for asked in one["eps"]:
+            seconds = [asked[f"cpu seconds of a verdict of {which}"] for which in ("staged", "crown")]
+            counts = [one["images"], f"{asked['eps']:.3f}", asked["staged"], asked["crown"]]
+            rows.append([names[network], *counts, *(f"{s:.1f}" for s in seconds), f"{seconds[1] / seconds[0]:.0f}"])
     small = read("lirpa_verdicts")
-    shares = small["median_share_of_the_distance"]
-    theirs = ", ".join(f"{kind} {one['theirs']:.2f} against {one['ours']:.2f}" for kind, one in shares.items())
-    text = f"""Images that are predicted right, and how many each certifies at ε. On {small["images"]} small
-networks CROWN covers a larger share of the distance to the nearest change: {theirs}.
+    kinds = {"conv": "convolution and ReLU", "gelu": "GELU", "relu": "ReLU"}
+    shares = [
+        [kinds[kind], one["images"], *(percent(one[who]) for who in ("lipcert", "CROWN", "α-CROWN"))]
+        for kind, one in small["median_share_of_the_distance"].items()
+    ]
+    within = "; ".join(
+        f"of {who}, {len(small[key])}"
+        for who, key in (("lipcert", "ours_beyond_a_change"), ("auto_LiRPA", "theirs_beyond_a_change"))
+    )
+    text = f"""Images that are predicted right, and how many each certifies at ε.
+CROWN's verdicts are in float32 and do not count their rounding.
+
+The median share of the distance to the nearest change, on {small["images"]} images of small networks
+with one hidden layer. Radii beyond a change: {within}.
+
 """
-    columns = ["network", "images", "ε", "CROWN", "its CPU s per verdict", "anchored", "CPU s per verdict of `staged`",
-               "CPU s per radius of `anchored`"]  # fmt: skip
+    columns = ["network", "images", "ε", "staged", "CROWN", "CPU s per verdict of `staged`", "of CROWN", "ratio"]
+    text += "\n".join([*table(["hidden layer", "images", "lipcert", "CROWN", "α-CROWN"], shares), ""])
     return section(f"Beside CROWN (auto_LiRPA {small['auto_LiRPA']})", columns, rows, text)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lipcert
-from lipcert.certifier import METHODS, Certifier
+from lipcert.certifier import METHODS, Anchored, Certifier
+from lipcert.certifier.anchored.chains import Link
 from lipcert.errors import LipcertError
 
 # Radii are attacked this far inside, for the rounding of the attack's own steps.
@@ -30,6 +31,30 @@ class Forward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, **{name: getattr(self, name) for name in self.parts})
+
+
+def gains_hold(method: Anchored, image: Tensor) -> dict[Link, float]:
+    """Compares bounds on the norms of a network's single operations at an image with the norms, by all columns.
+
+    Args:
+        method: the certificate of the network.
+        image: shape (1, C, H, W).
+
+    Returns:
+        The norms.
+
+    Raises:
+        AssertionError: a bound is smaller than the norm.
+    """
+    found = {}
+    values = method.network.values(image[:, None])
+    for link, gain in method.network.local(values).gains.items():
+        columns = math.prod(link.operand.shape)
+        way = method.finder.jacobians.operator(link.operand, link.node, values, several=True, path=link.path)
+        jacobian = way.product(torch.eye(columns, dtype=torch.float64)[:, None]).reshape(columns, -1)
+        found[link] = torch.linalg.matrix_norm(jacobian, 2).item()
+        assert found[link] <= gain.item() * (1 + 1e-9), link.node
+    return found
 
 
 def holds_or_refused(
