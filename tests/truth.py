@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ def gains_hold(method: Anchored, image: Tensor) -> dict[Link, float]:
     values = method.network.values(image[:, None])
     for link, gain in method.network.local(values).gains.items():
         columns = math.prod(link.operand.shape)
+        if not columns * values[link.node].numel():
+            continue
         way = method.finder.jacobians.operator(link.operand, link.node, values, several=True, path=link.path)
         jacobian = way.product(torch.eye(columns, dtype=torch.float64)[:, None]).reshape(columns, -1)
         found[link] = torch.linalg.matrix_norm(jacobian, 2).item()
@@ -109,6 +112,9 @@ def holds_or_refused(
             assert len(line) > 10, line
             found[method] = line
             continue
+        if method == "anchored":
+            with contextlib.suppress(LipcertError):
+                gains_hold(Anchored(model), images[:1])
         alone = Certifier(model, eps=1e-3, method=method, dtype=dtype).run(images[:1]).radius
         torch.testing.assert_close(alone, result.radius[:1], rtol=1e-3, atol=1e-12)
         for index in range(len(images)):
