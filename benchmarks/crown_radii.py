@@ -1,5 +1,7 @@
 """Verdicts of staged certification beside those of CROWN, on the same images of CIFAR-10 and in one run.
 
+They are the first of the test set that are predicted right, and so of one class.
+
     python -m benchmarks.crown_radii --model cifar10-vit --data ../shared/data/cifar10/test.tar --verified 5
 
 CROWN is auto_LiRPA's backward bound in ℓ2, in float32 as it comes, with its tighter relaxations of softmax (``lse``)

@@ -326,8 +326,8 @@ def _beside_crown() -> str:
         f"of {who}, {len(small[key])}"
         for who, key in (("lipcert", "ours_beyond_a_change"), ("auto_LiRPA", "theirs_beyond_a_change"))
     )
-    text = f"""Images that are predicted right, and how many each certifies at ε.
-CROWN's verdicts are in float32 and do not count their rounding.
+    text = f"""The first images of the test set that are predicted right, all of one class, and how many
+each certifies at ε. CROWN's verdicts are in float32 and do not count their rounding.
 
 The median share of the distance to the nearest change, on {small["images"]} images of small networks
 with one hidden layer. Radii beyond a change: {within}.
