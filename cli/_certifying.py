@@ -204,11 +204,6 @@ def _certify_with(
     description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
 
     def started(rows: int) -> None:
-        if images.length is not None and rows > images.length:
-            raise InputError(
-                f"{out} has rows of {rows} images, and this run has {images.length}; "
-                "choose another file with --out, or a larger --limit"
-            )
         show_preprocessing(images, loaded)
         if rows:
             say(f"{out}: continuing after {rows} images")

@@ -263,7 +263,7 @@ def test_a_limit_below_the_rows_that_are_there_is_refused(folder):
     command = ["certify", "--data", "images", "--eps", "0.1", "--out", "r.jsonl", *BY_NAME, *GLORO]
     run(*command, "--limit", "3")
     before = Path("r.jsonl").read_bytes()
-    assert "rows of 3 images, and this run has 2" in refused(*command, "--limit", "2")
+    assert "rows of images that this run leaves out (1)" in refused(*command, "--limit", "2")
     assert Path("r.jsonl").read_bytes() == before
 
 

@@ -34,7 +34,7 @@ class Forward(nn.Module):
         return self.function(x, **{name: getattr(self, name) for name in self.parts})
 
 
-def gains_hold(method: Anchored, image: Tensor) -> dict[Link, float]:
+def gains_hold(method: Anchored, image: Tensor) -> dict[Link, tuple[float, float]]:
     """Compares bounds on the norms of a network's single operations at an image with the norms, by all columns.
 
     Args:
@@ -42,7 +42,7 @@ def gains_hold(method: Anchored, image: Tensor) -> dict[Link, float]:
         image: shape (1, C, H, W).
 
     Returns:
-        The norms.
+        The norm and the bound of each operation that is not empty.
 
     Raises:
         AssertionError: a bound is smaller than the norm.
@@ -55,8 +55,8 @@ def gains_hold(method: Anchored, image: Tensor) -> dict[Link, float]:
             continue
         way = method.finder.jacobians.operator(link.operand, link.node, values, several=True, path=link.path)
         jacobian = way.product(torch.eye(columns, dtype=torch.float64)[:, None]).reshape(columns, -1)
-        found[link] = torch.linalg.matrix_norm(jacobian, 2).item()
-        assert found[link] <= gain.item() * (1 + 1e-9), link.node
+        found[link] = torch.linalg.matrix_norm(jacobian, 2).item(), gain.item()
+        assert found[link][0] <= found[link][1] * (1 + 1e-9), link.node
     return found
 
 

@@ -168,7 +168,8 @@ def certify_to_file(
         The counts over all rows of the file that was written last.
 
     Raises:
-        InputError: a file holds rows of another run or of images that have changed since, or cannot be written.
+        InputError: a file holds rows of another run, of images that have changed since or that this run leaves out, or
+            cannot be written.
         Interrupted: the user stopped the run; the computed rows are kept.
         BrokenCertificate: an attack contradicts a certificate.
     """
@@ -210,7 +211,7 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
 
 
 def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) -> None:
-    """Refuses to continue if an image has changed since its row was written."""
+    """Refuses to continue if an image has changed since its row was written, or is none of this run."""
     known = {row["index"]: row.get("image") for row in rows}
     if not known:
         return
@@ -220,6 +221,7 @@ def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) 
             raise InputError(f"{out} holds a row about another image {name} than the data has now; give another --out")
         if not known:
             return
+    raise InputError(f"{out} has rows of images that this run leaves out ({len(known)}); give another --out or --limit")
 
 
 def _put_together(

@@ -90,10 +90,12 @@ def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
         value = torch.full_like(given["running_var"], default) if value is None else value
         return value.detach().double().abs().reshape(form), fmt.cast(value).reshape(form)
 
-    (mean, d_mean), (_, d_var) = constant("running_mean", 0.0), constant("running_var", 1.0)
-    var = given["running_var"].detach().double().reshape(form)  # its sum with eps may be small if it is negative
+    mean, d_mean = constant("running_mean", 0.0)
     (gain, d_gain), (shift, d_shift) = constant("weight", 1.0), constant("bias", 0.0)
     eps = float(given.get("eps", 1e-5))
+    # With its sign: a negative variance makes the sum with eps smaller.
+    var = given["running_var"].detach().double().reshape(form)
+    d_var = fmt.cast(given["running_var"]).reshape(form)
     t = (d_var + fmt.cast(eps).item() + 4 * fmt.smallest) / (var + eps)
     t = torch.where(t < 0.5, t, math.inf) + 16 * fmt.unit
     alpha = gain * (var + eps).rsqrt()
