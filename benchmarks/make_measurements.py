@@ -315,22 +315,23 @@ def _beside_crown() -> str:
         for asked in one["eps"]:
             seconds = [asked[f"cpu seconds of a verdict of {which}"] for which in ("staged", "crown")]
             counts = [one["images"], f"{asked['eps']:.3f}", asked["staged"], asked["crown"]]
-            rows.append([names[network], *counts, *(f"{s:.1f}" for s in seconds), f"{seconds[1] / seconds[0]:.0f}"])
+            rows.append([names[network], *counts, *(f"{s:.3g}" for s in seconds), f"{seconds[1] / seconds[0]:.0f}"])
     small = read("lirpa_verdicts")
     kinds = {"conv": "convolution and ReLU", "gelu": "GELU", "relu": "ReLU"}
     shares = [
         [kinds[kind], one["images"], *(percent(one[who]) for who in ("lipcert", "CROWN", "α-CROWN"))]
         for kind, one in small["median_share_of_the_distance"].items()
     ]
-    within = "; ".join(
-        f"of {who}, {len(small[key])}"
+    within = ", ".join(
+        f"{len(small[key])} of {who}"
         for who, key in (("lipcert", "ours_beyond_a_change"), ("auto_LiRPA", "theirs_beyond_a_change"))
     )
     text = f"""The first images of the test set that are predicted right, all of one class, and how many
 each certifies at ε. CROWN's verdicts are in float32 and do not count their rounding.
 
 The median share of the distance to the nearest change, on {small["images"]} images of small networks
-with one hidden layer. Radii beyond a change: {within}.
+with one hidden layer. auto_LiRPA does not know that pixels lie in [0, 1]. Radii that exceed the
+distance: {within}.
 
 """
     columns = ["network", "images", "ε", "staged", "CROWN", "CPU s per verdict of `staged`", "of CROWN", "ratio"]
