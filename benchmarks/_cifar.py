@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lipcert
 from lipcert.attacks._ball import project
-from lipcert.data import Batch, Images
+from lipcert.inputs.data import Batch, Images
 
 EPS = 36 / 255
 BATCH = 128

@@ -22,7 +22,7 @@ from lipcert.attacks._ball import project
 from lipcert.attacks._found import lead
 from lipcert.certifier import Certifier
 from lipcert.errors import LipcertError
-from lipcert.loading import load
+from lipcert.inputs.loading import load
 from lipcert.model import Model
 from lipcert.roundoff import DTYPES
 

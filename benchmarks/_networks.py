@@ -18,7 +18,7 @@ from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
 import lipcert
-from lipcert.data import BUNDLED
+from lipcert.inputs.data import BUNDLED
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,

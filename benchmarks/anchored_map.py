@@ -29,8 +29,8 @@ from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
 from lipcert.certifier.anchored.norms import NORM
 from lipcert.certifier.anchored.ray import sector
-from lipcert.data import open_images
 from lipcert.graph import Node, run
+from lipcert.inputs.data import open_images
 
 # The forms of the rules are computed once more here, with start vectors that the certificate has not used.
 _ROUND = 1000

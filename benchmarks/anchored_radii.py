@@ -22,7 +22,7 @@ from benchmarks._cifar import first_order_limit, labels_of
 from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored, LoFAST
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "anchored_radii.json"
 EPS = {"0.02": 0.02, "0.05": 0.05, "0.1": 0.1, "36/255": 36 / 255}

@@ -28,7 +28,7 @@ from lipcert.certifier.anchored import Behind, anchored
 from lipcert.certifier.anchored import margin as margin_module
 from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.walk import Linearization
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "anchored_rays.json"
 

@@ -20,30 +20,15 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 LAYERS: dict[str, dict[str, float]] = {
     "command line": {"cli": 1, "lipcert": 3},
     "result files": {"report": 0, "results": 1},
-    "improvements, checks": {"training": 2.5, "certvit": 3.5, "testing": 4.5},
+    "improvements, checks": {"training": 2.5, "certvit": 3.5},
     "certificates": {"certifier": 0.9, "smoothing": 4.5},
     "analysis": {"roundoff": 0, "bounds": 1},
-    "models, settings": {"networks": 0, "loading": 2.2, "settings": 3.2, "attacks": 5.5},
+    "models, settings": {"networks": 0, "inputs": 2.2, "settings": 3.2, "attacks": 5.5},
     "structure": {"surgery": 1, "graph": 2, "norms": 2.95, "model": 4.8},
     "numerics": {"numerics": 2.3},
 }
 # Modules directly below ``lipcert``, by the unit that they belong to.
-MODULES = {
-    "lipcert": "lipcert",
-    "__main__": "cli",
-    "testing": "testing",
-    "model": "model",
-    **dict.fromkeys(("artifact", "checkpoints", "data", "loading", "zoo", "assets"), "loading"),
-    **dict.fromkeys(("_checkpoint", "_construction", "_named_data", "_preprocessing", "_timm"), "loading"),
-    **dict.fromkeys(
-        ("_certificates", "_constrain_settings", "_finetune_settings", "_processes", "_settings"), "settings"
-    ),
-    **dict.fromkeys(
-        ("_bound", "_environment", "_estimate", "_format", "_memory", "_numerics", "_random_states", "_real", "_upper"),
-        "numerics",
-    ),
-    **dict.fromkeys(("_version", "errors"), "numerics"),
-}
+MODULES = {"__main__": "cli", "assets": "inputs", "errors": "numerics"}
 
 
 class Import(NamedTuple):

@@ -27,7 +27,7 @@ from benchmarks._cifar import EPS, clean, first_order_limit, labels_of, pgd
 from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier import Certifier
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
 BATCH = 16

@@ -30,7 +30,7 @@ from torch import nn
 import lipcert
 from benchmarks._env import environment
 from lipcert.certvit import ConstraintReport, NetworkFigures, collect, constrain_matrix
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 ERROR = 1e-2
 ENGINES = (("spectral", "exact"), ("l1", "exact"), ("l1", "faithful"))

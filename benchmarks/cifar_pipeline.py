@@ -34,7 +34,7 @@ import lipcert
 from benchmarks import certified_accuracy
 from benchmarks._cifar import EPS, clean
 from benchmarks._env import environment
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 NETWORKS = {
     "stem": ("cifar_vit_stem", "embed_dim=128 depth=2 num_heads=4 mlp_ratio=2"),

@@ -27,7 +27,7 @@ import lipcert
 from benchmarks._crown import Crown
 from benchmarks._env import environment
 from lipcert.certifier import Certifier
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "crown_radii.json"
 

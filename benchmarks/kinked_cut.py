@@ -22,7 +22,7 @@ from benchmarks._env import environment
 from benchmarks.anchored_rays import limit
 from lipcert.certifier import Certifier
 from lipcert.certifier.anchored import Behind, anchored
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "kinked_cut.json"
 

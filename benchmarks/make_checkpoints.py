@@ -31,7 +31,7 @@ from statistics import fmean
 from typing import Any
 
 import lipcert
-from lipcert.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
+from lipcert.inputs.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
 from lipcert.results._rows import delta
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -36,13 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipcert._upper import Upper
 from lipcert.bounds import NoAnswer, Value, _global, _value, kept_whole, remainder_of
 from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, explicit_attention, needed, outline
+from lipcert.inputs.zoo import TABLE
+from lipcert.numerics import Upper
 from lipcert.surgery._swap import plan
-from lipcert.zoo import TABLE
 
 RESULTS = Path(__file__).parent / "results"
 STRUCTURES = "structures.jsonl"

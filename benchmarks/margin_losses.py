@@ -23,7 +23,7 @@ from torch import Tensor
 import lipcert
 from benchmarks._cifar import labels_of
 from benchmarks._env import environment
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 from lipcert.training import adversarial_loss, anchored_loss, twice_differentiable
 
 RESULT = Path(__file__).parent / "results" / "margin_losses.json"

@@ -19,7 +19,7 @@ import torch
 import lipcert
 from benchmarks._env import environment
 from lipcert.certifier import Certifier
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 MODELS = (
     "vit_tiny_patch16_224",

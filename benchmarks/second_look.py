@@ -26,10 +26,10 @@ import torch
 
 import lipcert
 from benchmarks._env import environment
-from lipcert import zoo
 from lipcert.bounds import _global, analyze
 from lipcert.certifier._certifier import _check_types
 from lipcert.errors import LipcertError
+from lipcert.inputs import zoo
 
 _SIZES = (64, 96, 128, 192, None)
 _FEWER: tuple[dict[str, Any], ...] = (

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import lipcert
 from benchmarks._cifar import EPS, labels_of
 from benchmarks._env import environment
-from lipcert.data import Batch, open_images
+from lipcert.inputs.data import Batch, open_images
 from lipcert.smoothing import SELECTION, SmoothedCertificates, Smoothing, clopper_pearson, normal, radius
 
 RESULT = Path(__file__).parent / "results" / "smoothing.json"

@@ -27,7 +27,7 @@ import lipcert
 from benchmarks._cifar import EPS
 from benchmarks._env import environment
 from lipcert.bounds import MarginBounds, analyze
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 from lipcert.norms import gram_norm
 from lipcert.training import Augmentation, Batches, TrainingBound
 from lipcert.training._matrices import matrices

@@ -24,8 +24,8 @@ import lipcert
 from benchmarks._cifar import EPS, labels_of
 from benchmarks._env import environment
 from lipcert.bounds import MarginBounds, analyze
-from lipcert.data import Images, open_images
 from lipcert.errors import InputError
+from lipcert.inputs.data import Images, open_images
 from lipcert.training import Augmentation, Batches
 
 RESULTS = Path(__file__).parent / "results"

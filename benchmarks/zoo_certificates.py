@@ -45,7 +45,7 @@ from lipcert.attacks import PGD, smallest
 from lipcert.bounds import margins, radii
 from lipcert.certifier import METHODS, Anchored, Certifier, Local, LoFAST, MarginBounds
 from lipcert.errors import LipcertError
-from lipcert.zoo import architectures
+from lipcert.inputs.zoo import architectures
 
 RESULTS = Path(__file__).parent / "results" / "zoo_certificates.json"
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipcert._version import version
+from lipcert import __version__
 from lipcert.errors import InputError, first_line
 
 from ._commands import SETTINGS, Commands
@@ -18,7 +18,7 @@ app = typer.Typer(name="lipcert", cls=Commands, no_args_is_help=True, **SETTINGS
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lipcert {version()}")
+        typer.echo(f"lipcert {__version__}")
         raise typer.Exit
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lipcert._preprocessing import Preprocessing
-from lipcert._settings import CertifySettings, one_of
 from lipcert.errors import InputError
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.settings import CertifySettings, one_of
 
 from ._commands import OUTPUT
 from ._errors import one_line_errors

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import typer
 
-from lipcert._environment import check
-from lipcert._preprocessing import Preprocessing
-from lipcert._processes import Processes
-from lipcert._settings import CertifySettings
 from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import certifier_for
-from lipcert.data import Images, open_images
 from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.inputs.data import Images, open_images
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.inputs.processes import Processes
 from lipcert.model import Model
+from lipcert.numerics import check_environment
 from lipcert.results import Tally, shard_path, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
+from lipcert.settings import CertifySettings
 from lipcert.smoothing import SELECTION
 
 from ._loading import load_model, show_preprocessing
@@ -168,7 +168,9 @@ def _certify_all(
 
 def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
     """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
-    check(torch.device("cpu"))  # another rounding mode, for instance, would make the model's file look damaged
+    check_environment(
+        torch.device("cpu")
+    )  # another rounding mode, for instance, would make the model's file look damaged
     loaded = plan.load(name)
     plan.pixels.apply(loaded)
     images = open_images(plan.data, loaded, limit=plan.limit)

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lipcert._constrain_settings import ConstrainSettings
-from lipcert._preprocessing import Preprocessing
 from lipcert.errors import Interrupted
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.settings import ConstrainSettings
 
 from ._errors import one_line_errors
 from ._options import (
@@ -32,9 +32,9 @@ from ._print import busy, command, percent, print_facts, print_json, print_table
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipcert._processes import Processes
     from lipcert.certvit import ConstraintReport, LayerConstraint, NetworkFigures
-    from lipcert.data import Images
+    from lipcert.inputs.data import Images
+    from lipcert.inputs.processes import Processes
 
 
 @options_of(ConstrainSettings)
@@ -57,11 +57,11 @@ def constrain(
     """Lower the norms of the layers and keep their outputs on images; every fifth image is held out."""
     asked, asked_pixels = settings(), pixels()
     start()
-    from lipcert.artifact import save
     from lipcert.certvit import constrain as constrain_model
     from lipcert.certvit.images import EVERY
-    from lipcert.data import open_images
-    from lipcert.loading import resolve
+    from lipcert.inputs.artifact import save
+    from lipcert.inputs.data import open_images
+    from lipcert.inputs.loading import resolve
 
     from ._loading import load_model, show_preprocessing
     from ._torchrun import torchrun

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lipcert._preprocessing import Preprocessing
-from lipcert._settings import one_of
 from lipcert.errors import UnsupportedOperation
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.settings import one_of
 
 from ._errors import one_line_errors
 from ._options import (
@@ -88,8 +88,8 @@ def convert(
         one_of(name, value, _CHOICES[name])
     asked = pixels()
     start()
-    from lipcert.artifact import save
-    from lipcert.data import open_images
+    from lipcert.inputs.artifact import save
+    from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
     from ._loading import load_model, show_preprocessing

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lipcert._settings import DTYPES
-from lipcert._version import version
+from lipcert import __version__
 from lipcert.errors import InputError
+from lipcert.settings import DTYPES
 
 from ._errors import one_line_errors
 from ._options import AsJson
@@ -35,11 +35,11 @@ def doctor(as_json: AsJson = False) -> None:
         import huggingface_hub.constants
         import torch
 
-        from lipcert._environment import assumptions
-        from lipcert.loading import BUNDLED
+        from lipcert.inputs.loading import BUNDLED
+        from lipcert.numerics import assumptions
 
         facts = [
-            ("lipcert", version()),
+            ("lipcert", __version__),
             ("python", f"{platform.python_version()} on {platform.platform()}"),
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),
@@ -76,7 +76,7 @@ def _optional(name: str, what: str, requirement: str) -> str:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    from lipcert._memory import memory_left
+    from lipcert.numerics import memory_left
 
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     found = [("cpu", f"{threads}, {_gigabytes(memory_left(torch.device('cpu')))} free")]
@@ -90,10 +90,10 @@ def _holds(dtype: str) -> str:
     """Whether the assumptions of certificates hold in this process."""
     import torch
 
-    from lipcert._environment import check
+    from lipcert.numerics import check_environment
 
     try:
-        check(torch.device("cpu"), dtype)
+        check_environment(torch.device("cpu"), dtype)
     except InputError as error:
         return str(error)
     return "settings and arithmetic are as assumed"

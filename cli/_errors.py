@@ -35,7 +35,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             complain(f"lipcert: {error}")
             raise typer.Exit(2) from error
         except (MemoryError, RuntimeError) as error:
-            from lipcert._memory import is_out_of_memory  # imports torch
+            from lipcert.numerics import is_out_of_memory  # imports torch
 
             if not is_out_of_memory(error):
                 raise

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lipcert._finetune_settings import FinetuneSettings
-from lipcert._preprocessing import Preprocessing
 from lipcert.errors import InputError
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.settings import FinetuneSettings
 
 from ._errors import one_line_errors
 from ._options import (

@@ -8,15 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lipcert._finetune_settings import FinetuneSettings
-from lipcert._preprocessing import Preprocessing
-from lipcert._processes import Processes
-from lipcert._settings import parse_eps
-from lipcert.artifact import save
-from lipcert.data import Images, open_images
 from lipcert.errors import Interrupted
-from lipcert.loading import resolve
+from lipcert.inputs.artifact import save
+from lipcert.inputs.data import Images, open_images
+from lipcert.inputs.loading import resolve
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.inputs.processes import Processes
 from lipcert.model import Model
+from lipcert.settings import FinetuneSettings, parse_eps
 from lipcert.smoothing import normal
 from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
 from lipcert.training import finetune as train

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipcert._preprocessing import Preprocessing
+from lipcert.inputs.preprocessing import Preprocessing
 
 from ._errors import one_line_errors
 from ._options import AsJson, Checkpoint, Device, ModelArgs, ModelName, NoPretrained, options_of
@@ -107,7 +107,7 @@ def verdict(bound: "Bound") -> str:
 
 def _next(model: str | None, loaded: "Model") -> str:
     """A suggestion for the next command: convert if attention can be replaced, else certify."""
-    from lipcert.loading import BUNDLED, resolve
+    from lipcert.inputs.loading import BUNDLED, resolve
     from lipcert.surgery import plan
 
     if resolve(model) == BUNDLED:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from lipcert._preprocessing import in_words, preprocessing, remarks
-from lipcert.data import Images
 from lipcert.errors import InputError, first_line
-from lipcert.loading import BUNDLED, load, resolve
+from lipcert.inputs.data import Images
+from lipcert.inputs.loading import BUNDLED, load, resolve
+from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
 from lipcert.model import Model
 from lipcert.smoothing import Denoised
 

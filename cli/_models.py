@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lipcert.checkpoints import Checkpoint, checkpoints
 from lipcert.errors import InputError
-from lipcert.zoo import Architecture, architectures, matches
+from lipcert.inputs.checkpoints import Checkpoint, checkpoints
+from lipcert.inputs.zoo import Architecture, architectures, matches
 
 from ._errors import one_line_errors
 from ._options import AsJson, complete_family

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lipcert._settings import settings_of
+from lipcert.settings import settings_of
 
 from ._commands import MODEL, OUTPUT
 
@@ -25,8 +25,8 @@ _KINDS = (
 
 def complete_model(incomplete: str) -> list[str]:
     """Completions of MODEL: names of architectures and checkpoints, weight files, and folders."""
-    from lipcert.checkpoints import checkpoints
-    from lipcert.zoo import names
+    from lipcert.inputs.checkpoints import checkpoints
+    from lipcert.inputs.zoo import names
 
     own = (one.name for one in checkpoints())
     return [*_starting(incomplete, ("bundled", *own, *names())), *_files(incomplete, "*.safetensors")]
@@ -34,7 +34,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_family(incomplete: str) -> list[str]:
     """Completions of a family, which is a file of timm."""
-    from lipcert.zoo import families
+    from lipcert.inputs.zoo import families
 
     return _starting(incomplete, families())
 

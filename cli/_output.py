@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def default_name(source: str, step: str = "") -> Path:
     """A file in the working folder, named after a model or its file, and after the step."""
-    from lipcert.loading import is_file
+    from lipcert.inputs.loading import is_file
 
     name = Path(source).name if is_file(source) else source
     stem = name.removesuffix(".safetensors").removesuffix(".lipcert")
@@ -25,7 +25,7 @@ def check_out(path: Path, inputs: list[Path], model: "Model", step: str, force: 
     Raises:
         InputError: saying which, or that there can be no such folder.
     """
-    from lipcert.artifact import check_free
+    from lipcert.inputs.artifact import check_free
 
     if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):
         raise InputError(f"{path} is a file of the model itself; give another --out")

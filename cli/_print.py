@@ -137,7 +137,7 @@ def start() -> None:
     """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     with busy("importing torch"):
-        importlib.import_module("lipcert.loading")
+        importlib.import_module("lipcert.inputs.loading")
 
 
 def upper(log10: float) -> str:

@@ -43,7 +43,6 @@ def report(
 ) -> None:
     """Show results: certified accuracy over ε, radii, methods; several results are compared."""
     start()
-    from lipcert._settings import parse_eps
     from lipcert.report import (
         OVERVIEW,
         available,
@@ -57,6 +56,7 @@ def report(
         text_plot,
         write,
     )
+    from lipcert.settings import parse_eps
 
     runs = read_runs(results)
     named = [(parse_eps(text), text) for text in eps or ()]

@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from lipcert._processes import Processes
+from lipcert.inputs.processes import Processes
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lipcert._preprocessing import Preprocessing
 from lipcert.errors import InputError
+from lipcert.inputs.preprocessing import Preprocessing
 
 from ._errors import one_line_errors
 from ._options import (
@@ -60,7 +60,7 @@ def verify(
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     start()
-    from lipcert.data import open_images
+    from lipcert.inputs.data import open_images
     from lipcert.results import read_run
     from lipcert.results.verify import attack_of, check_model
     from lipcert.results.verify import verify as verify_rows

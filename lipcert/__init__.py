@@ -8,15 +8,15 @@
 
 import importlib
 import importlib.util
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lipcert import attacks, bounds, errors, report, surgery
-    from lipcert.artifact import save
     from lipcert.bounds import lipschitz
     from lipcert.certvit import constrain
-    from lipcert.loading import load
+    from lipcert.inputs.artifact import save
+    from lipcert.inputs.loading import load
     from lipcert.model import Model
     from lipcert.results import certify
     from lipcert.surgery import convert
@@ -41,6 +41,11 @@ __all__ = [
     "surgery",
 ]
 
+# The wheel holds the folder cli/ as lipcert/cli/. In a checkout it stands beside this package.
+_HERE = Path(__file__).parent
+if not (_HERE / "cli").exists():
+    __path__.append(str(_HERE.parent))
+
 # The modules from which names are imported at first use, so that ``lipcert --help`` does not import torch and timm.
 _HOMES = {
     "Model": "lipcert.model",
@@ -49,8 +54,8 @@ _HOMES = {
     "convert": "lipcert.surgery",
     "finetune": "lipcert.training",
     "lipschitz": "lipcert.bounds",
-    "load": "lipcert.loading",
-    "save": "lipcert.artifact",
+    "load": "lipcert.inputs.loading",
+    "save": "lipcert.inputs.artifact",
 }
 
 
@@ -58,43 +63,21 @@ if not TYPE_CHECKING:  # type checkers use the imports above instead
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            found: Any = importlib.import_module("lipcert._version").version()
+            from importlib import metadata  # takes longer than everything else here
+
+            try:
+                value: Any = metadata.version("lipcert")
+            except metadata.PackageNotFoundError:
+                value = "unknown"  # a checkout that is not installed
         elif name in _HOMES:
-            importlib.import_module("lipcert.loading")  # makes models of timm's modules
-            found = getattr(importlib.import_module(_HOMES[name]), name)
+            importlib.import_module("lipcert.inputs.loading")  # makes models of timm's modules
+            value = getattr(importlib.import_module(_HOMES[name]), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"lipcert.{name}"):
-            found = importlib.import_module(f"lipcert.{name}")
+            value = importlib.import_module(f"lipcert.{name}")
         else:
             raise AttributeError(f"module 'lipcert' has no attribute {name!r}")
-        globals()[name] = found
-        return found
-
-
-class _AfterTimm:
-    """Adds the architectures of ``lipcert.networks`` to timm's registry as soon as timm is imported by any code."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "timm":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        loader = spec.loader
-        run = loader.exec_module
-
-        def run_and_register(module: Any) -> None:
-            run(module)
-            importlib.import_module("lipcert.networks")
-
-        loader.exec_module = run_and_register  # type: ignore[method-assign]
-        return spec
-
-
-if "timm" in sys.modules:
-    importlib.import_module("lipcert.networks")
-else:
-    sys.meta_path.insert(0, _AfterTimm())
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

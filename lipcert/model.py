@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from lipcert._real import RealArithmetic
 from lipcert.errors import InputError
+from lipcert.numerics import RealArithmetic
 
 
 def unusable(net: nn.Module) -> str | None:

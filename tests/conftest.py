@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,22 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.graph._graph import run
 
-
-def load_cli() -> None:
-    """The installed package maps the folder cli/ to lipcert.cli; a checkout that is not installed needs the same."""
-    if importlib.util.find_spec("lipcert.cli") is not None:
-        return
-    folder = Path(__file__).parent.parent / "cli"
-    spec = importlib.util.spec_from_file_location(
-        "lipcert.cli", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["lipcert.cli"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["lipcert.cli"])
-
-
-load_cli()
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
 sys.path.append(str(Path(__file__).parent))  # for tests/truth.py
 

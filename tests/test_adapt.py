@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import lipcert
 import lipcert.surgery._adapt as adapting
-from lipcert.artifact import read_metadata
 from lipcert.cli import app
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import read_metadata
 from lipcert.model import Model
 from lipcert.surgery import L2Attention, adapt, convert
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lipcert import artifact
-from lipcert.artifact import FORMAT, check_free, is_artifact, load_artifact, read_metadata, save, weights_hash
 from lipcert.errors import InputError, LoadError
-from lipcert.loading import load
+from lipcert.inputs import artifact
+from lipcert.inputs.artifact import FORMAT, check_free, is_artifact, load_artifact, read_metadata, save, weights_hash
+from lipcert.inputs.loading import load
 from lipcert.surgery import convert
 
 TINY = {"img_size": 32, "patch_size": 8, "num_classes": 10, "depth": 1, "embed_dim": 48}

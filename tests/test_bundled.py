@@ -9,8 +9,8 @@ import torch
 
 import lipcert
 from lipcert.certifier import Certificates
-from lipcert.data import Batch, open_images
-from lipcert.loading import BUNDLED
+from lipcert.inputs.data import Batch, open_images
+from lipcert.inputs.loading import BUNDLED
 from lipcert.model import Model
 
 EPS = 36 / 255

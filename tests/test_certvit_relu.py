@@ -10,13 +10,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert._constrain_settings import PRESETS
-from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.certvit import Moments, constrain_blockwise, constrain_matrix, network, solve
 from lipcert.certvit._measures import MEASURES
 from lipcert.certvit.relu import Relu, relus
 from lipcert.cli import app
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import load_artifact, read_metadata, save
+from lipcert.settings import PRESETS
 from lipcert.training import finetune
 
 WIDTH = 24

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.artifact import read_metadata
-from lipcert.checkpoints import Checkpoint, checkpoints, path_of
 from lipcert.cli import app
-from lipcert.data import open_images
-from lipcert.loading import BUNDLED
+from lipcert.inputs.artifact import read_metadata
+from lipcert.inputs.checkpoints import Checkpoint, checkpoints, path_of
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import BUNDLED
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 LARGEST = 5_000_000  # bytes

@@ -25,14 +25,14 @@ from rich.progress import Task, TaskID
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert._settings import parse_eps
-from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
 from lipcert.cli import _bars, _doctor, _inspect, _options, _parse, _print, app
 from lipcert.errors import InputError
-from lipcert.loading import load
+from lipcert.inputs.artifact import load_artifact, read_metadata, save
+from lipcert.inputs.loading import load
+from lipcert.settings import parse_eps
 
 TINY = {"img_size": 32, "patch_size": 16, "num_classes": 3, "depth": 1, "embed_dim": 24}
 ARGUMENTS = " ".join(f"{key}={value}" for key, value in TINY.items())
@@ -120,14 +120,14 @@ def test_every_package_can_be_imported_first(tmp_path):
         import lipcert
         packages = [part.name for part in pkgutil.walk_packages(lipcert.__path__, "lipcert.") if part.ispkg]
         assert len(packages) > 10
-        for name in [*packages, "lipcert.loading", "lipcert.data", "lipcert.results.progress"]:
+        for name in [*packages, "lipcert.inputs.loading", "lipcert.inputs.data", "lipcert.results.progress"]:
             for loaded in [part for part in sys.modules if part.partition(".")[0] == "lipcert"]:
                 del sys.modules[loaded]
             importlib.import_module(name)
         for name in lipcert.__all__:
             assert getattr(lipcert, name) is not None
         assert {*lipcert.__all__} <= {*dir(lipcert)}
-        assert lipcert.testing.check_rule
+        assert lipcert.bounds.testing.check_rule
         assert not hasattr(lipcert, "no_such_name")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=tmp_path)

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.artifact import load_artifact, read_metadata, save
 from lipcert.certvit import METHODS, constrain_blockwise, network
 from lipcert.cli import app
-from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.inputs.artifact import load_artifact, read_metadata, save
+from lipcert.inputs.data import open_images
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 ARGUMENTS = " ".join(f"{key}={value}" for key, value in TINY.items())
@@ -564,9 +564,9 @@ def test_command_on_the_bundled_model_and_images(folder, monkeypatch):
     Path("model.lipcert.safetensors").rename(folder / "images" / "bundled.safetensors")
     data = {"images": (255 * pictures(10)).byte(), "labels": torch.arange(10) % 3}
     safetensors.torch.save_file(data, folder / "images" / "data.safetensors")
-    for name in ("lipcert.loading.BUNDLED", "lipcert.cli._loading.BUNDLED"):
+    for name in ("lipcert.inputs.loading.BUNDLED", "lipcert.cli._loading.BUNDLED"):
         monkeypatch.setattr(name, folder / "images" / "bundled.safetensors")
-    monkeypatch.setattr("lipcert.data.BUNDLED", folder / "images" / "data.safetensors")
+    monkeypatch.setattr("lipcert.inputs.data.BUNDLED", folder / "images" / "data.safetensors")
     result = run("constrain")
     assert "model: the bundled checkpoint" in result.stderr
     assert load_artifact("bundled.constrained.lipcert.safetensors")

@@ -15,10 +15,11 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lipcert import _named_data, data
-from lipcert.data import open_images
 from lipcert.errors import InputError
-from lipcert.loading import load
+from lipcert.inputs import data
+from lipcert.inputs import named_data as _named_data
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import load
 
 
 def model(classes=3, size=(3, 8, 8), **config):

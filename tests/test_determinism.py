@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.certifier import METHODS, Certifier
 from lipcert.cli import app
-from lipcert.data import open_images
-from lipcert.loading import load
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import load
 
 STRONG = ("staged", "local", "lofast", "anchored")
 

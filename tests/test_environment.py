@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import lipcert
-from lipcert import _environment, certify
-from lipcert._environment import assumptions, check, settings
+from lipcert import certify
 from lipcert.certifier import Certifier
 from lipcert.cli import app
 from lipcert.errors import InputError
+from lipcert.numerics import _environment, assumptions, check_environment, environment_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLOAT_TYPES = ("float32", "float16", "bfloat16")
@@ -118,7 +118,7 @@ def _model():
 
 def test_torch_as_it_starts_is_accepted():
     for dtype in ("real", *FLOAT_TYPES):
-        check(CPU, dtype)
+        check_environment(CPU, dtype)
 
 
 @pytest.mark.parametrize("name", BREAKING)
@@ -130,11 +130,11 @@ def test_what_breaks_a_claim_is_refused_and_nothing_else(name, model):
         for dtype in ("real", *FLOAT_TYPES):
             if dtype in refused:
                 with pytest.raises(InputError) as error:
-                    check(CPU, dtype)
+                    check_environment(CPU, dtype)
                 assert remedy in str(error.value)
                 assert "\n" not in str(error.value)
             else:
-                check(CPU, dtype)
+                check_environment(CPU, dtype)
         for dtype, certifier in certifiers.items():
             if dtype in refused:
                 with pytest.raises(InputError, match="do not hold in this process"):
@@ -143,7 +143,7 @@ def test_what_breaks_a_claim_is_refused_and_nothing_else(name, model):
                     certifier.run(image)  # set behind its back
             else:
                 certifier.run(image)
-    check(CPU, "float32")
+    check_environment(CPU, "float32")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, refused, _) in BREAKING.items() if "float32" in refused])
@@ -177,21 +177,21 @@ def test_settings_of_cuda_matter_there(name, value, dtype, monkeypatch):
     found = {name.removeprefix("torch.backends."): value}
     monkeypatch.setattr(_environment, "_setting", found.get)
     with pytest.raises(InputError, match="do not hold") as error:
-        check(CUDA, dtype)
+        check_environment(CUDA, dtype)
     assert f"{name} = " in str(error.value)
-    check(CPU, dtype)
-    check(CUDA)
+    check_environment(CPU, dtype)
+    check_environment(CUDA)
     found.clear()
-    check(CUDA, dtype)
+    check_environment(CUDA, dtype)
 
 
 def test_fewer_bits_are_seen_where_no_setting_tells():
     """oneDNN takes its precision from the environment too; where the processor has no bfloat16 nothing changes."""
     code = (
-        "import torch; from lipcert._environment import check; x = torch.rand(16, 32, 16, 16); "
+        "import torch; from lipcert.numerics import check_environment; x = torch.rand(16, 32, 16, 16); "
         "w = torch.rand(32, 32, 3, 3); y = torch.conv2d(x, w, padding=1); "
         "e = ((y - torch.conv2d(x.double(), w.double(), padding=1)).abs().max() / y.max()).item(); print(e > 1e-4); "
-        "check(torch.device('cpu'), 'float32')"
+        "check_environment(torch.device('cpu'), 'float32')"
     )
     environment = {**os.environ, "ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -211,7 +211,7 @@ def test_products_by_a_transform_are_seen(monkeypatch):
 def test_summaries_and_the_doctor_say_what_remains_assumed(tmp_path, capsys):
     for dtype, more in (("real", 0), ("float32", 4), ("float16", 5)):
         assert len(assumptions(dtype)) == len(assumptions("real")) + more
-    assert not set(settings()) - {name for name in settings() if name.startswith("torch.")}
+    assert not set(environment_settings()) - {name for name in environment_settings() if name.startswith("torch.")}
     out = tmp_path / "r.jsonl"
     with pytest.raises(SystemExit):
         app(["certify", "--eps", "0.1", "--limit", "1", "--method", "gloro", "--dtype", "float32", "--out", str(out)])

@@ -10,11 +10,11 @@ from torch import nn
 from truth import Forward, holds_or_refused
 
 import lipcert
-from lipcert._upper import Upper
 from lipcert.bounds import Operand, local_error
 from lipcert.certifier import METHODS, Certifier
 from lipcert.errors import LipcertError, UnsupportedOperation
 from lipcert.graph import Replay, capture
+from lipcert.numerics import Upper
 from lipcert.roundoff import Format
 from lipcert.surgery import L2SetAttention, L2WindowAttention, SmoothProject
 

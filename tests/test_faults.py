@@ -17,7 +17,7 @@ import lipcert
 from lipcert.certifier import Certifier, _certifier
 from lipcert.cli import app
 from lipcert.errors import InputError
-from lipcert.loading import load
+from lipcert.inputs.loading import load
 from lipcert.report import read_runs
 from lipcert.results import ResultFile, progress
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert._finetune_settings import GLOBAL, SCHEDULES
-from lipcert.artifact import load_artifact, read_metadata
 from lipcert.bounds import MarginBounds, analyze
 from lipcert.cli import app
-from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.inputs.artifact import load_artifact, read_metadata
+from lipcert.inputs.data import open_images
+from lipcert.settings import GLOBAL, SCHEDULES
 from lipcert.training import (
     LOSSES,
     Augmentation,

@@ -15,12 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert._constrain_settings import METHODS
-from lipcert.artifact import read_metadata
 from lipcert.certvit._measures import MEASURES
 from lipcert.cli import _print, app
 from lipcert.cli._commands import COMMANDS
+from lipcert.inputs.artifact import read_metadata
 from lipcert.results import read_run
+from lipcert.settings import MEASURE_NAMES
 
 HUB = """
     import pathlib, shutil, sys
@@ -185,7 +185,7 @@ def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> N
 
 
 def test_measures_are_those_that_the_command_offers() -> None:
-    assert {*MEASURES, "clip", "rescale"} == {*METHODS}
+    assert {*MEASURES, "clip", "rescale"} == {*MEASURE_NAMES}
 
 
 def test_the_table_of_habits_names_tests_that_there_are() -> None:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipcert.bounds import Value, analyze, check_weights, lipschitz
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph._graph import run
-from lipcert.loading import load
+from lipcert.inputs.loading import load
 from lipcert.model import Model
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 4}

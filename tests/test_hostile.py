@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
-from lipcert import artifact
-from lipcert._checkpoint import check_finite, load_weights, read_checkpoint
-from lipcert.artifact import is_artifact, load_artifact, read_metadata, save
-from lipcert.data import open_images
 from lipcert.errors import InputError, LipcertError
-from lipcert.loading import BUNDLED, load, resolve
+from lipcert.inputs import artifact
+from lipcert.inputs.artifact import is_artifact, load_artifact, read_metadata, save
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import BUNDLED, load, resolve
+from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
 from lipcert.report import read_runs
 from lipcert.results import ResultFile, read_rows
 

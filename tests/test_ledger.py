@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipcert
-from lipcert._settings import RIGORS
 from lipcert.bounds import _masked, margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier.anchored import jacobians
@@ -19,6 +18,7 @@ from lipcert.errors import LedgerError
 from lipcert.norms import Ledger, lanczos_norm
 from lipcert.norms._ledger import part_of, rigor_of
 from lipcert.results._rows import delta as delta_of
+from lipcert.settings import RIGORS
 
 
 def vit(norm="smooth", depth=1):

@@ -15,10 +15,10 @@ import torch
 from huggingface_hub import constants as hub_constants
 from torch import nn
 
-from lipcert import _timm
-from lipcert.artifact import save
 from lipcert.errors import InputError, LipcertError, LoadError
-from lipcert.loading import BUNDLED, load, number_of_classes, resolve
+from lipcert.inputs import timm_networks as _timm
+from lipcert.inputs.artifact import save
+from lipcert.inputs.loading import BUNDLED, load, number_of_classes, resolve
 
 TINY = {"img_size": 32, "patch_size": 8, "num_classes": 10, "depth": 1}
 
@@ -357,7 +357,7 @@ def test_resolve_takes_the_newest_artifact(tmp_path, monkeypatch):
 def test_resolve_falls_back_to_the_bundled_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bundled = tmp_path / "elsewhere" / "bundled.safetensors"
-    monkeypatch.setattr("lipcert.loading.BUNDLED", bundled)
+    monkeypatch.setattr("lipcert.inputs.loading.BUNDLED", bundled)
     with pytest.raises(LoadError, match="no model named"):
         resolve(None)
     bundled.parent.mkdir()

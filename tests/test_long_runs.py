@@ -15,14 +15,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert._memory import is_out_of_memory, memory_left
-from lipcert._processes import Processes
-from lipcert.artifact import save
 from lipcert.certifier import Certifier, _certifier
 from lipcert.cli import _parse, app
-from lipcert.data import open_images
 from lipcert.errors import InputError
-from lipcert.loading import load
+from lipcert.inputs.artifact import save
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import load
+from lipcert.inputs.processes import Processes
+from lipcert.numerics import is_out_of_memory, memory_left
 from lipcert.results.progress import Remaining
 
 EPS = "36/255"
@@ -94,7 +94,7 @@ class Stream:
                 return
             indices = tuple(range(start, min(start + size, self.count)))
             start += size
-            yield lipcert.data.Batch(indices, torch.rand(len(indices), 3, 8, 8), None)
+            yield lipcert.inputs.data.Batch(indices, torch.rand(len(indices), 3, 8, 8), None)
 
 
 def test_streams_have_blocks_too():

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 import lipcert
 from benchmarks import make_zoo_table
-from lipcert import zoo
 from lipcert.bounds import Remainder, Value, box, remainder, rounding, rule
 from lipcert.bounds._registry import RULES, key_of
+from lipcert.bounds.testing import check_rule
 from lipcert.cli import app
 from lipcert.errors import InputError
+from lipcert.inputs import zoo
 from lipcert.surgery._swap import plan
-from lipcert.testing import check_rule
 
 CONTENT = {
     "timm": "1.0.0",

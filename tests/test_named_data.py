@@ -15,10 +15,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert import _named_data
 from lipcert.cli import app
-from lipcert.data import open_images
 from lipcert.errors import InputError
+from lipcert.inputs import named_data as _named_data
+from lipcert.inputs.data import open_images
 from lipcert.training import Augmentation, Batches, finetune
 
 

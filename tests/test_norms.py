@@ -10,7 +10,6 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms import (
     Draw,
@@ -29,6 +28,7 @@ from lipcert.norms import (
     row_norms,
     written_row_norms,
 )
+from lipcert.numerics import Upper
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

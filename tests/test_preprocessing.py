@@ -9,10 +9,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert._preprocessing import Preprocessing, in_words, preprocessing, remarks
 from lipcert.cli import app
-from lipcert.data import open_images
 from lipcert.errors import InputError
+from lipcert.inputs.data import open_images
+from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
 from lipcert.report import model_card, read_runs
 
 KNOWN = {

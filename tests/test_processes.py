@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import lipcert
-from lipcert._processes import Processes
-from lipcert.artifact import load_artifact
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import load_artifact
+from lipcert.inputs.processes import Processes
 
 EPOCHS = 2
 SETTINGS = {"epochs": EPOCHS, "max_norm": 1.0, "ema": 0.9, "temperature": 0.25}

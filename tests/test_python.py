@@ -16,12 +16,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lipcert
-from lipcert import _settings
-from lipcert._settings import CertifyOptions, CertifySettings
 from lipcert.bounds import Bound, LayerBound
-from lipcert.data import open_images
 from lipcert.errors import InputError
+from lipcert.inputs.data import open_images
 from lipcert.results import Result, SmoothedResult, read_run
+from lipcert.settings import CertifyOptions, CertifySettings
+from lipcert.settings import _certify as _settings
 
 GLORO = {"eps": "36/255", "method": "gloro"}
 

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torch import nn
 
-from lipcert._numerics import at_most
 from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._kinks import beyond
 from lipcert.bounds._registry import answers
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import Gelu, secant_relu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown
+from lipcert.bounds.testing import Linearised, against, norms, repeated
 from lipcert.certifier.anchored.secants import with_secants
 from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run
+from lipcert.numerics import at_most
 from lipcert.surgery import (
     ClippedReLU,
     GroupLayerProject,
@@ -31,7 +32,6 @@ from lipcert.surgery import (
     RmsSmoothProject,
     SmoothProject,
 )
-from lipcert.testing import Linearised, against, norms, repeated
 
 SECANTS = {secant.function for secant in answers("secant").values()}
 REMAINDERS = {op: rule for op, rule in answers("remainder").items() if op not in SECANTS}

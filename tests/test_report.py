@@ -21,9 +21,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.artifact import weights_hash
 from lipcert.cli._report import report as command
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import weights_hash
 from lipcert.report import _build, _figures, model_card, read_runs, remarks, text_plot, to_html, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
 from lipcert.report._words import radius, wilson

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipcert.certifier import Certificates
-from lipcert.data import Batch, image_hash
 from lipcert.errors import InputError
+from lipcert.inputs.data import Batch, image_hash
 from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of
 
 RUN = {

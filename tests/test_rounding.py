@@ -16,11 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
 from lipcert.bounds import MarginBounds, Operand, analyze, local_error, margins, radii
+from lipcert.bounds.testing import check_rounding
+from lipcert.bounds.testing import deployed as apply
 from lipcert.certifier import Anchored, DeployedAnchored
-from lipcert.data import open_images
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture
-from lipcert.loading import BUNDLED
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import BUNDLED
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff import DTYPES, REAL, Format, Radii, Roundoff
@@ -28,8 +30,6 @@ from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._roundoff import _whole
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
 from lipcert.surgery._projections import GroupLayerProject, GroupSmoothProject, RmsLayerProject, RmsSmoothProject
-from lipcert.testing import check_rounding
-from lipcert.testing import deployed as apply
 
 FORMATS = [Format.of(name) for name in DTYPES]
 

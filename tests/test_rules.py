@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
 from lipcert import surgery
-from lipcert._upper import Upper
 from lipcert.bounds import Value, _global, analyze
 from lipcert.bounds._registry import RULES, Rule, answers, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
+from lipcert.bounds.testing import check_rule
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Replay, capture, needed
 from lipcert.graph._graph import run
-from lipcert.testing import check_rule
+from lipcert.numerics import Upper
 
 SIZE = (2, 3, 4)
 

@@ -11,16 +11,16 @@ import torch
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert import _settings
-from lipcert._settings import CertifySettings, option, settings_of
 from lipcert.attacks import PGD
 from lipcert.certifier import Certifier
 from lipcert.certvit import ConstrainSettings
 from lipcert.cli import app
 from lipcert.cli._options import options_of
-from lipcert.data import open_images
 from lipcert.errors import InputError
+from lipcert.inputs.data import open_images
 from lipcert.results.description import describe
+from lipcert.settings import CertifySettings, option, settings_of
+from lipcert.settings import _certify as _settings
 
 FIELDS = [one for one in dataclasses.fields(CertifySettings) if one.init]
 

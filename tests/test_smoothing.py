@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.cli import app
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.smoothing import Denoised, Smoothing, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed

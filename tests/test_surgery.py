@@ -17,8 +17,8 @@ from timm.layers import apply_rot_embed_cat
 from timm.models import metaformer
 from torch import Tensor, nn
 
-from lipcert._upper import Upper
 from lipcert.errors import InputError
+from lipcert.numerics import Upper
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,

@@ -14,12 +14,11 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from torch.nn.utils.parametrize import register_parametrization
 
 import lipcert
-from lipcert._estimate import Estimated, Estimator, estimating
-from lipcert._upper import Upper
 from lipcert.bounds import Bound, Estimate
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.networks._parts import NormalizedLinear
 from lipcert.networks.liresnet import LinearResidual
+from lipcert.numerics import Estimated, Estimator, Upper, estimating
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, L2Attention, LayerProject, MaxMin, SmoothProject
 from lipcert.training import TrainingBound
 
@@ -212,7 +211,7 @@ def test_an_estimate_is_no_bound() -> None:
     assert isinstance(Bound.deterministic(number, "x"), Estimate)
     assert isinstance(Upper(3) * number + 1, Estimated)
     assert (number * 0) == 0
-    assert not (number * lipcert._upper.INFINITE).finite
+    assert not (number * lipcert.numerics.INFINITE).finite
 
 
 def test_a_norm_of_zeros_and_a_vector_of_another_shape() -> None:

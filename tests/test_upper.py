@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipcert._upper import INFINITE, Upper, root_sum_squares
+from lipcert.numerics import INFINITE, Upper, root_sum_squares
 
 TIGHT = Fraction(1, 10**20)
 numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)

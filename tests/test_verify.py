@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from lipcert.artifact import save
 from lipcert.cli import app
-from lipcert.data import open_images
 from lipcert.errors import InputError
-from lipcert.loading import load
+from lipcert.inputs.artifact import save
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import load
 from lipcert.results import Tally, read_run
 from lipcert.results.verify import check_model, sample, verify
 

@@ -13,7 +13,7 @@ import lipcert
 from lipcert.bounds import analyze
 from lipcert.certifier import METHODS, Certifier
 from lipcert.graph import capture, needed
-from lipcert.zoo import architectures
+from lipcert.inputs.zoo import architectures
 
 # Architectures, shrunk where timm allows, that together use the operations below.
 COVER: dict[str, dict[str, Any]] = {

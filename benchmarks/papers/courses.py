@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import lipcert
 from benchmarks.papers import trained
 from benchmarks.papers.recipes import NO_DATA, Given, Table
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 from lipcert.training import LocalBound
 
 Look = Callable[[lipcert.Model, Tensor, Tensor], dict[str, Any]]

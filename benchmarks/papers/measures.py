@@ -20,7 +20,7 @@ from benchmarks.papers.vits import shapes as shapes
 from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.certvit import Moments, constrain_matrix
 from lipcert.certvit.relu import Relu
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 from lipcert.networks.lip_convnet import LipConvNet
 from lipcert.surgery import swap
 

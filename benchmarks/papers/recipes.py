@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lipcert._constrain_settings import PRESETS
-from lipcert._settings import Method
+from lipcert.settings import PRESETS, Method
 
 CIFAR = "cifar10"
 ACCURACY = ("clean", "pgd", "certified")

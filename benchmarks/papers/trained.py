@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 import lipcert
 from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Row, Scale, Table, values_of
-from lipcert._settings import Method, parse_eps
 from lipcert.certifier._local import Local
 from lipcert.cli import app
-from lipcert.data import Batch, open_images
+from lipcert.inputs.data import Batch, open_images
 from lipcert.networks.lip_convnet import LipConvNet
+from lipcert.settings import Method, parse_eps
 from lipcert.training import LocalBound
 
 _TRAINING = 3  # a step forward and backward, in passes forward

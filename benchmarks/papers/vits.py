@@ -22,7 +22,7 @@ import lipcert
 from benchmarks._crown import Crown
 from benchmarks.papers import lofast, trained
 from benchmarks.papers.recipes import NO_DATA, Given, Table
-from lipcert.data import open_images
+from lipcert.inputs.data import open_images
 
 EPS = ("0.02", "0.05", "0.1")
 THEOREM, CROWN, OURS = "LoFAST, Theorem 1", "CROWN", ("lofast", "anchored")

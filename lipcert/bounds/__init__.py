@@ -3,7 +3,6 @@
 ``lipschitz`` bounds the Lipschitz constant of a whole model; ``rule`` adds an operation to the registry.
 """
 
-from lipcert._bound import Bound, Estimate, LayerBound
 from lipcert.bounds import rules as _rules  # noqa: F401  fills the registry
 from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
@@ -50,6 +49,7 @@ from lipcert.bounds._remainder import (
 from lipcert.bounds._rounding import Operand, local_error
 from lipcert.bounds._value import COMPOSED, Dense, Value
 from lipcert.bounds.forms import canonical_forms
+from lipcert.numerics import Bound, Estimate, LayerBound
 
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Contracted", "Core", "Dense",

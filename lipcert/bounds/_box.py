@@ -40,8 +40,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._numerics import INFLATE
-from lipcert._upper import Upper
 from lipcert.bounds._arguments import replayed
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import Core, core_of
@@ -49,6 +47,7 @@ from lipcert.bounds._registry import RULES, box
 from lipcert.bounds._value import Value
 from lipcert.graph import Graph, Node, needed, run
 from lipcert.norms import Draw, Ledger
+from lipcert.numerics import INFLATE, Upper
 
 EVALUATION = 1e-10
 

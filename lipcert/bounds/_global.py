@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert._bound import Bound, LayerBound
-from lipcert._memory import is_out_of_memory
-from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whole, refusal
 from lipcert.bounds._value import Value
@@ -25,6 +22,7 @@ from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
 from lipcert.graph import PIECES, Graph, Node, capture, close, examples, map_nodes, needed, passed, passes
 from lipcert.model import Model, unusable
+from lipcert.numerics import INFINITE, Bound, LayerBound, Upper, is_out_of_memory
 
 Progress = Callable[[int, int, str], None]
 
@@ -191,7 +189,7 @@ def _check_unused(graph: Graph) -> None:
 
 
 def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
-    """Like :func:`analyze`, with gradients and without checks, inside :func:`lipcert._estimate.estimating`.
+    """Like :func:`analyze`, with gradients and without checks, inside :func:`lipcert.numerics.estimating`.
 
     Args:
         model: a model that :func:`analyze` has accepted.

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SMALLEST_NORMAL, UNIT
 from lipcert.bounds._remainder import per_image
 from lipcert.graph import Node, run
+from lipcert.numerics import SMALLEST_NORMAL, UNIT
 
 Bounds = tuple[Tensor | float, Tensor | float]
 

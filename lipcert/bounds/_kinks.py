@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipcert._numerics import at_most
 from lipcert.bounds._remainder import (
     ROUNDED,
     TINY,
@@ -20,6 +19,7 @@ from lipcert.bounds._remainder import (
     largest_share,
     per_image,
 )
+from lipcert.numerics import at_most
 
 # More than the rounding error of a difference, relative to what is subtracted from.
 _NOISE = 1e-14

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._numerics import INFLATE
 from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
 from lipcert.norms import Draw, lanczos_error, lanczos_norm, verified_norms
+from lipcert.numerics import INFLATE
 
 DENSE_SIDE = 256
 _DENSE_ENTRIES = 2**20

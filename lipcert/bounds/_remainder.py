@@ -20,9 +20,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lipcert._numerics import UNIT, at_most
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, registered
 from lipcert.graph import Node
+from lipcert.numerics import UNIT, at_most
 
 Against = Callable[[Sequence[Tensor]], Tensor]
 RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._format import OWN_ROUNDING, Format
-from lipcert._numerics import at_most
 from lipcert.bounds._arguments import by_operand
 from lipcert.bounds._registry import NoAnswer, answer_of
 from lipcert.graph import Node
+from lipcert.numerics import OWN_ROUNDING, Format, at_most
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lipcert._estimate import estimated, held
-from lipcert._memory import give_back
-from lipcert._upper import INFINITE, Number, Upper
 from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm
+from lipcert.numerics import INFINITE, Number, Upper, estimated, give_back, held
 
 # Factors that a network multiplies are multiplied here in float64, and each product rounds. A sum with 1 enlarges a
 # relative error at most 2¹⁰ times. With that included, 1000 successive roundings change an entry by less than this

@@ -4,14 +4,14 @@ A :class:`Certifier` computes the bounds of a model once and then certifies batc
 creates one and applies it to images.
 """
 
-from lipcert._certificates import Certificates
-from lipcert._settings import METHODS, CertifySettings
 from lipcert.bounds import MarginBounds, bottom_logit
 from lipcert.certifier._certifier import Certifier
 from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
+from lipcert.numerics import Certificates
+from lipcert.settings import METHODS, CertifySettings
 
 __all__ = [
     "METHODS",

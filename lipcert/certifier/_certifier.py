@@ -14,10 +14,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff
-from lipcert._certificates import Certificates
-from lipcert._environment import check as check_environment
-from lipcert._memory import is_out_of_memory, memory_left
-from lipcert._settings import DETERMINISTIC, LINEARISED, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Analysis, Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
 from lipcert.certifier._local import Local
@@ -35,10 +31,12 @@ from lipcert.errors import (
 from lipcert.graph import across_types, confirm, examine, only_in
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of, rigor_of
+from lipcert.numerics import Certificates, check_environment, is_out_of_memory, memory_left
+from lipcert.settings import DETERMINISTIC, LINEARISED, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 if TYPE_CHECKING:
-    from lipcert.data import Batch
+    from lipcert.inputs.data import Batch
 
 # The methods of staged certification, each applied to the images that are still undecided. It omits lofast, because
 # anchored includes it.

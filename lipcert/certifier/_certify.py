@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipcert._settings import SMOOTHING, CertifySettings
 from lipcert.bounds import Progress
 from lipcert.certifier._certifier import Certifier
 from lipcert.model import Model
+from lipcert.settings import SMOOTHING, CertifySettings
 
 if TYPE_CHECKING:
     from lipcert.smoothing import Smoothing

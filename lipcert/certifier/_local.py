@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from lipcert._numerics import INFLATE
 from lipcert.bounds import ROUND_DOWN, Analysis, Boxes, Core, MarginBounds, Nominal, State, Walk, analyze, flat, radii
 from lipcert.certifier._search import search_open
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
+from lipcert.numerics import INFLATE
 
 _EVALUATIONS = 64
 _SMALLEST = 1e-100  # on a ball of radius 0 every constant would be 0

@@ -52,7 +52,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SAFETY
 from lipcert.bounds import gamma
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.margin import change, spreads
@@ -63,6 +62,7 @@ from lipcert.certifier.anchored.walk import Deviations, Linearization
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import Ledger
+from lipcert.numerics import SAFETY
 
 # torch's singular values have errors of about 1e-14 of the largest, and a bound here has a few dozen roundings.
 _ROUNDING = 1 + 1e-9

@@ -1,16 +1,16 @@
 """CertViT: lowers the norms of the layers of a pretrained network and keeps their outputs on given images."""
 
-from lipcert._constrain_settings import ENGINES, METHODS, ConstrainSettings
 from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.moments import Moments, Targets, collect, stream
 from lipcert.certvit.network import constrain
 from lipcert.certvit.parallel import Failure, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures
 from lipcert.certvit.solve import Solution, constrain_matrix
+from lipcert.settings import ENGINES, MEASURE_NAMES, ConstrainSettings
 
 __all__ = [
     "ENGINES",
-    "METHODS",
+    "MEASURE_NAMES",
     "ConstrainSettings",
     "ConstraintReport",
     "Failure",

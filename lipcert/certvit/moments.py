@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipcert._processes import Processes
 from lipcert.errors import InputError
+from lipcert.inputs.processes import Processes
 from lipcert.surgery import L2Attention
 
 _CHUNK_BYTES = 64 << 20  # activations are converted to float64 in pieces of at most this size

@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert._constrain_settings import ConstrainSettings
-from lipcert._processes import Processes
-from lipcert._settings import settings_of, takes
 from lipcert.bounds import Progress, lipschitz
 from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
 from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
@@ -28,7 +25,9 @@ from lipcert.certvit.relu import relus
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.inputs.processes import Processes
 from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.settings import ConstrainSettings, settings_of, takes
 from lipcert.surgery import L2Attention
 
 BASELINES = ("rescale", "clip")

@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lipcert._processes import Processes
 from lipcert.certvit.moments import Moments
 from lipcert.certvit.solve import Solution, constrain_matrix
 from lipcert.errors import InputError
+from lipcert.inputs.processes import Processes
 
 
 @dataclass

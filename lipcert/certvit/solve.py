@@ -22,13 +22,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lipcert._constrain_settings import METHODS
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
 from lipcert.certvit.moments import Moments, Targets
 from lipcert.certvit.relu import Inner, Relu, inner
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
+from lipcert.settings import MEASURE_NAMES
 
 _RELAXATION = 1.6
 _CHECK_EVERY = 5
@@ -239,8 +239,8 @@ def constrain_matrix(
 def _checked(weight: Tensor, moments: Moments, error: float, measure: str) -> Tensor:
     """The weight in float64 as (G, O / G, M)."""
     name = moments.name
-    if measure not in METHODS:
-        raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(METHODS)}")
+    if measure not in MEASURE_NAMES:
+        raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(MEASURE_NAMES)}")
     if not 0 < error < 1:
         raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
     if weight.flatten(1).shape[1] != moments.width or weight.shape[0] % moments.groups:

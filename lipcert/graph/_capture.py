@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert._memory import is_out_of_memory
-from lipcert._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
 from lipcert.graph._witness import as_captured, examine, frozen, module_calls, watched, write_count
+from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memory, spelled_out
 
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(
@@ -542,7 +541,7 @@ def capture(
     """Captures the operations that ``module`` applies to ``images``.
 
     In float64 the graph is the network in real arithmetic, where casts between floating-point types are the identity:
-    see :func:`lipcert._real.in_real_arithmetic`.
+    see :func:`lipcert.numerics.in_real_arithmetic`.
 
     Args:
         module: the network, in evaluation mode.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipcert._real import RealArithmetic
 from lipcert.graph._passes import passed
+from lipcert.numerics import RealArithmetic
 
 # Names of the same operation. Leading and trailing underscores (in place, dunder) are stripped before the look-up.
 _SYNONYMS = {

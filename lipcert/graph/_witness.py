@@ -38,14 +38,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lipcert._environment import matmul_precision
-from lipcert._memory import is_out_of_memory
-from lipcert._random_states import random_states
-from lipcert._real import RealArithmetic
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
 from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, memory_of, same
 from lipcert.graph._passes import passed
+from lipcert.numerics import RealArithmetic, is_out_of_memory, matmul_precision, random_states
 
 # Kernels whose result depends on values, in addition to those that torch tags as data dependent.
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
@@ -404,7 +401,7 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
     Args:
         module: the network, in evaluation mode. It must have run before, so that one-time preparation is done.
         image: an example, shape (1, C, H, W).
-        real: run in real arithmetic, without casts (:mod:`lipcert._real`).
+        real: run in real arithmetic, without casts (:mod:`lipcert.numerics`).
 
     Returns:
         One :class:`Look` for each of :func:`examples`.

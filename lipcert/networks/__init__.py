@@ -1,7 +1,7 @@
 """Architectures for certified training. Importing this module adds them to timm's registry.
 
-``import lipcert`` arranges that this happens when timm is imported. So ``timm.create_model("liresnet_l6w128")`` works
-as well as ``lipcert finetune liresnet_l6w128``.
+The commands and :func:`lipcert.load` import it themselves; before ``timm.create_model("liresnet_l6w128")`` write
+``import lipcert.networks``.
 """
 
 from lipcert.networks import certvit, lip_convnet, liresnet, liresnet_vit, stem_vit

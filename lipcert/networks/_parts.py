@@ -11,7 +11,7 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
 
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
     "relu": lambda dim: nn.ReLU(),

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lipcert.errors import InputError
 from lipcert.networks._parts import NormalizedLinear, activation, build, classify, configuration
 from lipcert.networks.liresnet import stem_and_blocks
-from lipcert.surgery._attention import L2Attention
-from lipcert.surgery._projections import SmoothProject
+from lipcert.surgery import L2Attention, SmoothProject
 
 
 class ResidualEmbed(nn.Module):

@@ -65,13 +65,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._estimate import Estimator, or_estimated
-from lipcert._numerics import UNIT
-from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms._dense import matrices_norm
 from lipcert.norms._scale import as_float64, normalise
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
+from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
 
 Size = int | tuple[int, ...]
 Padding = int | str | tuple[int, ...] | tuple[tuple[int, int], ...]

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lipcert._estimate import Estimator, or_estimated
-from lipcert._numerics import UNIT
-from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms._scale import as_float64, normalise
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
+from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
 
 _PANEL = 128
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipcert._numerics import INFLATE, SMALLEST_NORMAL
 from lipcert.norms._ledger import Draw
+from lipcert.numerics import INFLATE, SMALLEST_NORMAL
 
 Product = Callable[[Tensor], Tensor]
 

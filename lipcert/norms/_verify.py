@@ -44,9 +44,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lipcert._numerics import INFLATE, UNIT
-from lipcert._upper import Upper
 from lipcert.norms._estimate import estimate_largest
+from lipcert.numerics import INFLATE, UNIT, Upper
 
 CHUNK_BYTES = 2**28
 _SLACK = 1e-5

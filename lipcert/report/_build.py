@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lipcert._version import version
+from lipcert import __version__
 from lipcert.report import _figures
 from lipcert.report._curves import families
 from lipcert.report._images import examples
@@ -339,7 +339,7 @@ def _made(run: Run) -> list[str]:
         *([("global Lipschitz bound", _global(bound))] if bound else []),
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{run.seconds:.1f}"),
-        ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
+        ("lipcert", f"{summary.get('lipcert', '–')}; this report: {__version__}"),
         *((str(key), _in_words(value)) for key, value in summary.get("environment", {}).items()),
     ]
     command = summary.get("command")

@@ -10,9 +10,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from lipcert._version import version
-from lipcert.checkpoints import checkpoints
+from lipcert import __version__
 from lipcert.errors import InputError
+from lipcert.inputs.checkpoints import checkpoints
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
@@ -81,13 +81,13 @@ def model_info(run: Run) -> dict[str, Any]:
         **({"clean_acc": percent(run.correct)} if run.labelled else {}),
         **({f"certified_{'acc' if run.labelled else 'share'}": percent(run.certified_at(run.eps))}),
         **attacked,
-        "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {version()}",
+        "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {__version__}",
     }
 
 
 def artifact_of(run: Run) -> Path | None:
     """The file with the run's weights: a local artifact named in its command, or one of lipcert's; otherwise None."""
-    from lipcert.artifact import is_artifact, read_metadata  # they import torch
+    from lipcert.inputs.artifact import is_artifact, read_metadata  # they import torch
 
     command = run.summary.get("command") or ""
     words = shlex.split(command) if isinstance(command, str) else command

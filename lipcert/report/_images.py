@@ -48,7 +48,7 @@ def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
         run: its summary names the images.
         indices: indices of the wanted images.
     """
-    from lipcert.data import open_images
+    from lipcert.inputs.data import open_images
 
     spec = str(run.summary.get("data", {}).get("spec"))
     if not {"image"} <= run.rows[0].keys() or not (spec == "bundled" or os.path.exists(spec)):
@@ -90,7 +90,7 @@ def _attacked(run: Run, images: dict[int, Tensor], predicted: dict[int, int]) ->
 
 def _model(run: Run) -> Model | None:
     """The model of a run, if its artifact is available; otherwise None."""
-    from lipcert.loading import load
+    from lipcert.inputs.loading import load
     from lipcert.report._card import artifact_of
     from lipcert.results.verify import check_model
 

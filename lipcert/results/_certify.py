@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipcert._certificates import Certificates
-from lipcert._settings import CertifySettings, settings_of, takes
 from lipcert.certifier import certifier_for
-from lipcert.data import Batch, Images
 from lipcert.errors import InputError
+from lipcert.inputs.data import Batch, Images
 from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.numerics import Certificates
 from lipcert.results._files import ResultFile
 from lipcert.results._rows import rows
 from lipcert.results.description import describe
+from lipcert.settings import CertifySettings, settings_of, takes
 from lipcert.smoothing import SmoothedCertificates, Smoothing
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from lipcert._settings import CertifyOptions
+    from lipcert.settings import CertifyOptions
 
 _SHOWN = 20
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert._preprocessing import in_words
-from lipcert._settings import METHODS, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
 from lipcert.errors import InputError
+from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
 from lipcert.results._statistics import Tally
+from lipcert.settings import METHODS, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
 
 # The entries of a summary that must agree before rows of two runs may share a file.
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipcert._settings import DETERMINISTIC, SINGLE, SMOOTHING
+from lipcert.settings import DETERMINISTIC, SINGLE, SMOOTHING
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certificates
-    from lipcert.data import Batch
+    from lipcert.inputs.data import Batch
 
 _RIGOR = re.compile(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)")
 
@@ -31,9 +31,9 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
     Returns:
         One dict per image: ``index, file, image, label, predicted, correct, margin, radius, certified, method, rigor,
         attacked, attack_distance, seconds``, without ``label`` and ``correct`` if labels are unknown. ``file`` is the
-        file's name or None, ``image`` is :func:`lipcert.data.image_hash` of the certified image. ``attacked`` says
-        whether an attack changed the prediction within ε. ``attack_distance`` is the smallest distance at which the
-        attack changed it, also beyond ε, or None. Without an attack both are None. An infinite radius becomes the
+        file's name or None, ``image`` is :func:`lipcert.inputs.data.image_hash` of the certified image. ``attacked``
+        says whether an attack changed the prediction within ε. ``attack_distance`` is the smallest distance at which
+        the attack changed it, also beyond ε, or None. Without an attack both are None. An infinite radius becomes the
         largest float64. ``rounding`` says whether what rounding in float64 can take of the certificate is ``proved``,
         or ``checked`` with noise. Rows of a smoothed classifier have no ``rounding``; they add ``holds_for``, such as
         ``smoothed(0.25)``, and ``abstained, count, samples, selected, seed``.

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 
-from lipcert._bound import Bound
-from lipcert._environment import assumptions, settings
-from lipcert._preprocessing import preprocessing
-from lipcert._version import version
-from lipcert.artifact import buffers_hash, weights_hash
+from lipcert import __version__
+from lipcert.inputs.artifact import buffers_hash, weights_hash
+from lipcert.inputs.preprocessing import preprocessing
 from lipcert.model import Model
+from lipcert.numerics import Bound, assumptions, environment_settings
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
-    from lipcert.data import Images
+    from lipcert.inputs.data import Images
     from lipcert.smoothing import Smoothing
 
 
@@ -53,7 +52,7 @@ def describe(
             "digest": images.digest,
         },
         "preprocessing": preprocessing(model, files=not images.stored),
-        "lipcert": version(),
+        "lipcert": __version__,
         "limit": images.limit,
         "command": command,
         "bound": None if bound is None else _described(bound),
@@ -63,7 +62,7 @@ def describe(
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": str(model.device),
-            "settings": settings(),
+            "settings": environment_settings(),
         },
         "assumptions": assumptions(certifier.dtype),
     }

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipcert._processes import Processes
-from lipcert.data import Batch, Images
 from lipcert.errors import BrokenCertificate, InputError, Interrupted
+from lipcert.inputs.data import Batch, Images
+from lipcert.inputs.processes import Processes
 from lipcert.results._files import ResultFile, shard_path, shards_of
 from lipcert.results._reading import read_rows, summary_path
 from lipcert.results._rows import rows

@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lipcert._settings import LINEARISED, SINGLE
-from lipcert.artifact import buffers_hash, weights_hash
 from lipcert.attacks import PGD, Attack
 from lipcert.certifier import Certifier, certifier_for
-from lipcert.data import Batch, Images, order_of
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import buffers_hash, weights_hash
+from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
 from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, delta, rows, same
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
+from lipcert.settings import LINEARISED, SINGLE
 from lipcert.smoothing import Smoothing
 
 # Rounding depends on the machine and the batch. It changes a number by far less than this.

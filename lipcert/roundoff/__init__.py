@@ -7,7 +7,7 @@ Certificates are computed for the network F in real arithmetic. The deployed net
 and subtracts it before any method uses them. ``lipcert.certifier.DeployedAnchored`` is the anchored certificate with
 rounding errors as further remainders; it is far tighter for deep networks.
 
-The bounds assume the following, and nothing else, about the machine that runs F̂. :mod:`lipcert._environment` checks
+The bounds assume the following, and nothing else, about the machine that runs F̂. :mod:`lipcert.numerics` checks
 these assumptions as far as it can, and refuses a process that violates them:
 
 * Every operation of the captured network rounds to nearest, |fl(a) − a| ≤ u|a| + η. Numbers below the normal range may
@@ -31,8 +31,8 @@ There is no bound in case of overflow, NaN, operations without a rule, or consta
 weights in an unknown way.
 """
 
-from lipcert._format import DTYPES, REAL, Format
 from lipcert.bounds import Operand, local_error
+from lipcert.numerics import DTYPES, REAL, Format
 from lipcert.roundoff._roundoff import Gains, Radii, RadiusMethod, Roundoff, error_norm, passes
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lipcert._format import OWN_ROUNDING, Format
+from lipcert.numerics import OWN_ROUNDING, Format
 from lipcert.surgery import L2Attention
 
 

@@ -20,9 +20,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lipcert._format import OWN_ROUNDING, REAL, Address, Format, address
-from lipcert._numerics import SAFETY, at_most
-from lipcert._upper import Number
 from lipcert.bounds import (
     NoAnswer,
     Operand,
@@ -39,6 +36,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger
+from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Address, Format, Number, address, at_most
 from lipcert.roundoff._constants import computed_error
 
 # (images, predicted, ledger) ↦ (margins f_y − f_j, number of the call) ↦ radii of shape (N,).

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._certificates import Certificates
+from lipcert.numerics import Certificates
 
 
 @dataclass(frozen=True)

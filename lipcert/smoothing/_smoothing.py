@@ -13,20 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipcert._memory import is_out_of_memory
-from lipcert._random_states import random_states
-from lipcert._settings import SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.bounds import check_weights
 from lipcert.errors import InputError, first_line
-from lipcert.loading import number_of_classes
+from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
+from lipcert.numerics import is_out_of_memory, random_states
+from lipcert.settings import SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._prefix import Prefix
 from lipcert.smoothing._votes import Plan, Votes
 
 if TYPE_CHECKING:
-    from lipcert.data import Batch
+    from lipcert.inputs.data import Batch
 
 # The number of pixels in one batch of the network.
 _PIXELS = {"cpu": 32 * 224 * 224 * 3, "cuda": 1024 * 224 * 224 * 3}

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipcert._bound import Bound
 from lipcert.errors import InputError
+from lipcert.numerics import Bound
 
 
 class ClippedReLU(nn.Module):

@@ -31,11 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipcert._bound import Bound
-from lipcert._estimate import through
-from lipcert._upper import Upper
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
+from lipcert.numerics import Bound, Upper, through
 from lipcert.surgery._attention import L2Attention, _biased_gain, _uniform_gain, _worst_masks
 
 ARRANGEMENTS = ("tokens", "grid", "channels", "units", "windows")

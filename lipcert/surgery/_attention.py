@@ -29,11 +29,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lipcert._bound import Bound
-from lipcert._estimate import as_tensor, held, through
-from lipcert._upper import INFINITE, Upper
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
+from lipcert.numerics import INFINITE, Bound, Upper, as_tensor, held, through
 from lipcert.surgery._distance import attention_gain
 from lipcert.surgery._linear import LipLinear
 

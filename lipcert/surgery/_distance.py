@@ -65,7 +65,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from lipcert._upper import INFINITE, Upper
+from lipcert.numerics import INFINITE, Upper
 
 _LEVELS = 16
 _NEWTON_STEPS = 8

@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor, nn
 
-from lipcert._bound import Bound
 from lipcert.errors import InputError
 from lipcert.norms import conv_norm, dense_norm, gram_norm
+from lipcert.numerics import Bound
 
 
 class LipLinear(nn.Linear):

@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lipcert._bound import Bound
-from lipcert._estimate import estimated
-from lipcert._upper import Upper
 from lipcert.errors import InputError
+from lipcert.numerics import Bound, Upper, estimated
 
 
 class _Projection(nn.Module):

@@ -4,7 +4,7 @@ Nothing here certifies. Norms and bounds are differentiable estimates for traini
 the trained model.
 """
 
-from lipcert._finetune_settings import LOSSES, FinetuneSettings, MaxNorm
+from lipcert.settings import LOSSES, FinetuneSettings, MaxNorm
 from lipcert.training._batches import Augmentation, Batches, Mixed
 from lipcert.training._bound import TrainingBound
 from lipcert.training._finetune import Epoch, check_trainable, finetune

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import Compose, Normalize, ToPILImage
 
-from lipcert._processes import Processes
-from lipcert.data import Images
 from lipcert.errors import InputError
+from lipcert.inputs.data import Images
+from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 
 _CROP = (0.75, 1.0)

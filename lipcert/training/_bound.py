@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lipcert._estimate import Estimator, as_tensor, estimating
-from lipcert._upper import Upper
 from lipcert.bounds import Analysis, MarginBounds, Value, analyze, analyze_for_training
 from lipcert.errors import InputError
 from lipcert.model import Model
+from lipcert.numerics import Estimator, Upper, as_tensor, estimating
 
 _LARGEST = 1e30
 

@@ -19,15 +19,14 @@ from timm.optim import Lookahead
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from lipcert._finetune_settings import GLOBAL, LOCAL, FinetuneSettings
-from lipcert._processes import Processes
-from lipcert._settings import settings_of, takes
-from lipcert.artifact import weights_hash
 from lipcert.bounds import check_weights
 from lipcert.certifier.anchored import cut_of
 from lipcert.errors import InputError
-from lipcert.loading import number_of_classes
+from lipcert.inputs.artifact import weights_hash
+from lipcert.inputs.loading import number_of_classes
+from lipcert.inputs.processes import Processes
 from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.settings import GLOBAL, LOCAL, FinetuneSettings, settings_of, takes
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
 from lipcert.training._local import LocalBound, local_loss

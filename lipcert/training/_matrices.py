@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipcert._finetune_settings import MaxNorm
 from lipcert.errors import InputError
+from lipcert.settings import MaxNorm
 from lipcert.surgery import L2Attention, LayerProject, SmoothProject
 
 

@@ -15,9 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._format import Format
-from lipcert._numerics import INFLATE, at_most
-from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
@@ -38,6 +35,7 @@ from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
 from lipcert.graph import Node
+from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._estimate import held
-from lipcert._format import Format
-from lipcert._numerics import INFLATE, at_most
-from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled, unknown
 from lipcert.bounds._jacobian import Bounds, bilinear, copies
@@ -31,6 +27,7 @@ from lipcert.bounds._remainder import Against, Bilinear, Remainder, per_image, r
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
+from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, held
 
 
 def _copies(call: Call, x: Value) -> Upper:

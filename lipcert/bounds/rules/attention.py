@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._format import EXTRA, Format
-from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import Bounds, gamma
 from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
@@ -18,6 +16,7 @@ from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, larg
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
 from lipcert.graph import Node
+from lipcert.numerics import EXTRA, Format, Upper
 
 
 @rule("softmax")

@@ -10,9 +10,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._estimate import held
-from lipcert._format import Format
-from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, per_axis
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
@@ -32,6 +29,7 @@ from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
 from lipcert.bounds.rules.linear import matrix_rounding, still_arguments
 from lipcert.graph import Node
 from lipcert.norms import conv_transpose_norm
+from lipcert.numerics import Format, Upper, held
 
 
 @rule("conv1d", "conv2d", "conv3d", linear=in_one_operand)

@@ -13,10 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._estimate import held
-from lipcert._format import REAL, Format
-from lipcert._numerics import at_most
-from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
@@ -36,6 +32,7 @@ from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm
 from lipcert.bounds.rules.structure import expand
 from lipcert.graph import Node
 from lipcert.norms import verified_norms
+from lipcert.numerics import REAL, Format, Upper, at_most, held
 
 
 @rule("linear", linear=in_one_operand)

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._estimate import held
-from lipcert._format import EXTRA, Format
-from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
 from lipcert.bounds._jacobian import Bounds, normalising, normalising_norm
@@ -23,6 +20,7 @@ from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
+from lipcert.numerics import EXTRA, INFINITE, Format, Upper, held
 
 
 def _by_fixed_statistics(node: Node) -> bool:

@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._format import Format
-from lipcert._numerics import INFLATE
-from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
@@ -22,6 +19,7 @@ from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
 from lipcert.graph import Node
+from lipcert.numerics import INFLATE, Format, Upper, root_sum_squares
 
 
 def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[Upper, Upper]:

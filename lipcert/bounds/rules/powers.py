@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._format import Format
-from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import of_entries
 from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
@@ -19,6 +17,7 @@ from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.bounds.rules.arithmetic import _copies
 from lipcert.graph import Node
+from lipcert.numerics import INFINITE, Format, Upper
 
 _ROUNDED = 1 + 2.0**-40  # a few operations in float64, powers included
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert._format import EXTRA, Format
 from lipcert.bounds._jacobian import Bounds, normalising, normalising_norm
 from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, jacobian, rounding, rule, secant
@@ -19,6 +18,7 @@ from lipcert.bounds._secants import TINY, Bend, eta
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.normalization import ByGroup, Centred, affine_rounding, inverse_root_error
 from lipcert.graph import Node
+from lipcert.numerics import EXTRA, Format
 from lipcert.surgery import (
     GroupLayerProject,
     GroupSmoothProject,

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import Call, NoAnswer, rule
 from lipcert.bounds._remainder import Against, Remainder, per_image, remainder
 from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node
 from lipcert.norms import dense_norm
+from lipcert.numerics import Upper, root_sum_squares
 
 
 @rule("lstm", "lstm_last_hidden")

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._format import EXTRA, Format
-from lipcert._upper import Number, Upper
 from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import nonnegative
 from lipcert.bounds._jacobian import Bounds, gamma, lengths
@@ -19,6 +17,7 @@ from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, 
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
+from lipcert.numerics import EXTRA, Format, Number, Upper
 
 
 def _reduction(mean: bool) -> Any:

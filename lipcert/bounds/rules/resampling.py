@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._upper import Upper
 from lipcert.bounds._registry import Call, rounding, rule
 from lipcert.bounds._rounding import exact
 from lipcert.bounds._value import Value, largest_row_sum
 from lipcert.bounds.rules.pooling import schur_norms
 from lipcert.norms import dense_norm
+from lipcert.numerics import Upper
 
 
 @rule(F.interpolate, linear=True)

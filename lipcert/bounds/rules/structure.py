@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._format import Format
-from lipcert._upper import Upper, root_sum_squares
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
 from lipcert.bounds._registry import Call, NoAnswer, box, rounding, rule
 from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Scale, Value
 from lipcert.graph import PIECES, Node
+from lipcert.numerics import Format, Upper, root_sum_squares
 
 
 @rule("identity", linear=True)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._format import Format
-from lipcert._upper import INFINITE, Upper
 from lipcert.bounds._box import State, Walk, clip, extended, monotone
 from lipcert.bounds._jacobian import of_entries
 from lipcert.bounds._kinks import Kinked
@@ -19,6 +17,7 @@ from lipcert.bounds._remainder import remainder
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node
+from lipcert.numerics import INFINITE, Format, Upper
 from lipcert.surgery import (
     ClippedMaxMin,
     ClippedReLU,

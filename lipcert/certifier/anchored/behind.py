@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SAFETY
 from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, kept_whole, remainder_of
 from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
@@ -40,6 +39,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
+from lipcert.numerics import SAFETY
 from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import arguments, per_image
 from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
@@ -38,6 +37,7 @@ from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations,
 from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger, verified_norms
+from lipcert.numerics import SAFETY, at_most
 from lipcert.roundoff import Format, Gains, Operand, error_norm, local_error, passes
 
 # The radii at which rounding errors are bounded, relative to the radius in real arithmetic.

@@ -37,7 +37,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert._numerics import at_most
 from lipcert.bounds import margins
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.chains import Link
@@ -50,6 +49,7 @@ from lipcert.certifier.anchored.walk import Curvature, FormNorms, Linearization
 from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Draw, Ledger
+from lipcert.numerics import at_most
 
 # The failure probability of an estimate, its tolerance, and its random products for norms of rows.
 _CHANCE, _ROUGHLY, _PROBES = 0.5, 0.1, 16

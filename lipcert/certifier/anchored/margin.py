@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SAFETY, at_most
 from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
 from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
+from lipcert.numerics import SAFETY, at_most
 
 
 class Weighed(NamedTuple):

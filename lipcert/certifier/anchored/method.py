@@ -77,7 +77,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SAFETY
 from lipcert.bounds import each_entry
 from lipcert.certifier._search import search_each
 from lipcert.certifier.anchored.effort import chosen, planned, worthwhile
@@ -91,6 +90,7 @@ from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations,
 from lipcert.graph import Graph, Node
 from lipcert.model import Model
 from lipcert.norms import Ledger
+from lipcert.numerics import SAFETY
 
 # The number of rival classes for which contracted forms are used.
 ROUNDS = 4

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert._numerics import UNIT, at_most
-from lipcert._settings import RIGORS
 from lipcert.bounds import Form
 from lipcert.certifier.anchored.chains import Link, Pair
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
@@ -23,6 +21,8 @@ from lipcert.certifier.anchored.rounding import Rounded, rounded, times
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.norms import SMALLEST, Draw, Ledger, part_of
+from lipcert.numerics import UNIT, at_most
+from lipcert.settings import RIGORS
 
 NormProgress = Callable[[int, int], None]
 # The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert._numerics import INFLATE, UNIT, at_most
 from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.jacobians import tangents
 from lipcert.certifier.anchored.norms import Seminorm, SeminormKind
 from lipcert.graph import Node
+from lipcert.numerics import INFLATE, UNIT, at_most
 
 if TYPE_CHECKING:
     from lipcert.certifier.anchored.walk import Linearization

@@ -53,10 +53,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert._numerics import SMALLEST_NORMAL, at_most
 from lipcert.bounds import RULES, WINDOW, Jacobian, NoAnswer, gamma, lengths, remainder_of
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
 from lipcert.graph import PIECES, REARRANGING, Node, map_nodes
+from lipcert.numerics import SMALLEST_NORMAL, at_most
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6

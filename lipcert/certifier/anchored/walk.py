@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipcert._numerics import at_most
 from lipcert.bounds import Remainder
 from lipcert.certifier.anchored.network import Network, Stage
 from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
@@ -26,6 +25,7 @@ from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.ray import Sector
 from lipcert.graph import Node
 from lipcert.norms import Ledger
+from lipcert.numerics import at_most
 
 if TYPE_CHECKING:
     from typing_extensions import Self

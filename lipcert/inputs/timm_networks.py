@@ -18,6 +18,7 @@ from huggingface_hub import errors as hub_errors
 from timm.models import load_model_config_from_hf
 from torch import nn
 
+import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
 from lipcert.errors import LoadError, first_line, shortened
 
 HUB = ("hf-hub:", "hf_hub:")

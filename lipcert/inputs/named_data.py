@@ -15,8 +15,8 @@ import torch
 import torchvision.datasets
 from timm.data.dataset_factory import _TORCH_BASIC_DS
 
-from lipcert._timm import is_network_error
 from lipcert.errors import InputError, first_line
+from lipcert.inputs.timm_networks import is_network_error
 
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets", "wds": "webdataset"}

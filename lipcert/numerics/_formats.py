@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lipcert._numerics import at_most
 from lipcert.errors import InputError
+from lipcert.numerics._slack import at_most
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -9,10 +9,10 @@ from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lipcert._settings import one_of, option, plain
 from lipcert.errors import InputError
+from lipcert.settings._fields import one_of, option, plain
 
-METHODS = ("spectral", "l1", "nuclear", "clip", "rescale")
+MEASURE_NAMES = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
 KEPT = ("outputs", "activations")
 POINTS = ("projected", "sparse")
@@ -110,7 +110,9 @@ class ConstrainSettings:
     error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, float)
     _: KW_ONLY
     measure: str = option(
-        "What to lower; clip and rescale are baselines, which are reported in any case.", METHODS[0], choices=METHODS
+        "What to lower; clip and rescale are baselines, which are reported in any case.",
+        MEASURE_NAMES[0],
+        choices=MEASURE_NAMES,
     )
     engine: str = option(
         "faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0], choices=ENGINES
@@ -150,7 +152,7 @@ class ConstrainSettings:
 
     def __post_init__(self) -> None:
         plain(self)
-        one_of("measure", self.measure, METHODS)
+        one_of("measure", self.measure, MEASURE_NAMES)
         one_of("engine", self.engine, ENGINES)
         if self.engine == "faithful" and self.measure != "l1":
             raise InputError(

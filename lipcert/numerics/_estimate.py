@@ -1,7 +1,7 @@
 """Differentiable estimates of bounds, for training: the same rules, with estimated norms in place of verified ones.
 
 Inside :func:`estimating` the rules of :mod:`lipcert.bounds` compute with :class:`Estimated` numbers. Every operation on
-an :class:`Upper <lipcert._upper.Upper>` is then also an operation on a torch scalar. A norm is ⟨u, W v⟩ with u and v
+an :class:`Upper <lipcert.numerics.Upper>` is then also an operation on a torch scalar. A norm is ⟨u, W v⟩ with u and v
 from subspace iteration, so autograd differentiates the result with respect to the weights. Such norms approach the true
 ones from below. So nothing computed here is a bound, and :class:`lipcert.bounds.Bound` does not accept it.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._upper import INFINITE, Number, Upper
+from lipcert.numerics._upper import INFINITE, Number, Upper
 
 _FIRST_STEPS = 30  # steps of subspace iteration from random vectors
 _SLOPE = 1e-3

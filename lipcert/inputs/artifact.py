@@ -19,11 +19,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from lipcert._checkpoint import check_finite
-from lipcert._construction import check_described
-from lipcert._timm import WEIGHT_ARGUMENTS, create_net
-from lipcert._version import version
+from lipcert import __version__
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
+from lipcert.inputs.construction import check_described
+from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
+from lipcert.inputs.weights import check_finite
 from lipcert.model import Model, checked
 from lipcert.surgery import swap
 
@@ -72,7 +72,7 @@ def save(
     _check_rebuilds(model)
     content = {
         "format": FORMAT,
-        "lipcert": version(),
+        "lipcert": __version__,
         "timm": timm.__version__,
         "source": model.source,
         "data_config": model.data_config,

@@ -1,13 +1,14 @@
 """Checks the settings of torch and the machine on which certificates depend.
 
 Certificates need float64 arithmetic. Certificates for a ``dtype`` also need a network that rounds as
-:mod:`lipcert.roundoff` assumes. :func:`check` refuses a process that violates one of the two, and names the line that
-fixes it. Settings are read by name if this version of torch has them. Other properties are probed: subnormal numbers
-that are flushed to zero, the rounding mode, and float32 products with an operand that selects entries of the other. The
-exact results of such products are these entries, so reduced precision or a transform (Winograd, FFT) becomes visible.
+:mod:`lipcert.roundoff` assumes. :func:`check_environment` refuses a process that violates one of the two, and names
+the line that fixes it. Settings are read by name if this version of torch has them. Other properties are probed:
+subnormal numbers that are flushed to zero, the rounding mode, and float32 products with an operand that selects entries
+of the other. The exact results of such products are these entries, so reduced precision or a transform (Winograd, FFT)
+becomes visible.
 
 The network may run in another process than the one that certifies it. :data:`ASSUMED` lists what must hold there. The
-summary of a run and ``lipcert doctor`` show this list. Call :func:`check` in that process to check it.
+summary of a run and ``lipcert doctor`` show this list. Call :func:`check_environment` in that process to check it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def assumptions(dtype: str) -> list[str]:
     return found + list(ASSUMED["half"] if dtype in ("float16", "bfloat16") else ())
 
 
-def settings() -> dict[str, Any]:
+def environment_settings() -> dict[str, Any]:
     """The torch settings on which certificates depend, by name; settings that this version lacks are omitted."""
     found = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
     found |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
@@ -71,7 +72,7 @@ def settings() -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def check(device: torch.device, dtype: str = "real") -> None:
+def check_environment(device: torch.device, dtype: str = "real") -> None:
     """Refuses a process in which a certificate would not hold.
 
     Args:

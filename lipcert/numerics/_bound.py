@@ -11,7 +11,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 from html import escape
 from typing import Literal, cast
 
-from lipcert._upper import Upper
+from lipcert.numerics._upper import Upper
 
 Rigor = Literal["deterministic", "probabilistic"]
 

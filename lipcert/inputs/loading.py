@@ -12,12 +12,12 @@ import timm.data
 import torch
 from torch import Tensor, nn
 
-from lipcert._checkpoint import SUFFIXES, check_finite, load_weights, read_checkpoint
-from lipcert._timm import create_net, is_timm_name, rebuild_recipe
-from lipcert.artifact import is_artifact, load_artifact
-from lipcert.checkpoints import ASSETS, path_of
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
+from lipcert.inputs.artifact import is_artifact, load_artifact
+from lipcert.inputs.checkpoints import ASSETS, path_of
+from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe
+from lipcert.inputs.weights import SUFFIXES, check_finite, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 BUNDLED = ASSETS / "digits_vit.safetensors"
@@ -44,8 +44,8 @@ def load(
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
-            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.checkpoints`; ``"bundled"``
-            and None stand for its ``"digits-vit"``.
+            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.inputs.checkpoints`;
+            ``"bundled"`` and None stand for its ``"digits-vit"``.
         pretrained: whether timm loads the weights of the name, from its cache or the hub.
         checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, from which only tensors
             are read.

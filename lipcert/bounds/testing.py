@@ -4,7 +4,7 @@
 ... def answer(call, x):
 ...     "Why the constant holds."
 ...     return lipcert.bounds.Value(x.shape, 2 * x.lip)
->>> lipcert.testing.check_rule(my_operation, (3, 4))
+>>> lipcert.bounds.testing.check_rule(my_operation, (3, 4))
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipcert._format import DTYPES, Format
 from lipcert.bounds import (
     RULES,
     Analysis,
@@ -35,6 +34,7 @@ from lipcert.bounds import (
 )
 from lipcert.errors import InputError
 from lipcert.graph import Graph, Node, capture, explicit_attention, map_nodes, needed, run
+from lipcert.numerics import DTYPES, Format
 
 # Jacobians and quotients are computed in float64. Rounding may raise them slightly above a tight bound.
 _SLACK = 1 + 1e-9

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).parent / "assets" / "zoo.json"
+TABLE = Path(__file__).parents[1] / "assets" / "zoo.json"
 _OF_THE_BOUND = ("global", "gloro", "local")
 _LINEARISED = ("lofast", "anchored")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from lipcert._settings import EPS, one_of, option, parse_eps, plain
 from lipcert.errors import InputError
+from lipcert.settings._certify import EPS, parse_eps
+from lipcert.settings._fields import one_of, option, plain
 
 Loss = Literal[
     "anchored", "adversarial", "ce", "cut", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
-from lipcert._named_data import KINDS, TinyImageNet, open_named, reason_of
-from lipcert._preprocessing import RESIZING, preprocessing
 from lipcert.errors import InputError, first_line
-from lipcert.loading import number_of_classes
+from lipcert.inputs.loading import number_of_classes
+from lipcert.inputs.named_data import KINDS, TinyImageNet, open_named, reason_of
+from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.model import Model
 
-BUNDLED = Path(__file__).parent / "assets" / "digits.safetensors"
+BUNDLED = Path(__file__).parents[1] / "assets" / "digits.safetensors"
 
 _MODES = {1: "L", 3: "RGB"}
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lipcert._settings import one_of, option
 from lipcert.errors import InputError
+from lipcert.settings import one_of, option
 
 if TYPE_CHECKING:
     from lipcert.model import Model
@@ -103,7 +103,7 @@ class Preprocessing:
         if self.input_size is not None:
             size = (channels, int(self.input_size[0]), int(self.input_size[-1]))
             if size != model.input_size:
-                from lipcert.loading import number_of_classes  # imports torch
+                from lipcert.inputs.loading import number_of_classes  # imports torch
 
                 model.input_size = size
                 number_of_classes(model)

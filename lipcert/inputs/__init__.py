@@ -1,0 +1,1 @@
+"""Models, checkpoints and images from files, hubs and modules that a user holds."""

@@ -1,0 +1,63 @@
+"""Numbers rounded outward, slacks for float64, estimates for training, floating-point formats, memory."""
+
+from lipcert.numerics._bound import Bound, Estimate, LayerBound
+from lipcert.numerics._certificates import Certificates
+from lipcert.numerics._environment import assumptions, check_environment, environment_settings, matmul_precision
+from lipcert.numerics._estimate import (
+    Estimated,
+    Estimator,
+    as_tensor,
+    estimated,
+    estimating,
+    held,
+    or_estimated,
+    through,
+)
+from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, Address, Format, address
+from lipcert.numerics._memory import give_back, is_out_of_memory, memory_left
+from lipcert.numerics._random_states import random_states
+from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out
+from lipcert.numerics._slack import INFLATE, SAFETY, SMALLEST_NORMAL, UNIT, at_most
+from lipcert.numerics._upper import INFINITE, Number, Upper, root_sum_squares
+
+__all__ = [
+    "Address",
+    "Bound",
+    "Certificates",
+    "DTYPES",
+    "EXTRA",
+    "Estimate",
+    "Estimated",
+    "Estimator",
+    "Format",
+    "INFINITE",
+    "INFLATE",
+    "LayerBound",
+    "Number",
+    "OWN_ROUNDING",
+    "REAL",
+    "RealArithmetic",
+    "SAFETY",
+    "SMALLEST_NORMAL",
+    "UNIT",
+    "Upper",
+    "address",
+    "as_tensor",
+    "assumptions",
+    "at_most",
+    "check_environment",
+    "environment_settings",
+    "estimated",
+    "estimating",
+    "give_back",
+    "held",
+    "in_real_arithmetic",
+    "is_out_of_memory",
+    "matmul_precision",
+    "memory_left",
+    "or_estimated",
+    "random_states",
+    "root_sum_squares",
+    "spelled_out",
+    "through",
+]

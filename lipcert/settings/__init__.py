@@ -1,0 +1,48 @@
+"""What a command or a call is asked for: fields with help texts and checks, without torch."""
+
+from lipcert.settings._certify import (
+    DETERMINISTIC,
+    DTYPES,
+    LINEARISED,
+    METHODS,
+    RIGORS,
+    SINGLE,
+    SMOOTHING,
+    CertifyOptions,
+    CertifySettings,
+    Method,
+    noise_fields,
+    parse_eps,
+)
+from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, PRESETS, ConstrainSettings
+from lipcert.settings._fields import one_of, option, settings_of, takes
+from lipcert.settings._finetune import GLOBAL, LOCAL, LOSSES, SCHEDULES, FinetuneSettings, MaxNorm
+
+__all__ = [
+    "CertifyOptions",
+    "CertifySettings",
+    "ConstrainSettings",
+    "DETERMINISTIC",
+    "DTYPES",
+    "ENGINES",
+    "FinetuneSettings",
+    "GLOBAL",
+    "LINEARISED",
+    "LOCAL",
+    "LOSSES",
+    "MEASURE_NAMES",
+    "METHODS",
+    "MaxNorm",
+    "Method",
+    "PRESETS",
+    "RIGORS",
+    "SCHEDULES",
+    "SINGLE",
+    "SMOOTHING",
+    "noise_fields",
+    "one_of",
+    "option",
+    "parse_eps",
+    "settings_of",
+    "takes",
+]

@@ -1,0 +1,92 @@
+"""Fields of settings: help texts, defaults and checks, from which commands and calls are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
+from typing import Any, TypeVar
+
+from lipcert.errors import InputError
+
+S = TypeVar("S")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(
+    help: str,
+    default: Any = dataclasses.MISSING,
+    typed: Any = str,
+    *,
+    choices: Sequence[str] = (),
+    group: str | None = None,
+    given: Any = None,
+) -> Any:
+    """A field of settings that is also an option of the command.
+
+    Args:
+        help: help text.
+        default: default of the field and the option; without one the option is required.
+        typed: type of the option.
+        choices: allowed values, shown by ``--help`` and completed by shells; the settings check them.
+        group: heading in ``--help``.
+        given: default of the option as text, if the field's default is not a text.
+    """
+    about = {"help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given}
+    return field(default=default, metadata=about)
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuses a value that is not one of the choices, and suggests a similar one.
+
+    Raises:
+        InputError: the value is not one of the choices; lists them.
+    """
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, 1)
+        meant = f"did you mean {close[0]}? There are" if close else "choose one of"
+        raise InputError(f"there is no {name} {value!r}; {meant} {', '.join(choices)}")
+
+
+def settings_of(kind: Callable[..., S], *arguments: Any, **given: Any) -> S:
+    """Creates settings; reports unknown or missing arguments in one line.
+
+    Raises:
+        InputError: an argument is unknown, missing or out of range.
+    """
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(*arguments, **given)
+    except TypeError as error:
+        close = [name for wrong in given for name in difflib.get_close_matches(wrong, signature.parameters, 1)]
+        meant = [name for name in close if name not in given]
+        hint = f"did you mean {meant[0]}?" if meant else f"the arguments are {', '.join(signature.parameters)}"
+        raise InputError(f"{error}; {hint}") from error
+    return kind(*arguments, **given)
+
+
+def takes(kind: type) -> Callable[[F], F]:
+    """A decorator that adds the fields of settings to the signature of a function, for help and editors."""
+
+    def shown(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [
+            p.replace(kind=p.KEYWORD_ONLY)
+            for p in inspect.signature(kind).parameters.values()
+            if p.name not in signature.parameters
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def plain(settings: Any) -> None:
+    """Replaces numbers of NumPy and torch, which JSON cannot represent, by Python numbers."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+            object.__setattr__(settings, one.name, value.item())
