@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds._arguments import named
-from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, kept_whole, refusal
+from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, check_entries, kept_whole, refusal
 from lipcert.bounds._value import Value
 from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
@@ -284,6 +284,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     rule = answer_of(node.op, "lipschitz")
     if node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"its result is {node.dtype}, not real")
+    check_entries(node)
     if isinstance(node.op, str):
         if not node.single and node.op not in PIECES:
             raise NoAnswer("several results")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lipcert.graph import Node, canonical
+from lipcert.graph import PIECES, REARRANGING, Node, canonical
 
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
@@ -242,6 +242,40 @@ def answer_of(op: Any, question: str) -> Any:
     if found is None:
         raise NoAnswer
     return found
+
+
+# Operations that only move entries, so that what they claim of a value without entries is true of nothing.
+_OF_NOTHING = REARRANGING | PIECES | {
+    "cat", "stack", "getitem", "index_select", "part", "expand", "repeat", "tile", "repeat_interleave", "pad",
+    "constant_pad_nd", "setitem",
+}  # fmt: skip
+
+
+def check_entries(node: Node) -> None:
+    """Refuses operations on nothing, so that no rule meets an empty group of entries.
+
+    A sum over no entries is 0, a largest entry −∞, a softmax over no entries sums to 0, and attention to no keys is 0:
+    facts that hold for all other groups (a floor, a mass, a mean) fail there. Values without entries may only be cut
+    off, moved, and put together with others again.
+
+    Raises:
+        NoAnswer: the result, an operand or a constant has no entries.
+    """
+    if isinstance(node.op, str) and node.op in _OF_NOTHING:
+        return
+    sizes = [node.entries, *(operand.entries for operand in node.operands if operand.single)]
+    if 0 in sizes or not all(tensor.numel() for tensor in _tensors((node.args, dict(node.kwargs)))):
+        raise NoAnswer("a value without entries")
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
 
 
 def refusal(node: Node, reason: NoAnswer) -> tuple[str, str]:

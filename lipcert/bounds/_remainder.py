@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lipcert.bounds._registry import RULES, NoAnswer, answer_of, registered
+from lipcert.bounds._registry import RULES, NoAnswer, answer_of, check_entries, registered
 from lipcert.graph import Node
 from lipcert.numerics import UNIT, at_most
 
@@ -209,6 +209,7 @@ def remainder_of(node: Node) -> type[Remainder] | None:
     """
     if isinstance(node.op, str) and node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"rounds to {node.dtype}")
+    check_entries(node)
     rule = RULES.get(node.op)
     if rule is not None and rule.linear is not None and rule.linear(node):
         return None

@@ -9,11 +9,12 @@ from lipcert.graph._capture import capture, outline
 from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, map_nodes, run
 from lipcert.graph._looks import across_types, close, only_in
 from lipcert.graph._passes import passed, passes
+from lipcert.graph._signatures import SIGNATURES, SYNONYMS
 from lipcert.graph._stages import Replay, cuts, explicit_attention, explicit_maxima, needed
 from lipcert.graph._witness import confirm, examine, examples, first_run
 
 __all__ = [
-    "PIECES", "REARRANGING", "Graph", "Node", "Replay", "across_types", "canonical", "capture", "close",
+    "PIECES", "REARRANGING", "SIGNATURES", "SYNONYMS", "Graph", "Node", "Replay", "across_types", "canonical", "capture", "close",
     "confirm", "cuts", "examine", "examples", "explicit_attention", "explicit_maxima", "first_run", "map_nodes",
     "needed", "only_in", "outline", "passed", "passes", "run",
 ]  # fmt: skip

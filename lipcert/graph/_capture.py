@@ -18,6 +18,7 @@ from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
+from lipcert.graph._signatures import placed
 from lipcert.graph._witness import as_captured, examine, frozen, module_calls, watched, write_count
 from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memory, spelled_out
 
@@ -183,6 +184,10 @@ def _tracked_in(tree: Any) -> Iterator[Tracked]:
         yield from _tracked_in(list(tree.values()))
 
 
+def _tracks(tree: Any) -> bool:
+    return any(True for _ in _tracked_in(tree))
+
+
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
@@ -233,10 +238,12 @@ class _Recorder:
         function, args, kwargs = spelled_out(function, args, kwargs)
         if self.real:
             function, args, kwargs = in_real_arithmetic(function, args, kwargs)
+        op = canonical(function)
+        args, kwargs = placed(function, op, args, kwargs, _tracks)
         name = getattr(function, "__name__", "")
         if name in _TEMPLATES and args and isinstance(args[0], Tensor):
             return function(*_map_tracked(lambda value: value.tensor, args), **kwargs)
-        form = name in _FORM and not any(True for _ in _tracked_in((args[1:], kwargs)))
+        form = name in _FORM and not _tracks((args[1:], kwargs))
         if not form:
             self.check_current((args, kwargs))
         target: Tracked | None = None
@@ -261,7 +268,6 @@ class _Recorder:
         if form:
             return outcome
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
-        op = canonical(function)
         function = _REPLAYED_AS.get(op, _REPLAYED_AS.get(function, function))
         if target is not None:
             if target.tensor.shape != target.node.shape:
@@ -348,10 +354,11 @@ class _Recorder:
         """Runs a module's forward code; records the module as one node if ``whole`` asks for it."""
         self.stack.append(self.paths.get(module, self.path))
         outer = self.nodes
-        keep = self.whole(module) and any(True for _ in _tracked_in((args, kwargs)))
+        keep = self.whole(module) and _tracks((args, kwargs))
         try:
             if not keep:
                 return forward(module, *args, **kwargs)
+            args, kwargs = placed(module.forward, type(module), args, kwargs, _tracks)
             self.check_current((args, kwargs))
             inputs = list(_tracked_in((args, kwargs)))
             node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))

@@ -158,9 +158,15 @@ def _written_out(
     if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool:
         still = torch.zeros(attn_mask.shape, dtype=torch.float64, device=attn_mask.device)
         attn_mask = still.masked_fill(~attn_mask, -math.inf)
+    hidden = None
+    if isinstance(attn_mask, Tensor):
+        hidden = (attn_mask == -math.inf).all(-1, keepdim=True)
+        attn_mask = attn_mask.masked_fill(hidden, 0.0)
     if attn_mask is not None:
         logits = emit("add", operator.add, (logits, attn_mask), scores)
     weights = emit("softmax", torch.softmax, (logits, -1), scores)
+    if hidden is not None and bool(hidden.any()):  # the result of a query that sees no key is 0
+        weights = emit("mul", operator.mul, (weights, (~hidden).to(attn_mask.dtype)), scores)
     return emit("matmul", torch.matmul, (weights, value), node.shape)
 
 

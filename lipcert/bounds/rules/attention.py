@@ -283,6 +283,9 @@ def attention(
     A bias that depends on the image adds Cov_{P_i}(δM_i, v), at most √½ t_v ‖δM_i‖. If entries are broadcast, or
     queries share their keys and values (``enable_gqa``), every entry is used m times, which gives a factor √m. The
     bounds t hold on the whole image box, which is convex, so the derivative bound holds along every segment.
+
+    The result of a query that the mask hides from every key is 0, so P is stochastic but for rows of zeros. Such a row
+    moves with nothing, and is no mean of values: the entries of O are at least the smaller of 0 and the least value.
     """
     if dropout_p:
         raise NoAnswer("dropout, which is random here in evaluation mode too")
@@ -298,4 +301,15 @@ def attention(
         scores = batch * n * k.shape[-2]
         copies = Upper(scores // max(1, math.prod(attn_mask.shape))).sqrt()
         lip = lip + t_v * (Upper(1) / 2).sqrt() * attn_mask.lip * copies
-    return Value(call.shape, lip, magnitude=v.magnitude, rows=(-1, t_v), floor=v.lowest)
+    floor = min(v.lowest, 0.0) if _may_hide_rows(attn_mask) else v.lowest
+    return Value(call.shape, lip, magnitude=v.magnitude, rows=(-1, t_v), floor=floor)
+
+
+def _may_hide_rows(mask: Any) -> bool:
+    """Whether a mask may hide every key from a query. A causal mask does not: the first key is always seen."""
+    if mask is None:
+        return False
+    if isinstance(mask, Value):
+        return not mask.magnitude.finite
+    seen = mask if mask.dtype == torch.bool else mask > -math.inf
+    return not bool(seen.any(-1).all())

@@ -134,7 +134,10 @@ def _through(energy: Origin | None, kind: str) -> Origin | None:
 
 @remainder("pow", "sqrt", "rsqrt")
 class Power(Smooth):
-    """The second derivative p(p − 1)xᵖ⁻² is largest on |x − z| ≤ ρ at |z| + ρ if p ≥ 2, and at z − ρ > 0 if p < 2."""
+    """The second derivative p(p − 1)xᵖ⁻² is largest on |x − z| ≤ ρ at |z| + ρ if p ≥ 2, and at z − ρ > 0 if p < 2.
+
+    If p is not whole, xᵖ is no number for x < 0, so there is no bound unless z − ρ > 0.
+    """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
@@ -153,8 +156,10 @@ class Power(Smooth):
         p = self.exponent
         if p in (0, 1):
             return torch.zeros_like(self.z)
-        furthest = self.z.abs() + each_entry(rho) if p >= 2 else (self.z - each_entry(rho)).clamp_min(0)
-        return abs(p * (p - 1)) * furthest ** (p - 2)
+        nearest = self.z - each_entry(rho)
+        furthest = self.z.abs() + each_entry(rho) if p >= 2 else nearest.clamp_min(0)
+        bound = abs(p * (p - 1)) * furthest ** (p - 2)
+        return bound if p == int(p) else torch.where(nearest > 0, bound, math.inf)
 
     def against(self, direction: Tensor) -> Against:
         weight = per_image(direction).abs()

@@ -1,0 +1,158 @@
+"""The arguments of torch operations: their names in torch's order, and calls by name written by place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+# Positional arguments in order; after * the keyword-only ones. Operations on one line share the signature.
+# tests/test_arguments.py compares this table with torch's own signatures.
+_SIGNATURES = """
+abs neg relu relu6 silu mish sigmoid tanh hardsigmoid hardswish softsign log_sigmoid square sqrt rsqrt: input inplace
+add sub rsub: input other * alpha
+mul matmul max min maximum minimum: input other
+div: input other * rounding_mode
+pow: input exponent
+addcmul: input tensor1 tensor2 * value
+sum mean: input dim keepdim * dtype
+amax amin argmax argmin: input dim keepdim
+var: input dim unbiased keepdim * correction
+norm: input p dim keepdim out dtype
+linalg_vector_norm: input ord dim keepdim * dtype
+softmax: input dim * dtype _stacklevel
+logsumexp: input dim keepdim
+linear: input weight bias
+conv1d conv2d conv3d: input weight bias stride padding dilation groups
+conv_transpose1d conv_transpose2d conv_transpose3d: input weight bias stride padding output_padding groups dilation
+batch_norm: input running_mean running_var weight bias training momentum eps
+layer_norm: input normalized_shape weight bias eps cudnn_enable
+group_norm: input num_groups weight bias eps cudnn_enabled
+rms_norm: input normalized_shape weight eps
+normalize: input p dim eps out
+avg_pool1d: input kernel_size stride padding ceil_mode count_include_pad
+avg_pool2d avg_pool3d: input kernel_size stride padding ceil_mode count_include_pad divisor_override
+adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d: input output_size
+max_pool1d max_pool2d max_pool3d: input kernel_size stride padding dilation ceil_mode return_indices
+adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d: input output_size return_indices
+clamp: input min max
+hardtanh: input min_val max_val inplace
+leaky_relu: input negative_slope inplace
+elu: input alpha inplace
+softplus: input beta threshold
+gelu: input * approximate
+dropout: input p training inplace
+pad: input pad mode value
+constant_pad_nd: input pad value
+cat stack: tensors dim
+lstm lstm_last_hidden lstm_last_cell: input hx params has_biases num_layers dropout train bidirectional batch_first
+setitem: input index value
+"""
+# The same for operations whose rules read their arguments by place.
+_PLACED = """
+logsigmoid ravel t detach contiguous clone: input
+scaled_dot_product_attention: query key value attn_mask dropout_p is_causal
+select: input dim index
+narrow: input dim start length
+index_select: input dim index
+flatten: input start_dim end_dim
+unflatten: input dim sizes
+reshape view: input shape
+squeeze unsqueeze unbind: input dim
+permute tile flip: input dims
+movedim: input source destination
+transpose: input dim0 dim1
+swapaxes: input axis0 axis1
+swapdims: input dim0 dim1
+roll: input shifts dims
+split: input split_size_or_sections dim
+split_with_sizes: input split_sizes dim
+chunk: input chunks dim
+tensor_split: input indices_or_sections dim
+broadcast_to expand: input size
+expand_as view_as reshape_as type_as: input other
+repeat_interleave: input repeats dim
+interpolate: input size scale_factor mode align_corners recompute_scale_factor antialias
+unfold: input kernel_size dilation padding stride
+unfold_axis: input dimension size step
+fold: input output_size kernel_size dilation padding stride
+einsum: equation
+"""
+
+# Other names that torch accepts for the same arguments.
+SYNONYMS = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "self": "input",
+    "tensor": "input",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+    "mat2": "other",
+}
+
+
+def _signatures(text: str) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
+    known = {}
+    for line in text.strip().splitlines():
+        operations, _, names = line.partition(":")
+        positional, _, named = names.partition("*")
+        places = tuple(positional.split())
+        known.update(dict.fromkeys(operations.split(), (places, frozenset((*places, *named.split())))))
+    return known
+
+
+# For each operation: the names of its positional arguments in order, and all names.
+SIGNATURES = _signatures(_SIGNATURES)
+_PLACES = {name: places for name, (places, _) in {**SIGNATURES, **_signatures(_PLACED)}.items()}
+
+
+def placed(
+    function: Callable[..., Any],
+    op: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operand: Callable[[Any], bool],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with its arguments by place, as far as they follow each other without a gap.
+
+    ``torch.div(other=y, input=x)`` becomes ``torch.div(x, y)``. Arguments after a gap keep their names, in the order of
+    the signature. So operands are in the same order however a network names them. Of functions and modules that are not
+    torch's own only the arguments up to the last operand are placed, since rules of users may read the others by name.
+
+    Args:
+        function: the function that is called.
+        op: its canonical name, or the function itself, or the class of a module.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        operand: whether an argument holds a value that depends on the image.
+    """
+    if not kwargs:
+        return args, kwargs
+    ours = isinstance(op, str)
+    places = _places(function, op)
+    left = {SYNONYMS.get(name, name) if name not in places else name: name for name in kwargs}
+    if len(left) != len(kwargs):
+        return args, kwargs
+    by_place = [*args]
+    for name in places[len(args) :]:
+        if name not in left or not (ours or any(operand(kwargs[other]) for other in left.values())):
+            break
+        by_place.append(kwargs[left.pop(name)])
+    order = sorted(left, key=lambda name: places.index(name) if name in places else len(places))
+    return tuple(by_place), {left[name]: kwargs[left[name]] for name in order}
+
+
+def _places(function: Callable[..., Any], op: Any) -> tuple[str, ...]:
+    """The names of a function's positional arguments in order; empty where they are not known."""
+    if isinstance(op, str):
+        bare = getattr(function, "__name__", op).strip("_")
+        known = _PLACES.get(op if op == "unfold_axis" else bare, _PLACES.get(op))
+        if known is not None:
+            return known
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in function without a signature
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
