@@ -14,7 +14,7 @@ from lipcert.graph._stages import Replay, cuts, explicit_attention, explicit_max
 from lipcert.graph._witness import confirm, examine, examples, first_run
 
 __all__ = [
-    "PIECES", "REARRANGING", "SIGNATURES", "SYNONYMS", "Graph", "Node", "Replay", "across_types", "canonical", "capture",
-    "close", "confirm", "cuts", "examine", "examples", "explicit_attention", "explicit_maxima", "first_run", "map_nodes",
-    "needed", "only_in", "outline", "passed", "passes", "run",
+    "PIECES", "REARRANGING", "SIGNATURES", "SYNONYMS", "Graph", "Node", "Replay", "across_types", "canonical",
+    "capture", "close", "confirm", "cuts", "examine", "examples", "explicit_attention", "explicit_maxima",
+    "first_run", "map_nodes", "needed", "only_in", "outline", "passed", "passes", "run",
 ]  # fmt: skip
