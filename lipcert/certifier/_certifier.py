@@ -29,6 +29,7 @@ from lipcert.errors import (
     first_line,
 )
 from lipcert.graph import across_types, confirm, examine, only_in
+from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of, rigor_of
 from lipcert.numerics import Certificates, check_environment, is_out_of_memory, memory_left
@@ -121,7 +122,7 @@ class Certifier:
         self.model, self.roundoff = _as_deployed(model, dtype)
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, self.roundoff)
-        self._confirmed = False
+        self._confirmed, self._seed = False, seed_of(self.model)
         self._flops, self._results = self._forward_pass()
         self.nominal = NominalMargins(self.model, self.analysis, prove=self._flops <= _WORK_OF_A_PROOF)
         if len(self.analysis.output.shape) != 2:
@@ -324,7 +325,7 @@ class Certifier:
         broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
         radius = torch.zeros(len(images), dtype=torch.float64)
         decided = [next(iter(self.stages))] * len(images)
-        ledger = Ledger(self.delta, len(images))
+        ledger = Ledger(self.delta, len(images), self._seed)
         random = torch.zeros(len(images), dtype=torch.bool)  # whether the radius is probabilistic
         for name, stage in self.stages.items():
             hopeless = broken & (name not in DETERMINISTIC and self.method == "staged")

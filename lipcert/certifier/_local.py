@@ -10,6 +10,7 @@ from torch import Tensor
 from lipcert.bounds import ROUND_DOWN, Analysis, Boxes, Core, MarginBounds, Nominal, State, Walk, analyze, flat, radii
 from lipcert.certifier._search import search_open
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of
 from lipcert.numerics import INFLATE
@@ -156,7 +157,7 @@ class Local:
         return self.boxes.nominal(images.to(self.model.device, torch.float64))
 
     def _ledger(self, images: int) -> Ledger:
-        return Ledger(self.delta, images, self.seed)
+        return Ledger(self.delta, images, seed_of(self.model, self.seed))
 
     def _walk(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Walk:
         # A walk computes at most one norm per operation, and a radius needs at most _EVALUATIONS walks.

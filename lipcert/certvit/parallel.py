@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -29,6 +28,7 @@ from torch import Tensor
 from lipcert.certvit.moments import Moments
 from lipcert.certvit.solve import Solution, constrain_matrix
 from lipcert.errors import InputError
+from lipcert.inputs.files import replacing
 from lipcert.inputs.processes import Processes
 
 
@@ -258,10 +258,8 @@ def _fingerprint(task: Task) -> str:
 def _save(path: Path, task: Task, solution: Solution) -> None:
     facts = {key: value for key, value in vars(solution).items() if key != "weight"}
     metadata = {"solution": json.dumps(facts), "fingerprint": _fingerprint(task)}
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(handle)
-    save_file({"weight": solution.weight.contiguous()}, partial, metadata=metadata)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        save_file({"weight": solution.weight.contiguous()}, partial, metadata=metadata)
 
 
 def _load(path: Path, task: Task) -> Solution | None:

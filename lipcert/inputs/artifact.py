@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lipcert import __version__
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.inputs.construction import check_described
+from lipcert.inputs.files import replacing
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
 from lipcert.inputs.weights import check_finite
 from lipcert.model import Model, checked
@@ -94,15 +95,11 @@ def save(
             f"the model's arguments and facts must be values that JSON can represent: {first_line(error)}"
         ) from error
     tensors = {name: (v.to(half) if half and v.is_floating_point() else v.clone()) for name, v in tensors.items()}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
-        partial.chmod(0o666 & ~_umask())  # safetensors creates files that only their owner can read
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"cannot write {path}: {first_line(error)}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _half(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
@@ -144,12 +141,6 @@ def check_free(path: Path, model: Model, force: bool, step: str | None = None) -
     lost = {*done} - {"convert", step, *(known["step"] for known in model.recipe)}
     if lost:
         raise InputError(f"{path} holds a model after {', '.join(sorted(lost))}, and the new one is not; {way_out}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def load_artifact(path: str | os.PathLike[str]) -> Model:
@@ -309,6 +300,11 @@ def buffers_hash(model: Model) -> str:
     known = {*model.state_dict(), "mean", "std"}
     left = ((name.removeprefix("net."), value) for name, value in model.named_buffers() if name not in known)
     return _tensors_hash(sorted(left))
+
+
+def seed_of(model: Model, seed: int = 0) -> tuple[int, str]:
+    """The seed of random vectors for a model's norms: no weights can be made for vectors that are known before."""
+    return seed, weights_hash(model) + buffers_hash(model)
 
 
 def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:

@@ -25,10 +25,13 @@ which makes results independent of the batch. A norm that is the same for all im
 each of them. The expected number of wrong certificates is at most the sum of the rows' failure probabilities. Nothing
 is claimed about the joint distribution of failures.
 
-**The vectors.** The key is hashed to 128 bits, which are the key of a Philox generator (Salmon, Moraes, Dror and Shaw,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its streams differ from key to key; they do not depend on the
-device, on threads, or on earlier draws. (torch's CPU generator keeps 32 bits of a seed.) We assume that the streams
-behave like independent random numbers, and that the network and the image were not constructed from them.
+**The vectors.** The key and the hash of the network's weights are hashed to 128 bits, which are the key of a Philox
+generator (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its streams differ
+from key to key; they do not depend on the device, on threads, or on earlier draws. (torch's CPU generator keeps 32 bits
+of a seed.) We assume that the streams behave like independent random numbers. Weights cannot be made for vectors that
+are known before: each change of a weight draws all vectors anew, so whoever looks for a network whose certificate is
+wrong has to try about 1/δ of them. Constants in a network's code are not hashed, because some of them are computed, and
+round differently from machine to machine. We assume that they and the image were not constructed from the vectors.
 """
 
 from __future__ import annotations
@@ -68,10 +71,10 @@ class Ledger:
     Args:
         delta: δ, the failure probability available for each image; 0 allows no random vectors.
         images: N.
-        seed: changes the vectors.
+        seed: changes the vectors: a number, and for the norms of a network the hash of its weights with it.
     """
 
-    def __init__(self, delta: float, images: int = 1, seed: int = 0):
+    def __init__(self, delta: float, images: int = 1, seed: int | tuple[int, str] = 0):
         self.delta = delta
         self._seed = seed
         self._purpose: tuple[str | int, ...] = ()

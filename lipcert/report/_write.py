@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lipcert.errors import InputError
+from lipcert.inputs.files import replacing
 from lipcert.report import _figures
 from lipcert.report._build import Eps, report
 from lipcert.report._card import artifact_of, model_card, model_info
@@ -79,14 +80,11 @@ def write(
     for path in content:
         _check_free(path)
     for path, text in content.items():
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_bytes(text if isinstance(text, bytes) else text.encode())
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                partial.write_bytes(text if isinstance(text, bytes) else text.encode())
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
     return list(content)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lipcert.errors import InputError
+from lipcert.inputs.files import replacing
 from lipcert.results._reading import read_earlier, refuse_folder, summary_path
 from lipcert.results._statistics import Tally
 
@@ -119,12 +120,9 @@ class ResultFile:
 
     def _write_summary(self, *, complete: bool) -> None:
         content = summary(self.description, self.tally, complete=complete)
-        partial = self.summary_path.with_name(f".{self.summary_path.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(partial, self.summary_path)
+            with replacing(self.summary_path) as partial:
+                partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
             reason = error.strerror or error
             raise InputError(f"cannot write {self.summary_path}: {reason}; the rows before stay valid") from error
-        finally:
-            partial.unlink(missing_ok=True)

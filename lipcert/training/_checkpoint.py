@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lipcert.errors import InputError, first_line
+from lipcert.inputs.files import replacing
 
 
 def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
@@ -17,14 +17,11 @@ def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        torch.save({"lipcert_finetune": settings, **state}, partial)
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            torch.save({"lipcert_finetune": settings, **state}, partial)
     except (OSError, RuntimeError) as error:  # torch reports a missing folder as a RuntimeError
         raise InputError(f"cannot write the checkpoint {path}: {first_line(error)}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -61,6 +61,7 @@ class Behind:
         graph: the network, as it computes its values.
         cut: a cut of ``graph``.
         constant: K.
+        delta: the failure probability of both for each image.
         eps: for a verdict at this ε, the whole network is linearised only for images without one.
         options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
@@ -69,12 +70,21 @@ class Behind:
     """
 
     def __init__(
-        self, model: Model, graph: Graph, cut: Node, constant: float, *, eps: float | None = None, **options: Any
+        self,
+        model: Model,
+        graph: Graph,
+        cut: Node,
+        constant: float,
+        *,
+        delta: float,
+        eps: float | None = None,
+        **options: Any,
     ):
         self.cut, self.constant, self.eps = cut, constant, eps
+        self.delta = delta
         self.rounding = Roundoff(model, REAL, _up_to(graph, cut))
         there = None if eps is None else eps * constant * (1 + 1e-3)
-        self.behind = Anchored(model, at=cut, graph=graph, eps=there, **options)
+        self.behind = Anchored(model, at=cut, graph=graph, eps=there, delta=part_of(delta, 2), **options)
         self.whole: Anchored | None = None
 
     @property
@@ -110,7 +120,8 @@ class Behind:
         self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None
     ) -> BehindAnchor:
         """Linearises the layers behind the cut at images, shape (N, C, H, W)."""
-        ledger = self.behind.finder.ledger(len(images)) if ledger is None else ledger
+        if ledger is None:
+            ledger = self.behind.finder.ledger(len(images), self.delta)
         return BehindAnchor(self, images, self.behind(images, progress, ledger.part("behind")), ledger, progress)
 
 
@@ -162,18 +173,18 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
     """
     captured = recorded(model)
     plain, formed = (prepared(captured, model, forms=forms) for forms in (False, True))
-    half = {**options, "delta": part_of(NormOptions(**options).delta, 2)}
+    both = {**options, "delta": NormOptions(**options).delta}
     cut = cut_behind_kinks(plain)
     behind = None
     if cut is not None:
         with suppress(UnsupportedOperation):
             constant = constant_up_to(plain, cut, model)
             if constant <= _LOOSE * slope_up_to(plain, cut, model):
-                behind = Behind(model, plain, cut, constant, eps=eps, **half)
+                behind = Behind(model, plain, cut, constant, eps=eps, **both)
     if behind is None:
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
-        whole = Anchored(model, eps=eps, graph=formed, **half)
+        whole = Anchored(model, eps=eps, graph=formed, **{**options, "delta": part_of(behind.delta, 2)})
         if eps is None or whole.work <= max(behind.work, FULL):  # for a verdict, only if that takes little
             behind.whole = whole
     return behind

@@ -20,6 +20,7 @@ from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.rounding import Rounded, rounded, times
 from lipcert.errors import InputError
 from lipcert.graph import Node
+from lipcert.inputs.artifact import seed_of
 from lipcert.norms import SMALLEST, Draw, Ledger, part_of
 from lipcert.numerics import UNIT, at_most
 from lipcert.settings import RIGORS
@@ -180,9 +181,11 @@ class NormFinder:
         if options.deterministic:
             self.jacobians.check_sizes([*plan.pairs, *((link.operand, link.node) for link in plan.links)])
 
-    def ledger(self, images: int) -> Ledger:
-        """A new ledger for this number of images."""
-        return Ledger(self.options.delta, images, self.options.seed)
+    def ledger(self, images: int, delta: float | None = None) -> Ledger:
+        """A new ledger for this number of images, with the failure probability of the options, or another one."""
+        return Ledger(
+            self.options.delta if delta is None else delta, images, seed_of(self.network.model, self.options.seed)
+        )
 
     def __call__(self, values: dict[Node, Tensor], ledger: Ledger, progress: NormProgress | None = None) -> Norms:
         """Upper bounds at nominal values; the probability that one of them fails is charged to ``ledger``.
