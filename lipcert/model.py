@@ -21,11 +21,13 @@ from lipcert.numerics import RealArithmetic
 def unusable(net: nn.Module) -> str | None:
     """The reason why no bound can hold for a network's weights, such as ``"head.weight holds NaN"``; None if none.
 
-    Reasons are NaN in any tensor, and infinity in a parameter or in batch norm statistics. Other buffers may be
+    Reasons are formats of 8 bits, in which torch does not compute, NaN in any tensor, and infinity in a parameter or in batch norm statistics. Other buffers may be
     infinite: masks and limits use infinity for "no limit".
     """
     parameters = {name for name, _ in net.named_parameters()}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
+        if value.is_floating_point() and value.dtype.itemsize == 1:
+            return f"{name} is in {str(value.dtype)[6:]}, a format for storage; call .float() on the network first"
         if not value.is_floating_point() or bool(value.sum().isfinite()):
             continue  # a sum is NaN or infinite if an entry is; it may also overflow
         if bool(value.isnan().any()):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -43,8 +44,8 @@ _COUNTED = 4
 _NEGLIGIBLE = 1e-5
 # A proof that takes more than this fraction of a margin is replaced by the check.
 _TAKEN = 1e-3
-# There is no proof for networks whose global bound is larger.
-_LARGEST_LOG10 = 9.0
+# There is no proof for margins that the global bound exceeds by more than this factor, whatever the scale of the logits.
+_LARGEST_RATIO = 1e10
 
 
 class NominalMargins:
@@ -59,14 +60,18 @@ class NominalMargins:
 
     def __init__(self, model: Model, analysis: Analysis, prove: bool = True, seed: int = 0):
         graph = analysis.graph
-        self.proof: Roundoff | None = None
-        if prove and analysis.bound().log10 <= _LARGEST_LOG10:
-            with suppress(UnsupportedOperation, InputError):
-                self.proof = Roundoff(model, REAL)
+        self.model, self.prove, self.constant = model, prove, float(analysis.output.lip)
         self.rewritten = bool(graph.forms)
         self.graph = needed(explicit_attention(graph, model.device))
         self.local = OperationRounding(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
+
+    @cached_property
+    def proof(self) -> Roundoff | None:
+        """Bounds on rounding in float64; None if there are none."""
+        with suppress(UnsupportedOperation, InputError):
+            return Roundoff(self.model, REAL)
+        return None
 
     @property
     def bounded(self) -> bool:
@@ -87,10 +92,13 @@ class NominalMargins:
         """
         proved = torch.zeros(len(images), dtype=torch.bool)
         found = margins.clone()
-        if self.proof is not None and len(images):
-            lost = self.proof.margins(images, predicted, torch.zeros(len(images))).to(margins)
-            proved = (lost <= _TAKEN * margins).all(dim=1)
-            found[proved] -= lost[proved]
+        worthwhile = (self.constant <= _LARGEST_RATIO * margins.amin(1)).nonzero()[:, 0]
+        if self.prove and len(worthwhile) and self.proof is not None:
+            some = images[worthwhile.to(images.device)]
+            lost = self.proof.margins(some, predicted[worthwhile], torch.zeros(len(some))).to(margins)
+            small = (lost <= _TAKEN * margins[worthwhile]).all(dim=1)
+            proved[worthwhile] = small
+            found[worthwhile[small]] -= lost[small]
         if not proved.all():
             found[~proved] = self._checked(images[~proved.to(images.device)], predicted[~proved], margins[~proved])
         return found, proved
