@@ -32,7 +32,7 @@ from typing import Any
 
 import lipcert
 from lipcert.inputs.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
-from lipcert.results._rows import delta
+from lipcert.norms import Rigor
 
 KINDS: dict[str, dict[str, Any]] = {
     "digits-vit": {
@@ -116,7 +116,7 @@ def main() -> None:
         "clean": len(right) / len(found),
         "certified": sum(bool(row["certified"]) for row in right) / len(found),
         "attacked": sum(r["predicted"] == r["label"] and not r["attacked"] for r in hit) / len(hit),
-        "rigor": max((row["rigor"] for row in found), key=lambda rigor: delta(rigor) or 0.0),
+        "rigor": max((row["rigor"] for row in found), key=lambda text: (Rigor.parse(text) or Rigor(0.0)).delta),
         "seconds": float(f"{fmean(row['seconds'] for row in found):.2g}"),
         "command": " ".join(
             [

@@ -72,7 +72,8 @@ def test_flags_do_not_depend_on_the_batch(method, activation):
     """At an ε between the radii, so that both verdicts occur; one by one, in threes, and with others beside them."""
     model = small(activation)
     images = images_of(model, 5)
-    radius = Certifier(model, 1e3, method).run(images).radius.sort().values  # the largest that any stage finds
+    largest = "anchored" if method == "staged" else method  # what staged gives to an image that it leaves open
+    radius = Certifier(model, 1e3, largest).run(images).radius.sort().values
     eps = (radius[2] * radius[3]).sqrt().item()
     certifier = Certifier(model, eps, method)
     whole = certifier.run(images)

@@ -15,10 +15,14 @@ from lipcert.bounds import _masked, margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier.anchored import jacobians
 from lipcert.errors import LedgerError
-from lipcert.norms import Ledger, lanczos_norm
-from lipcert.norms._ledger import part_of, rigor_of
-from lipcert.results._rows import delta as delta_of
+from lipcert.norms import Budget, Ledger, Rigor, lanczos_norm
 from lipcert.settings import RIGORS
+
+
+def delta_of(text: str) -> float:
+    rigor = Rigor.parse(text)
+    assert rigor is not None
+    return rigor.delta
 
 
 def vit(norm="smooth", depth=1):
@@ -91,7 +95,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_two_norms_of_a_certificate_share_a_vector(case, met):
+def test_no_two_norms_of_a_certificate_share_a_vector(case, met, no_triage):
     """And the row states what all of them were charged, within δ."""
     build, method, dtype = CASES[case]
     model = build()
@@ -134,7 +138,7 @@ def test_what_is_written_out_costs_nothing(met):
     assert not met[1]
 
 
-def test_all_stages_that_were_run_are_stated():
+def test_all_stages_that_were_run_are_stated(no_triage):
     """An image that local leaves open has met the vectors of both; one that global decides, none."""
     model, image = convolutions(), pixels(convolutions())
     local, staged = (Certifier(model, 10.0, method, delta=0.01).run(image) for method in ("local", "staged"))
@@ -185,17 +189,19 @@ def test_vectors_differ_in_every_bit_of_the_key():
 @given(st.floats(1e-300, 0.5), st.integers(1, 10**6), st.floats(1e-6, 1.0))
 def test_what_is_stated_is_what_was_spent_rounded_up(delta, count, share):
     spent = share * delta
-    word = rigor_of(spent, delta)
+    word = Rigor(spent, delta)
     assert spent <= delta_of(word) <= min(1.011 * spent, delta) or delta < 1e-290
-    assert part_of(delta, count) * count <= delta
-    assert rigor_of(0.0, delta) == "deterministic"
+    assert word.delta == delta_of(word) == Rigor.parse(str(word)).delta
+    assert Budget(delta).split(count).delta * count <= delta
+    assert Rigor(0.0, delta) == "deterministic"
 
 
 def test_parts_can_all_be_spent():
-    ledger = Ledger(1e-9)
+    budget = Budget(1e-9)
+    ledger = budget.ledger(1)
     for number in range(1000):
-        ledger.draw(number, delta=part_of(1e-9, 1000))
-    assert rigor_of(ledger.spent.item(), 1e-9) == "probabilistic(1e-09)"
+        ledger.draw(number, delta=budget.split(1000).delta)
+    assert Rigor(ledger.spent.item(), 1e-9) == "probabilistic(1e-09)"
 
 
 def hidden(size, place):

@@ -1,6 +1,7 @@
 """lofast and what it shares with anchored: no attack gets past a bound, and the bounds stand in their order."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 import lipcert
 from lipcert import certify
 from lipcert.bounds import margins
-from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _certifier, _lofast
+from lipcert.certifier import Anchored, Certifier, DeployedAnchored, _lofast
+from lipcert.certifier._anchored import AnchoredMethod
 from lipcert.certifier._lofast import (
     AttentionLayer,
     Layers,
@@ -24,7 +26,8 @@ from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.margin import RivalMargin, Weighed, change, curvature_norms, spreads
 from lipcert.certifier.anchored.method import linearized_radius
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.norms import Ledger, lanczos_norm
+from lipcert.norms import Budget, Ledger, lanczos_norm
+from lipcert.settings import CertifySettings
 
 
 def seeded(*shape, seed=0):
@@ -843,25 +846,28 @@ def test_products_in_the_deployed_network_and_inside():
     assert method.plan.chained
     assert 0 < deployed.item() < Anchored(model, passes=passes, tolerance=LOOSE)(pixels).radius(predicted, gaps).item()
     exact = Anchored(branching(), passes=0.0, rigor="deterministic")
-    assert exact.finder.delta == 0
+    assert exact.finder.budget.delta == 0
     assert exact(small(1)).radius(*margins(branching()(small(1)))).item() > 0
 
 
-def test_staged_takes_products_where_all_norms_take_too_long(monkeypatch):
+def test_staged_takes_products_where_all_norms_take_too_long(no_triage):
     model = branching()
     norms = Certifier(model, 10.0)
     assert not norms.notes
     work, apart = Anchored(model).work, Anchored(model, passes=1e12).work  # the second keeps all cuts
-    monkeypatch.setattr(_certifier, "_WORK_LIMIT", 0.9 * work)
-    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 0.4 * apart)
+    subject = replace(norms.subject, settings=CertifySettings(10.0))
+    assert AnchoredMethod(subject, Budget(1e-9), work * 1.1).note == ""
+    few_norms = AnchoredMethod(subject, Budget(1e-9), 0.9 * work, 0.4 * apart)
+    assert "the rest are looser" in few_norms.note
     products = Certifier(model, 10.0)
-    assert "products of norms for the others" in products.notes["anchored"]
+    products.methods["anchored"] = few_norms
     few, all_of_them = products.run(small(3)), norms.run(small(3))
     assert (few.radius > 0).all()
     assert (few.radius < all_of_them.radius).all()
-    monkeypatch.setattr(_certifier, "_WORK_INSTEAD", 1e-3 * apart)
-    assert "anchored" in Certifier(model, 10.0).skipped
-    assert not Certifier(model, 10.0, passes=1).skipped  # asked for
+    with pytest.raises(InputError, match="force it with --method anchored"):
+        AnchoredMethod(subject, Budget(1e-9), 0.9 * work, 1e-3 * apart)
+    assert "anchored" in Certifier(model, 10.0, time=1e-9).skipped
+    assert not Certifier(model, 10.0, passes=1, time=1e-9).skipped  # asked for
 
 
 def test_passes_that_mean_nothing():

@@ -257,15 +257,15 @@ def test_batches_are_halved_where_memory_ends(error, monkeypatch):
     labels = torch.arange(11) % 3
     expected = Certifier(small(), 0.01, "gloro").run(images, labels)
     certifier = Certifier(small(), 0.01, "gloro")
-    honest, sizes = certifier.stages["gloro"], []
+    honest, sizes = certifier.methods["gloro"].radius, []
 
-    def short_of_memory(x, predicted, gaps):
+    def short_of_memory(x, *rest):
         sizes.append(len(x))
         if len(x) > 3:
             raise error
-        return honest(x, predicted, gaps)
+        return honest(x, *rest)
 
-    certifier.stages["gloro"] = short_of_memory
+    certifier.methods["gloro"].radius = short_of_memory
     found = certifier.run(images, labels)
     assert torch.allclose(found.radius, expected.radius, rtol=1e-9)
     assert torch.equal(found.predicted, expected.predicted)
@@ -280,7 +280,7 @@ def test_one_image_that_memory_does_not_hold():
     def never(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried")
 
-    certifier.stages["gloro"] = never
+    certifier.methods["gloro"].radius = never
     with pytest.raises(InputError, match="memory does not hold"):
         certifier.run(torch.rand(4, 3, 2, 2))
 
@@ -293,7 +293,7 @@ def test_other_errors_are_not_taken_for_memory():
         calls.append(1)
         raise RuntimeError("shapes cannot be multiplied")
 
-    certifier.stages["gloro"] = broken
+    certifier.methods["gloro"].radius = broken
     with pytest.raises(InputError, match="multiplied"):
         certifier.run(torch.rand(4, 3, 2, 2))
     assert calls == [1]
@@ -334,7 +334,7 @@ def test_small_operations_get_one_thread(monkeypatch):
         certifier.run(torch.rand(4, 3, 2, 2))
         monkeypatch.setattr(_certifier, "_WORK_OF_A_THREAD", 1e-3)
         certifier.run(torch.rand(4, 3, 2, 2))
-        certifier.stages.clear()
+        certifier.methods.clear()
         monkeypatch.undo()
         with pytest.raises(StopIteration):
             certifier.run(torch.rand(4, 3, 2, 2))

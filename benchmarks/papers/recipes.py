@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lipcert.settings import PRESETS, Method
+from lipcert.settings import PRESETS, MethodName
 
 CIFAR = "cifar10"
 ACCURACY = ("clean", "pgd", "certified")
@@ -130,7 +130,7 @@ class Recipe:
 
     source: str
     steps: tuple[str, ...]
-    methods: tuple[Method, ...]
+    methods: tuple[MethodName, ...]
     pretrained: bool = False
 
 
@@ -223,7 +223,7 @@ class Scale:
     """
 
     images: int | None
-    tested: Mapping[Method, int]
+    tested: Mapping[MethodName, int]
     attacked: int
     batch: int | None
     epochs: int | None

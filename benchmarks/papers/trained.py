@@ -25,7 +25,7 @@ from lipcert.certifier._local import Local
 from lipcert.cli import app
 from lipcert.inputs.data import Batch, open_images
 from lipcert.networks.lip_convnet import LipConvNet
-from lipcert.settings import Method, parse_eps
+from lipcert.settings import MethodName, parse_eps
 from lipcert.training import LocalBound
 
 _TRAINING = 3  # a step forward and backward, in passes forward
@@ -157,7 +157,7 @@ def splits(data: str, folders: dict[str, str]) -> tuple[str, str]:
     return (str(train), str(test)) if train.exists() else (str(folder / "train"), str(folder / "test"))
 
 
-def tested(one: Row, scale: Scale) -> dict[Method, int]:
+def tested(one: Row, scale: Scale) -> dict[MethodName, int]:
     """Images by certificate; ``local`` equals ``gloro`` for MaxMin, none of whose units becomes constant."""
     methods = RECIPES[str(one.recipe)].methods
     return {method: scale.tested[method] for method in methods if method != "local" or "=maxmin" not in one.model_args}

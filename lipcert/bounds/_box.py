@@ -265,7 +265,7 @@ class Walk:
 
     Args:
         ledger: issues start vectors for probabilistic norms of these images; None forbids such norms.
-        share: the charge for one start vector.
+        charge: the failure probability that one start vector is charged with.
     """
 
     def __init__(
@@ -274,9 +274,9 @@ class Walk:
         nominal: Nominal,
         eps: Tensor,
         ledger: Ledger | None = None,
-        share: float = 0.0,
+        charge: float = 0.0,
     ):
-        self.boxes, self.nominal, self.eps, self.ledger, self.share = boxes, nominal, eps, ledger, share
+        self.boxes, self.nominal, self.eps, self.ledger, self.charge = boxes, nominal, eps, ledger, charge
         self.still = not bool((eps > 0).any())
         self.states: dict[Node, State] = {}
         for node in boxes.graph.nodes:
@@ -296,7 +296,7 @@ class Walk:
         if self.ledger is None:
             return None
         chosen = self.ledger.only(images.nonzero()[:, 0])
-        return chosen.draw(self.boxes.graph.nodes.index(node), delta=self.share)
+        return chosen.draw(self.boxes.graph.nodes.index(node), delta=self.charge)
 
     def _pixels(self, node: Node) -> State:
         value = self.nominal.values[node]

@@ -9,6 +9,7 @@ from lipcert.certifier._certifier import Certifier
 from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
+from lipcert.certifier._method import Method, Subject
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates
 from lipcert.settings import METHODS, CertifySettings
@@ -23,6 +24,8 @@ __all__ = [
     "LoFAST",
     "Local",
     "MarginBounds",
+    "Method",
+    "Subject",
     "bottom_logit",
     "certifier_for",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import PickleError
@@ -11,15 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Analysis, Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
-from lipcert.certifier._local import Local
-from lipcert.certifier._lofast import LoFAST
+from lipcert.bounds import Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
+from lipcert.certifier._method import Subject, forward_pass
 from lipcert.certifier._nominal import NominalMargins
-from lipcert.certifier.anchored import Anchored, Behind, DeployedAnchored, anchored
+from lipcert.certifier._staged import budgets, prepare, run
+from lipcert.certifier._triage import Hopes, first_order_limit
 from lipcert.errors import (
     BrokenCertificate,
     InputError,
@@ -31,27 +29,19 @@ from lipcert.errors import (
 from lipcert.graph import across_types, confirm, examine, only_in
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
-from lipcert.norms import Ledger, part_of, rigor_of
+from lipcert.norms import Budget, Rigor
 from lipcert.numerics import Certificates, check_environment, is_out_of_memory, memory_left
-from lipcert.settings import DETERMINISTIC, LINEARISED, SMOOTHING, CertifySettings, settings_of, takes
-from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
+from lipcert.settings import SMOOTHING, STAGED, CertifySettings, settings_of, takes
 
 if TYPE_CHECKING:
     from lipcert.inputs.data import Batch
 
-# The methods of staged certification, each applied to the images that are still undecided. It omits lofast, because
-# anchored includes it.
-_STAGES = ("global", "gloro", "local", "anchored")
-_STRONGER = ("local", "lofast", "anchored")  # usually stronger than gloro
-
-# Staged certification skips methods that need more floating-point operations per image than _WORK_LIMIT, a minute or
-# two on a core. If all norms of Jacobians would need more, it computes those that fit into about ten seconds. The
-# search of the local certificate counts as 64 trials with 4 passes for each operation, an attack as 12 runs of 40
-# steps.
-_WORK_LIMIT = 1e12
-_WORK_INSTEAD = 5e10
-_PASSES_AN_OPERATION = 256
+# An attack counts as 12 runs of 40 steps.
 _PASSES_AN_ATTACK = 1500
+# Before methods that need more than this many forward passes for an image, a short attack looks whether it is hopeless.
+_TRIAGE, _PASSES_OF_TRIAGE = PGD(steps=10), 300
+# A radius below this fraction of ε is not worth an examination of rounding.
+_NEGLIGIBLE = 1e-9
 # For networks with more floating-point operations per image, rounding of the margins is checked, as the norms that a
 # proof needs would take longer than the certificate.
 _WORK_OF_A_PROOF = 1e9
@@ -66,7 +56,6 @@ _WORK_OF_A_THREAD = 1e6
 _FEW = 8
 # Memory for the certificate of one image, in multiples of the results of its forward pass.
 _COPIES = 16
-_TOO_LARGE = "it would take very long for a network of this size; request it with method {}"
 
 
 class Certifier:
@@ -115,129 +104,26 @@ class Certifier:
         if eps.method == SMOOTHING:
             raise InputError("method smoothing has a separate certifier, lipcert.smoothing.Smoothing")
         self.settings = eps
-        self.eps, self.method, self.dtype, self.rigor = eps.eps, eps.method, eps.dtype, eps.rigor
-        self.at, self.passes, self.attack = eps.at, eps.passes, cast("Attack | None", eps.attack)
-        dtype, rigor, delta = eps.dtype, eps.rigor, eps.delta
-        check_environment(model.device, dtype)
-        self.model, self.roundoff = _as_deployed(model, dtype)
+        self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
+        self.attack = cast("Attack | None", eps.attack)
+        check_environment(model.device, eps.dtype)
+        self.model, rounding = _as_deployed(model, eps.dtype)
         self.analysis = analyze(self.model, progress=progress)
-        _check_types(model, self.model, self.roundoff)
-        self._confirmed, self._seed = False, seed_of(self.model)
-        self._flops, self._results = self._forward_pass()
-        self.nominal = NominalMargins(self.model, self.analysis, prove=self._flops <= _WORK_OF_A_PROOF)
+        _check_types(model, self.model, rounding)
         if len(self.analysis.output.shape) != 2:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
-        self.margin_bounds = MarginBounds(self.analysis)
-        self.skipped: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
-        # The methods of an image that are probabilistic share its failure probability.
-        self.delta = 0.0 if rigor == "deterministic" else delta
-        self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta
-        self.stages: dict[str, roundoff.RadiusMethod] = {}
-        self._proved: set[str] = set()  # stages that prove what rounding takes of the nominal values
-        self._slowest = 0.0 if self.attack is None else _PASSES_AN_ATTACK * self._flops
-        chosen = _STAGES if self.method == "staged" else (self.method,)
-        for name in chosen if self.at is None else chosen[-1:]:
-            with _understood(name):
-                self._prepare(name)
-        if not self.stages:
-            raise InputError(f"no method is left for this model: {'; '.join(self.skipped.values())}")
-        # Deterministic and known from the analysis, so no other method needs to return less. It refers to pixels.
-        self._least = self._everywhere("gloro") if self.at is None and self.method in _STRONGER else None
+        self._confirmed, self._seed = False, seed_of(self.model)
+        flops, size = forward_pass(self.model, self.analysis)
+        self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
+        self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal, flops, size)
+        with _understood(self.method):
+            chosen = prepare(self.subject)
+        self.methods, self.skipped, self.notes = chosen.prepared, chosen.skipped, chosen.notes
+        self.budgets = budgets(self.subject)
+        self.delta = 0.0 if eps.rigor == "deterministic" else eps.delta
         self.together = self._images_together()
-
-    def _prepare(self, name: str) -> None:
-        """Prepares one method, or records why staged certification skips it."""
-        staged = self.method == "staged"
-        if name in ("global", "gloro"):
-            self.stages[name] = self._everywhere(name)
-        elif name == "local":
-            if staged and not _piecewise_linear(self.analysis):
-                return  # no unit can become constant, so local bounds equal global ones
-            work = _PASSES_AN_OPERATION * len(self.analysis.graph.nodes) * self._flops
-            if not self._affords(name, work, _WORK_LIMIT):
-                return
-            calls = 1 if self.roundoff is None else 2
-            local = Local(self.model, analysis=self.analysis, delta=self.share, calls=calls)
-            self.stages[name] = self._deployed(
-                lambda images, predicted, ledger: (
-                    lambda margin, call: local.radius(images, predicted, margin, ledger=ledger, call=call)
-                )
-            )
-        else:
-            limit = _WORK_LIMIT
-            try:
-                method = self._linearized(name, self.passes)
-                in_all, work = method.count, method.work
-                if staged and self.passes is None and work > limit:
-                    method = self._linearized(name, _WORK_INSTEAD / method.plan.work_of_a_pass)
-                    work = method.work
-                    limit = 2 * _WORK_INSTEAD  # a single operation may already exceed it
-            except (UnsupportedOperation, InputError) as error:
-                if not staged or self.at is not None:
-                    raise
-                self.skipped[name] = str(error)
-                return
-            if not self._affords(name, work, limit if self.passes is None else math.inf):
-                return
-            if isinstance(method, Behind):
-                self.notes[name] = method.described
-            if method.plan.chained and self.passes is None:
-                self.notes[name] = (
-                    f"it computes {len(method.plan.pairs)} norms of {in_all}, and products of norms for the others; "
-                    f"request more with passes, or all with method {name}"
-                )
-
-            def stage(images: Tensor, predicted: Tensor, ledger: Ledger) -> roundoff.Radii:
-                found = method(images, lambda done, total: self._says(name, len(images) * done / total), ledger)
-                classes = predicted.to(images.device)
-                return lambda margin, call: found.radius(classes, margin.to(images.device)).to(margin.device)
-
-            self.stages[name] = stage if isinstance(method, DeployedAnchored) else self._deployed(stage)
-            proves = not method.plan.chained and self.nominal.bounded
-            if isinstance(method, Behind):
-                proves = method.proves and (method.whole is None or (not method.whole.plan.chained and proves))
-            if self.roundoff is None and proves:
-                self._proved.add(name)
-
-    def _everywhere(self, name: str) -> roundoff.RadiusMethod:
-        """The methods global and gloro."""
-        bounds = self.margin_bounds if name == "gloro" else MarginBounds(self.analysis, rows=False)
-        return self._deployed(
-            lambda images, predicted, ledger: lambda margin, call: radii(margin, bounds.of(predicted))
-        )
-
-    def _linearized(self, name: str, passes: float | None) -> LoFAST | Anchored | Behind | DeployedAnchored:
-        arguments: dict[str, Any] = {"delta": self.share, "rigor": self.rigor, "passes": passes}
-        if name == "lofast":
-            return LoFAST(self.model, at=self.at, **arguments)
-        if self.roundoff is None:
-            eps = self.eps if self.method == "staged" else None
-            if self.at is None:
-                return anchored(self.model, eps=eps, **arguments)
-            return Anchored(self.model, at=self.at, eps=eps, **arguments)
-        return DeployedAnchored(self.model, self.dtype, **arguments)
-
-    def _deployed(self, stage: roundoff.RadiusMethod) -> roundoff.RadiusMethod:
-        return stage if self.roundoff is None else self.roundoff.deployed(stage)
-
-    def _forward_pass(self) -> tuple[float, float]:
-        """Floating-point operations of one forward pass, and the bytes of all its results."""
-        image = torch.zeros(1, *self.model.input_size, dtype=torch.float64, device=self.model.device)
-        results = sum(8 * math.prod(node.shape) for node in self.analysis.graph.nodes)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.model(image)
-        return float(counter.get_total_flops()), float(results)
-
-    def _affords(self, name: str, work: float, limit: float) -> bool:
-        """Whether to use a method that needs ``work`` operations per image; only staged certification has a limit."""
-        if self.method == "staged" and work > limit:
-            self.skipped[name] = _TOO_LARGE.format(name)
-            return False
-        self._slowest = max(self._slowest, work)
-        return True
 
     def _images_together(self) -> int:
         """The number of images, a power of two, whose work and memory stay within the limits."""
@@ -245,10 +131,15 @@ class Certifier:
         left = memory_left(self.model.device)
         cpu = self.model.device.type == "cpu"
 
+        flops, size = self.subject.flops, self.subject.bytes
+        slowest = max([method.work for method in self.methods.values()])
+        if self.attack is not None:
+            slowest = max(slowest, _PASSES_AN_ATTACK * flops)
+
         def too_many() -> bool:
-            slow = count * self._slowest > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
+            slow = count * slowest > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
             useless = cpu and count > _FEW and count * self._call > _WORK_OF_A_THREAD
-            return slow or useless or count * _COPIES * self._results > left / 2
+            return slow or useless or count * _COPIES * size > left / 2
 
         while count > 1 and too_many():
             count //= 2
@@ -257,12 +148,17 @@ class Certifier:
     @property
     def _call(self) -> float:
         """Average number of floating-point operations per image in one operation of the network."""
-        return self._flops / len(self.analysis.graph.nodes)
+        return self.subject.flops / self.subject.operations
 
     @property
     def bound(self) -> Bound:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
+
+    @property
+    def margin_bounds(self) -> MarginBounds:
+        """Lipschitz constants of the margins, as GloRo uses them."""
+        return self.subject.margins
 
     def _says(self, stage: str, done: float) -> None:
         if self.watch is not None:
@@ -317,58 +213,66 @@ class Certifier:
             self._confirmed = True
         predicted, computed = margins(self.model(images).cpu())
         margin = computed.amin(dim=1)
-        reduced, proved = self.nominal.sound(images, predicted, computed)
-        # Linearised methods take off themselves what rounding does, from margins as they were computed.
-        linearised = torch.where(proved[:, None], computed, reduced)
-        rounding = proved.clone()
-        found = self._attacked(images, predicted)
-        broken = torch.zeros(len(images), dtype=torch.bool) if found is None else found.broken.cpu()
-        radius = torch.zeros(len(images), dtype=torch.float64)
-        decided = [next(iter(self.stages))] * len(images)
-        ledger = Ledger(self.delta, len(images), self._seed)
-        random = torch.zeros(len(images), dtype=torch.bool)  # whether the radius is probabilistic
-        for name, stage in self.stages.items():
-            hopeless = broken & (name not in DETERMINISTIC and self.method == "staged")
-            wanted = ((radius <= self.eps) & ~hopeless).nonzero()[:, 0]
-            if not len(wanted):
-                continue
-            self._says(name, 0.0)
-            own = ledger.only(wanted).part(name)
-            before = own.spent
-            asked = images[wanted], predicted[wanted], own
-            with _understood(name):
-                itself = name in self._proved
-                bounds = stage(*asked)((linearised if itself else reduced)[wanted], 0)
-                sure = torch.full_like(proved[wanted], itself) if name in LINEARISED else proved[wanted]
-                if self._least is not None:
-                    least = self._least(*asked)(reduced[wanted], 0)
-                    sure = torch.where(bounds < least, proved[wanted], sure)
-                    bounds = torch.maximum(bounds, least)
-            larger = bounds >= radius[wanted]
-            better = wanted[larger]
-            radius[better], random[better] = bounds[larger], (own.spent > before)[larger]
-            rounding[better] = sure[larger]
-            for place in better.tolist():
-                decided[place] = name
-        distance = None if found is None else self._distance(images, predicted, found, radius)
+        attacked = self._attacked(images, predicted)
+        broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
+        hopes = self._hopes(images, predicted, broken)
+        # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
+        examined = torch.ones_like(broken)
+        if self.method == STAGED:
+            least = radii(computed, self.subject.margins.of(predicted))
+            open_to_more = ~hopes.ruled_out & (
+                len(self.methods) > sum(m.facts.deterministic for m in self.methods.values())
+            )
+            examined = open_to_more | (least > _NEGLIGIBLE * self.eps)
+        reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
+        reduced[examined], proved[examined] = self.nominal.sound(
+            images[examined.to(images.device)], predicted[examined], computed[examined]
+        )
+        ledger = Budget(self.delta).ledger(len(images), self._seed)
+        with _understood(self.method):
+            verdicts = run(
+                self.methods, images, predicted, (computed, reduced), proved, hopes.ruled_out, ledger, self._says
+            )
+        radius = verdicts.radius
+        distance = None if attacked is None else self._distance(images, predicted, attacked, radius)
         if distance is not None:
             for place in (distance < radius).nonzero()[:1, 0].tolist():
-                raise BrokenCertificate(place, distance[place].item(), radius[place].item(), decided[place])
+                raise BrokenCertificate(place, distance[place].item(), radius[place].item(), verdicts.method[place])
+        certified = radius > self.eps
         return Certificates(
             predicted,
             margin,
             radius,
-            radius > self.eps,
-            tuple(decided),
+            certified,
+            tuple(verdicts.method),
             # A probabilistic radius is the largest of all computed ones, so the charges of all of them count.
-            tuple(rigor_of(chance, self.delta) for chance in (ledger.spent * random).tolist()),
+            tuple(Rigor(spent, self.delta) for spent in (ledger.spent * verdicts.random).tolist()),
             None if labels is None else labels.cpu(),
             self.eps,
             None if distance is None else broken | (distance <= self.eps),
             distance,
             self.dtype,
-            tuple("proved" if each else "checked" for each in rounding.tolist()),
+            tuple("proved" if each else "checked" for each in verdicts.proved.tolist()),
+            hopes.limit,
+            hopes.reasons(certified, self.skipped) if self.method == STAGED else (),
         )
+
+    def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor) -> Hopes:
+        """What staged certification can hope for at these images; other methods apply to all of them."""
+        if self.method != STAGED or self.subject.settings.at is not None or not len(images):
+            return Hopes(None, torch.zeros_like(broken))
+        with torch.enable_grad():
+            limit = first_order_limit(self.model, images, predicted)
+        open_images = (~broken & (limit > self.eps)).nonzero()[:, 0]
+        costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
+        if self.attack is None and costly and len(open_images):
+            self._says("attack", 0.0)
+            there = open_images.to(images.device)
+            broken = broken.clone()
+            broken[open_images] = _TRIAGE(
+                self.model, images[there], predicted.to(images.device)[there], self.eps
+            ).broken.cpu()
+        return Hopes(limit, broken, self.eps)
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:
         """The result of the attack within ε."""
@@ -394,7 +298,7 @@ class Certifier:
         """Logits with the ⊥ logit of GloRo at the certifier's ε appended, float64, shape (N, classes + 1)."""
         self.model.check_images(images)
         logits = self.model(images.to(self.model.device, torch.float64)).cpu()
-        return bottom_logit(logits, self.margin_bounds, self.eps)
+        return bottom_logit(logits, self.subject.margins, self.eps)
 
 
 @contextmanager
@@ -481,9 +385,3 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
             f"the model in {str(dtype)[6:]} is further from real arithmetic than its rounding bounds allow; "
             "use --dtype real, and report this as a defect of lipcert"
         )
-
-
-def _piecewise_linear(analysis: Analysis) -> bool:
-    """Whether the network has units that can be constant on a ball."""
-    kinds = {"relu", "leaky_relu", "hardtanh", "clamp", "max_pool2d", ClippedReLU, MaxMin, ClippedMaxMin}
-    return any(node.op in kinds for node in analysis.graph.nodes)

@@ -7,13 +7,16 @@ import math
 import torch
 from torch import Tensor
 
+from lipcert import roundoff
 from lipcert.bounds import ROUND_DOWN, Analysis, Boxes, Core, MarginBounds, Nominal, State, Walk, analyze, flat, radii
+from lipcert.certifier._method import Method, NormsDone, Subject
 from lipcert.certifier._search import search_open
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
-from lipcert.norms import Ledger, part_of
+from lipcert.norms import Budget, Ledger
 from lipcert.numerics import INFLATE
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _EVALUATIONS = 64
 _SMALLEST = 1e-100  # on a ball of radius 0 every constant would be 0
@@ -157,14 +160,14 @@ class Local:
         return self.boxes.nominal(images.to(self.model.device, torch.float64))
 
     def _ledger(self, images: int) -> Ledger:
-        return Ledger(self.delta, images, seed_of(self.model, self.seed))
+        return Budget(self.delta).ledger(images, seed_of(self.model, self.seed))
 
     def _walk(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Walk:
         # A walk computes at most one norm per operation, and a radius needs at most _EVALUATIONS walks.
-        share = part_of(self.delta, self.calls * _EVALUATIONS * len(self.boxes.graph.nodes))
+        charge = Budget(self.delta).split(self.calls * _EVALUATIONS * len(self.boxes.graph.nodes)).delta
         ledger = self._ledger(len(eps)) if ledger is None else ledger
         eps = eps.to(self.model.device, torch.float64).clamp_min(_SMALLEST)
-        return Walk(self.boxes, nominal, eps, ledger if self.delta else None, share)
+        return Walk(self.boxes, nominal, eps, ledger if self.delta else None, charge)
 
     def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
         """The last matrix, its operand, and the weights of its columns; None if no matrix computes the logits."""
@@ -199,3 +202,25 @@ class Local:
         up, down = flat(features.up)[:, :, None], flat(features.down)[:, :, None]
         rise = (rows.clamp_min(0) @ up + (-rows).clamp_min(0) @ down).squeeze(2)
         return rise.nan_to_num(nan=math.inf) * INFLATE
+
+
+class LocalMethod(Method):
+    """:class:`Local` as a method of :class:`~lipcert.certifier.Certifier`."""
+
+    name = "local"
+
+    def __init__(self, subject: Subject, budget: Budget):
+        super().__init__(subject, budget)
+        # A search tries at most _EVALUATIONS radii; bounds of an operation cost about four forward passes of it.
+        self.work = 4 * _EVALUATIONS * subject.operations * subject.flops
+        calls = 1 if subject.roundoff is None else 2
+        self.local = Local(subject.model, analysis=subject.analysis, delta=budget.delta, calls=calls)
+
+    def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
+        return lambda margins, call: self.local.radius(images, predicted, margins, ledger=ledger, call=call)
+
+    @staticmethod
+    def useful(analysis: Analysis) -> bool:
+        """Whether a network has units that can be constant on a ball; otherwise local bounds equal global ones."""
+        kinds = {"relu", "leaky_relu", "hardtanh", "clamp", "max_pool2d", ClippedReLU, MaxMin, ClippedMaxMin}
+        return any(node.op in kinds for node in analysis.graph.nodes)

@@ -53,6 +53,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import gamma
+from lipcert.certifier._anchored import LinearisedMethod
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.margin import change, spreads
 from lipcert.certifier.anchored.network import Network
@@ -110,6 +111,17 @@ class LoFAST:
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Layers:
         """Linearises every stage at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
         return Layers(Linearization(self.finder, images, progress, ledger=ledger))
+
+
+class LoFASTMethod(LinearisedMethod):
+    """:class:`LoFAST` as a method of :class:`~lipcert.certifier.Certifier`."""
+
+    name = "lofast"
+
+    def linearise(self, passes: float | None) -> LoFAST:
+        settings = self.subject.settings
+        options = {"delta": self.budget.delta, "rigor": settings.rigor, "passes": passes}
+        return LoFAST(self.subject.model, at=settings.at, **options)
 
 
 class Layers:

@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lipcert.settings import LINEARISED, SINGLE
+
 TABLE = Path(__file__).parents[1] / "assets" / "zoo.json"
-_OF_THE_BOUND = ("global", "gloro", "local")
-_LINEARISED = ("lofast", "anchored")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Architecture:
         """The methods of ``lipcert.certify`` that work on the unchanged architecture."""
         if not self.covered or not self.logits:
             return ()
-        return _OF_THE_BOUND if self.linearised_reason else (*_OF_THE_BOUND, *_LINEARISED)
+        return tuple(name for name in SINGLE if not (self.linearised_reason and name in LINEARISED))
 
 
 def architectures(pattern: str | None = None, family: str | None = None) -> list[Architecture]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._lanczos import SMALLEST, Product
-from lipcert.norms._ledger import Draw
+from lipcert.norms.budget import Draw
 
 # The number of unit vectors in one product.
 _TOGETHER = 64

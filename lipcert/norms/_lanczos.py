@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipcert.norms._ledger import Draw
+from lipcert.norms.budget import Draw
 from lipcert.numerics import INFLATE, SMALLEST_NORMAL
 
 Product = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Numbers rounded outward, slacks for float64, estimates for training, floating-point formats, memory."""
+"""Numbers rounded outward, slacks for float64, results, estimates for training, floating-point formats, memory."""
 
 from lipcert.numerics._bound import Bound, Estimate, LayerBound
 from lipcert.numerics._certificates import Certificates

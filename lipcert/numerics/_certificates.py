@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -33,6 +34,10 @@ class Certificates:
         dtype: the arithmetic for which the certificates hold: ``real``, or the format of the deployed forward pass.
         rounding: whether what rounding in float64 can take of a certificate is ``proved``, or ``checked`` with noise;
             N words, or empty where that is not the question.
+        limit: first-order limits of the radii, float64, shape (N,), of staged certification: linearised methods and
+            Lipschitz constants certify no more (:mod:`lipcert.certifier._triage`). None for other methods.
+        reason: why an image is not certified, N words, of staged certification: ``attacked``, ``first-order limit``,
+            ``skipped: …`` with methods that would take too long, or ``bounds too loose``; empty for certified images.
     """
 
     predicted: Tensor
@@ -47,6 +52,8 @@ class Certificates:
     attack_distance: Tensor | None = None
     dtype: str = "real"
     rounding: tuple[str, ...] = ()
+    limit: Tensor | None = None
+    reason: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.method)
@@ -63,7 +70,12 @@ class Certificates:
 
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""
-        return {"rounding": self.rounding[i]} if self.rounding else {}
+        entries: dict[str, Any] = {"rounding": self.rounding[i]} if self.rounding else {}
+        if self.limit is not None:
+            entries["limit"] = self.limit[i].item() if math.isfinite(self.limit[i].item()) else None
+        if self.reason:
+            entries["reason"] = self.reason[i]
+        return entries
 
     @classmethod
     def join(cls, parts: Sequence[Certificates]) -> Certificates:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipcert.settings import DETERMINISTIC, SINGLE, SMOOTHING
+from lipcert.norms import Rigor
+from lipcert.settings import DETERMINISTIC, SINGLE, SMOOTHING, STAGED
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certificates
     from lipcert.inputs.data import Batch
 
-_RIGOR = re.compile(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)")
 
 # The errors that reading and checking a damaged file can raise.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -110,11 +110,11 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
         return f"correct = {row.get('correct')}, label {row['label']} and prediction {row['predicted']} contradict"
     if own == SMOOTHING == method:
         return _contradiction_of_draws(row)
-    if own not in SINGLE or method not in ("staged", own):
+    if own not in SINGLE or method not in (STAGED, own):
         return f"its method is {own!r}, which a run of method {method!r} does not use"
     if "holds_for" in row:
         return f"it holds for {row['holds_for']!r}, but method {own} certifies the network itself"
-    if delta(row["rigor"]) is None or (own in DETERMINISTIC and row["rigor"] != "deterministic"):
+    if Rigor.parse(row["rigor"]) is None or (own in DETERMINISTIC and row["rigor"] != "deterministic"):
         return f"its rigor is {row['rigor']!r}, which method {own} does not give"
     if distance is not None and row.get("attacked") is not (distance <= eps) and not math.isclose(distance, eps):
         return f"attacked = {row.get('attacked')} and a distance of {distance:g} contradict each other at {eps:g}"
@@ -130,7 +130,7 @@ def _contradiction_of_draws(row: Mapping[str, Any]) -> str | None:
     """Like :func:`contradiction`, for a row of a smoothed classifier."""
     if not re.fullmatch(r"smoothed\([\d.e+-]+( at [\w.]+)?\)", str(row.get("holds_for"))):
         return f"it holds for {row.get('holds_for')!r}, but method {SMOOTHING} certifies a smoothed classifier"
-    if not delta(row["rigor"]):
+    if not (rigor := Rigor.parse(row["rigor"])) or not rigor.delta:
         return f"its rigor is {row['rigor']!r}, but draws of noise make a certificate probabilistic"
     if row.get("abstained") is not (row["radius"] == 0):
         return f"abstained = {row.get('abstained')} and the radius {row['radius']:g} contradict each other"
@@ -145,12 +145,6 @@ def broken_at(row: Mapping[str, Any], eps: float) -> float:
     if distance is not None:
         return float(distance)
     return eps if row.get("attacked") else math.inf
-
-
-def delta(rigor: str) -> float | None:
-    """The failure probability in a rigor text, 0 for ``deterministic``; None if the text is not a rigor."""
-    form = _RIGOR.fullmatch(rigor)
-    return None if form is None else float(form["delta"] or 0)
 
 
 def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:

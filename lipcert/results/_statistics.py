@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lipcert.results._rows import delta
+from lipcert.norms import Rigor
 
 
 class Tally:
@@ -118,7 +118,7 @@ class Tally:
     @property
     def delta(self) -> float:
         """The largest failure probability of one radius; 0 if all are deterministic."""
-        return max((delta(rigor) or 0.0 for rigor in self.rigors), default=0.0)
+        return max((rigor.delta for text in self.rigors if (rigor := Rigor.parse(text))), default=0.0)
 
     @property
     def samples(self) -> int:

@@ -16,8 +16,9 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
+from lipcert.norms import Rigor
 from lipcert.results._reading import Run
-from lipcert.results._rows import contradiction, delta, rows, same
+from lipcert.results._rows import contradiction, rows, same
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
 from lipcert.settings import LINEARISED, SINGLE
@@ -132,7 +133,7 @@ def verify(
                 # the run skipped the stronger methods because of its attack
                 if method not in others:
                     counted = settings.passes if method in LINEARISED else None
-                    share = certifier.share or settings.delta
+                    share = certifier.budgets[method].delta or settings.delta
                     one_method = replace(settings, method=method, passes=counted, delta=share, attack=None)
                     others[method] = Certifier(model, one_method)
                 one = batch.split(i)[1].split(1)[0]
@@ -215,7 +216,7 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
         return f"margin {claimed.get('margin')} is claimed and {found['margin']} found"
     if "samples" not in found and claimed["radius"] > found["radius"] * (1 + TOLERANCE):
         return f"radius {claimed['radius']:.9g} is claimed and only {found['radius']:.9g} found"
-    stated, spent = (delta(row["rigor"]) or 0.0 for row in (claimed, found))
+    stated, spent = ((Rigor.parse(row["rigor"]) or Rigor(0.0)).delta for row in (claimed, found))
     if stated < spent or bool(stated) is not bool(spent):
         return f"{claimed['rigor']} is claimed and {found['rigor']} found"
     if claimed.get("rounding") == "proved" != found.get("rounding"):

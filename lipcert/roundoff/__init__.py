@@ -33,7 +33,7 @@ weights in an unknown way.
 
 from lipcert.bounds import Operand, local_error
 from lipcert.numerics import DTYPES, REAL, Format
-from lipcert.roundoff._roundoff import Gains, Radii, RadiusMethod, Roundoff, error_norm, passes
+from lipcert.roundoff._roundoff import Gains, Radii, Roundoff, error_norm, passes
 
 __all__ = [
     "DTYPES",
@@ -43,7 +43,6 @@ __all__ = [
     "REAL",
     "Radii",
     "Roundoff",
-    "RadiusMethod",
     "error_norm",
     "local_error",
     "passes",

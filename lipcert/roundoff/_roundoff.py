@@ -35,13 +35,11 @@ from lipcert.bounds import (
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.model import Model
-from lipcert.norms import Ledger
 from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Address, Format, Number, address, at_most
 from lipcert.roundoff._constants import computed_error
 
-# (images, predicted, ledger) ↦ (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
+# (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
-RadiusMethod = Callable[[Tensor, Tensor, Ledger], Radii]
 
 _WIDER = 1.125
 
@@ -190,31 +188,24 @@ class Roundoff:
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
-    def deployed(self, stage: RadiusMethod) -> RadiusMethod:
-        """Turns a method for the network in real arithmetic into one for the deployed network.
+    def deployed(self, radii: Radii, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
+        """Radii for the deployed network, from a method for the network in real arithmetic.
+
+        The margins are reduced by :meth:`margins` at the radius in real arithmetic, which is an upper limit of the
+        result, and :meth:`entry` is subtracted from the radius.
 
         Args:
-            stage: gives radii that are nondecreasing in the margins. It is called twice for an image, with the number
-                of the call; the failure probability must cover both calls together.
-
-        Returns:
-            The same method with the margins reduced by :meth:`margins` at the radius in real arithmetic, which is an
-            upper limit of the result, and with :meth:`entry` subtracted from the radius.
+            radii: function of the margins and the number of the call that gives radii in real arithmetic. They are
+                nondecreasing in the margins. It is called twice; the failure probability must cover both calls.
+            images: pixels in [0, 1], shape (N, C, H, W).
+            predicted: classes y, shape (N,).
+            margins: f_y − f_j, +inf at j = y, shape (N, classes).
         """
-
-        def deployed(images: Tensor, predicted: Tensor, ledger: Ledger) -> Radii:
-            radii = stage(images, predicted, ledger)
-
-            def reduced(margin: Tensor, call: int) -> Tensor:
-                real = radii(margin, 2 * call)
-                lost = self.margins(images, predicted, real).to(margin.device)
-                found = torch.minimum(radii((margin - lost).clamp_min(0), 2 * call + 1), real)
-                entry = self.entry(images, found).to(found.device)
-                return torch.where(found > entry, (found - entry) * (1 - SAFETY), 0.0)
-
-            return reduced
-
-        return deployed
+        real = radii(margins, 0)
+        lost = self.margins(images, predicted, real).to(margins.device)
+        radius = torch.minimum(radii((margins - lost).clamp_min(0), 1), real)
+        entry = self.entry(images, radius).to(radius.device)
+        return torch.where(radius > entry, (radius - entry) * (1 - SAFETY), 0.0)
 
     @torch.no_grad()
     def margins(self, images: Tensor, predicted: Tensor, radius: Tensor) -> Tensor:

@@ -1,22 +1,18 @@
 """What a command or a call is asked for: fields with help texts and checks, without torch."""
 
 from lipcert.settings._certify import (
-    DETERMINISTIC,
     DTYPES,
-    LINEARISED,
-    METHODS,
     RIGORS,
-    SINGLE,
-    SMOOTHING,
     CertifyOptions,
     CertifySettings,
-    Method,
+    MethodName,
     noise_fields,
     parse_eps,
 )
 from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, PRESETS, ConstrainSettings
 from lipcert.settings._fields import one_of, option, settings_of, takes
 from lipcert.settings._finetune import GLOBAL, LOCAL, LOSSES, SCHEDULES, FinetuneSettings, MaxNorm
+from lipcert.settings._methods import DETERMINISTIC, FACTS, LINEARISED, METHODS, SINGLE, SMOOTHING, STAGED, MethodFacts
 
 __all__ = [
     "CertifyOptions",
@@ -25,6 +21,7 @@ __all__ = [
     "DETERMINISTIC",
     "DTYPES",
     "ENGINES",
+    "FACTS",
     "FinetuneSettings",
     "GLOBAL",
     "LINEARISED",
@@ -33,12 +30,14 @@ __all__ = [
     "MEASURE_NAMES",
     "METHODS",
     "MaxNorm",
-    "Method",
+    "MethodFacts",
+    "MethodName",
     "PRESETS",
     "RIGORS",
     "SCHEDULES",
     "SINGLE",
     "SMOOTHING",
+    "STAGED",
     "noise_fields",
     "one_of",
     "option",

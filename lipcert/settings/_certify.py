@@ -16,25 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
 from lipcert.settings._fields import one_of, option, plain
+from lipcert.settings._methods import LINEARISED, METHODS, SMOOTHING, STAGED
 
 if TYPE_CHECKING:
     from lipcert.attacks import Attack
 
-Method = Literal["staged", "global", "gloro", "local", "lofast", "anchored", "smoothing"]
+MethodName = Literal["staged", "global", "gloro", "local", "lofast", "anchored", "smoothing"]
 Dtype = Literal["real", "float32", "float16", "bfloat16"]
 RigorAsked = Literal["probabilistic", "deterministic"]
 
 EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3."
 _NOISE = "Options of method smoothing"
-# The methods, from the cheapest to the strongest.
-SINGLE = ("global", "gloro", "local", "lofast", "anchored")
-METHODS = ("staged", *SINGLE)
-# This method certifies the smoothed classifier; the others certify the network itself.
-SMOOTHING = "smoothing"
-# These methods compute norms of Jacobians.
-LINEARISED = ("lofast", "anchored")
-# These methods draw no start vectors, so their certificates are deterministic.
-DETERMINISTIC = ("global", "gloro")
 RIGORS = ("probabilistic", "deterministic")
 DTYPES = ("real", "float32", "float16", "bfloat16")
 
@@ -42,11 +34,12 @@ DTYPES = ("real", "float32", "float16", "bfloat16")
 class CertifyOptions(TypedDict, total=False):
     """The fields of :class:`CertifySettings` but ``eps`` as keywords, for editors and type checkers."""
 
-    method: Method
+    method: MethodName
     dtype: Dtype
     rigor: RigorAsked
     at: str | int | None
     passes: float | None
+    time: float
     sigma: float | str | None
     samples: int
     alpha: float
@@ -78,6 +71,8 @@ class CertifySettings:
         passes: budget for norms of Jacobians, in forward passes per image, positive and approximate. Products of norms
             replace the norms beyond the budget. None computes all norms, or, in staged certification, those that take a
             reasonable time. For methods lofast, anchored and staged.
+        time: staged certification skips methods that need more than about this many seconds of one core per image, as
+            estimated from the network's size; positive.
         delta: failure probability, per image, of a probabilistic certificate.
         sigma: σ, the standard deviation of the noise at each pixel; a number, or its text. Required by method
             ``"smoothing"``. This field and the following ones, up to ``channels_last``, belong to that method.
@@ -102,7 +97,7 @@ class CertifySettings:
     """
 
     eps: float = option(EPS)
-    method: Method = option(
+    method: MethodName = option(
         f"staged goes from the cheapest to the strongest; {SMOOTHING} is about the smoothed classifier of any network.",
         METHODS[0],
         choices=(*METHODS, SMOOTHING),
@@ -144,6 +139,11 @@ class CertifySettings:
         typed=bool,
         group=_NOISE,
     )
+    time: float = option(
+        "Skip methods of staged certification that are estimated to take more CPU seconds per image than this.",
+        100.0,
+        typed=float,
+    )
     delta: float = 1e-9
     attack: str | Attack | None = None
     eps_typed: str = field(init=False, default="")
@@ -156,7 +156,7 @@ class CertifySettings:
         for one in fields(self):
             if one.metadata.get("choices"):
                 one_of(one.name, getattr(self, one.name), one.metadata["choices"])
-        linearised = self.method == "staged" or self.method in LINEARISED
+        linearised = self.method == STAGED or self.method in LINEARISED
         if self.at is not None and (not linearised or self.dtype != "real" or self.attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
         if self.passes is not None and not (isinstance(self.passes, Real) and 0 < self.passes < math.inf):
@@ -165,6 +165,8 @@ class CertifySettings:
             raise InputError(
                 f"passes asks for method anchored, lofast or staged; {self.method} takes no norms of Jacobians"
             )
+        if not (isinstance(self.time, Real) and 0 < self.time < math.inf):
+            raise InputError(f"time must be a positive number of seconds per image, got {self.time}")
         if not (isinstance(self.delta, Real) and 0 < self.delta < 1):
             raise InputError(f"delta must be a probability between 0 and 1, got {self.delta}")
         self._check_smoothing()

@@ -17,6 +17,7 @@ from lipcert.bounds import check_weights
 from lipcert.errors import InputError, first_line
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
+from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, random_states
 from lipcert.settings import SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
@@ -152,7 +153,7 @@ class Smoothing:
             radius=radii,
             certified=radii > self.plan.eps,
             method=(SMOOTHING,) * len(votes),
-            rigor=(f"probabilistic({self.plan.alpha:g})",) * len(votes),
+            rigor=(Rigor(self.plan.alpha),) * len(votes),
             labels=None if labels is None else labels.cpu(),
             eps=self.plan.eps,
             dtype=self.dtype,

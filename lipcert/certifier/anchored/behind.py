@@ -38,7 +38,7 @@ from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
-from lipcert.norms import Ledger, part_of
+from lipcert.norms import Budget, Ledger
 from lipcert.numerics import SAFETY
 from lipcert.roundoff import REAL, Roundoff
 
@@ -61,7 +61,7 @@ class Behind:
         graph: the network, as it computes its values.
         cut: a cut of ``graph``.
         constant: K.
-        delta: the failure probability of both for each image.
+        budget: the failure probability of both for each image.
         eps: for a verdict at this ε, the whole network is linearised only for images without one.
         options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
@@ -76,15 +76,16 @@ class Behind:
         cut: Node,
         constant: float,
         *,
-        delta: float,
+        budget: Budget,
         eps: float | None = None,
         **options: Any,
     ):
         self.cut, self.constant, self.eps = cut, constant, eps
-        self.delta = delta
+        self.budget = budget
         self.rounding = Roundoff(model, REAL, _up_to(graph, cut))
         there = None if eps is None else eps * constant * (1 + 1e-3)
-        self.behind = Anchored(model, at=cut, graph=graph, eps=there, delta=part_of(delta, 2), **options)
+        half = {**options, "delta": budget.split(2).delta}
+        self.behind = Anchored(model, at=cut, graph=graph, eps=there, **half)
         self.whole: Anchored | None = None
 
     @property
@@ -121,7 +122,7 @@ class Behind:
     ) -> BehindAnchor:
         """Linearises the layers behind the cut at images, shape (N, C, H, W)."""
         if ledger is None:
-            ledger = self.behind.finder.ledger(len(images), self.delta)
+            ledger = self.behind.finder.ledger(len(images), self.budget)
         return BehindAnchor(self, images, self.behind(images, progress, ledger.part("behind")), ledger, progress)
 
 
@@ -173,18 +174,19 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
     """
     captured = recorded(model)
     plain, formed = (prepared(captured, model, forms=forms) for forms in (False, True))
-    both = {**options, "delta": NormOptions(**options).delta}
+    budget = NormOptions(**options).budget
+    half = {**options, "delta": budget.split(2).delta}
     cut = cut_behind_kinks(plain)
     behind = None
     if cut is not None:
         with suppress(UnsupportedOperation):
             constant = constant_up_to(plain, cut, model)
             if constant <= _LOOSE * slope_up_to(plain, cut, model):
-                behind = Behind(model, plain, cut, constant, eps=eps, **both)
+                behind = Behind(model, plain, cut, constant, budget=budget, eps=eps, **options)
     if behind is None:
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
-        whole = Anchored(model, eps=eps, graph=formed, **{**options, "delta": part_of(behind.delta, 2)})
+        whole = Anchored(model, eps=eps, graph=formed, **half)
         if eps is None or whole.work <= max(behind.work, FULL):  # for a verdict, only if that takes little
             behind.whole = whole
     return behind

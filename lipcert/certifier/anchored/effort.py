@@ -48,7 +48,7 @@ from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.walk import Curvature, FormNorms, Linearization
 from lipcert.graph import Node
 from lipcert.model import Model
-from lipcert.norms import Draw, Ledger
+from lipcert.norms import Budget, Draw, Ledger
 from lipcert.numerics import at_most
 
 # The failure probability of an estimate, its tolerance, and its random products for norms of rows.
@@ -208,7 +208,7 @@ class _Estimates(NormFinder):
     def __init__(self, finder: NormFinder):
         options = NormOptions(tolerance=_ROUGHLY, seed=finder.options.seed)
         super().__init__(finder.network, finder.plan, options)
-        self.usual, self._share = finder.options.tolerance, _CHANCE
+        self.usual, self._charge = finder.options.tolerance, _CHANCE
         self.jacobians = Jacobians(
             finder.network, tolerance=_ROUGHLY, deterministic=False, seed=finder.options.seed, probes=_PROBES
         )
@@ -217,7 +217,7 @@ class _Estimates(NormFinder):
         self.iterative: set[NormKey] = set()
         self._drew = False
 
-    def ledger(self, images: int) -> Ledger:
+    def ledger(self, images: int, budget: Budget | None = None) -> Ledger:
         return Ledger(math.inf, images, self.options.seed).part("effort")
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:

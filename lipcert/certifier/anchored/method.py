@@ -63,7 +63,7 @@ some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε. The ot
 ones and these use half of the failure probability each. If both are valid, so is the larger radius.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
-(lipcert.norms._ledger). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
+(lipcert.norms.budget). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
 a relative 1e-6 for them. Rounding errors of nominal values, gradients and products with Jacobians have terms of their
 own, because cancellation can make them as large as the computed number: :mod:`lipcert.certifier.anchored.rounding`.
 """
@@ -146,14 +146,14 @@ class Anchored:
         plan = planned(network, given)
         self._quickly = eps is not None and not self.kinks and plan.whole and worthwhile(plan, given)
         self.eps = eps if self._quickly or (not self.kinks and plan.work >= FULL) else None
-        share = 0.5 if self.kinks or self._quickly else 1.0
-        self.finder = _finder(plan, given, share)
+        variants = 2 if self.kinks or self._quickly else 1
+        self.finder = _finder(plan, given, variants)
         self.quick: NormFinder | None = None
         self.secant: NormFinder | None = None
         if self.kinks:
             widths = tuple(self.kinks.values())
             network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
-            self.secant = _finder(NormPlan(network, anchored_pairs(network), given.passes), given, share)
+            self.secant = _finder(NormPlan(network, anchored_pairs(network), given.passes), given, variants)
 
     @property
     def network(self) -> Network:
@@ -195,8 +195,8 @@ def _largest(rho: list[Tensor]) -> Tensor:
     return each_entry(rho).amax(1, keepdim=True)
 
 
-def _finder(plan: NormPlan, options: NormOptions, share: float) -> NormFinder:
-    return NormFinder(plan.network, plan, options, share=share, spare=ROUNDS * weighable(plan.network))
+def _finder(plan: NormPlan, options: NormOptions, variants: int) -> NormFinder:
+    return NormFinder(plan.network, plan, options, variants=variants, spare=ROUNDS * weighable(plan.network))
 
 
 def weighable(network: Network) -> int:

@@ -21,7 +21,7 @@ from lipcert.certifier.anchored.rounding import Rounded, rounded, times
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.inputs.artifact import seed_of
-from lipcert.norms import SMALLEST, Draw, Ledger, part_of
+from lipcert.norms import SMALLEST, Budget, Draw, Ledger
 from lipcert.numerics import UNIT, at_most
 from lipcert.settings import RIGORS
 
@@ -81,6 +81,10 @@ class NormOptions:
             raise InputError(f"unknown rigor {self.rigor!r}; choose {' or '.join(RIGORS)}")
         if self.deterministic:
             object.__setattr__(self, "delta", 0.0)
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.delta)
 
     @property
     def deterministic(self) -> bool:
@@ -149,7 +153,7 @@ class NormFinder:
     """Computes the norms of a plan at images. A norm that is the same for all images is computed once.
 
     Attributes:
-        delta: the failure probability that the norms may spend.
+        budget: the failure probability that the norms may spend.
         effort: tolerances of norms that differ from that of the options; ∞ leaves a norm to products (:mod:`.effort`).
             Norms that are the same for all images are always computed, within the tolerance of the options. None until
             they are chosen.
@@ -159,19 +163,19 @@ class NormFinder:
         network: the network.
         plan: the norms.
         options: how they are computed.
-        share: the share of the failure probability that may be spent here.
+        variants: the number of finders among which the failure probability of the options is split.
         spare: the largest number of norms that may be requested in addition to those of the plan.
 
     Raises:
         InputError: deterministic norms of Jacobians that are too large.
     """
 
-    def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, share: float = 1.0, spare: int = 0):
+    def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, variants: int = 1, spare: int = 0):
         self.network, self.plan, self.options = network, plan, options
-        self.delta = options.delta * share
+        self.budget = options.budget if variants == 1 else options.budget.split(variants)
         self.effort: Mapping[NormKey, float] | None = None
         self.columns: dict[Pair, Tensor] = {}
-        self._share = part_of(self.delta, plan.count + spare)
+        self._charge = self.budget.split(plan.count + spare).delta
         self._constants: dict[NormKey, Tensor] = {}
         self._link_constants: dict[Link, float] = {}
         self._raised: set[Pair] = set()  # columns to which the rounding error was added
@@ -181,11 +185,9 @@ class NormFinder:
         if options.deterministic:
             self.jacobians.check_sizes([*plan.pairs, *((link.operand, link.node) for link in plan.links)])
 
-    def ledger(self, images: int, delta: float | None = None) -> Ledger:
+    def ledger(self, images: int, budget: Budget | None = None) -> Ledger:
         """A new ledger for this number of images, with the failure probability of the options, or another one."""
-        return Ledger(
-            self.options.delta if delta is None else delta, images, seed_of(self.network.model, self.options.seed)
-        )
+        return (budget or self.options.budget).ledger(images, seed_of(self.network.model, self.options.seed))
 
     def __call__(self, values: dict[Node, Tensor], ledger: Ledger, progress: NormProgress | None = None) -> Norms:
         """Upper bounds at nominal values; the probability that one of them fails is charged to ``ledger``.
@@ -386,4 +388,4 @@ class NormFinder:
             return None
         place = self.network.replay.position
         numbers = [item if isinstance(item, int) else place[item] for item in (a, b, *more)]
-        return ledger.draw(kind, *numbers, delta=self._share)
+        return ledger.draw(kind, *numbers, delta=self._charge)

@@ -1,4 +1,4 @@
-"""Accounts for the failure probability of a certificate and hands out the random vectors that it pays for.
+"""The failure probability δ of a certificate: how it is split, what is spent, and the random vectors that it pays for.
 
 A probabilistic norm is computed from a random start vector. It is too small with probability at most the charge for
 that vector. The certificate of an image consists of many such norms. This module ensures that the certificate is wrong
@@ -37,6 +37,8 @@ round differently from machine to machine. We assume that they and the image wer
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 
@@ -63,6 +65,28 @@ class Draw:
         """Standard normal numbers, float64, shape (rows, size), on the CPU; the same in every call."""
         bits = np.random.Philox(key=int.from_bytes(self.key, "little"))
         return torch.from_numpy(np.random.Generator(bits).standard_normal((rows, size)))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A failure probability that may be spent on the certificate of an image, or on a part of it.
+
+    This is the only type that divides δ. The certifier splits it between methods, a method between its variants, and
+    each of these between its norms; whatever is spent is charged to a :class:`Ledger`.
+
+    Attributes:
+        delta: the largest failure probability; 0 allows no random vectors.
+    """
+
+    delta: float
+
+    def split(self, parts: int) -> Budget:
+        """One of some equal parts, rounded down: together they are at most the whole."""
+        return Budget(self.delta / max(1, parts) * (1 - 1e-9))
+
+    def ledger(self, images: int, seed: int | tuple[int, str] = 0) -> Ledger:
+        """A ledger for new images that may spend all of it."""
+        return Ledger(self.delta, images, seed)
 
 
 class Ledger:
@@ -119,14 +143,34 @@ class Ledger:
         return Draw(delta, bits)
 
 
-def part_of(delta: float, count: int) -> float:
-    """δ divided equally among ``count`` draws, rounded down so that the sum stays below δ."""
-    return delta / max(1, count) * (1 - 1e-9)
+class Rigor(str):
+    """How a certificate holds, as rows state it, and its value.
 
+    Attributes:
+        delta: the failure probability; 0 if the certificate is deterministic.
+    """
 
-def rigor_of(spent: float, delta: float) -> str:
-    """``deterministic``, or ``probabilistic(…)`` with the spent part of δ, rounded up to three digits."""
-    if not spent:
-        return "deterministic"
-    up = Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(spent))
-    return f"probabilistic({min(float(up), delta)!r})"
+    delta: float
+
+    def __new__(cls, delta: float, most: float = math.inf) -> Rigor:
+        """The rigor of a certificate that fails with at most this probability.
+
+        Args:
+            delta: the spent failure probability; rounded up to three digits.
+            most: a limit of the rounded probability.
+        """
+        rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(delta))
+        value = min(float(rounded), most) if delta else 0.0
+        text = super().__new__(cls, f"probabilistic({value!r})" if value else "deterministic")
+        text.delta = value
+        return text
+
+    @classmethod
+    def parse(cls, text: str) -> Rigor | None:
+        """The rigor that a row of a file states; None if the text is not one."""
+        form = re.fullmatch(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)", text)
+        if form is None:
+            return None
+        rigor = super().__new__(cls, text)
+        rigor.delta = float(form["delta"] or 0)
+        return rigor

@@ -1,0 +1,85 @@
+"""The method ``anchored`` as a method of the certifier, and what it shares with ``lofast``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from lipcert import roundoff
+from lipcert.certifier._method import Method, NormsDone, Subject
+from lipcert.certifier.anchored import Anchored, Behind, DeployedAnchored, anchored
+from lipcert.errors import InputError
+from lipcert.norms import Budget, Ledger
+from lipcert.settings import STAGED
+
+_TOO_LARGE = "it would take very long for a network of this size; force it with --method {}"
+
+
+class LinearisedMethod(Method):
+    """A method that linearises the network at the image.
+
+    Staged certification with a limit of work computes only norms for ``instead`` operations if all need more than
+    ``limit``; products of norms bound the others.
+
+    Args:
+        subject: the network.
+        budget: the failure probability for one image.
+        limit: the largest number of floating-point operations for an image.
+        instead: about the number of operations for the norms if all need more.
+    """
+
+    def __init__(self, subject: Subject, budget: Budget, limit: float = float("inf"), instead: float = 0.0):
+        super().__init__(subject, budget)
+        passes = subject.settings.passes
+        self.engine = self.linearise(passes)
+        norms = self.engine.count
+        if passes is None and self.engine.work > limit:
+            self.engine = self.linearise(instead / self.engine.plan.work_of_a_pass)
+            if self.engine.work > 2 * instead:  # a single operation may already need more
+                raise InputError(
+                    f"it would take very long for a network of this size; force it with --method {self.name}"
+                )
+        self.work = self.engine.work
+        plan = self.engine.plan
+        if plan.chained and passes is None:
+            self.note = (
+                f"exact norms for {len(plan.pairs)} of {norms} terms; the rest are looser; "
+                f"request more with --passes, or all with --method {self.name}"
+            )
+        self.proves = subject.roundoff is None and not plan.chained and subject.nominal.bounded
+
+    @abstractmethod
+    def linearise(self, passes: float | None) -> Any:
+        """The certificate of the network, with norms for at most this number of forward passes per image."""
+
+    def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
+        at = self.engine(images, progress, ledger)
+        classes = predicted.to(images.device)
+        return lambda margins, call: at.radius(classes, margins.to(images.device)).to(margins.device)
+
+
+class AnchoredMethod(LinearisedMethod):
+    """:mod:`lipcert.certifier.anchored`: of the whole network, behind a cut, or both; or of the deployed network."""
+
+    name = "anchored"
+
+    def __init__(self, subject: Subject, budget: Budget, limit: float = float("inf"), instead: float = 0.0):
+        super().__init__(subject, budget, limit, instead)
+        self.deployed = isinstance(self.engine, DeployedAnchored)
+        if isinstance(self.engine, Behind):
+            self.note = self.note or self.engine.described
+            whole = self.engine.whole
+            alone = whole is None or (not whole.plan.chained and self.proves)
+            self.proves = subject.roundoff is None and self.engine.proves and alone
+
+    def linearise(self, passes: float | None) -> Anchored | Behind | DeployedAnchored:
+        settings, model = self.subject.settings, self.subject.model
+        options: dict[str, Any] = {"delta": self.budget.delta, "rigor": settings.rigor, "passes": passes}
+        if self.subject.roundoff is not None:
+            return DeployedAnchored(model, settings.dtype, **options)
+        eps = settings.eps if settings.method == STAGED else None  # staged certification needs only a verdict
+        if settings.at is not None:
+            return Anchored(model, at=settings.at, eps=eps, **options)
+        return anchored(model, eps=eps, **options)

@@ -1,0 +1,124 @@
+"""What every certificate of a network has in common: the network, as methods see it, and the class of a method."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from lipcert import roundoff
+from lipcert.bounds import Analysis, MarginBounds
+from lipcert.certifier._nominal import NominalMargins
+from lipcert.model import Model
+from lipcert.norms import Budget, Ledger
+from lipcert.settings import FACTS, CertifySettings, MethodFacts
+
+# Called with (norms computed, norms in total).
+NormsDone = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network and what is asked of it: everything that methods share.
+
+    Attributes:
+        model: the model in float64, with the weights of the deployed one.
+        analysis: its global analysis.
+        settings: ε, the type of the deployed forward pass, and the other settings.
+        roundoff: bounds on the rounding errors of the deployed forward pass; None for real arithmetic.
+        nominal: what rounding in float64 can take of computed margins.
+        flops: floating-point operations of one forward pass.
+        bytes: size of all results of one forward pass in float64.
+    """
+
+    model: Model
+    analysis: Analysis
+    settings: CertifySettings
+    roundoff: roundoff.Roundoff | None
+    nominal: NominalMargins
+    flops: float
+    bytes: float
+
+    @cached_property
+    def margins(self) -> MarginBounds:
+        """Lipschitz constants of the margins, with the rows of the head."""
+        return MarginBounds(self.analysis)
+
+    @property
+    def operations(self) -> int:
+        """The number of operations of the network."""
+        return len(self.analysis.graph.nodes)
+
+
+def forward_pass(model: Model, analysis: Analysis) -> tuple[float, float]:
+    """Floating-point operations of one forward pass, and the bytes of all its results."""
+    image = torch.zeros(1, *model.input_size, dtype=torch.float64, device=model.device)
+    size = sum(8 * math.prod(node.shape) for node in analysis.graph.nodes)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
+    return float(counter.get_total_flops()), float(size)
+
+
+class Method(ABC):
+    """A certificate of a network: the constructor prepares it once, :meth:`radius` certifies batches of images.
+
+    A subclass sets :attr:`name`, the key of its entry in ``lipcert.settings.FACTS``, and implements :meth:`radii`. What
+    it needs of a network it checks in its constructor, which raises :class:`~lipcert.errors.UnsupportedOperation` for
+    operations without a rule.
+
+    Attributes:
+        name: the name in commands and rows.
+        work: an estimate of the floating-point operations for one image.
+        note: a remark on how the method treats this network; may be empty.
+        proves: whether the method itself accounts for rounding in the computed margins, with proof. It then gets the
+            margins as they were computed.
+        deployed: whether its radii hold for the deployed forward pass without :mod:`lipcert.roundoff`.
+
+    Args:
+        subject: the network.
+        budget: the failure probability that the method may spend on one image.
+    """
+
+    name: ClassVar[str]
+    work: float = 0.0
+    note: str = ""
+    proves: bool = False
+    deployed: bool = False
+
+    def __init__(self, subject: Subject, budget: Budget):
+        self.subject, self.budget = subject, budget
+
+    @property
+    def facts(self) -> MethodFacts:
+        return FACTS[self.name]
+
+    @abstractmethod
+    def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
+        """Everything that does not depend on the margins, such as norms at the images.
+
+        Args:
+            images: pixels in [0, 1], float64, shape (N, C, H, W).
+            predicted: classes y, shape (N,), on the CPU.
+            ledger: pays for random start vectors; at most :attr:`budget` for each image.
+            progress: called as norms are computed.
+
+        Returns:
+            A function of the margins f_y − f_j, shape (N, classes), +inf at j = y, and of the number of the call, 0 or
+            1, with radii in real arithmetic, float64, shape (N,): no perturbation of smaller ℓ2 norm changes the class.
+        """
+
+    def radius(
+        self, images: Tensor, predicted: Tensor, margins: Tensor, ledger: Ledger, progress: NormsDone = lambda *_: None
+    ) -> Tensor:
+        """Certified radii, float64, shape (N,), rounding of the deployed forward pass included; see :meth:`radii`."""
+        radii = self.radii(images, predicted, ledger, progress)
+        if self.subject.roundoff is None or self.deployed:
+            return radii(margins, 0)
+        return self.subject.roundoff.deployed(radii, images, predicted, margins)

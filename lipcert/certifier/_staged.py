@@ -1,0 +1,187 @@
+"""The methods of one run: which of them suit a network, and which of them an image needs.
+
+Staged certification goes from the cheapest method to the strongest. Each method gets the images that are still open: no
+method so far has certified them at ε, and nothing rules a certificate out (:mod:`lipcert.certifier._triage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lipcert.certifier._anchored import AnchoredMethod, LinearisedMethod
+from lipcert.certifier._global import Global
+from lipcert.certifier._gloro import GloRo
+from lipcert.certifier._local import LocalMethod
+from lipcert.certifier._lofast import LoFASTMethod
+from lipcert.certifier._method import Method, Subject
+from lipcert.certifier._triage import too_loose
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.norms import Budget, Ledger
+from lipcert.settings import FACTS, STAGED
+
+CLASSES: Mapping[str, type[Method]] = {
+    kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, AnchoredMethod)
+}
+# Floating-point operations a second, for estimates of time: about what one core reaches.
+RATE = 1e10
+
+
+@dataclass
+class Methods:
+    """The prepared methods of a run, in order.
+
+    Attributes:
+        prepared: by name, from the cheapest to the strongest.
+        skipped: methods that staged certification leaves out for this network, with reasons.
+        notes: remarks on how methods treat this network.
+    """
+
+    prepared: dict[str, Method] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def budgets(subject: Subject) -> dict[str, Budget]:
+    """The failure probability that each method of a run may spend on an image."""
+    settings = subject.settings
+    whole = Budget(0.0 if settings.rigor == "deterministic" else settings.delta)
+    if settings.method != STAGED:
+        return {settings.method: whole}
+    names = [name for name, facts in FACTS.items() if facts.staged]
+    random = [name for name in names if not FACTS[name].deterministic]
+    return {name: whole.split(len(random)) if name in random else Budget(0.0) for name in names}
+
+
+def prepare(subject: Subject) -> Methods:
+    """Prepares the methods of a run; staged certification leaves out what does not suit the network.
+
+    Raises:
+        InputError: no method suits the network, or the requested one does not.
+        UnsupportedOperation: the requested method lacks a rule for an operation.
+    """
+    settings, methods = subject.settings, Methods()
+    staged, limit = settings.method == STAGED, RATE * settings.time
+    shares = budgets(subject)
+    if settings.at is not None:  # global bounds refer to pixels
+        shares = dict([list(shares.items())[-1]])
+    for name, budget in shares.items():
+        kind = CLASSES[name]
+        if not staged:
+            methods.prepared[name] = kind(subject, budget)
+        elif reason := _unsuitable(name, subject):
+            if reason != _USELESS:
+                methods.skipped[name] = reason
+            continue
+        else:
+            try:
+                limits = (limit, limit / 20) if issubclass(kind, LinearisedMethod) else ()
+                method = kind(subject, budget, *limits)
+            except (UnsupportedOperation, InputError) as error:
+                if settings.at is not None:
+                    raise
+                methods.skipped[name] = str(error)
+                continue
+            if method.work > limit and not (FACTS[name].linearised and settings.passes is not None):
+                seconds = method.work / RATE
+                methods.skipped[name] = f"it would take about {seconds:.2g} s per image; force it with --method {name}"
+                continue
+            methods.prepared[name] = method
+        if methods.prepared[name].note:
+            methods.notes[name] = methods.prepared[name].note
+    if not methods.prepared:
+        raise InputError(f"no method suits this model: {'; '.join(methods.skipped.values())}")
+    return methods
+
+
+_USELESS = "it equals gloro for this network"
+
+
+def _unsuitable(name: str, subject: Subject) -> str:
+    """Why staged certification leaves a method out before it is prepared; empty if it does not."""
+    if FACTS[name].deterministic or subject.settings.at is not None:
+        return ""
+    if name == LocalMethod.name and not LocalMethod.useful(subject.analysis):
+        return _USELESS
+    return too_loose(subject.model, subject.analysis.bound().log10, subject.settings.eps)
+
+
+@dataclass
+class Verdicts:
+    """The radii of N images so far.
+
+    Attributes:
+        radius: float64, shape (N,).
+        method: the names of the methods that gave them.
+        random: whether a radius is probabilistic, bool, shape (N,).
+        proved: whether the effect of rounding in float64 on it is proved, bool, shape (N,).
+    """
+
+    radius: Tensor
+    method: list[str]
+    random: Tensor
+    proved: Tensor
+
+
+def run(
+    methods: Mapping[str, Method],
+    images: Tensor,
+    predicted: Tensor,
+    margins: tuple[Tensor, Tensor],
+    proved: Tensor,
+    ruled_out: Tensor,
+    ledger: Ledger,
+    watch: Callable[[str, float], None],
+) -> Verdicts:
+    """Applies methods in order, each to the images that are still open.
+
+    Args:
+        methods: the prepared methods.
+        images: pixels in [0, 1], float64, shape (N, C, H, W).
+        predicted: classes y, shape (N,).
+        margins: f_y − f_j as computed, and reduced by what rounding may have added; +inf at j = y, shape (N, classes).
+        proved: whether that reduction is proved, bool, shape (N,).
+        ruled_out: images that only deterministic methods are applied to, bool, shape (N,).
+        ledger: pays for random start vectors.
+        watch: called with the running method and the number of finished images of the batch.
+    """
+    eps = next(iter(methods.values())).subject.settings.eps
+    count = len(images)
+    verdicts = Verdicts(
+        torch.zeros(count, dtype=torch.float64),
+        [next(iter(methods))] * count,
+        torch.zeros(count, dtype=torch.bool),
+        proved.clone(),
+    )
+    for name, method in methods.items():
+        closed = ruled_out & (not method.facts.deterministic)
+        wanted = ((verdicts.radius <= eps) & ~closed).nonzero()[:, 0]
+        if not len(wanted):
+            continue
+        watch(name, 0.0)
+        part = ledger.only(wanted).part(name)
+        before = part.spent
+
+        def norms_done(done: float, total: float, name: str = name, count: int = len(wanted)) -> None:
+            watch(name, count * done / total)
+
+        computed, reduced = (each[wanted] for each in margins)
+        # Linearised methods account for rounding themselves, from margins as they were computed.
+        taken = torch.where(proved[wanted, None], computed, reduced) if method.proves else reduced
+        radius = method.radius(images[wanted], predicted[wanted], taken, part, norms_done)
+        sure = torch.full_like(proved[wanted], method.proves) if method.facts.linearised else proved[wanted]
+        if len(methods) == 1 and not method.facts.deterministic and method.subject.settings.at is None:
+            # Known from the analysis and deterministic, so no other method needs to return less.
+            least = GloRo(method.subject, Budget(0.0)).radius(images[wanted], predicted[wanted], reduced, part)
+            sure = torch.where(radius < least, proved[wanted], sure)
+            radius = torch.maximum(radius, least)
+        larger = radius >= verdicts.radius[wanted]
+        better = wanted[larger]
+        verdicts.radius[better], verdicts.random[better] = radius[larger], (part.spent > before)[larger]
+        verdicts.proved[better] = sure[larger]
+        for place in better.tolist():
+            verdicts.method[place] = name
+    return verdicts

@@ -1,0 +1,120 @@
+"""What can be hoped for an image, before anything costly is computed for it.
+
+**First-order limit.** No method that bounds the change of a margin by a Lipschitz constant or by a linearisation at the
+image certifies beyond min_j m_j/‖∇_x m_j‖: a Lipschitz constant of the margin m_j on any ball around x is at least
+‖∇_x m_j‖, and a linearisation subtracts ‖∇_x m_j‖ ε from m_j before any remainder. This is no bound on the network's
+true radius, which may be larger. The limit is computed for the runners-up with the smallest margins, and may therefore
+be smaller for another class.
+
+**Attack.** A perturbation within ε that changes the prediction rules out every certificate at ε.
+
+**Looseness.** K/‖∇m‖, the global bound beside a slope that the network has, says how much is lost from layer to layer.
+Where it is beyond 10^12, remainders are as loose: no method of lipcert has certified an ε of 0.001 or more on such a
+network. This is experience and no bound; a method that is asked for by name is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipcert.model import Model
+
+# The number of runners-up whose gradients are compared.
+_RIVALS = 3
+# Looseness, and ε, from which on linearised methods have not reached ε.
+_LOOSE_LOG10, _LOOSE_EPS = 12.0, 1e-3
+_LOOKED_AT = 2
+
+
+def too_loose(model: Model, log10: float, eps: float) -> str:
+    """Why experience says that no method reaches ε on a network; empty if it does not say so.
+
+    Args:
+        model: the model in float64.
+        log10: decimal logarithm of its global bound.
+        eps: ε.
+    """
+    if log10 <= _LOOSE_LOG10 or not math.isfinite(log10) or eps < _LOOSE_EPS:
+        return ""
+    images = torch.rand(_LOOKED_AT, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
+    images = images.to(model.dtype)
+    with torch.no_grad():
+        logits = model(images)
+    margins = logits.topk(min(2, logits.shape[1]), dim=1).values
+    limit = first_order_limit(model, images, logits.argmax(1).cpu())
+    slopes = (margins[:, 0] - margins[:, -1]).double().cpu() / limit
+    slope = slopes.median().item()
+    if not 0 < slope < math.inf or log10 - math.log10(slope) <= _LOOSE_LOG10:
+        return ""
+    return (
+        f"the global bound is 10^{log10:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "
+        "no method has certified a visible radius on so loose a network"
+    )
+
+
+@torch.enable_grad()
+def first_order_limit(model: Model, images: Tensor, predicted: Tensor) -> Tensor:
+    """min_j m_j/‖∇_x m_j‖ over the classes j with the smallest margins m_j = f_y − f_j, at N images.
+
+    Args:
+        model: the model.
+        images: pixels in [0, 1], shape (N, C, H, W).
+        predicted: classes y, shape (N,).
+
+    Returns:
+        float64, shape (N,), on the CPU; ∞ where the gradient is 0 or not defined, since it then says nothing.
+    """
+    pixels = images.detach().clone().requires_grad_()
+    logits = model(pixels)
+    classes = predicted.to(logits.device)[:, None]
+    margins = logits.gather(1, classes) - logits
+    order = margins.detach().scatter(1, classes, math.inf).argsort(1)[:, : min(_RIVALS, logits.shape[1] - 1)]
+    limit = torch.full((len(images),), math.inf, dtype=torch.float64)
+    if not logits.requires_grad:
+        return limit
+    for rival in order.unbind(1):
+        margin = margins.gather(1, rival[:, None])[:, 0]
+        (slope,) = torch.autograd.grad(margin.sum(), pixels, retain_graph=True, allow_unused=True)
+        if slope is None:
+            continue
+        length = slope.flatten(1).double().norm(dim=1)
+        ratio = torch.where(length > 0, margin.detach().double() / length, math.inf)
+        limit = torch.minimum(limit, ratio.nan_to_num(nan=math.inf).cpu())
+    return limit
+
+
+@dataclass(frozen=True)
+class Hopes:
+    """What rules a certificate at ε out for N images.
+
+    Attributes:
+        limit: first-order limits, shape (N,); None if they were not computed.
+        broken: whether an attack changed the prediction within ε, bool, shape (N,).
+        eps: ε.
+    """
+
+    limit: Tensor | None
+    broken: Tensor
+    eps: float = 0.0
+
+    @property
+    def ruled_out(self) -> Tensor:
+        """Images that no method can certify at ε, or, of the linearised methods, none; bool, shape (N,)."""
+        if self.limit is None:
+            return torch.zeros_like(self.broken)
+        return self.broken | (self.limit <= self.eps)
+
+    def reasons(self, certified: Tensor, skipped: Mapping[str, str]) -> tuple[str, ...]:
+        """Why each image has no certificate at ε, N texts; empty for certified images."""
+        if self.limit is None:
+            return ()
+        rest = f"skipped: {', '.join(skipped)}" if skipped else "bounds too loose"
+        return tuple(
+            "" if sure else "attacked" if attacked else "first-order limit" if limit <= self.eps else rest
+            for sure, attacked, limit in zip(certified.tolist(), self.broken.tolist(), self.limit.tolist(), strict=True)
+        )

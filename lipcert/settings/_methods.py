@@ -1,0 +1,49 @@
+"""The methods of ``certify``: what help, result files and coverage say of them, without torch.
+
+To add a method, add an entry here and the class that computes it, a :class:`lipcert.certifier.Method`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """What is known of a method before it sees a network.
+
+    Attributes:
+        name: its name in commands, settings and rows.
+        about: what it bounds, for help texts and the documentation.
+        smoothed: whether it certifies the smoothed classifier in place of the network itself.
+        deterministic: whether it draws no random start vectors.
+        linearised: whether it linearises the network at the image, and so needs remainder rules.
+        staged: whether staged certification uses it.
+    """
+
+    name: str
+    about: str
+    smoothed: bool = False
+    deterministic: bool = False
+    linearised: bool = False
+    staged: bool = True
+
+
+# From the cheapest to the strongest. Staged certification omits lofast, because anchored includes it.
+FACTS = {
+    facts.name: facts
+    for facts in (
+        MethodFacts("global", "one Lipschitz constant", deterministic=True),
+        MethodFacts("gloro", "a Lipschitz constant for each pair of classes (Leino et al. 2021)", deterministic=True),
+        MethodFacts("local", "Lipschitz constants on the ball around the image (Huang et al. 2021)"),
+        MethodFacts("lofast", "local Jacobian norms by layer (Havens et al. 2024)", linearised=True, staged=False),
+        MethodFacts("anchored", "one linearisation of the whole network, with bounded remainders", linearised=True),
+        MethodFacts("smoothing", "the smoothed classifier, sampled (Cohen et al. 2019)", smoothed=True, staged=False),
+    )
+}
+STAGED = "staged"
+SINGLE = tuple(name for name, facts in FACTS.items() if not facts.smoothed)
+METHODS = (STAGED, *SINGLE)
+SMOOTHING = "smoothing"
+LINEARISED = tuple(name for name, facts in FACTS.items() if facts.linearised)
+DETERMINISTIC = tuple(name for name, facts in FACTS.items() if facts.deterministic)
