@@ -28,7 +28,7 @@ from lipcert.errors import (
     UnsupportedOperation,
     first_line,
 )
-from lipcert.graph import across_types, confirm, examine, only_in
+from lipcert.graph import ONE_LOGIT, across_types, confirm, examine, only_in, outputs_of
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Ledger, part_of, rigor_of
@@ -131,7 +131,7 @@ class Certifier:
             )
         self.margin_bounds = MarginBounds(self.analysis)
         self.skipped: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(model) == 1 else {}
         # The methods of an image that are probabilistic share its failure probability.
         self.delta = 0.0 if rigor == "deterministic" else delta
         self.share = part_of(self.delta, 2) if self.method == "staged" else self.delta

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._arguments import SIGNATURES, arguments
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds.forms._facts import number_of, rounded_down
 from lipcert.graph import Node

@@ -217,7 +217,7 @@ class _Estimates(NormFinder):
         self.iterative: set[NormKey] = set()
         self._drew = False
 
-    def ledger(self, images: int) -> Ledger:
+    def ledger(self, images: int, delta: float | None = None) -> Ledger:
         return Ledger(math.inf, images, self.options.seed).part("effort")
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
