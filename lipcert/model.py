@@ -22,8 +22,8 @@ from lipcert.numerics import RealArithmetic
 def unusable(net: nn.Module) -> str | None:
     """The reason why no bound can hold for a network's weights, such as ``"head.weight holds NaN"``; None if none.
 
-    Reasons are formats of 8 bits, in which torch does not compute, NaN in any tensor, and infinity in a parameter or in batch norm statistics. Other buffers may be
-    infinite: masks and limits use infinity for "no limit".
+    Reasons are formats of 8 bits, in which torch does not compute, NaN in any tensor, and infinity in a parameter or in
+    batch norm statistics. Other buffers may be infinite: masks and limits use infinity for "no limit".
     """
     parameters = {name for name, _ in net.named_parameters()}
     for name, value in (*net.named_parameters(), *net.named_buffers()):

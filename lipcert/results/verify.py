@@ -95,7 +95,8 @@ def verify(
 
     A row is confirmed if its image is the certified one, its radius is at most the one that follows from what is
     measured here, and its other entries equal the recomputed ones. A few draws of noise may fall into another class by
-    the rounding of another machine; a row that needs them is unsettled. PGD is repeated; the results of other attacks are not checked.
+    the rounding of another machine; a row that needs them is unsettled. PGD is repeated; the results of other attacks
+    are not checked.
 
     Args:
         run: from :func:`lipcert.results.read_run`.

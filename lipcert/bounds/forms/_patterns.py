@@ -13,7 +13,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds.forms._facts import number_of, rounded_down
-from lipcert.graph import Node
+from lipcert.graph import SIGNATURES, Node
 from lipcert.surgery import MaxMin
 
 # Adds an operation: (name, function, arguments, named arguments, shape) ↦ its node.
