@@ -81,18 +81,21 @@ def verify(
     with progress("verifying") as update:
         verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
     rows = [verdict for verdict in verdicts if verdict.index is not None]
-    fallen = sum(row.objection is not None for row in rows)
+    fallen = sum(row.objection is not None and not row.unsettled for row in rows)
+    unsettled = sum(row.unsettled for row in rows)
     objections = [
         verdict.objection if verdict.index is None else f"image {verdict.index}: {verdict.objection}"
         for verdict in verdicts
         if verdict.objection
     ]
     if as_json:
-        outcome = {"verified": len(rows), "rows": len(run), "fallen": fallen, "objections": objections}
-        print_json(outcome)
+        counts = {"verified": len(rows), "rows": len(run), "fallen": fallen, "unsettled": unsettled}
+        print_json({**counts, "objections": objections})
     else:
-        stand = f"{len(rows) - fallen} of {len(rows)} computed again"
+        stand = f"{len(rows) - fallen - unsettled} of {len(rows)} computed again"
         facts = [("rows", str(len(run))), ("stand", stand)]
+        if unsettled:
+            facts.append(("unsettled", f"{unsettled}: draws of noise fall into other classes on this machine"))
         if not objections:
             facts.append(("next", command("report", results, "--html", results.with_suffix(".html"))))
         print_facts(facts)

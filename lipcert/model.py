@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -40,7 +41,7 @@ def unusable(net: nn.Module) -> str | None:
 
 _MOST_PIXELS = 2**26
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 _LOADERS: list[Callable[[nn.Module], Model]] = []
 
 
@@ -62,7 +63,7 @@ def checked(model: object) -> Model:
     )
 
 
-def loads_modules(load: F) -> F:
+def loads_modules(load: Function) -> Function:
     """Registers the function that wraps a module as a model; this module cannot import it."""
     _LOADERS[:] = [load]
     return load
@@ -79,7 +80,7 @@ def evaluated(net: nn.Module) -> nn.Module:
     return net.eval()
 
 
-def outside_inference_mode(function: F) -> F:
+def outside_inference_mode(function: Function) -> Function:
     """A decorator that runs a function outside of ``torch.inference_mode()``, which prevents differentiation."""
 
     @functools.wraps(function)
@@ -87,7 +88,7 @@ def outside_inference_mode(function: F) -> F:
         with torch.inference_mode(False):
             return function(*args, **given)
 
-    return cast(F, run)
+    return cast(Function, run)
 
 
 class Model(nn.Module):
@@ -157,10 +158,14 @@ class Model(nn.Module):
             images: shape (N, C, H, W), with (C, H, W) the model's ``input_size``.
 
         Returns:
-            Logits, shape (N, classes).
+            Logits, shape (N, classes). One logit z of the network counts as the two logits [0, z], whose softmax is the
+            sigmoid of z: class 1 for z > 0 and class 0 otherwise.
         """
         with RealArithmetic() if self.real else nullcontext():
-            return self.net((images - self.mean) / self.std)
+            logits: Tensor = self.net((images - self.mean) / self.std)
+            if tuple(logits.shape[1:]) != (1,):
+                return logits
+            return F.linear(logits, torch.tensor([[0.0], [1.0]], dtype=logits.dtype, device=logits.device))
 
     @property
     def dtype(self) -> torch.dtype:

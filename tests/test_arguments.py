@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.overrides import get_testing_overrides, resolve_name
 
 import lipcert.certifier  # noqa: F401  fills the tables of rules
-from lipcert.bounds._arguments import SIGNATURES, SYNONYMS, arguments
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import RULES, NoAnswer
-from lipcert.graph import Node, canonical
+from lipcert.graph import SIGNATURES, SYNONYMS, Node, canonical
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -61,7 +61,13 @@ def test_true_rows_stand(results):
     result = verified()
     follows = "next\tlipcert report r.jsonl --html r.html\n"
     assert result.stdout == f"rows\t12\nstand\t12 of 12 computed again\n{follows}"
-    assert json.loads(verified("--json").stdout) == {"verified": 12, "rows": 12, "fallen": 0, "objections": []}
+    assert json.loads(verified("--json").stdout) == {
+        "verified": 12,
+        "rows": 12,
+        "fallen": 0,
+        "unsettled": 0,
+        "objections": [],
+    }
     assert (
         run("verify", "bundled", "r.jsonl", "--sample", "5").stdout
         == f"rows\t12\nstand\t5 of 5 computed again\n{follows}"

@@ -26,7 +26,7 @@ from lipcert.errors import (
     UnsupportedOperation,
     first_line,
 )
-from lipcert.graph import across_types, confirm, examine, only_in
+from lipcert.graph import ONE_LOGIT, across_types, confirm, examine, only_in, outputs_of
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Rigor
@@ -121,6 +121,8 @@ class Certifier:
         with _understood(self.method):
             chosen = prepare(self.subject)
         self.methods, self.skipped, self.notes = chosen.prepared, chosen.skipped, chosen.notes
+        if outputs_of(model) == 1:
+            self.notes["labels"] = ONE_LOGIT
         self.budgets = budgets(self.subject)
         self.delta = 0.0 if eps.rigor == "deterministic" else eps.delta
         self.together = self._images_together()

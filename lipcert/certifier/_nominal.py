@@ -44,7 +44,7 @@ _COUNTED = 4
 _NEGLIGIBLE = 1e-5
 # A proof that takes more than this fraction of a margin is replaced by the check.
 _TAKEN = 1e-3
-# No proof for margins that the global bound exceeds by more than this factor, whatever the scale of the logits.
+# There is no proof for margins that the global bound exceeds by more than this factor.
 _LARGEST_RATIO = 1e10
 
 

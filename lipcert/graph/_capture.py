@@ -329,6 +329,8 @@ class _Recorder:
             UnsupportedCode: the result is a number or another object that carries the image's values untracked.
         """
         if isinstance(outcome, Tensor):
+            if outcome.is_floating_point() and outcome.dtype.itemsize == 1:
+                raise UnsupportedCode([(f"a cast to {str(outcome.dtype)[6:]}", self.path)])
             node.shape, node.dtype = tuple(outcome.shape), outcome.dtype
             self.nodes.append(node)
             return Tracked(outcome, node, self)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import in_words
-from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same
+from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same, same_logits
 from lipcert.results._statistics import Tally
 from lipcert.settings import METHODS, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
 
@@ -280,6 +280,8 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     different = [key for key in _IDENTITY if earlier.get(key) != own.get(key)]
     known, here = (summary.get("environment") or {} for summary in (earlier, own))
     different += [key for key in _VERSIONS if known.get(key) != here.get(key)]
+    if not same_logits(earlier.get("example_logits"), own.get("example_logits")):
+        different.append("logits on the example images")
     if different == ["eps"]:
         typed = own.get("eps_typed", own["eps"])
         reach = " up to the ε of that run" if own.get("method") == METHODS[0] else ""

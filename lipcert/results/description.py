@@ -11,6 +11,7 @@ import timm
 import torch
 
 from lipcert import __version__
+from lipcert.graph import ONE_LOGIT, code_of
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.preprocessing import preprocessing
 from lipcert.model import Model
@@ -37,13 +38,17 @@ def describe(
         Values that JSON can represent.
     """
     spec, bound = images.spec, certifier.bound
+    code_hash, logits = code_of(model)
     return {
         "model": {
             "source": model.source,
             "recipe": model.recipe,
             "weights_hash": weights_hash(model),
             "buffers_hash": buffers_hash(model),
+            "code_hash": code_hash,
+            **({"logits": ONE_LOGIT} if certifier.notes.get("labels") == ONE_LOGIT else {}),
         },
+        "example_logits": [[z if math.isfinite(z) else None for z in one] for one in logits],
         **certifier.settings.described(),
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,

@@ -13,12 +13,13 @@ from typing import Any
 from lipcert.attacks import PGD, Attack
 from lipcert.certifier import Certifier, certifier_for
 from lipcert.errors import InputError
+from lipcert.graph import code_of
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
 from lipcert.norms import Rigor
 from lipcert.results._reading import Run
-from lipcert.results._rows import contradiction, rows, same
+from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
 from lipcert.settings import LINEARISED, SINGLE
@@ -28,7 +29,8 @@ from lipcert.smoothing import Smoothing
 TOLERANCE = 1e-6
 # Gradient ascent amplifies rounding. The distances that an attack finds may differ by this fraction.
 _ATTACK_TOLERANCE = 1e-3
-# The fraction of noise draws whose class may change by rounding on another machine.
+# The fraction of noise draws whose class may change by rounding on another machine. Such draws refute nothing, and they
+# confirm nothing either: what a machine confirms follows from its own count.
 _ROUNDED_DRAWS = 1e-3
 # The recomputed entries of a summary. Times, the command, versions and the machine are not checked.
 _DESCRIBED = ("model", "preprocessing", "data", "bound")
@@ -40,23 +42,27 @@ class Verdict:
 
     Attributes:
         index: index of the image in the data set; None for the whole file.
-        objection: why it is refuted; None if it is confirmed.
+        objection: why it is not confirmed; None if it is.
+        unsettled: whether the objection may be due to this machine's rounding, so that the row is not refuted.
     """
 
     index: int | None
     objection: str | None
+    unsettled: bool = False
 
 
 def check_model(run: Run, model: Model) -> None:
     """Refuses a model other than the certified one.
 
     Raises:
-        InputError: the weights, the buffers or the surgery differ.
+        InputError: the weights, the buffers, the surgery or the operations of the code differ.
     """
     claimed = run.summary["model"]
     known = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
     known["buffers_hash"] = buffers_hash(model)
-    for key, what in (("weights_hash", "weights"), ("recipe", "surgery"), ("buffers_hash", "buffers")):
+    known["code_hash"] = code_of(model)[0]
+    what_of = {"weights_hash": "weights", "recipe": "surgery", "buffers_hash": "buffers", "code_hash": "code"}
+    for key, what in what_of.items():
         if claimed.get(key) != known[key]:
             raise InputError(f"{run.path} holds rows about other {what}; give the model that was certified")
 
@@ -88,8 +94,10 @@ def verify(
 ) -> Iterator[Verdict]:
     """Recomputes a result file and compares it with its content.
 
-    A row is confirmed if its image is the certified one, its radius is at most the recomputed one, and its other
-    entries equal the recomputed ones. PGD is repeated; the results of other attacks are not checked.
+    A row is confirmed if its image is the certified one, its radius is at most the one that follows from what is
+    measured here, and its other entries equal the recomputed ones. A few draws of noise may fall into another class by
+    the rounding of another machine; a row that needs them is unsettled. PGD is repeated; the results of other attacks
+    are not checked.
 
     Args:
         run: from :func:`lipcert.results.read_run`.
@@ -142,9 +150,10 @@ def verify(
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
             reason = reason or _objection(claimed, found, attack is not None)
-            if not isinstance(certifier, Certifier):
-                reason = reason or _objection_to_draws(claimed, found, certifier)
-            yield Verdict(found["index"], reason)
+            if isinstance(certifier, Certifier) or reason:
+                yield Verdict(found["index"], reason)
+            else:
+                yield _verdict_on_draws(claimed, found)
         if progress is not None:
             progress(done, len(wanted))
     if done < len(wanted):
@@ -166,6 +175,8 @@ def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, wanted:
 def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Iterator[str]:
     """Yields the contradictions of the summary with itself, the rows, the model and the images."""
     yield from run.contradictions()
+    if not same_logits(run.summary.get("example_logits"), found["example_logits"]):
+        yield "the summary's logits on the example images are not what the model gives"
     if "counts" not in run.summary or not run.summary.get("complete"):
         yield from run.miscounted()
     claimed = dict(run.summary)
@@ -209,7 +220,7 @@ def _first_difference(claimed: Any, found: Any) -> str:
 def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: bool) -> str | None:
     if claimed.get("image") != found["image"]:
         return "it is another image than the one that was certified"
-    for name in ("file", "label", "predicted", "method"):
+    for name in ("file", "label", *(() if "samples" in found else ("predicted",)), "method"):
         if claimed.get(name) != found.get(name):
             return f"{name} {claimed.get(name)} is claimed and {found.get(name)} found"
     if not same(claimed.get("margin"), found["margin"], TOLERANCE, 1e-9):
@@ -227,14 +238,24 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
     return None
 
 
-def _objection_to_draws(claimed: Mapping[str, Any], found: Mapping[str, Any], smoothing: Smoothing) -> str | None:
-    """The objection to a row of a smoothed classifier: recounted draws, or the radius that they give."""
+def _verdict_on_draws(claimed: Mapping[str, Any], found: Mapping[str, Any]) -> Verdict:
+    """The verdict on a row of a smoothed classifier, by the draws that were counted again and the radius they give."""
+    index = found["index"]
     for name in ("holds_for", "seed", "samples"):
         if claimed.get(name) != found[name]:
-            return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"
-    if abs(claimed["count"] - found["count"]) > 1 + _ROUNDED_DRAWS * claimed["samples"]:
-        return f"{claimed['count']} of {claimed['samples']} draws are claimed and {found['count']} found"
-    radius = smoothing.plan.radius(claimed["count"], claimed["samples"])
-    if claimed["radius"] > radius * (1 + TOLERANCE):
-        return f"radius {claimed['radius']:.9g} is claimed, and its draws give {radius:.9g}"
-    return None
+            return Verdict(index, f"{name} = {claimed.get(name)} is claimed and {found[name]} found")
+    samples = claimed["samples"]
+    counted = f"{claimed['count']} of {samples} draws are claimed and {found['count']} found"
+    if abs(claimed["count"] - found["count"]) > 1 + _ROUNDED_DRAWS * samples:
+        return Verdict(index, counted)
+    if claimed["predicted"] != found["predicted"]:
+        selected = f"class {claimed['predicted']} is claimed, and the draws that select one select {found['predicted']}"
+        return Verdict(index, f"{selected} on this machine", unsettled=True)
+    if claimed["radius"] <= found["radius"] * (1 + TOLERANCE):
+        return Verdict(index, None)
+    radius = f"radius {claimed['radius']:.9g} is claimed, and the draws give {found['radius']:.9g} on this machine"
+    return Verdict(
+        index,
+        radius if claimed["count"] == found["count"] else f"{radius}: {counted}",
+        claimed["count"] != found["count"],
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipcert.bounds import check_weights
 from lipcert.errors import InputError, first_line
+from lipcert.graph import ONE_LOGIT, outputs_of
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.norms import Rigor
@@ -82,7 +83,7 @@ class Smoothing:
         self.settings = eps
         self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
         self.skipped: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(model) == 1 else {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.classes = number_of_classes(self.model)
@@ -125,10 +126,10 @@ class Smoothing:
 
     @torch.no_grad()
     def again(self, batch: Batch, claimed: Sequence[tuple[int, int]]) -> SmoothedCertificates:
-        """Like :meth:`run`, but for each image with the class and the number of samples in ``claimed``.
+        """Like :meth:`run`, but counts for each image the class and the number of samples in ``claimed``.
 
         On another machine a draw may round to another class, and drawing would stop at another time. Here the number of
-        draws is fixed.
+        draws is fixed. ``predicted`` is the class that the draws for the selection select here.
         """
         votes = [Votes(self.plan, self.classes, claim) for claim in claimed]
         return self._run(batch.images, batch.labels, batch.indices, votes)
@@ -148,7 +149,7 @@ class Smoothing:
                 votes[i].take(classes)
         radii = torch.tensor([self.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
         return SmoothedCertificates(
-            predicted=torch.tensor([v.predicted for v in votes], dtype=torch.int64),
+            predicted=torch.tensor([v.chosen for v in votes], dtype=torch.int64),
             margin=torch.full((len(votes),), math.nan, dtype=torch.float64),
             radius=radii,
             certified=radii > self.plan.eps,

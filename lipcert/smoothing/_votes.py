@@ -74,7 +74,8 @@ class Votes:
     Attributes:
         plan: the sampling plan.
         wanted: the next draws; empty if the verdict is known.
-        predicted: the selected class; -1 before the selection.
+        chosen: the selected class; -1 before the selection.
+        predicted: the class that is counted: the selected one, unless another one is claimed.
         count: number of draws of that class after the selection.
         samples: number of draws after the selection.
         selected: number of draws for the selection.
@@ -83,14 +84,11 @@ class Votes:
     def __init__(self, plan: Plan, classes: int, claimed: tuple[int, int] | None = None):
         """Starts without draws; ``claimed`` fixes the class and the number of samples to count again."""
         self.plan = plan
-        self.predicted = -1
+        self.chosen = self.predicted = -1
         self.count = self.samples = self.selected = 0
         self._won = np.zeros(classes, dtype=np.int64)
         self.wanted = range(SELECTION if plan.all_samples else min(_STEP, SELECTION))
-        self._claimed = claimed is not None
-        if claimed is not None:
-            self.predicted, samples = claimed
-            self._want(samples)
+        self._claimed = claimed
 
     def take(self, classes: NDArray[np.int64]) -> None:
         """Counts the wanted draws, given the class of each; -1 means no class."""
@@ -107,14 +105,18 @@ class Votes:
         if last < SELECTION and first - second < _LEAD:
             self.wanted = range(last, min(last + _STEP, SELECTION))
             return
-        self.predicted = int(self._won.argmax())
-        self._want(plan.samples if plan.all_samples else _STEP)
+        self.chosen = self.predicted = int(self._won.argmax())
+        if self._claimed is None:
+            self._want(plan.samples if plan.all_samples else _STEP)
+        else:
+            self.predicted, samples = self._claimed
+            self._want(samples)
 
     def _count(self, classes: NDArray[np.int64]) -> None:
         plan = self.plan
         self.samples += len(self.wanted)
         self.count += int((classes == self.predicted).sum())
-        decided = self._claimed or plan.all_samples or plan.decides(self.count, self.samples)
+        decided = self._claimed is not None or plan.all_samples or plan.decides(self.count, self.samples)
         self._want(0 if decided else max(_STEP, self.samples // 4))
 
     def _want(self, more: int) -> None:

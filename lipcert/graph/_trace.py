@@ -1,0 +1,144 @@
+"""What a network's code does on example images: the identity of the code, and what its outputs are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from lipcert.errors import InputError
+from lipcert.graph._graph import REARRANGING, canonical
+from lipcert.graph._witness import examples
+
+if TYPE_CHECKING:
+    from lipcert.model import Model
+
+# Operations whose results are probabilities of independent labels, and those that only move or clip their operand.
+_OF_LABELS = ("sigmoid", "hardsigmoid", "logsigmoid")
+_PASSING = REARRANGING | {"getitem", "clamp"}
+ONE_LOGIT = "the one logit z counts as the two logits [0, z], for the labels 0 and 1"
+
+
+class Trace(TorchFunctionMode):
+    """Records the operations of a run: names, sizes, numbers, and tensors that are neither weights nor computed.
+
+    Calls of torch's Python interface do not depend on the machine or the device, and neither does the digest: constants
+    that the code computes count by the operations that compute them.
+
+    Attributes:
+        digest: SHA-256 of the operations so far.
+
+    Args:
+        known: tensors that are identified otherwise: the image, parameters and buffers.
+    """
+
+    def __init__(self, known: Iterator[Tensor]):
+        super().__init__()
+        self.digest = hashlib.sha256()
+        self._made: dict[int, tuple[Any, str]] = {id(tensor): (tensor, "") for tensor in known}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = resolve_name(function) or getattr(function, "__qualname__", repr(type(function)))
+        self.digest.update(f"{name}({self._described((args, kwargs))})\n".encode())
+        result = function(*args, **kwargs)
+        op = canonical(function)
+        made = self.maker(args[0]) if op in _PASSING and args else op if isinstance(op, str) else name
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self._made[id(part)] = part, made
+        return result
+
+    def maker(self, tensor: Any) -> str:
+        """The name of the operation that computed a tensor, behind those that only move entries."""
+        return self._made.get(id(tensor), (None, ""))[1]
+
+    def _described(self, tree: Any) -> str:
+        if isinstance(tree, Tensor):
+            content = "" if id(tree) in self._made else hashlib.sha256(_content(tree)).hexdigest()
+            return f"{tuple(tree.shape)} {tree.dtype} {content}"
+        if isinstance(tree, np.ndarray):
+            return f"{tree.shape} {tree.dtype} {hashlib.sha256(np.ascontiguousarray(tree).tobytes()).hexdigest()}"
+        if isinstance(tree, (tuple, list)):
+            return f"[{', '.join(map(self._described, tree))}]"
+        if isinstance(tree, Mapping):
+            return f"{{{', '.join(f'{key}: {self._described(tree[key])}' for key in sorted(tree, key=str))}}}"
+        if isinstance(tree, torch.device):
+            return "device"
+        plain = (int, float, complex, str, bytes, slice, torch.dtype, torch.memory_format, type(None), type(Ellipsis))
+        return repr(tree) if isinstance(tree, plain) else type(tree).__qualname__
+
+
+def _content(tensor: Tensor) -> bytes:
+    """The bytes of a tensor's entries; of tensors in other layouts, such as sparse ones, their text."""
+    try:
+        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError):
+        return repr(tensor).encode()
+
+
+@torch.no_grad()
+def code_of(model: Model) -> tuple[str, list[list[float]]]:
+    """The identity of a model's code, weights aside: what it does on fixed example images.
+
+    Returns:
+        SHA-256 of its operations, 64 hexadecimal digits; and its logits on each example image.
+    """
+    start = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
+    digest, logits = hashlib.sha256(), []
+    for image in examples(start.to(model.device, model.dtype)):
+        with _tracing(model, image) as trace:
+            found = model(image)
+        digest.update(trace.digest.digest())
+        logits.append(found.flatten().tolist())
+    return digest.hexdigest(), logits
+
+
+@torch.no_grad()
+def outputs_of(model: Model) -> int:
+    """The number of outputs of a model's network.
+
+    Raises:
+        InputError: the outputs are no logits of classes that exclude each other. That is known where the network ends
+            in a sigmoid, or where its configuration names the problem type ``multi_label_classification``.
+    """
+    image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
+    seen: list[Any] = []
+    with model.net.register_forward_hook(lambda _, __, result: seen.append(result)), _tracing(model, image) as trace:
+        model(image)
+    result = seen[-1] if seen else None
+    count = result.shape[1] if isinstance(result, Tensor) and result.dim() == 2 else 0
+    last = trace.maker(result)
+    ends = f"it ends in {last}" if last in _OF_LABELS else ""
+    if count == 1 and (ends or last in ("softmax", "log_softmax")):
+        raise InputError(
+            f"the network's one output is a probability (it ends in {last}), which is positive whatever the class; let "
+            "the network return the logit before that, which is positive for class 1 alone"
+        )
+    if count > 1 and (why := ends or _said_to_be_labels(model.net)):
+        raise InputError(
+            f"the network's {count} outputs are labels of which several may hold at once ({why}), so there is no one "
+            "class to certify; if the classes exclude each other, let the network return logits, without a sigmoid"
+        )
+    return count
+
+
+def _said_to_be_labels(net: Any) -> str:
+    """Where a network's configuration says that its outputs are labels; empty if it does not."""
+    for name in ("config", "pretrained_cfg", "default_cfg"):
+        known = getattr(net, name, None)
+        kind = known.get("problem_type") if isinstance(known, Mapping) else getattr(known, "problem_type", None)
+        if kind == "multi_label_classification":
+            return f"its {name} names the problem type {kind}"
+    return ""
+
+
+def _tracing(model: Model, image: Tensor) -> Trace:
+    return Trace(iter((image, model.mean, model.std, *model.parameters(), *model.buffers())))
