@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.certifier import Certifier, _certifier
+from lipcert.certifier import Certifier, _certifier, _global
 from lipcert.cli import _parse, app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import save
