@@ -118,6 +118,7 @@ class Model(nn.Module):
     presumed = False
     mean: Tensor
     std: Tensor
+    pair: Tensor
 
     def __init__(
         self,
@@ -146,6 +147,7 @@ class Model(nn.Module):
         self.input_size = tuple(int(n) for n in input_size)
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1), persistent=False)
+        self.register_buffer("pair", torch.tensor([[0.0], [1.0]]), persistent=False)  # z ↦ [0, z]
         self.source = dict(source or {})
         self.data_config = dict(data_config or {})
         self.recipe = [dict(step) for step in recipe]
@@ -165,7 +167,7 @@ class Model(nn.Module):
             logits: Tensor = self.net((images - self.mean) / self.std)
             if tuple(logits.shape[1:]) != (1,):
                 return logits
-            return F.linear(logits, torch.tensor([[0.0], [1.0]], dtype=logits.dtype, device=logits.device))
+            return F.linear(logits, self.pair.to(logits.dtype))
 
     @property
     def dtype(self) -> torch.dtype:

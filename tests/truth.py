@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lipcert
@@ -99,7 +100,7 @@ def holds_or_refused(
     deployed = copy.deepcopy(module).to(torch.float64 if dtype == "real" else getattr(torch, dtype))
 
     def logits(x: Tensor) -> Tensor:
-        return deployed(x.to(next(deployed.parameters()).dtype)).double()
+        return _classes(deployed, x.to(next(deployed.parameters()).dtype)).double()
 
     found: dict[str, Tensor | str] = {}
     for method in methods:
@@ -158,12 +159,18 @@ def near(network: nn.Module, image: Tensor, predicted: int, radius: float, start
     return found
 
 
+def _classes(network: nn.Module, x: Tensor) -> Tensor:
+    """Logits; one logit z stands for [0, z]."""
+    found: Tensor = network(x)
+    return F.pad(found, (1, 0)) if tuple(found.shape[1:]) == (1,) else found
+
+
 def _slope(network: nn.Module, x: Tensor, predicted: int) -> Tensor | None:
     """The gradient of the margin over the nearest other class; None where there is none."""
     x = x.clone().requires_grad_()
     try:
         with torch.enable_grad():
-            out = network(x)
+            out = _classes(network, x)
             others = out.scatter(1, torch.tensor([[predicted]]), -math.inf)
             (slope,) = torch.autograd.grad((out[:, predicted] - others.amax(1)).sum(), x)
     except RuntimeError:

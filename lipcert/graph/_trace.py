@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lipcert.model import Model
 
 # Operations whose results are probabilities of independent labels, and those that only move or clip their operand.
-_OF_LABELS = ("sigmoid", "hardsigmoid", "logsigmoid")
+_OF_LABELS = ("sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid")
 _PASSING = REARRANGING | {"getitem", "clamp"}
 ONE_LOGIT = "the one logit z counts as the two logits [0, z], for the labels 0 and 1"
 

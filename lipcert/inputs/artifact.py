@@ -297,7 +297,7 @@ def weights_hash(model: Model) -> str:
 
 def buffers_hash(model: Model) -> str:
     """SHA-256, as :func:`weights_hash`, of the buffers that a state dict omits: masks, positions, tables."""
-    known = {*model.state_dict(), "mean", "std"}
+    known = {*model.state_dict(), "mean", "std", "pair"}
     left = ((name.removeprefix("net."), value) for name, value in model.named_buffers() if name not in known)
     return _tensors_hash(sorted(left))
 

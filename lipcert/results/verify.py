@@ -153,7 +153,7 @@ def verify(
             if isinstance(certifier, Certifier) or reason:
                 yield Verdict(found["index"], reason)
             else:
-                yield _verdict_on_draws(claimed, found)
+                yield _verdict_on_draws(claimed, found, certifier)
         if progress is not None:
             progress(done, len(wanted))
     if done < len(wanted):
@@ -238,24 +238,23 @@ def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: b
     return None
 
 
-def _verdict_on_draws(claimed: Mapping[str, Any], found: Mapping[str, Any]) -> Verdict:
+def _verdict_on_draws(claimed: Mapping[str, Any], found: Mapping[str, Any], smoothing: Smoothing) -> Verdict:
     """The verdict on a row of a smoothed classifier, by the draws that were counted again and the radius they give."""
     index = found["index"]
     for name in ("holds_for", "seed", "samples"):
         if claimed.get(name) != found[name]:
             return Verdict(index, f"{name} = {claimed.get(name)} is claimed and {found[name]} found")
     samples = claimed["samples"]
+    own = smoothing.plan.radius(claimed["count"], samples)
+    if claimed["radius"] > own * (1 + TOLERANCE):
+        return Verdict(index, f"radius {claimed['radius']:.9g} is claimed, and the claimed draws give {own:.9g}")
     counted = f"{claimed['count']} of {samples} draws are claimed and {found['count']} found"
     if abs(claimed["count"] - found["count"]) > 1 + _ROUNDED_DRAWS * samples:
         return Verdict(index, counted)
     if claimed["predicted"] != found["predicted"]:
-        selected = f"class {claimed['predicted']} is claimed, and the draws that select one select {found['predicted']}"
-        return Verdict(index, f"{selected} on this machine", unsettled=True)
-    if claimed["radius"] <= found["radius"] * (1 + TOLERANCE):
-        return Verdict(index, None)
-    radius = f"radius {claimed['radius']:.9g} is claimed, and the draws give {found['radius']:.9g} on this machine"
-    return Verdict(
-        index,
-        radius if claimed["count"] == found["count"] else f"{radius}: {counted}",
-        claimed["count"] != found["count"],
-    )
+        selected = f"class {claimed['predicted']} is claimed, and here the draws select class {found['predicted']}"
+        return Verdict(index, selected, unsettled=True)
+    if claimed["radius"] > found["radius"] * (1 + TOLERANCE):
+        radius = f"radius {claimed['radius']:.9g} is claimed, and here the draws give {found['radius']:.9g}"
+        return Verdict(index, f"{radius}: {counted}", unsettled=True)
+    return Verdict(index, None)
