@@ -72,6 +72,16 @@ def move_to(model: Model, device: str) -> None:
         raise InputError(f"there is no device {name!r} here; give --device cpu, or leave it out") from error
 
 
+def show_data(images: Images) -> None:
+    """Prints what was inferred about a data set: its split, what its labels follow from, and what is left out."""
+    if images.split is not None:
+        say(f"data: split {images.split} of {images.spec}")
+    if images.labels_by is not None and images.labelled:
+        say(f"labels: {images.labels_by}")
+    for note in (*([] if images.note is None else [images.note]), *images.notes):
+        say(f"note: {note}")
+
+
 def show_preprocessing(images: Images, model: Model) -> None:
     """Prints the preprocessing of the images in one line, and remarks on it."""
     known = preprocessing(model, files=not images.stored)

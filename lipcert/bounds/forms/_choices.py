@@ -53,7 +53,7 @@ def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Form]:
 def _activation(
     high: Line, low: Line, threshold: Fraction
 ) -> tuple[str, Callable[..., Any], tuple[float | None, ...], int] | None:
-    """Name, function, arguments and sign s of the activation s·φ(s·x) with these lines above and below the threshold."""
+    """Name, function, arguments and sign s of the activation s·φ(s·x) with these lines above and below t."""
     if low[1] == 0 and high[1] == 1 and high[0] == 0:
         return ("relu", F.relu, (), 1) if threshold == 0 else ("clamp", torch.clamp, (float(threshold),), 1)
     if high[1] == 0 and low[1] == 1 and low[0] == 0:

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert._format import EXTRA, Format
-from lipcert._upper import Upper
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, extended, gap, monotone
 from lipcert.bounds._jacobian import Bounds, gamma, of_entries, saturating, selecting
@@ -23,6 +21,7 @@ from lipcert.bounds._value import Value, largest
 from lipcert.bounds.rules.activation import entrywise_box
 from lipcert.bounds.rules.attention import _HIDDEN, LogSumExp
 from lipcert.graph import Node
+from lipcert.numerics import EXTRA, Format, Upper
 
 
 def _slopes(node: Node, dims: int) -> Tensor:
@@ -183,7 +182,7 @@ def log_softmax(call: Call, x: Value, dim: int | None = None, *args: object, **k
     """J = I − 1pᵀ with p = softmax(x) is a projection along 1, as pᵀ1 = 1, so ‖J‖ = √n ‖p‖ ≤ √n; 0 for n = 1.
 
     I − 1pᵀ and 1pᵀ are complementary projections, which have the same norm if neither is 0 (Szyld, "The many proofs of
-    an identity on the norm of oblique projections", Numer. Algorithms 42, 2006). |x_i − log Σ exp x| ≤ 2 max|x| + log n.
+    an identity on the norm of oblique projections", Numer. Algorithms 42, 2006). An entry is at most 2 max|x| + log n.
     """
     if dim is None:
         raise NoAnswer("log_softmax without a dimension")
