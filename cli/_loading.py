@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from lipcert.errors import InputError, first_line
 from lipcert.inputs.data import Images
 from lipcert.inputs.loading import BUNDLED, load, resolve
-from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
+from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
 from lipcert.model import Model
 from lipcert.smoothing import Denoised
 
@@ -40,6 +41,36 @@ def load_model(
         loaded = Denoised(loaded, _made(denoiser), denoiser)
     move_to(loaded, device)
     return loaded
+
+
+def model_options(
+    model: str | None,
+    *,
+    checkpoint: Path | None = None,
+    no_pretrained: bool = False,
+    model_args: str | None = None,
+    denoiser: str | None = None,
+    device: str = "auto",
+    pixels: Preprocessing | None = None,
+) -> list[str]:
+    """The words that name the same model again in another command: its name, and the options that were given.
+
+    Args:
+        model: as the user typed it; None for the default, which may change and is therefore named.
+        checkpoint, no_pretrained, model_args, denoiser, device: the options of these names.
+        pixels: the preprocessing that was given.
+    """
+    words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
+    for name, value in (("checkpoint", checkpoint), ("model-args", model_args), ("denoiser", denoiser)):
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += ["--no-pretrained"] if no_pretrained else []
+    words += [] if device == "auto" else ["--device", device]
+    for field in fields(pixels) if pixels is not None else ():
+        value = getattr(pixels, field.name)
+        if value is not None:
+            shown = ",".join(f"{x:.9g}" for x in value) if isinstance(value, tuple) else str(value)
+            words += [f"--{field.name.replace('_', '-')}", shown]
+    return words
 
 
 def _made(text: str) -> torch.nn.Module:

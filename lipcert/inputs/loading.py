@@ -16,6 +16,7 @@ from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
 from lipcert.inputs.artifact import is_artifact, load_artifact
 from lipcert.inputs.checkpoints import ASSETS, path_of
+from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe
 from lipcert.inputs.weights import SUFFIXES, check_finite, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
@@ -182,6 +183,7 @@ def _wrap(
         elif key not in pixels and channels == 1:  # grey images
             config[key] = (sum(config[key]) / len(config[key]),)
     mean, std, input_size = (config.pop(key) for key in _PIXELS)
+    check_scale(mean, std)
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
     if not features:
         _logits(model, label)
