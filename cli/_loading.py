@@ -57,7 +57,11 @@ def model_options(
 
     Args:
         model: as the user typed it; None for the default, which may change and is therefore named.
-        checkpoint, no_pretrained, model_args, denoiser, device: the options of these names.
+        checkpoint: the option of this name, like those that follow.
+        no_pretrained: whether weights are random.
+        model_args: arguments of timm.
+        denoiser: the denoiser in front.
+        device: where it computes; auto is left out.
         pixels: the preprocessing that was given.
     """
     words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]

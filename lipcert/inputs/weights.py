@@ -33,6 +33,7 @@ _WRAPPERS = (
     "state_dict_ema", "model_ema", "ema", "ema_state_dict", "model_ema_state_dict", "params_ema", "state_dict",
     "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "module", "state",
 )  # fmt: skip
+_NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
 # Tensors that tools add to a state dict and that no network reads.
 _ADDED = ("total_ops", "total_params")
 # Kinds of files that are no checkpoints, by their first bytes or their suffix, and what to do.
@@ -416,9 +417,11 @@ def _check_archive(path: Path) -> None:
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     state = content
-    while isinstance(state, Mapping):
+    for _ in range(_NESTED):
+        if not isinstance(state, Mapping):
+            break
         wrapper = next((key for key in _WRAPPERS if isinstance(state.get(key), Mapping) and state[key]), None)
-        if wrapper is None or any(isinstance(value, Tensor) for value in state.values() if value is not state[wrapper]):
+        if wrapper is None:
             break
         state = state[wrapper]
     if isinstance(state, Mapping):
