@@ -16,9 +16,11 @@ from ._errors import one_line_errors
 from ._options import (
     AsJson,
     Checkpoint,
+    Classes,
     Data,
     Denoiser,
     Device,
+    Labels,
     Limit,
     ModelArgs,
     ModelNames,
@@ -44,6 +46,8 @@ def certify(
         Path | None, typer.Option("--models", help="A text file with one model per line.", show_default=False)
     ] = None,
     data: Data = None,
+    classes: Classes = None,
+    labels: Labels = None,
     attack: Annotated[
         bool, typer.Option("--attack", help="Search for perturbations that change predictions, by PGD.")
     ] = False,
@@ -104,6 +108,7 @@ def certify(
         shard=part,
         out=out,
         data=data,
+        lists={"classes": classes, "labels": labels},
         limit=limit,
         device=device,
         fail_under=fail_under,

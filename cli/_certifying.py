@@ -25,7 +25,7 @@ from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import CertifySettings
 from lipcert.smoothing import SELECTION
 
-from ._loading import load_model, show_preprocessing
+from ._loading import load_model, show_data, show_preprocessing
 from ._output import default_name
 from ._print import (
     annotate,
@@ -58,6 +58,7 @@ def run(
     shard: tuple[int, int] | None,
     out: Path | None,
     data: str | None,
+    lists: Mapping[str, Path | None],
     limit: int | None,
     device: str,
     fail_under: float | None,
@@ -73,7 +74,9 @@ def run(
     if parts > 1 and out is None:
         raise InputError("parts of a run need --out, the file in which their rows are combined")
     several = several_models or len(asked) > 1
-    plan = _Plan(asked, pixels, partial(load_model, **loading), data, limit, part, parts, shard is not None, fail_under)
+    plan = _Plan(
+        asked, pixels, partial(load_model, **loading), data, lists, limit, part, parts, shard is not None, fail_under
+    )
     with torchrun():
         if several_models:
             outcomes, failed = _certify_all(plan, names, out, processes)
@@ -102,6 +105,7 @@ class _Plan:
     pixels: Preprocessing
     load: Callable[[str | None], Model]
     data: str | None
+    lists: Mapping[str, Path | None]
     limit: int | None
     part: int
     parts: int
@@ -173,9 +177,8 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     )  # another rounding mode, for instance, would make the model's file look damaged
     loaded = plan.load(name)
     plan.pixels.apply(loaded)
-    images = open_images(plan.data, loaded, limit=plan.limit)
-    if images.note is not None:
-        say(f"note: {images.note}")
+    images = open_images(plan.data, loaded, limit=plan.limit, **plan.lists)
+    show_data(images)
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
     outcomes = []

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -181,7 +182,10 @@ def _with_quiet(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, quiet: bool, **given: Any) -> None:
         _print.quiet = quiet
         try:
-            command(*args, **given)
+            with warnings.catch_warnings():
+                if quiet:
+                    warnings.simplefilter("ignore")
+                command(*args, **given)
         finally:
             _print.quiet = False
 

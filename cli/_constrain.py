@@ -16,9 +16,11 @@ from ._errors import one_line_errors
 from ._options import (
     AsJson,
     Checkpoint,
+    Classes,
     Data,
     Device,
     Force,
+    Labels,
     Limit,
     ModelArgs,
     ModelName,
@@ -45,6 +47,8 @@ def constrain(
     pixels: Callable[..., Preprocessing],
     model: ModelName = None,
     data: Data = None,
+    classes: Classes = None,
+    labels: Labels = None,
     limit: Limit = None,
     device: Device = "auto",
     out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
@@ -63,7 +67,7 @@ def constrain(
     from lipcert.inputs.data import open_images
     from lipcert.inputs.loading import resolve
 
-    from ._loading import load_model, show_preprocessing
+    from ._loading import load_model, show_data, show_preprocessing
     from ._torchrun import torchrun
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
@@ -73,9 +77,8 @@ def constrain(
         asked_pixels.apply(loaded)
         path = out or default_name(str(source), "constrained")
         check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, "constrain", force)
-        images = open_images(data, loaded, limit=limit)
-        if images.note is not None:
-            say(f"note: {images.note}")
+        images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
+        show_data(images)
         show_preprocessing(images, loaded)
 
         try:

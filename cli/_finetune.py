@@ -13,9 +13,11 @@ from ._errors import one_line_errors
 from ._options import (
     AsJson,
     Checkpoint,
+    Classes,
     Device,
     Force,
     LabelledData,
+    Labels,
     Limit,
     ModelArgs,
     ModelName,
@@ -37,6 +39,8 @@ def finetune(
     pixels: Callable[..., Preprocessing],
     data: LabelledData,
     model: ModelName = None,
+    classes: Classes = None,
+    labels: Labels = None,
     batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 64,
     limit: Limit = None,
     device: Device = "auto",
@@ -91,6 +95,7 @@ def finetune(
         _finetuning.TrainingImages(
             data, limit, batch_size, augment, crop, randaugment, cutout, mix, mix_ratio if mix else None
         ),
+        lists={"classes": classes, "labels": labels},
         out=out,
         force=force,
         as_json=as_json,

@@ -20,7 +20,7 @@ from lipcert.smoothing import normal
 from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
 from lipcert.training import finetune as train
 
-from ._loading import load_model, show_preprocessing
+from ._loading import load_model, show_data, show_preprocessing
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, share
 from ._torchrun import torchrun
@@ -54,7 +54,7 @@ class TrainingImages:
         own = Batches(images, model, self.batch_size - others, self.augmentation, count)
         if self.mix is None:
             return own
-        return Mixed(own, Batches(open_images(self.mix, model), model, others, self.augmentation))
+        return Mixed(own, Batches(open_images(self.mix, model, purpose="train"), model, others, self.augmentation))
 
 
 def run(
@@ -63,6 +63,7 @@ def run(
     model: str | None,
     of: TrainingImages,
     *,
+    lists: Mapping[str, Path | None],
     out: Path | None,
     force: bool,
     as_json: bool,
@@ -79,7 +80,8 @@ def run(
         check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, "finetune", force)
         unfinished = path.with_name(f"{path.name}.checkpoint")
         check_trainable(loaded, asked)
-        images = open_images(of.data, loaded, limit=of.limit)
+        images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
+        show_data(images)
 
         total = None if images.length is None else images.length * asked.epochs
         with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:
@@ -99,7 +101,7 @@ def run(
                 )
 
             batches = of.batches(images, loaded, count_up)
-            shown = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN))
+            shown = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
             before = _accuracy(loaded, shown, processes, asked.sigma)
             update(0, total, f"epoch 1 of {asked.epochs}")
             try:
@@ -113,6 +115,7 @@ def run(
         after = _accuracy(loaded, shown, processes, asked.sigma)
         count = seen // asked.epochs if images.length is None else images.length
         facts = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
+        facts |= {} if images.split is None else {"split": images.split}
         if processes.first:
             with busy(f"writing {path}"):
                 save(loaded, path, facts=facts, force=force)
@@ -127,7 +130,7 @@ def run(
         print_facts(
             [
                 ("model", str(source)),
-                ("images", f"{count} of {of.data}"),
+                ("images", f"{count} of {of.data}" + (f", split {images.split}" if images.split else "")),
                 (f"{what}, before", share(*before)),
                 (f"{what}, after", f"{share(*after)}, on training images"),
                 ("written", str(path)),

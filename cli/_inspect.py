@@ -42,7 +42,7 @@ def inspect(
     start()
     from lipcert.bounds import lipschitz
 
-    from ._loading import load_model
+    from ._loading import load_model, model_options
 
     loaded = load_model(model, checkpoint, no_pretrained, model_args, features=True, device=device)
     asked.apply(loaded)
@@ -74,7 +74,8 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        facts.append(("next", _next(model, loaded)))
+        given = {"checkpoint": checkpoint, "no_pretrained": no_pretrained, "model_args": model_args, "device": device}
+        facts.append(("next", _next(model_options(model, **given, pixels=asked), model, loaded)))
     print_facts(facts)
 
 
@@ -105,14 +106,13 @@ def verdict(bound: "Bound") -> str:
     )
 
 
-def _next(model: str | None, loaded: "Model") -> str:
+def _next(named: list[str], model: str | None, loaded: "Model") -> str:
     """A suggestion for the next command: convert if attention can be replaced, else certify."""
     from lipcert.inputs.loading import BUNDLED, resolve
     from lipcert.surgery import plan
 
-    if resolve(model) == BUNDLED:
+    if resolve(model) == BUNDLED and named == ["bundled"]:
         return command("certify", "--eps", "36/255")
-    named = [] if model is None else [model]
     edits = [] if loaded.recipe or model is None else plan(loaded.net, attention="l2", norm="keep")[0]
     if any("Attention" in type(edit.new).__name__ for edit in edits):
         return f"{command('convert', *named)}, which replaces attention by L2 attention"

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from lipcert.errors import InputError, first_line
 from lipcert.inputs.data import Images
 from lipcert.inputs.loading import BUNDLED, load, resolve
-from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
+from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
 from lipcert.model import Model
 from lipcert.smoothing import Denoised
 
@@ -42,6 +43,40 @@ def load_model(
     return loaded
 
 
+def model_options(
+    model: str | None,
+    *,
+    checkpoint: Path | None = None,
+    no_pretrained: bool = False,
+    model_args: str | None = None,
+    denoiser: str | None = None,
+    device: str = "auto",
+    pixels: Preprocessing | None = None,
+) -> list[str]:
+    """The words that name the same model again in another command: its name, and the options that were given.
+
+    Args:
+        model: as the user typed it; None for the default, which may change and is therefore named.
+        checkpoint: the option of this name, like those that follow.
+        no_pretrained: whether weights are random.
+        model_args: arguments of timm.
+        denoiser: the denoiser in front.
+        device: where it computes; auto is left out.
+        pixels: the preprocessing that was given.
+    """
+    words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
+    for name, value in (("checkpoint", checkpoint), ("model-args", model_args), ("denoiser", denoiser)):
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += ["--no-pretrained"] if no_pretrained else []
+    words += [] if device == "auto" else ["--device", device]
+    for field in fields(pixels) if pixels is not None else ():
+        value = getattr(pixels, field.name)
+        if value is not None:
+            shown = ",".join(f"{x:.9g}" for x in value) if isinstance(value, tuple) else str(value)
+            words += [f"--{field.name.replace('_', '-')}", shown]
+    return words
+
+
 def _made(text: str) -> torch.nn.Module:
     """The module returned by the user's function or class ``MODULE:NAME``."""
     place, _, name = text.partition(":")
@@ -70,6 +105,16 @@ def move_to(model: Model, device: str) -> None:
         model.to(torch.device(name))
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
         raise InputError(f"there is no device {name!r} here; give --device cpu, or leave it out") from error
+
+
+def show_data(images: Images) -> None:
+    """Prints what was inferred about a data set: its split, what its labels follow from, and what is left out."""
+    if images.split is not None:
+        say(f"data: split {images.split} of {images.spec}")
+    if images.labels_by is not None and images.labelled:
+        say(f"labels: {images.labels_by}")
+    for note in (*([] if images.note is None else [images.note]), *images.notes):
+        say(f"note: {note}")
 
 
 def show_preprocessing(images: Images, model: Model) -> None:

@@ -142,6 +142,17 @@ Data = Annotated[
     str | None,
     typer.Option(help=f"{_DATA}; by default the bundled images.", show_default=False, autocompletion=complete_data),
 ]
+Classes = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file that numbers the class folders: a name a line in order, or a name and its number, or JSON.",
+        show_default=False,
+    ),
+]
+Labels = Annotated[
+    Path | None,
+    typer.Option(help="A CSV file with the label of each image: filename,label.", show_default=False),
+]
 LabelledData = Annotated[
     str,
     typer.Option(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
+import click
+
 # Set by --quiet: only results and errors are printed.
 quiet = False
 
@@ -47,8 +49,11 @@ def print_json(record: Any) -> None:
 
 
 def command(*words: object) -> str:
-    """A quoted command line of these words; capitals are placeholders for the user."""
-    return " ".join(["lipcert", *(shlex.quote(str(word)) for word in words)])
+    """A quoted command line of these words, after the modules that were imported; capitals are placeholders."""
+    context = click.get_current_context(silent=True)
+    modules = [] if context is None else context.find_root().params.get("modules") or []
+    imports = [word for name in modules for word in ("--import", name)]
+    return " ".join(["lipcert", *(shlex.quote(str(word)) for word in (*imports, *words))])
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -136,6 +141,9 @@ def busy(what: str) -> Iterator[None]:
 def start() -> None:
     """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
+    # Of torch's and numpy's own, about speed and about numbers that the certificates judge themselves.
+    for text in ("There is a performance drop", "divide by zero", "invalid value", "overflow encountered"):
+        warnings.filterwarnings("ignore", text)
     with busy("importing torch"):
         importlib.import_module("lipcert.inputs.loading")
 

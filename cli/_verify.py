@@ -12,8 +12,10 @@ from ._errors import one_line_errors
 from ._options import (
     AsJson,
     Checkpoint,
+    Classes,
     Denoiser,
     Device,
+    Labels,
     ModelArgs,
     NoPretrained,
     complete_data,
@@ -49,6 +51,8 @@ def verify(
             autocompletion=complete_data,
         ),
     ] = None,
+    classes: Classes = None,
+    labels: Labels = None,
     device: Device = "auto",
     as_json: AsJson = False,
     checkpoint: Checkpoint = None,
@@ -65,16 +69,17 @@ def verify(
     from lipcert.results.verify import attack_of, check_model
     from lipcert.results.verify import verify as verify_rows
 
-    from ._loading import load_model
+    from ._loading import load_model, show_data
 
     run = read_run(results)
     loaded = load_model(model, checkpoint, no_pretrained, model_args, denoiser=denoiser, device=device)
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
-    spec = data or str(run.summary["data"].get("spec"))
-    images = open_images(None if spec == "bundled" else spec, loaded)
-    if images.note is not None:
-        say(f"note: {images.note}")
+    known = run.summary["data"]
+    spec = data or str(known.get("spec"))
+    lists = {"classes": classes or known.get("classes"), "labels": labels or known.get("labels")}
+    images = open_images(None if spec == "bundled" else spec, loaded, **lists)
+    show_data(images)
 
     if run.attacked and attack_of(run) is None:
         say(f"note: the results of {run.attack_name} are not recomputed; only pgd is")

@@ -63,6 +63,21 @@ def checked(model: object) -> Model:
     )
 
 
+def check_eps(eps: float, model: Model) -> None:
+    """Refuses an ε that is larger than the distance of any two images.
+
+    Raises:
+        InputError: it is; the message reminds of 255.
+    """
+    largest = math.sqrt(math.prod(model.input_size))
+    if eps > largest:
+        typed = f"{eps:g}"
+        raise InputError(
+            f"eps {typed} is more than the distance of any two images of {model.input_size}, {largest:.4g}: pixels are "
+            f"in [0, 1], so a number of steps of 255 is written {typed}/255"
+        )
+
+
 def loads_modules(load: Function) -> Function:
     """Registers the function that wraps a module as a model; this module cannot import it."""
     _LOADERS[:] = [load]

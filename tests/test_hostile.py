@@ -80,7 +80,7 @@ def marker(tmp_path):
 
 def read(path) -> None:
     """All that is done with a checkpoint: its tensors go into a network whose numbers are checked."""
-    state, _ = read_checkpoint(path)
+    state = read_checkpoint(path).state
     net = nn.Linear(3, 2)
     load_weights(net, state, file=path, name="the network")
     check_finite(net, str(path))
@@ -208,7 +208,7 @@ def test_weights_that_do_not_fit(tmp_path, what, name):
 def test_a_missing_tensor_and_a_missing_file(tmp_path):
     safetensors.torch.save_file({"bias": torch.zeros(2)}, tmp_path / "w.safetensors")
     assert "missing (weight)" in refused(read, tmp_path / "w.safetensors")
-    state, _ = read_checkpoint(tmp_path / "w.safetensors")
+    state = read_checkpoint(tmp_path / "w.safetensors").state
     (tmp_path / "w.safetensors").unlink()
     refused(state.__getitem__, "bias")
     refused(read, tmp_path / "w.safetensors")

@@ -166,7 +166,7 @@ def _reading(progress: Progress | None) -> Iterator[None]:
 
 # Operations without a rule whose unused results are harmless: torch.max also returns the indices of the largest
 # entries.
-_HARMLESS = frozenset(("argmax", "argmin", "part"))
+_HARMLESS = frozenset(("argmax", "argmin", "argsort", "part"))
 
 
 def _check_unused(graph: Graph) -> None:

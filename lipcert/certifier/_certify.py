@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lipcert.bounds import Progress
 from lipcert.certifier._certifier import Certifier
-from lipcert.model import Model
+from lipcert.model import Model, check_eps
 from lipcert.settings import SMOOTHING, CertifySettings
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def certifier_for(
         InputError: :class:`Certifier` or :class:`lipcert.smoothing.Smoothing` refuses the model or the settings.
         UnsupportedOperation: the model has operations without a rule; smoothing needs no rules.
     """
+    if settings.at is None:
+        check_eps(settings.eps, model)
     if settings.method != SMOOTHING:
         return Certifier(model, settings, progress=progress)
     from lipcert.smoothing import Smoothing  # it imports this package

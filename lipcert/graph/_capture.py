@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
+from lipcert.graph._composed import code_of, parts_of
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
@@ -235,6 +237,8 @@ class _Recorder:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``function`` on the nominal values and records it."""
+        if (code := code_of(function)) is not None:
+            return code(*args, **kwargs)
         function, args, kwargs = spelled_out(function, args, kwargs)
         if self.real:
             function, args, kwargs = in_real_arithmetic(function, args, kwargs)
@@ -267,6 +271,8 @@ class _Recorder:
             raise UnsupportedCode([(f"{name} writing into its operand", self.path)])
         if form:
             return outcome
+        if target is None and (parts := parts_of(op, args, kwargs)) is not None:
+            return self.composed(parts, args, kwargs, outcome)
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         function = _REPLAYED_AS.get(op, _REPLAYED_AS.get(function, function))
         if target is not None:
@@ -290,6 +296,20 @@ class _Recorder:
             target.node = wrapped.node
             return target
         return wrapped
+
+    def composed(self, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> Any:
+        """Records a function as its parts; ``outcome`` is the function's own result, which the network reads on."""
+        with _disable_current_modes():  # type: ignore[no-untyped-call]  # the witness compares the function's kernels
+            result = parts(*args, **kwargs)
+        first = outcome if isinstance(outcome, Tensor) else outcome[0]
+        if result.tensor.shape != first.shape:
+            raise UnsupportedCode([(f"arguments of {getattr(parts, '__name__', 'a function')}", self.path)])
+        result.tensor = first
+        if first is outcome:
+            return result
+        node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
+        places = Node("argsort", operator.getitem, node_args, node_kwargs, self.path)
+        return type(outcome)((result, self.wrap(outcome[1], places)))
 
     def watch(self, module: nn.Module, images: Tensor) -> tuple[Any, Look]:
         """Returns the result of :meth:`run` and the kernels that ran."""
@@ -533,6 +553,7 @@ _REPLAYED_AS: dict[Any, Callable[..., Any]] = {
 _APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
     "min": (("amin", torch.amin), ("argmin", torch.argmin)),
+    "sort": (("sort", lambda *args, **named: torch.sort(*args, **named)[0]), ("argsort", torch.argsort)),
     "lstm": tuple(
         (name, functools.partial(_lstm, i)) for i, name in enumerate(("lstm", "lstm_last_hidden", "lstm_last_cell"))
     ),

@@ -20,7 +20,10 @@ amax amin argmax argmin: input dim keepdim
 var: input dim unbiased keepdim * correction
 norm: input p dim keepdim out dtype
 linalg_vector_norm: input ord dim keepdim * dtype
-softmax: input dim * dtype _stacklevel
+softmax log_softmax: input dim * dtype _stacklevel
+prelu: input weight
+softshrink: input lambd
+sort: input dim descending * stable
 logsumexp: input dim keepdim
 linear: input weight bias
 conv1d conv2d conv3d: input weight bias stride padding dilation groups
@@ -77,6 +80,13 @@ unfold: input kernel_size dilation padding stride
 unfold_axis: input dimension size step
 fold: input output_size kernel_size dilation padding stride
 einsum: equation
+glu: input dim
+topk: input k dim largest sorted
+pixel_shuffle: input upscale_factor
+pixel_unshuffle: input downscale_factor
+channel_shuffle: input groups
+where: condition input other
+masked_fill: input mask value
 """
 
 # Other names that torch accepts for the same arguments.

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import random
-import tarfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
-from lipcert.errors import InputError, first_line
+from lipcert.errors import InputError, first_line, shortened
+from lipcert.inputs.folders import SUFFIXES, ImageFiles, Purpose, in_folder, in_tar, printable
+from lipcert.inputs.lists import ClassList, LabelList
 from lipcert.inputs.loading import number_of_classes
-from lipcert.inputs.named_data import KINDS, TinyImageNet, open_named, reason_of
+from lipcert.inputs.named_data import KINDS, Stream, TinyImageNet, open_named, reason_of
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.model import Model
 
@@ -98,6 +99,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         spec: what the user called the data set; None for the bundled images.
         labelled: whether the labels are known and belong to the model's classes.
         note: one line on why labels were left out, or None.
+        notes: what was inferred about the images or left out, a line each.
+        split: the split that was chosen among several; None where the user named it, or there is only one.
+        labels_by: in words, what labels follow from; None where that is the data set itself.
+        lists: the files ``classes`` and ``labels`` that were given.
         order: positions in the whole data set, in the order of the run; None for a stream.
         total: images in the whole data set; None for a stream.
         limit: how many images the run looks at; None for all.
@@ -111,6 +116,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.limit = limit
         self.labelled = True
         self.note: str | None = None
+        self.notes: list[str] = []
+        self.split: str | None = None
+        self.labels_by: str | None = None
+        self.lists: dict[str, str] = {}
         self.total = total
         self.order = None if total is None else order_of(total, limit)
 
@@ -175,6 +184,17 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         raise NotImplementedError
 
+    def _look_at_label(self, label: Any) -> None:
+        """Leaves labels out where the first of them is hidden, or no class at all."""
+        if _is_label(label):
+            return
+        if isinstance(label, float):
+            raise InputError(f"{self.spec} has the label {label}, which is no class; give data with class numbers")
+        self.labelled = False
+        hidden = not isinstance(label, (str, list, tuple, dict)) and label is not None
+        reason = f"are hidden ({label})" if hidden else f"are no class numbers ({shortened(str(label))})"
+        self.note = self.note or f"the labels of {self.spec} {reason}: they are left out"
+
     def _compare_classes(self, what: str, found: int, classes: int) -> None:
         """Labels are positions among the data set's classes: among more or fewer they would mean other classes."""
         if found != classes:
@@ -182,18 +202,29 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
             self.note = f"{what} {found} classes and the model has {classes}: the labels are left out"
 
 
-def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int | None = None) -> Images:
-    """Opens a data set as timm's ``create_dataset`` does, for one model.
+def open_images(
+    spec: str | os.PathLike[str] | None,
+    model: Model,
+    *,
+    limit: int | None = None,
+    purpose: Purpose = "certify",
+    classes: str | os.PathLike[str] | None = None,
+    labels: str | os.PathLike[str] | None = None,
+) -> Images:
+    """Opens images and their labels for one model.
 
     Args:
-        spec: a folder or ``.tar`` of images, where class folders give the labels in sorted order and a single folder
-            gives none; or ``train`` or ``val`` of TinyImageNet as it is unpacked; or one image; or a data set by name,
-            ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``, ``torch/cifar100`` or ``torch/svhn``,
-            ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or ``wds/FOLDER``, with ``:SPLIT`` after it where it is not
-            the validation split; or None for the bundled images.
+        spec: a folder or ``.tar`` of images, whose first folders are classes, see :mod:`lipcert.inputs.folders`; or
+            one image; or a data set by name, ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``,
+            ``torch/cifar100`` or ``torch/svhn``, ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or ``wds/FOLDER``; or
+            None for the bundled images. With several splits ``:SPLIT`` after it names one.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped.
         limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class; of a stream
             the first.
+        purpose: decides the split where none is named: to train, the training images; to certify, those for
+            validation, else those for testing, else those for training.
+        classes: a file that numbers the class folders or the names in ``labels``, see :mod:`lipcert.inputs.lists`.
+        labels: a file with the label of each file.
 
     Returns:
         The images, in an order that is the same in every run.
@@ -203,18 +234,26 @@ def open_images(spec: str | os.PathLike[str] | None, model: Model, *, limit: int
     """
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
+    listed = None if classes is None else ClassList(classes), None if labels is None else LabelList(labels)
+    kind = "" if spec is None else os.fspath(spec).partition("/")[0].lower()
+    named = spec is None or (kind in KINDS and "/" in os.fspath(spec))
+    if named and any(listed):
+        raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
     if spec is None:
         return _BundledImages(model, limit)
     spec = os.fspath(spec)
     if not spec.strip():
         raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled images")
     transform = _Transform(model)
-    kind = spec.partition("/")[0].lower() if "/" in spec else ""
-    source = open_named(kind, spec) if kind in KINDS else _open_path(spec)
-    classes = number_of_classes(model)
-    if isinstance(source, timm.data.IterableImageDataset):
-        return _StreamImages(spec, source, transform, classes, limit)
-    return _IndexedImages(spec, source, transform, classes, limit)
+    count = number_of_classes(model)
+    source = open_named(kind, spec, purpose) if named else _open_path(spec, purpose, count, *listed)
+    if isinstance(source, (timm.data.IterableImageDataset, Stream)):
+        return _StreamImages(spec, source, transform, count, limit)
+    images = _IndexedImages(spec, source, transform, count, limit)
+    images.lists = {
+        key: os.path.abspath(one.path) for key, one in zip(("classes", "labels"), listed, strict=True) if one
+    }
+    return images
 
 
 class _Transform:
@@ -301,25 +340,29 @@ class _IndexedImages(Images):
         if not len(source):
             raise InputError(f"{spec} holds no images")
         super().__init__(spec, total=len(source), limit=limit)
+        self.split, self.labels_by = getattr(source, "split", None), getattr(source, "labels_by", None)
+        self.notes += getattr(source, "notes", [])
+        if isinstance(source, ImageFiles):
+            self.labelled = source.targets is not None
+            if source.classes is not None:
+                self._compare_classes(f"{spec} has", source.classes, classes)
+            return
         names = _class_names(source)
-        if names is None:
-            self.labelled = _is_label(self._decode(0)[1])
-        elif len(names) == 1:
-            self.labelled = False
-        elif names & {"", "."}:
-            raise InputError(f"{spec} has images both in class folders and beside them; move them apart")
-        else:
+        if names:
             self._compare_classes(f"{spec} has", len(names), classes)
+        self._look_at_label(self._decode(0)[1])
 
     @property
     def digest(self) -> str | None:
-        names = [self.file(index) for index in range(len(self.source))]
-        return hashlib.sha256("\n".join(map(str, names)).encode()).hexdigest() if any(names) else None
+        if self.file(0) is None:
+            return None
+        names = [Path(self.source.filename(index)).as_posix() for index in range(len(self.source))]
+        return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
 
     def file(self, index: int) -> str | None:
         # Others than readers of files have no names, or read the whole image to tell one.
         named = hasattr(getattr(self.source, "reader", None), "samples")
-        return Path(self.source.filename(index)).as_posix() if named else None
+        return printable(Path(self.source.filename(index)).as_posix()) if named else None
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         image, label = self._decode(index)
@@ -359,7 +402,7 @@ class _IndexedImages(Images):
     def _name(self, index: int) -> str:
         if hasattr(self.source, "filename"):
             with contextlib.suppress(Exception):
-                name = self.source.filename(index)
+                name = printable(self.source.filename(index))
                 return name if os.path.basename(str(self.spec)) == name else f"{name} of {self.spec}"
         return f"number {index} of {self.spec}"
 
@@ -375,7 +418,8 @@ class _StreamImages(Images):
         first = next(self._raw(), None)
         if first is None:
             raise InputError(f"{spec} holds no images")
-        self.labelled = _is_label(first[1])
+        self.split, self.notes = getattr(source, "split", None), list(getattr(source, "notes", []))
+        self._look_at_label(first[1])
 
     @property
     def length(self) -> int | None:
@@ -413,69 +457,32 @@ class _OneImage:
         return self.path.name
 
 
-def _open_path(spec: str) -> Any:
-    path = Path(spec)
+def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | None, labels: LabelList | None) -> Any:
+    path, split = Path(spec), None
     if not os.path.exists(path):
-        kinds = ", ".join(f"{kind}/" for kind in KINDS)
-        raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
-    if path.is_file() and path.suffix.lower() in timm.data.get_img_extensions():
+        place, colon, name = spec.rpartition(":")
+        if not (colon and os.path.exists(place)):
+            kinds = ", ".join(f"{kind}/" for kind in KINDS)
+            raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
+        path, spec, split = Path(place), place, name
+    if path.is_file() and path.suffix.lower() in SUFFIXES:
         return _OneImage(path)
-    if path.is_file() and path.suffix != ".tar":
+    if path.is_file() and path.suffix.lower() != ".tar":
         raise InputError(f"{spec} is neither an image nor a folder or a .tar of images")
-    if path.is_dir():
-        _check_folder(path, ())
-        if (tiny := TinyImageNet.of(path)) is not None:
-            return tiny
+    if path.is_dir() and (tiny := TinyImageNet.of(path, purpose, split)) is not None:
+        return tiny
     try:
-        if path.is_file():
-            _check_tar(path)
-        # Beside a large tar, timm would keep what it holds as a pickle, and read one that somebody else left there.
-        options: dict[str, Any] = {"cache_tarinfo": False} if path.is_file() else {}
-        return timm.data.create_dataset("", root=spec, **options)
+        files = in_tar(path, spec) if path.is_file() else in_folder(path, spec)
+    except InputError:
+        raise
     except Exception as error:
-        # timm says that it found nothing in several ways, one of them an unpacking error; a damaged tar has its own.
-        extensions = ", ".join(timm.data.get_img_extensions())
-        if path.is_file() and not isinstance(error, (ValueError, AssertionError)):
-            reason = first_line(error)
-            raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
-        raise InputError(f"{spec} holds no images ({extensions})") from error
-
-
-def _check_folder(folder: Path, above: tuple[Path, ...]) -> None:
-    """timm follows links, so that one to a folder above it would give the same images over and over.
-
-    Args:
-        folder: where to look.
-        above: the folders that led here, without links in their paths.
-
-    Raises:
-        InputError: naming such a link, or what is neither a file nor a folder; reading a pipe would wait for ever.
-    """
-    here = (*above, folder.resolve())
-    try:
-        entries = list(os.scandir(folder))
-    except OSError as error:
-        raise InputError(f"cannot read {folder}: {error.strerror or error}") from error
-    for entry in entries:
-        path = Path(entry.path)
-        if entry.is_dir():
-            target = path.resolve() if entry.is_symlink() else None
-            if target is not None and any(known.is_relative_to(target) for known in here):
-                raise InputError(f"{path} is a link to a folder that it is in; take it out")
-            _check_folder(path, here)
-        elif os.path.exists(path) and not entry.is_file():
-            raise InputError(f"{path} is neither a file nor a folder; take it out")
-
-
-def _check_tar(path: Path) -> None:
-    """timm reads archives as streams, and would look for ever for the end of a member that says it is longer.
-
-    Raises:
-        tarfile.TarError: a member is not whole, or the archive is compressed.
-    """
-    with tarfile.open(path, "r:") as archive:
-        for _ in archive:
-            pass
+        reason = first_line(error)
+        raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
+    if not files.images:
+        known = ", ".join(sorted(SUFFIXES))
+        left_out = f"; {files.others.total()} files of other formats" if files.others else ""
+        raise InputError(f"{spec} holds no images ({known}){left_out}")
+    return ImageFiles(files, purpose, split, count, classes, labels)
 
 
 def _class_names(source: Any) -> set[str] | None:
@@ -500,8 +507,8 @@ def order_of(count: int, limit: int | None) -> Sequence[int]:
 def _is_label(value: Any) -> bool:
     """Whether a target is a class number; timm and the hub's data sets write -1 where there is none."""
     try:
-        return int(value) >= 0
-    except (TypeError, ValueError):
+        return int(value) == value and value >= 0
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         return False
 
 

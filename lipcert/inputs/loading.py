@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
 from lipcert.inputs.artifact import is_artifact, load_artifact
 from lipcert.inputs.checkpoints import ASSETS, path_of
-from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe
-from lipcert.inputs.weights import SUFFIXES, check_finite, load_weights, read_checkpoint
+from lipcert.inputs.preprocessing import check_scale
+from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe, takes_size
+from lipcert.inputs.weights import FOREIGN_SUFFIXES, SUFFIXES, check_finite, load_npz, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 BUNDLED = ASSETS / "digits_vit.safetensors"
@@ -126,7 +128,7 @@ def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
 
 def is_file(source: str) -> bool:
     """Whether a model argument means a file: by its suffix, by a folder in its name, or because the file exists."""
-    if Path(source).suffix in SUFFIXES:
+    if Path(source).suffix.lower() in SUFFIXES | FOREIGN_SUFFIXES:
         return True
     return not is_timm_name(source) and (os.sep in source or os.path.exists(source))
 
@@ -146,11 +148,34 @@ def _from_name(
 ) -> Model:
     if arguments.get("num_classes") == 0 and not features:
         raise InputError(f"{name} with num_classes=0 has no logits to certify; give the number of classes")
-    net = create_net(name, pretrained=pretrained and checkpoint is None, arguments=arguments)
-    if checkpoint is not None:
-        state, _ = read_checkpoint(checkpoint)
-        load_weights(net, state, file=checkpoint, name=name)
-    return _wrap(net, name, str(checkpoint or name), pixels, arguments, rebuild_recipe(name, arguments), features)
+    if checkpoint is None:
+        net = create_net(name, pretrained=pretrained, arguments=arguments)
+        return _wrap(net, name, name, pixels, arguments, rebuild_recipe(name, arguments), features)
+    if Path(checkpoint).suffix.lower() == ".npz":
+        net = create_net(name, pretrained=False, arguments=arguments)
+        load_npz(net, checkpoint, name)
+        return _wrap(net, name, str(checkpoint), pixels, arguments, rebuild_recipe(name, arguments), features)
+    content = read_checkpoint(checkpoint)
+    arguments = {**content.arguments, **arguments}
+    size = content.pixels.get("size")
+    if size is not None and "img_size" not in arguments and takes_size(name):
+        arguments["img_size"] = size[0] if size[0] == size[1] else size
+    net = create_net(name, pretrained=False, arguments=arguments)
+    of_normaliser = load_weights(net, content.state, file=checkpoint, name=name)
+    known = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
+    if size is not None and "img_size" not in arguments:
+        known["input_size"] = (arguments.get("in_chans", 3), *size)
+    model = _wrap(net, name, str(checkpoint), {**known, **pixels}, arguments, rebuild_recipe(name, arguments), features)
+    for key in ("crop_pct", "interpolation"):
+        if key in content.pixels:
+            model.data_config[key] = content.pixels[key]
+    recorded = {**content.arguments, **{key: value for key, value in content.pixels.items() if value}}
+    if recorded:
+        shown = ", ".join(f"{key} {' '.join(map(str, v)) if isinstance(v, list) else v}" for key, v in recorded.items())
+        warnings.warn(
+            f"{checkpoint} records how it was trained, which is used where you give nothing else: {shown}", stacklevel=4
+        )
+    return model
 
 
 def _wrap(
@@ -182,7 +207,9 @@ def _wrap(
         elif key not in pixels and channels == 1:  # grey images
             config[key] = (sum(config[key]) / len(config[key]),)
     mean, std, input_size = (config.pop(key) for key in _PIXELS)
+    check_scale(mean, std)
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
+    model.mean, model.std = model.mean.to(model.dtype), model.std.to(model.dtype)
     if not features:
         _logits(model, label)
     return model
@@ -224,7 +251,7 @@ def _logits(model: Model, label: str) -> Tensor:
 
 
 def _architecture(path: str) -> str:
-    _, name = read_checkpoint(path)
+    name = read_checkpoint(path).name
     if name is None:
         raise LoadError(
             f"{path} does not say which architecture its weights belong to; "

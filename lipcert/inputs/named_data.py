@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
+import json
 import os
+import re
 import sys
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import timm.data
 import torch
 import torchvision.datasets
+from PIL import Image
 from timm.data.dataset_factory import _TORCH_BASIC_DS
 
 from lipcert.errors import InputError, first_line
+from lipcert.inputs.folders import SUFFIXES, WANTED, Purpose, is_hidden, split_in
 from lipcert.inputs.timm_networks import is_network_error
 
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets", "wds": "webdataset"}
+_SPLITS = {
+    "train": ("train", "training"),
+    "certify": ("validation", "val", "valid", "dev", "test", "train"),
+}
+_IMAGES = ("image", "img", "images", "jpg", "png", "pixel_values")
+_LABELS = ("label", "labels", "fine_label", "target", "cls", "class", "category", "label_id")
 _TEST = ("validation", "valid", "val", "test", "eval")
 
 
@@ -33,7 +45,7 @@ def _svhn(root: str, split: str) -> Any:
 _MORE: dict[str, Callable[[str, str], Any]] = {"svhn": _svhn}
 
 
-def open_named(kind: str, spec: str) -> Any:
+def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
     """Opens a data set whose name starts with one of ``KINDS``.
 
     Those of torchvision lie in the folder ``datasets`` of torch.hub and are downloaded where they are missing.
@@ -41,27 +53,36 @@ def open_named(kind: str, spec: str) -> Any:
     Args:
         kind: the part before the slash, in lower case.
         spec: such as ``"torch/svhn:train"``.
+        purpose: decides the split where the name has none.
 
     Raises:
         InputError: one that is not there, cannot be downloaded, or needs a package.
     """
+    name, _, split = spec.partition(":")
+    folder = name.partition("/")[2]
+    if (
+        kind == "wds"
+        and os.path.isdir(folder)
+        and not any(os.path.exists(os.path.join(folder, known)) for known in ("_info.json", "info.json"))
+    ):
+        return Shards(Path(folder), split, purpose)
     package = KINDS[kind]
     if package is not None and importlib.util.find_spec(package) is None:
         raise InputError(f"{kind}/ data sets need the package {package}: pip install {package.replace('_', '-')}")
-    name, _, split = spec.partition(":")
-    options: dict[str, Any] = {"split": split or "validation"}
+    default = _SPLITS[purpose]
+    options: dict[str, Any] = {"split": split or default[0]}
     more = None
     if kind == "torch":
         options |= {"root": os.path.join(torch.hub.get_dir(), "datasets"), "download": True}
         Path(options["root"]).mkdir(parents=True, exist_ok=True)
-        more = _MORE.get(name.partition("/")[2].lower())
+        more = _MORE.get(folder.lower())
     if kind == "wds":
-        name, options["root"] = "wds/", name.partition("/")[2]
+        name, options["root"] = "wds/", folder
     try:
         with contextlib.redirect_stdout(sys.stderr):  # downloads report on standard output
-            if more is not None:
-                return more(options["root"], options["split"])
-            return timm.data.create_dataset(name, **options)
+            if kind in ("hfds", "hfids"):
+                return _of_the_hub(folder, (split,) if split else default, streaming=kind == "hfids")
+            opened = more(options["root"], options["split"]) if more else timm.data.create_dataset(name, **options)
     except InputError:
         raise
     except Exception as error:
@@ -71,6 +92,154 @@ def open_named(kind: str, spec: str) -> Any:
         where = f", or put its files into {options['root']}" if kind == "torch" else ""
         reason = reason_of(error)
         raise InputError(f"cannot open {spec}: {reason}{where}; a split is named as in {kind}/NAME:SPLIT") from error
+    if not split:
+        with contextlib.suppress(AttributeError, TypeError):
+            opened.split = options["split"]
+    return opened
+
+
+def _of_the_hub(name: str, splits: Sequence[str], *, streaming: bool) -> Any:
+    """A data set of the hub, from the first of these splits that it has.
+
+    The image column is the first of images; the label column is one of ``_LABELS``, or the only one of class labels.
+    """
+    import datasets
+
+    error: Exception | None = None
+    for split in splits:
+        try:
+            found = datasets.load_dataset(name, split=split, streaming=streaming)
+        except (KeyError, ValueError) as problem:  # what it says of a split that there is not
+            error = error or problem
+            if "split" not in str(problem).lower():
+                raise
+            continue
+        features = getattr(found, "features", None) or {}
+        image = next((key for key, kind in features.items() if type(kind).__name__ == "Image"), None)
+        image = image or next((key for key in _IMAGES if key in features), "image")
+        classes = [key for key, kind in features.items() if type(kind).__name__ == "ClassLabel"]
+        label = next((key for key in _LABELS if key in features), classes[0] if len(classes) == 1 else None)
+        if image not in features and features:
+            raise InputError(f"{name} has no column of images, only {', '.join(features)}")
+        chosen = split if len(splits) > 1 else None
+        kind = HubStream if streaming else HubImages
+        return kind(found, image, label, chosen)
+    assert error is not None
+    raise error
+
+
+class _Hub:
+    """What :class:`HubImages` and :class:`HubStream` know of a data set of the hub."""
+
+    def __init__(self, found: Any, image: str, label: str | None, split: str | None):
+        self.found, self.image, self.label, self.split = found, image, label, split
+        self.notes: list[str] = []
+        features = getattr(found, "features", None) or {}
+        self.names = getattr(features.get(label), "names", None)
+        if label is None:
+            self.notes.append(f"no column of labels among {', '.join(features)}")
+        elif label != "label" or image != "image":
+            self.notes.append(f"images are in the column {image}, labels in {label}")
+        if self.names:
+            self.class_to_idx = {name: index for index, name in enumerate(self.names)}
+
+    def pair(self, item: Any) -> tuple[Any, Any]:
+        """(image, label) of a row."""
+        label = None if self.label is None else item[self.label]
+        if isinstance(label, str) and self.names and label in self.names:
+            label = self.names.index(label)
+        return item[self.image], label
+
+
+class HubImages(_Hub):
+    """A data set of the hub with random access."""
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.pair(self.found[index])
+
+
+class Stream:
+    """A data set that can only be gone through, as (image, label)."""
+
+    split: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return 0  # not known
+
+
+class HubStream(_Hub, Stream):
+    """A data set of the hub that is downloaded as it is read."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return map(self.pair, self.found)
+
+
+class Shards(Stream):
+    """A WebDataset without a list of its shards: the ``.tar`` files of a folder, with ``NAME.jpg`` and ``NAME.cls``.
+
+    Args:
+        folder: where the shards are; those of a split have its name in theirs, or in the folder that they are in.
+        split: the split; "" for the one of the purpose, or for all shards where their names tell of none.
+        purpose: decides the split where none is given.
+    """
+
+    def __init__(self, folder: Path, split: str, purpose: Purpose):
+        files = sorted(path for path in folder.rglob("*.tar") if not is_hidden(path.relative_to(folder).parts))
+        self.folder, self.notes = folder, []
+        kinds = {path: split_in(path.relative_to(folder).as_posix()[:-4]) for path in files}
+        wanted = [split_in(split) or split] if split else [one for one in WANTED[purpose] if one in kinds.values()][:1]
+        if split and wanted[0] not in kinds.values():
+            files = [path for path in files if split in path.relative_to(folder).as_posix()]
+            if not files:
+                raise InputError(f"{folder} has no shards of the split {split}")
+        elif wanted:
+            files = [path for path in files if kinds[path] == wanted[0]]
+        elif purpose == "train" and any(kinds.values()):
+            raise InputError(f"{folder} has no shards of training images; name a split: wds/{folder}:SPLIT")
+        self.split = wanted[0] if wanted and not split else None
+        self.files = files
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for path in self.files:
+            with tarfile.open(path, "r:") as archive:
+                sample: dict[str, Any] = {}
+                before = None
+                for member in archive:
+                    if not member.isfile() or is_hidden(member.name.removeprefix("./").split("/")):
+                        continue
+                    place, _, base = member.name.rpartition("/")
+                    stem, _, kind = base.partition(".")
+                    if (place, stem) != before:
+                        yield from self._of(sample, path)
+                        sample, before = {}, (place, stem)
+                    file = archive.extractfile(member)
+                    sample[kind.lower()] = b"" if file is None else file.read()
+                yield from self._of(sample, path)
+
+    def _of(self, sample: dict[str, Any], path: Path) -> Iterator[tuple[Any, Any]]:
+        image = next((sample[kind] for kind in sample if f".{kind.rpartition('.')[2]}" in SUFFIXES), None)
+        if image is None:
+            return
+        label: Any = None
+        written = next((sample[key] for key in ("cls", "cls.txt", "label", "label.txt") if key in sample), None)
+        if written is not None:
+            text = written.decode(errors="replace").strip()
+            label = int(text) if re.fullmatch(r"-?\d+", text) else text
+        elif "json" in sample:
+            known = json.loads(sample["json"])
+            label = next((known[key] for key in _LABELS if isinstance(known, dict) and key in known), None)
+        try:
+            opened = Image.open(io.BytesIO(image))
+            opened.load()
+        except Exception as error:
+            raise InputError(f"cannot read an image of {path}: {first_line(error)}; mend it or take it out") from error
+        yield opened, label
 
 
 def reason_of(error: Exception) -> str:
@@ -93,6 +262,7 @@ class TinyImageNet:
     def __init__(self, folder: Path):
         self.folder = folder
         self.reader = self
+        self.split: str | None = None
         names = sorted((folder.parent / "wnids.txt").read_text().split())
         self.class_to_idx = {name: index for index, name in enumerate(names)}
         listed = folder / "val_annotations.txt"
@@ -107,9 +277,14 @@ class TinyImageNet:
         self.samples = sorted((path, self.class_to_idx[name]) for path, name in found)
 
     @staticmethod
-    def of(folder: Path) -> TinyImageNet | None:
-        """The data set in a folder, or None where that is none."""
+    def of(folder: Path, purpose: Purpose = "certify", split: str | None = None) -> TinyImageNet | None:
+        """The data set in a folder, which may be that of all splits, or None where that is none."""
         folder = folder.resolve()
+        if (folder / "wnids.txt").is_file() and (folder / "train").is_dir():
+            chosen = TinyImageNet.of(folder / (split or ("train" if purpose == "train" else "val")))
+            if chosen is not None:
+                chosen.split = chosen.folder.name
+            return chosen
         known = folder.name in ("train", "val") and (folder.parent / "wnids.txt").is_file()
         return TinyImageNet(folder) if known else None
 

@@ -20,6 +20,8 @@ RESIZING: dict[str, Any] = {"interpolation": "bilinear", "crop_pct": 0.875, "cro
 _GROUP = "Images, where they differ from the model's configuration"
 # No remark if at least this share of an image is kept; the rest is rounding of sizes.
 _WHOLE = 0.999
+# No mean and no standard deviation of pixels in [0, 1] is larger; somewhat more is left to odd networks.
+_LARGEST_PIXEL = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Preprocessing:
             if not numbers or not all(math.isfinite(x) and (x > 0 or name == "mean") for x in numbers):
                 raise InputError(f"{name} takes a number, or numbers with commas between, got {value!r}")
             object.__setattr__(self, name, numbers)
+        check_scale(self.mean, self.std)
         if self.input_size is not None and len(self.input_size) > 2:
             raise InputError(f"input_size is a height and a width, got {self.input_size}")
         if self.crop_pct is not None and not 0.1 <= self.crop_pct <= 1:
@@ -110,6 +113,21 @@ class Preprocessing:
         for name in ("crop_pct", "interpolation"):
             if getattr(self, name) is not None:
                 model.data_config[name] = getattr(self, name)
+
+
+def check_scale(mean: Any, std: Any) -> None:
+    """Refuses the normalisation of pixels from 0 to 255: lipcert's are in [0, 1].
+
+    Raises:
+        InputError: a mean or a standard deviation that no such pixels have; says what to give.
+    """
+    for name, numbers in (("mean", mean), ("std", std)):
+        if numbers is not None and any(abs(x) > _LARGEST_PIXEL for x in numbers):
+            right = ",".join(f"{x / 255:.6g}" for x in numbers)
+            raise InputError(
+                f"{name} {', '.join(f'{x:.6g}' for x in numbers)} is for pixels from 0 to 255, and these are in "
+                f"[0, 1]: divide by 255, {name} {right}"
+            )
 
 
 def preprocessing(model: Model, files: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import http.client
+import inspect
 import logging
 import ssl
 import urllib.error
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import timm
+import torch
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
 from timm.models import load_model_config_from_hf
@@ -60,6 +62,16 @@ def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> 
             return timm.create_model(name, pretrained=pretrained, **arguments)
     except Exception as error:
         raise LoadError(_explain(name, arguments, error)) from error
+
+
+def takes_size(name: str) -> bool:
+    """Whether timm's architecture has an argument ``img_size``, without which its weights are those of another size."""
+    if name.startswith((*HUB, FOLDER)) or not timm.is_model(name):
+        return False
+    with contextlib.suppress(Exception), torch.device("meta"):
+        net = timm.create_model(name)
+        return "img_size" in inspect.signature(type(net).__init__).parameters
+    return False
 
 
 def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

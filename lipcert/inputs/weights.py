@@ -4,75 +4,191 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import pickle
+import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import timm
 import torch
-from timm.models import clean_state_dict
+from timm.models import clean_state_dict, remap_state_dict
 from torch import Tensor, nn
 
 from lipcert.errors import LoadError, first_line, shortened
+from lipcert.inputs.preprocessing import INTERPOLATIONS
 from lipcert.model import unusable
 
-SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
+SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz"})
 
 # The keys under which training scripts store the weights in a checkpoint. Averaged weights come first, as in timm's
 # loader.
-_WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
+_WRAPPERS = (
+    "state_dict_ema", "model_ema", "ema", "ema_state_dict", "model_ema_state_dict", "params_ema", "state_dict",
+    "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "module", "state",
+)  # fmt: skip
+_NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
+# Tensors that tools add to a state dict and that no network reads.
+_ADDED = ("total_ops", "total_params")
+# Kinds of files that are no checkpoints, by their first bytes or their suffix, and what to do.
+_EXPORT = "export the state_dict of the network it was made of"
+_FOREIGN = (
+    (b"\x89HDF", ".h5", f"an HDF5 file of Keras; {_EXPORT}"),
+    (b"GGUF", ".gguf", "a GGUF file of quantised weights; give those of the network it was made of"),
+    (b"", ".onnx", f"an ONNX program and not weights; {_EXPORT}"),
+    (b"", ".keras", f"a Keras model; {_EXPORT}"),
+    (b"", ".tflite", f"a TensorFlow Lite program; {_EXPORT}"),
+    (b"", ".pb", f"a TensorFlow graph; {_EXPORT}"),
+    (b"", ".pt2", f"an exported program and not weights; {_EXPORT}"),
+    (b"", ".msgpack", "a file of Flax; give weights of PyTorch"),
+    (b"", ".pdparams", "a file of Paddle; give weights of PyTorch"),
+)
+FOREIGN_SUFFIXES = frozenset(suffix for _, suffix, _ in _FOREIGN)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Mapping[str, Tensor], str | None]:
-    """The tensors of a checkpoint file, on the CPU; read lazily if the format allows it.
+@dataclass
+class Checkpoint:
+    """What a checkpoint file holds.
+
+    Attributes:
+        state: the tensors, on the CPU; read lazily if the format allows it.
+        name: the timm name of the architecture, if the file has one.
+        arguments: arguments of ``timm.create_model`` that the training script recorded.
+        pixels: what it recorded of the preprocessing: ``mean``, ``std``, ``size``, ``crop_pct``, ``interpolation``.
+    """
+
+    state: Mapping[str, Tensor]
+    name: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    pixels: dict[str, Any] = field(default_factory=dict)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Reads a checkpoint file.
 
     Args:
-        path: a ``.safetensors`` file, or a file that ``torch.load(weights_only=True)`` reads.
+        path: a ``.safetensors`` file, or a file that ``torch.load(weights_only=True)`` reads; objects other than
+            tensors are left out and never made.
 
     Returns:
-        The state dict, without wrappers and without ``module.`` and ``_orig_mod.`` prefixes, and the timm name of the
-        architecture if the file has one, or None.
+        Its content, without wrappers and without ``module.`` and ``_orig_mod.`` prefixes.
 
     Raises:
-        LoadError: the file is missing, damaged or not a checkpoint, or it holds Python objects besides tensors.
+        LoadError: the file is missing, damaged or not a checkpoint, or it holds Python objects in place of tensors.
     """
     path = Path(path)
     if os.path.isdir(path):
         raise LoadError(f"{path} is a folder; give a checkpoint file, or {path} as local-dir:{path} if timm saved it")
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {shortened(str(path))}")
+    with path.open("rb") as file:
+        start = file.read(8)
+    for magic, suffix, what in _FOREIGN:
+        if (magic and start.startswith(magic)) or path.suffix.lower() == suffix:
+            raise LoadError(f"{path} is {what}")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = _torch_load(path)
-    name = content.get("arch") if isinstance(content, Mapping) else None
-    return _tensors(content, path), name if isinstance(name, str) and timm.is_model(name) else None
+    given = content if isinstance(content, Mapping) else {}
+    name = next(
+        (given[key] for key in ("arch", "architecture", "model_name") if _is_architecture(given.get(key))), None
+    )
+    arguments, pixels, named = _of_training(given)
+    return Checkpoint(_tensors(content, path), name or named, arguments, pixels)
 
 
-def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str) -> None:
-    """Copies a state dict into a network. Names and shapes must match exactly.
+def _is_architecture(name: Any) -> bool:
+    return isinstance(name, str) and timm.is_model(name)
+
+
+def _of_training(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """What timm's ``train.py`` and Lightning record beside the weights: arguments, preprocessing, architecture."""
+    args = given.get("args")
+    known = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
+    hyper = given.get("hyper_parameters")
+    named = {**(hyper if isinstance(hyper, Mapping) else {}), **known}
+    name = next(
+        (
+            named[key]
+            for key in ("model", "model_name", "arch", "architecture", "backbone")
+            if _is_architecture(named.get(key))
+        ),
+        None,
+    )
+    size = known.get("input_size") or known.get("img_size")
+    height_width = [size, size] if isinstance(size, int) else [int(n) for n in size][-2:] if _numbers(size) else None
+    arguments = {key: known[key] for key in ("num_classes", "in_chans") if type(known.get(key)) is int}
+    if type(named.get("num_classes")) is int:
+        arguments["num_classes"] = named["num_classes"]
+    if isinstance(known.get("gp"), str):
+        arguments["global_pool"] = known["gp"]
+    if isinstance(known.get("model_kwargs"), Mapping):
+        arguments |= {key: value for key, value in known["model_kwargs"].items() if _is_simple(value)}
+    pixels = {key: [float(x) for x in known[key]] for key in ("mean", "std") if _numbers(known.get(key))}
+    if height_width is not None:
+        pixels["size"] = height_width
+    if isinstance(known.get("crop_pct"), (int, float)) and not isinstance(known["crop_pct"], bool):
+        pixels["crop_pct"] = float(known["crop_pct"])
+    if known.get("interpolation") in INTERPOLATIONS:
+        pixels["interpolation"] = known["interpolation"]
+    return arguments, pixels, name
+
+
+def _numbers(value: Any) -> bool:
+    plain = isinstance(value, (list, tuple)) and len(value) > 0
+    return plain and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value)
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_simple, value))
+    return isinstance(value, (bool, int, float, str))
+
+
+def load_weights(
+    net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str
+) -> dict[str, list[float]]:
+    """Copies a state dict into a network. Names must match exactly, up to a prefix that they share; shapes exactly.
+
+    A warning says so where a prefix was stripped that training wrappers do not write by themselves, where timm's own
+    remapping of names was needed, and which tensors are outside the network.
+
+    Returns:
+        ``mean`` and ``std``, if a normaliser beside the network holds them.
 
     Raises:
         LoadError: tensors are missing, unexpected, or of another shape or type; names the first ones.
     """
     own = net.state_dict()
+    needed = [key for key in own if not key.endswith("num_batches_tracked")]
+    prefix = _prefix(state, needed, file)
+    inside = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
+    outside = [key for key in state if not key.startswith(prefix)]
+    extra = [key for key in inside if key not in own and key.rpartition(".")[2] not in _ADDED and key != "n_averaged"]
+    if extra and not prefix and (remapped := _by_timm(net, state)) is not None:
+        renamed, how = remapped
+        warnings.warn(f"{file}: its names are not timm's; {how}", stacklevel=2)
+        state, inside, extra = renamed, {key: key for key in renamed}, [key for key in renamed if key not in own]
+    missing = [key for key in (needed if prefix or not extra else own) if key not in inside]
     shapes = [
-        f"{key} is {tuple(state[key].shape)} in the file and {tuple(value.shape)} in the model"
+        f"{key} is {tuple(state[inside[key]].shape)} in the file and {tuple(value.shape)} in the model"
         for key, value in own.items()
-        if key in state and state[key].shape != value.shape
+        if key in inside and state[inside[key]].shape != value.shape
     ]
     kinds = [
-        f"{key} holds {state[key].dtype} and not numbers like the model's {value.dtype}"
+        f"{key} holds {state[inside[key]].dtype} and not numbers like the model's {value.dtype}"
         for key, value in own.items()
-        if key in state and state[key].is_floating_point() != value.is_floating_point()
+        if key in inside and state[inside[key]].is_floating_point() != value.is_floating_point()
     ]
     problems = [
-        _listed("tensor missing", "tensors missing", [key for key in own if key not in state]),
-        _listed("tensor too many", "tensors too many", [key for key in state if key not in own]),
+        _listed("tensor missing", "tensors missing", missing),
+        _listed("tensor too many", "tensors too many", extra),
         *shapes[:1],
         *kinds[:1],
     ]
@@ -83,7 +199,97 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.
         )
     with torch.no_grad():
         for key, value in own.items():  # one by one, so that not all tensors of the file are in memory at once
-            value.copy_(state[key])
+            if key in inside:
+                value.copy_(state[inside[key]])
+    pixels, used = _normaliser(state, outside)
+    unread = [key for key in outside if key not in used and key != "n_averaged"]
+    if unread:
+        warnings.warn(
+            f"{file}: {_listed('tensor', 'tensors', unread)} outside {prefix or 'the network'} left out", stacklevel=2
+        )
+    if pixels:
+        numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
+        warnings.warn(
+            f"{file}: the normalisation is that of {used[0].rpartition('.')[0]} in it: {numbers}", stacklevel=2
+        )
+    return pixels
+
+
+def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathLike[str]) -> str:
+    """The prefix below which the file has all tensors of the network; "" where there is none.
+
+    Raises:
+        LoadError: several networks in one file, with other weights.
+    """
+    if not needed or all(key in state for key in needed):
+        return ""
+    first = needed[0]
+    prefixes = [key[: -len(first)] for key in state if key.endswith(f".{first}")]
+    fitting = [prefix for prefix in prefixes if all(prefix + key in state for key in needed)]
+    fitting.sort(key=len)
+    for other in fitting[1:]:
+        if any(not torch.equal(state[fitting[0] + key], state[other + key]) for key in needed):
+            raise LoadError(
+                f"{file} holds several networks, under {fitting[0]} and {other}; save the state_dict of one of them"
+            )
+    return fitting[0] if fitting else ""
+
+
+def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str] | None:
+    """The state dict under timm's names, and how it was found; None where timm finds none either.
+
+    Only names may change: the file's numbers are those of the network, none is left over, resized or made up.
+    """
+    own, given = net.state_dict(), dict(state)
+    numbers = sorted(value.numel() for value in given.values())
+    rename = getattr(sys.modules.get(type(net).__module__), "checkpoint_filter_fn", None)
+    if rename is not None:
+        with contextlib.suppress(Exception):  # of another kind of checkpoint
+            renamed = rename(dict(given), net)
+            if renamed.keys() <= own.keys() and sorted(value.numel() for value in renamed.values()) == numbers:
+                return renamed, f"{rename.__module__.rpartition('.')[2]} of timm knows them"
+    kinds = [name.rpartition(".")[2] for name in own] == [name.rpartition(".")[2] for name in given]
+    if kinds and [value.shape for value in own.values()] == [value.shape for value in given.values()]:
+        with contextlib.suppress(AssertionError):
+            return remap_state_dict(
+                given, net, allow_reshape=False
+            ), "they were matched in order, as timm's remapping does"
+    return None
+
+
+def _normaliser(state: Mapping[str, Tensor], outside: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
+    """Mean and standard deviation of a module that normalises pixels, and their names."""
+    for key in outside:
+        place, _, last = key.rpartition(".")
+        other = f"{place}.{last.replace('mean', 'std') if 'mean' in last else 'sigma'}"
+        if (last in ("mean", "new_mean", "mu") and "norm" in place.lower() or last == "new_mean") and other in state:
+            mean, std = state[key].flatten(), state[other].flatten()
+            if mean.numel() == std.numel() in (1, 3):
+                return {"mean": mean.tolist(), "std": std.tolist()}, [key, other]
+    return {}, []
+
+
+def load_npz(net: nn.Module, file: str | os.PathLike[str], name: str) -> None:
+    """Loads weights that JAX's ``vision_transformer`` and its relatives wrote, through timm.
+
+    Raises:
+        LoadError: timm does not read them for this network, or they leave a part of it as it was.
+    """
+    load = getattr(net, "load_pretrained", None)
+    if load is None:
+        raise LoadError(f"{file} is an archive of NumPy, which timm does not load for {name}; give weights of PyTorch")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(math.nan)
+    try:
+        load(os.fspath(file))
+    except Exception as error:
+        raise LoadError(
+            f"{file} does not fit {name}: {first_line(error)}; give the timm name it was made for"
+        ) from error
+    unset = [key for key, parameter in net.named_parameters() if bool(parameter.isnan().any())]
+    if unset:
+        raise LoadError(f"{file} does not fit {name}: {_listed('tensor missing', 'tensors missing', unset)}")
 
 
 def check_finite(net: nn.Module, origin: str) -> None:
@@ -97,7 +303,7 @@ def check_finite(net: nn.Module, origin: str) -> None:
         raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
 
 
-def _read_safetensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
+def _read_safetensors(path: Path) -> Checkpoint:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata, keys = file.metadata() or {}, list(file.keys())
@@ -107,7 +313,7 @@ def _read_safetensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
     if not keys:
         raise LoadError(f"{path} holds no state dict; expected names and tensors")
     name = metadata.get("architecture")
-    return _Lazy(path, keys), name if name and timm.is_model(name) else None
+    return Checkpoint(_Lazy(path, keys), name if name and timm.is_model(name) else None)
 
 
 class _Lazy(Mapping[str, Tensor]):
@@ -134,28 +340,60 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self.stored)
 
 
+class _Left:
+    """Stands for an object that is left out; making one runs nothing of the file."""
+
+    def __new__(cls, *args: Any) -> _Left:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+# Numbers of NumPy, such as an accuracy, which training scripts store beside the weights.
+_NUMPY = ("multiarray.scalar", "multiarray._reconstruct")
+_HARMLESS = (*(f"numpy.{core}.{name}" for core in ("core", "_core") for name in _NUMPY), "numpy.dtype", "numpy.ndarray")
+
+
 def _torch_load(path: Path) -> Any:
-    # timm's training script stores its options as an argparse.Namespace, which holds plain values only.
-    if hasattr(torch.serialization, "safe_globals"):
-        allowed: contextlib.AbstractContextManager[Any] = torch.serialization.safe_globals([argparse.Namespace])
-    else:
-        allowed = contextlib.nullcontext()
+    archive = zipfile.is_zipfile(path)
     try:
-        archive = zipfile.is_zipfile(path)
         if archive:
             _check_archive(path)
-        with allowed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ignore warnings about pickle protocols; unreadable files raise
-            # A mapped file is read when a tensor is used. Only torch's newer format, a zip archive, can be mapped.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        try:
+            return _tensors_of(path, archive, _HARMLESS)
+        except pickle.UnpicklingError:
+            listed = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+            if not archive or listed is None:
+                raise
+            return _tensors_of(path, archive, (*_HARMLESS, *listed(path)))
     except pickle.UnpicklingError as error:
         raise LoadError(
             f"{path} is not a PyTorch checkpoint, or holds Python objects besides tensors, which are never run; "
             "save the state_dict alone, best as safetensors"
         ) from error
+    except LoadError:
+        raise
     except Exception as error:
         reason = first_line(error)
         raise LoadError(f"{path} is not a PyTorch checkpoint, or is damaged: {reason}; download it again") from error
+
+
+def _tensors_of(path: Path, archive: bool, left_out: Sequence[str]) -> Any:
+    """The content of a file, with :class:`_Left` in place of objects of these names."""
+    # timm's training script stores its options as an argparse.Namespace, which holds plain values only.
+    if hasattr(torch.serialization, "safe_globals"):
+        known: list[Any] = [argparse.Namespace, *((_Left, name) for name in dict.fromkeys(left_out))]
+        allowed: contextlib.AbstractContextManager[Any] = torch.serialization.safe_globals(known)
+    else:
+        allowed = contextlib.nullcontext()
+    with allowed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ignore warnings about pickle protocols; unreadable files raise
+        # A mapped file is read when a tensor is used. Only torch's newer format, a zip archive, can be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
 
 
 def _check_archive(path: Path) -> None:
@@ -165,6 +403,11 @@ def _check_archive(path: Path) -> None:
         ValueError: the archive is compressed, so that reading it could exhaust the memory, or a checksum is wrong.
     """
     with zipfile.ZipFile(path) as archive:
+        names = [name.partition("/")[2] for name in archive.namelist()]
+        if "constants.pkl" in names or any(name.startswith("code/") for name in names):
+            raise LoadError(f"{path} is TorchScript, a program and not weights; {_EXPORT}")
+        if any(name.endswith(".npy") for name in archive.namelist()):
+            raise LoadError(f"{path} is an archive of NumPy; name it .npz, which timm loads for some architectures")
         if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
             raise ValueError("it is an archive that is larger inside than outside, which torch does not write")
         damaged = archive.testzip()
@@ -173,12 +416,31 @@ def _check_archive(path: Path) -> None:
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    if isinstance(content, Mapping):
-        wrapper = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
-        state = dict(content if wrapper is None else content[wrapper])
-        if state and all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
-            return clean_state_dict(state)
-    raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under {', '.join(_WRAPPERS)}")
+    state = content
+    for _ in range(_NESTED):
+        if not isinstance(state, Mapping):
+            break
+        wrapper = next((key for key in _WRAPPERS if isinstance(state.get(key), Mapping) and state[key]), None)
+        if wrapper is None:
+            break
+        state = state[wrapper]
+    if isinstance(state, Mapping):
+        weights = {key: value for key, value in state.items() if isinstance(key, str) and key != "_metadata"}
+        if any("_packed_params" in key for key in weights) or any(
+            isinstance(value, Tensor) and value.is_quantized for value in weights.values()
+        ):
+            raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
+        if weights and all(_is_plain(value) for value in weights.values()):
+            return clean_state_dict(weights)
+    if isinstance(content, _Left):
+        raise LoadError(f"{path} is a whole module saved as an object, which is never run; save its state_dict()")
+    if isinstance(state, _Left) or (isinstance(state, Mapping) and any(isinstance(v, _Left) for v in state.values())):
+        raise LoadError(
+            f"{path} holds no state dict but Python objects, which are never run; save the state_dict alone, best as "
+            "safetensors"
+        )
+    shown = ", ".join(_WRAPPERS[:9])
+    raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under one of {shown}, …")
 
 
 def _is_plain(value: Any) -> bool:

@@ -55,6 +55,8 @@ def describe(
             "images": images.total,
             "labelled": images.labelled,
             "digest": images.digest,
+            **({} if images.split is None else {"split": images.split}),
+            **images.lists,
         },
         "preprocessing": preprocessing(model, files=not images.stored),
         "lipcert": __version__,

@@ -180,7 +180,10 @@ def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Ite
     if "counts" not in run.summary or not run.summary.get("complete"):
         yield from run.miscounted()
     claimed = dict(run.summary)
-    claimed["data"] = {**claimed.get("data", {}), "spec": found["data"]["spec"]}  # the data may have been moved
+    # The data may have been moved, and its split named.
+    moved = ("spec", "split", "classes", "labels")
+    claimed["data"] = {key: value for key, value in claimed.get("data", {}).items() if key not in moved}
+    claimed["data"] |= {key: found["data"][key] for key in moved if key in found["data"]}
     for key in _DESCRIBED:
         if not same(claimed.get(key), found[key], TOLERANCE, TOLERANCE):
             yield f"the summary's {key} is not what is found again{_first_difference(claimed.get(key), found[key])}"

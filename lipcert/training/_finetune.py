@@ -25,7 +25,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
-from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.model import Model, check_eps, checked, outside_inference_mode
 from lipcert.settings import GLOBAL, LOCAL, FinetuneSettings, settings_of, takes
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
@@ -218,6 +218,7 @@ def check_trainable(model: Model, asked: FinetuneSettings) -> None:
     Raises:
         InputError: it cannot; the message states the reason.
     """
+    check_eps(asked.eps, model)
     if asked.max_norm is not None:
         held_at(model, asked.max_norm)
     if model.dtype not in (torch.float32, torch.float64):

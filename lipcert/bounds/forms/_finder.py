@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import NoAnswer
+from lipcert.bounds.forms._choices import chosen
 from lipcert.bounds.forms._facts import (
     HALF,
     ROUNDED,
@@ -65,6 +66,8 @@ class Finder:
             self.facts[node] = known[:_FACTS]
             if plain(node):
                 yield from self._found(node)
+            if node.op in ("where", "masked_fill", "mul"):
+                yield from chosen(node, self.facts)
 
     def _learned(self, node: Node) -> Iterator[Fact]:
         """The facts about the result of one operation; ``through`` does not contain the operation yet."""

@@ -7,6 +7,7 @@ from lipcert.bounds.rules import (  # noqa: F401
     convolution,
     linear,
     normalization,
+    piecewise,
     pooling,
     powers,
     projections,

@@ -1,0 +1,112 @@
+"""Choices by a comparison: ``where(x > t, f(x), g(x))`` for linear f and g that agree at t is an activation.
+
+The comparison alone is not continuous, so without that agreement, which is checked exactly, there is no bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipcert.bounds.forms._facts import Polynomial, number_of
+from lipcert.bounds.forms._patterns import Emit, Form
+from lipcert.graph import Node
+
+_COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal": 1, "less": -1, "less_equal": -1}
+# A line (constant, slope).
+Line = tuple[Fraction, Fraction]
+
+
+def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Form]:
+    """``where``, ``masked_fill`` and products with a mask, whose mask compares x with a number."""
+    read = _read(node)
+    if read is None or node.dtype is None or not node.dtype.is_floating_point:
+        return
+    mask, true, false, between = read
+    x, threshold = mask.args[0], number_of(mask.args[1]) if len(mask.args) == 2 and not mask.kwargs else None
+    if not isinstance(x, Node) or threshold is None or x.shape != node.shape or x.dtype != node.dtype:
+        return
+    above, below = (true, false) if _COMPARED[str(mask.op)] > 0 else (false, true)
+    lines = [_line(branch, x, facts) for branch in (above, below)]
+    if lines[0] is None or lines[1] is None:
+        return
+    (high, up, ups), (low, down, downs) = lines[0], lines[1]
+    if high + up * threshold != low + down * threshold:
+        return
+    found = _activation((high, up), (low, down), threshold)
+    if found is not None:
+        name, function, arguments, sign = found
+
+        def build(emit: Emit, reads: Sequence[Node]) -> Node:
+            operand = emit("neg", torch.neg, (reads[0],), {}, node.shape) if sign < 0 else reads[0]
+            made = emit(name, function, (operand, *arguments), {}, node.shape)
+            return emit("neg", torch.neg, (made,), {}, node.shape) if sign < 0 else made
+
+        yield Form(name, node, (x,), frozenset({mask, *between, *ups, *downs} - {x}), build)
+
+
+def _activation(
+    high: Line, low: Line, threshold: Fraction
+) -> tuple[str, Callable[..., Any], tuple[float | None, ...], int] | None:
+    """Name, function, arguments and sign s of the activation s·φ(s·x) with these lines above and below t."""
+    if low[1] == 0 and high[1] == 1 and high[0] == 0:
+        return ("relu", F.relu, (), 1) if threshold == 0 else ("clamp", torch.clamp, (float(threshold),), 1)
+    if high[1] == 0 and low[1] == 1 and low[0] == 0:
+        return ("relu", F.relu, (), -1) if threshold == 0 else ("clamp", torch.clamp, (None, float(threshold)), 1)
+    if threshold or high[0] or low[0]:
+        return None
+    if high[1] == 1:
+        return "leaky_relu", F.leaky_relu, (float(low[1]),), 1
+    return ("leaky_relu", F.leaky_relu, (float(high[1]),), -1) if low[1] == 1 else None
+
+
+def _line(
+    branch: Any, x: Node, facts: Mapping[Node, Sequence[Any]]
+) -> tuple[Fraction, Fraction, frozenset[Node]] | None:
+    """(constant, slope, operations between) of a branch that is a linear function of x, or a constant."""
+    if branch is x:
+        return Fraction(0), Fraction(1), frozenset()
+    if isinstance(branch, Node):
+        for fact in facts.get(branch, ()):
+            if isinstance(fact, Polynomial) and fact.x is x and branch.shape == x.shape and not any(fact.c[2:]):
+                return fact.c[0], fact.c[1] if len(fact.c) > 1 else Fraction(0), fact.through | {branch}
+        return None
+    if isinstance(branch, Tensor) and branch.numel() > 1 and bool((branch == branch.flatten()[0]).all()):
+        branch = branch.flatten()[0]
+    constant = number_of(branch)
+    return None if constant is None else (constant, Fraction(0), frozenset())
+
+
+def _read(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
+    """(comparison, value where it holds, value elsewhere, operations between)."""
+    if node.kwargs or not all(isinstance(given, (Node, Tensor, int, float)) for given in node.args):
+        return None
+    if node.op == "where" and len(node.args) == 3:
+        mask, true, false = node.args
+        # Tensor.where(condition, other) names its own value first.
+        if isinstance(true, Node) and true.op in _COMPARED:
+            mask, true = true, mask
+    elif node.op == "masked_fill" and len(node.args) == 3:
+        false, mask, true = node.args
+    elif node.op == "mul" and len(node.args) == 2:
+        mask, true = node.args if _mask(node.args[0])[0] is not None else node.args[::-1]
+        false = 0
+    else:
+        return None
+    found, between = _mask(mask)
+    return None if found is None else (found, true, false, between)
+
+
+def _mask(given: Any) -> tuple[Node | None, tuple[Node, ...]]:
+    """The comparison behind a mask, and the casts between."""
+    between: list[Node] = []
+    while isinstance(given, Node) and given.op == "identity" and given.args:
+        between.append(given)
+        given = given.args[0]
+    found = given if isinstance(given, Node) and given.op in _COMPARED and given.args else None
+    return found, tuple(between)

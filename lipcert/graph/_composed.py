@@ -1,0 +1,165 @@
+"""Functions of torch that are recorded as the operations they consist of, so that these operations' rules bound them.
+
+The network still runs torch's own kernel, whose result is kept; only the recorded nodes are those of the parts. Each
+identity below holds in real arithmetic, and the parts round at least as often as the kernel, so that their bounds on
+rounding hold for it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The code of these functions of torch is itself made of functions that can be recorded.
+_WRITTEN_IN_PYTHON = (F.multi_head_attention_forward, F.softmin)
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
+    """The first half, gated by the sigmoid of the second."""
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def _instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Group normalisation with one group per channel; with fixed statistics, batch normalisation."""
+    if use_input_stats:
+        return F.group_norm(x, x.shape[1], weight, bias, eps)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
+    """Channels (c, r, r) become positions: r × r blocks."""
+    *lead, channels, height, width = x.shape
+    r = upscale_factor
+    moved = x.reshape(-1, channels // (r * r), r, r, height, width).permute(0, 1, 4, 2, 5, 3)
+    return moved.reshape(*lead, channels // (r * r), height * r, width * r)
+
+
+def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
+    """The inverse of :func:`_pixel_shuffle`."""
+    *lead, channels, height, width = x.shape
+    r = downscale_factor
+    moved = x.reshape(-1, channels, height // r, r, width // r, r).permute(0, 1, 3, 5, 2, 4)
+    return moved.reshape(*lead, channels * r * r, height // r, width // r)
+
+
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    """Channels (g, c) in the order (c, g)."""
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).transpose(1, 2).reshape(x.shape)
+
+
+def _top(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Tensor:
+    """The first k entries in descending order, or in ascending order for the smallest."""
+    return torch.sort(x, dim=dim, descending=largest)[0].narrow(dim, 0, k)
+
+
+def _lp_pool(
+    dims: int, x: Tensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+) -> Tensor:
+    """Norms of windows.
+
+    torch squares, averages, multiplies and takes the root one after the other: three roundings more than a norm has. A
+    copy stands for one.
+    """
+    kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
+    steps = kernel if stride is None else (stride,) * dims if isinstance(stride, int) else tuple(stride)
+    windows = x
+    for size, step in zip(kernel, steps, strict=True):
+        windows = windows.unfold(-dims, size, step)  # an axis of windows is appended, so the next one is there
+    lengths = torch.linalg.vector_norm(windows.flatten(-dims), norm_type, -1)
+    for _ in range(3):
+        lengths = lengths.clone()
+    return lengths
+
+
+def _threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    """x above the threshold, and the threshold itself elsewhere."""
+    return x.clamp(min=threshold)
+
+
+def _selu(x: Tensor, inplace: bool = False) -> Tensor:
+    """Klambauer et al. 2017: torch's constants are these numbers."""
+    return F.elu(x, 1.6732632423543772848170429916717) * 1.0507009873554804934193349852946
+
+
+def _celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    return F.elu(x / alpha) * alpha
+
+
+def _rrelu(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """Outside training the slope is the mean of the limits."""
+    return F.leaky_relu(x, (lower + upper) / 2)
+
+
+_PARTS: dict[str, Callable[..., Tensor]] = {
+    "glu": _glu,
+    "instance_norm": _instance_norm,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    "channel_shuffle": _channel_shuffle,
+    "native_channel_shuffle": _channel_shuffle,
+    "topk": _top,
+    "lp_pool1d": functools.partial(_lp_pool, 1),
+    "lp_pool2d": functools.partial(_lp_pool, 2),
+    "lp_pool3d": functools.partial(_lp_pool, 3),
+    "threshold": _threshold,
+    "selu": _selu,
+    "celu": _celu,
+    "rrelu": _rrelu,
+}
+
+
+def code_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """torch's own code of a function that is to be recorded call by call, without the call that hands it over whole."""
+    return _opened(function) if function in _WRITTEN_IN_PYTHON else None
+
+
+@functools.cache
+def _opened(function: Any) -> Callable[..., Any]:
+    passing = dict.fromkeys(_CHECKS, lambda *args: False)
+    opened = types.FunctionType(
+        function.__code__, {**function.__globals__, **passing}, function.__name__, function.__defaults__
+    )
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
+    """The same function of its parts; None if it is recorded as it is."""
+    found = _PARTS.get(op) if isinstance(op, str) else None
+    if found is None or (op.startswith("lp_pool") and not _of_squares(*args, **kwargs)):
+        return None
+    if op == "threshold" and _jumps(*args, **kwargs):
+        return None
+    if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
+        return None
+    return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else found
+
+
+def _jumps(x: Any, threshold: Any = None, value: Any = None, *more: Any, **named: Any) -> bool:
+    return threshold is None or threshold != value
+
+
+def _of_squares(
+    x: Any, norm_type: Any, kernel_size: Any = None, stride: Any = None, ceil_mode: bool = False, **more: Any
+) -> bool:
+    return norm_type == 2 and not ceil_mode and not more and math.prod(x.shape) > 0

@@ -1,0 +1,217 @@
+"""Lists of classes and of labels, as people write them: text, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from timm.utils.misc import natural_key
+
+from lipcert.errors import InputError, shortened
+
+_FILE_COLUMNS = (
+    "filename", "file_name", "file", "filepath", "path", "image_path", "image", "image_id", "image_name", "img", "id",
+    "name",
+)  # fmt: skip
+_LABEL_COLUMNS = (
+    "label", "labels", "class_id", "class_idx", "class_index", "label_id", "class", "target", "category", "index", "y",
+)  # fmt: skip
+
+
+class ClassList:
+    """The number of each class: a name a line, in order, or a name and its number; or JSON.
+
+    Args:
+        path: the file.
+
+    Raises:
+        InputError: it cannot be read, or names a class twice.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        text = _text(self.path)
+        self.positions = False
+        pairs = self._of_json(text) if self.path.suffix.lower() == ".json" else self._of_lines(text)
+        self.names = dict(pairs)
+        twice = len(self.names) < len(pairs)
+        if twice or not self.names:
+            what = "names a class twice" if twice else "names no classes"
+            raise InputError(f"{self.path} {what}; it takes a name a line, or a name and its number")
+
+    def _of_json(self, text: str) -> list[tuple[str, int]]:
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"{self.path} is no JSON file: {error}") from error
+        if isinstance(content, list) and all(isinstance(name, str) for name in content):
+            self.positions = True
+            return [(name, number) for number, name in enumerate(content)]
+        pairs: list[tuple[str, int]] = []
+        for key, value in content.items() if isinstance(content, dict) else ():
+            if _whole(value) is not None and not _is_number(key):
+                pairs.append((key, int(value)))
+            elif _is_number(key) and isinstance(value, (str, list)) and value:
+                pairs.append((value if isinstance(value, str) else str(value[0]), int(key)))
+            else:
+                pairs = []
+                break
+        if not pairs:
+            raise InputError(
+                f"{self.path} is no list of classes; it takes names with their numbers, or numbers with names"
+            )
+        return pairs
+
+    def _of_lines(self, text: str) -> list[tuple[str, int]]:
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        fields = [
+            [part.strip() for part in re.split(r"[,;\t]" if re.search(r"[,;\t]", line) else r"\s+", line)]
+            for line in lines
+        ]
+        if (
+            fields
+            and len(fields[0]) > 1
+            and not any(map(_is_number, fields[0]))
+            and all(any(map(_is_number, (row[0], row[-1]))) for row in fields[1:])
+            and len(fields) > 1
+        ):
+            fields = fields[1:]  # a head
+        if fields and all(len(row) > 1 and _is_number(row[-1]) and not _is_number(row[0]) for row in fields):
+            return [(row[0], int(row[-1])) for row in fields]
+        if fields and all(len(row) > 1 and _is_number(row[0]) for row in fields):
+            return [(row[1], int(row[0])) for row in fields]
+        self.positions = True
+        if fields and all(re.fullmatch(r"n\d{8}", row[0]) for row in fields):  # with what they mean after them
+            return [(row[0], number) for number, row in enumerate(fields)]
+        return [(line, number) for number, line in enumerate(lines)]
+
+    def numbers(self, names: Sequence[str], count: int) -> dict[str, int]:
+        """The numbers of some classes of a model.
+
+        Args:
+            names: the classes.
+            count: how many classes the model has.
+
+        Raises:
+            InputError: the list lacks one of them, or is of another number of classes.
+        """
+        if self.positions and len(self.names) != count:
+            raise InputError(
+                f"{self.path} names {len(self.names)} classes and the model has {count}; name all in their order, or "
+                "write a number after each name"
+            )
+        missing = [name for name in names if name not in self.names]
+        if missing:
+            raise InputError(
+                f"{self.path} does not name {shortened(missing[0])} ({len(missing)} of {len(names)} classes)"
+            )
+        beyond = next((name for name in names if not 0 <= self.names[name] < count), None)
+        if beyond is not None:
+            number = self.names[beyond]
+            raise InputError(
+                f"{self.path} gives {shortened(beyond)} the number {number}, and the model has the classes 0 to "
+                f"{count - 1}"
+            )
+        return {name: self.names[name] for name in names}
+
+
+class LabelList:
+    """The label of each file: CSV with a column of file names and one of labels, with or without a head.
+
+    Args:
+        path: the file.
+
+    Raises:
+        InputError: it cannot be read, or has no such columns, or two labels for one file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        text = _text(self.path)
+        delimiter = next((sign for sign in ("\t", ";", ",") if sign in text), " ")
+        rows = [
+            [cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(row)
+        ]
+        head = [cell.lower() for cell in rows[0]] if rows else []
+        file = next((head.index(name) for name in _FILE_COLUMNS if name in head), None)
+        label = next((head.index(name) for name in _LABEL_COLUMNS if name in head), None)
+        if file is not None and label is not None:
+            rows = rows[1:]
+        elif rows and all(len(row) == 2 for row in rows) and not (file is None) ^ (label is None):
+            file, label = 0, 1
+        else:
+            raise InputError(
+                f"{self.path} needs a column with file names, such as filename, and one with labels, such as label"
+            )
+        self.labels: dict[str, str] = {}
+        for row in rows:
+            if len(row) <= max(file, label):
+                raise InputError(f"{self.path} has a line with {len(row)} columns: {shortened(','.join(row))}")
+            name = row[file].removeprefix("./")
+            if self.labels.setdefault(name, row[label]) != row[label]:
+                raise InputError(f"{self.path} has two labels for {shortened(name)}")
+        self.stems = {os.path.splitext(name)[0]: value for name, value in self.labels.items()}
+        self.bases = _unique(
+            {os.path.basename(name): (name, value) for name, value in self.labels.items()}, self.labels
+        )
+
+    def of(self, name: str) -> str | None:
+        """The label of a file, by its path below the folder, without its suffix, or by its name alone."""
+        stem, base = os.path.splitext(name)[0], os.path.basename(name)
+        for key, known in ((name, self.labels), (stem, self.stems), (base, self.labels), (base, self.bases)):
+            if key in known:
+                return known[key]
+        return self.stems.get(os.path.basename(stem))
+
+    def numbered(self, labels: Sequence[str], classes: ClassList | None, count: int) -> tuple[list[int], int | None]:
+        """The class numbers, and how many classes names are of; None where the list gives numbers.
+
+        Raises:
+            InputError: a label that is neither a number nor in the list of classes.
+        """
+        numbers = [_whole(label) for label in labels]
+        if classes is None and all(number is not None for number in numbers):
+            whole = [number for number in numbers if number is not None]
+            if whole and min(whole) == 1 and max(whole) == count:
+                raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
+            return whole, None
+        broken = next((label for label in labels if re.fullmatch(r"-?\d*\.\d+", label) and _whole(label) is None), None)
+        if broken is not None:
+            raise InputError(f"{self.path} has the label {broken}, which is no class")
+        if classes is not None:
+            known = classes.numbers(sorted({*labels}), count)
+            return [known[label] for label in labels], None
+        names = sorted({*self.labels.values()}, key=natural_key)
+        known = {name: number for number, name in enumerate(names)}
+        return [known[label] for label in labels], len(names)
+
+
+def _unique(bases: Mapping[str, tuple[str, str]], labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels by the last part of the path, if no two paths share it."""
+    return {base: value for base, (_, value) in bases.items()} if len(bases) == len(labels) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise InputError(f"cannot read {path}: {reason}") from error
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, also one written as 3.0; None for everything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if not isinstance(value, bool) and number.is_integer() else None
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d+", text) is not None
