@@ -7,12 +7,12 @@ The images are those of the fixed shuffle after the first 300: with ``certify --
 200 are certified, and the next 100 choose. They must be 1,000 images in class folders with a short side of 256.
 
 1. Mean squared error, divided by σ, on crops of 96 pixels.
-2. The stability objective of Salman et al. ("Denoised smoothing", NeurIPS 2020) on crops of 160 pixels: cross-entropy of
-   the classifier's output behind the denoiser with its output for the image without noise; plus a little of step 1.
+2. The stability objective of Salman et al. ("Denoised smoothing", NeurIPS 2020) on crops of 160 pixels: cross-entropy
+   of the classifier's output behind the denoiser with its output for the image without noise; plus a little of step 1.
 
-σ is drawn from 0.1 to 1, uniform in its logarithm. One thread, in bfloat16 with weights in float32. The learning rate is
-constant until the last fifth of each stage, so a stage may be made longer or shorter on the way: give ``--steps`` again.
-The state is written once a minute, and a stopped run goes on from there.
+σ is drawn from 0.1 to 1, uniform in its logarithm. One thread, in bfloat16 with weights in float32. The learning rate
+is constant until the last fifth of each stage, so a stage may be made longer or shorter on the way: give ``--steps``
+again. The state is written once a minute, and a stopped run goes on from there.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipcert.data import order_of
-from lipcert.smoothing._natural import NaturalNet
+import lipcert
+from benchmarks._cifar import labels_of
+from lipcert.denoisers import NaturalNet
+from lipcert.inputs.data import open_images, order_of
 
+NAME = "tf_efficientnet_lite0"
 HELD_OUT, CHOOSING = 300, slice(200, 300)
 CROPS, BATCH, RATES = (96, 160), (16, 16), (1e-3, 3e-4)
 PSNR_WEIGHT = 10.0
@@ -65,7 +68,7 @@ class Classifier(nn.Module):
 
     def __init__(self, weights: str):
         super().__init__()
-        self.net = timm.create_model("tf_efficientnet_lite0")
+        self.net = timm.create_model(NAME)
         self.net.load_state_dict(safetensors.torch.load_file(weights))
         self.eval().requires_grad_(False).to(torch.bfloat16).to(memory_format=torch.channels_last)
 
@@ -101,10 +104,9 @@ def rate(stage: int, number: int, steps: int) -> float:
 @torch.no_grad()
 def judged(net: NaturalNet, data: str, classifier: Classifier) -> dict[str, float]:
     """PSNR, and how often the classifier is right behind the denoiser, on the images for choosing; one draw each."""
-    chosen = list(order_of(1000, HELD_OUT))[CHOOSING]
-    images = [one[:, (one.shape[1] - 224) // 2 :, (one.shape[2] - 224) // 2 :][:, :224, :224] for one in images_of(data, chosen)]
-    clean = torch.stack(images).float() / 255
-    labels, found = torch.tensor(chosen), {}
+    chosen = open_images(data, lipcert.load(NAME, pretrained=False), limit=HELD_OUT)
+    batch = next(chosen.batches(HELD_OUT)).split(CHOOSING.start)[1]
+    clean, labels, found = batch.images, labels_of(batch), {}
     for sigma in SIGMAS:
         noise = sigma * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
         right, errors = 0, []
@@ -157,7 +159,10 @@ def train(args: argparse.Namespace) -> None:
             total, seen = total + loss.item(), seen + 1
             if time.monotonic() - written > 60:
                 minutes = (seconds + time.process_time() - started) / 60
-                print(f"{time.strftime('%H:%M:%S')} stage {stage} step {number} loss {total / seen:.5f} {minutes:.1f} core min", flush=True)
+                now = time.strftime("%H:%M:%S")
+                print(
+                    f"{now} stage {stage} step {number} loss {total / seen:.5f} {minutes:.1f} core min", flush=True
+                )
                 write(stage, number + 1)
                 written, total, seen = time.monotonic(), 0.0, 0
             if number % args.judge == args.judge - 1:

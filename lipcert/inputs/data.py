@@ -129,6 +129,16 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
             raise TypeError(f"{self.spec} is a stream; go through it with batches()")
         return self._read(self.order[i])
 
+    def others(self, count: int) -> Batch | None:
+        """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
+        if self.total is None or self.limit is None or self.limit >= self.total:
+            return None
+        shuffled = order_of(self.total, self.total - 1)
+        rest = shuffled[self.limit : self.limit + count]
+        items = [self._read(index) for index in rest]
+        labels = torch.tensor([label for _, label in items]) if self.labelled else None
+        return Batch(tuple(rest), torch.stack([image for image, _ in items]), labels) if items else None
+
     @property
     def digest(self) -> str | None:
         """SHA-256 of the names of all files, or of the bundled images; None where names are not at hand.
