@@ -160,9 +160,7 @@ def train(args: argparse.Namespace) -> None:
             if time.monotonic() - written > 60:
                 minutes = (seconds + time.process_time() - started) / 60
                 now = time.strftime("%H:%M:%S")
-                print(
-                    f"{now} stage {stage} step {number} loss {total / seen:.5f} {minutes:.1f} core min", flush=True
-                )
+                print(f"{now} stage {stage} step {number} loss {total / seen:.5f} {minutes:.1f} core min", flush=True)
                 write(stage, number + 1)
                 written, total, seen = time.monotonic(), 0.0, 0
             if number % args.judge == args.judge - 1:

@@ -133,8 +133,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
         if self.total is None or self.limit is None or self.limit >= self.total:
             return None
-        shuffled = order_of(self.total, self.total - 1)
-        rest = shuffled[self.limit : self.limit + count]
+        rest = _shuffled(self.total)[self.limit : self.limit + count]
         items = [self._read(index) for index in rest]
         labels = torch.tensor([label for _, label in items]) if self.labelled else None
         return Batch(tuple(rest), torch.stack([image for image, _ in items]), labels) if items else None
@@ -502,9 +501,13 @@ def order_of(count: int, limit: int | None) -> Sequence[int]:
     """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle where it has a limit."""
     if limit is None or limit >= count:
         return range(count)
+    return _shuffled(count)[:limit]
+
+
+def _shuffled(count: int) -> list[int]:
     order = list(range(count))
     random.Random(0).shuffle(order)
-    return order[:limit]
+    return order
 
 
 def _is_label(value: Any) -> bool:
