@@ -105,7 +105,7 @@ class Natural(Told):
         channels, *sides = input_size
         if channels != _COLOURS or min(sides) < _STEP:
             raise InputError(
-                f"the denoiser natural takes images of 3 colours and at least {_STEP} × {_STEP} pixels, not {input_size}"
+                f"the denoiser natural takes images of 3 colours, at least {_STEP} × {_STEP} pixels, not {input_size}"
             )
         self.net = NaturalNet()
         try:
