@@ -3,10 +3,10 @@
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import typer
@@ -19,11 +19,11 @@ from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import check_environment
-from lipcert.results import Tally, shard_path, summary, summary_path
+from lipcert.results import Tally, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.settings import CertifySettings
-from lipcert.smoothing import SELECTION
+from lipcert.settings import AUTO, CertifySettings
+from lipcert.smoothing import CHOOSING, SELECTION, choose_sigma
 
 from ._loading import load_model, show_data, show_preprocessing
 from ._output import default_name
@@ -182,17 +182,53 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
     outcomes = []
-    for settings in plan.settings:
+    for asked in plan.settings:
+        choice = _sigma_choice(loaded, asked, images, out, processes) if asked.sigma == AUTO else None
+        settings = asked if choice is None else replace(asked, eps=cast(Any, asked.eps_typed), sigma=choice["sigma"])
         label, path = name or str(loaded.source.get("name", "the model")), out
         if len(plan.settings) > 1:
             label += f", sigma {settings.sigma:g}"
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
-        outcomes.append(_certify_with(settings, plan, loaded, images, label, path, processes))
+        outcomes.append(_certify_with(settings, choice, plan, loaded, images, label, path, processes))
     return outcomes
+
+
+def _sigma_choice(
+    loaded: Model, asked: CertifySettings, images: Images, out: Path | None, processes: Processes
+) -> dict[str, Any]:
+    """σ for ``--sigma auto``, and what speaks for it: on images that the run leaves out, or as it was chosen before."""
+    if out is not None and (known := sigma_choice_of(out)) is not None:
+        return known
+    others = images.others(CHOOSING)
+    if others is None:
+        raise InputError(
+            "--sigma auto is chosen on images that are not certified, and there are none here: certify a part of the "
+            "images with --limit, or give --sigma a number"
+        )
+    with progress("choosing sigma") as update:
+        choice = choose_sigma(
+            loaded,
+            others.images,
+            others.labels,
+            asked,
+            indices=others.indices,
+            progress=lambda line: update(0, None, f"choosing sigma: {line}"),
+        )
+    found: dict[str, Any] = asdict(choice)
+    found["shares"] = {f"{sigma:g}": share for sigma, share in choice.shares.items()}
+    found = processes.gather(found)[0]
+    tried = ", ".join(f"{sigma} {100 * share:.0f} %" for sigma, share in found["shares"].items())
+    of = "" if choice.labelled else " (without labels: the class drawn most)"
+    say(
+        f"sigma: {choice.sigma:g}, chosen on {choice.images} other images than those that are certified, by the share "
+        f"that looks certified there{of}: {tried}"
+    )
+    return found
 
 
 def _certify_with(
     settings: CertifySettings,
+    choice: dict[str, Any] | None,
     plan: _Plan,
     loaded: Model,
     images: Images,
@@ -207,6 +243,8 @@ def _certify_with(
     for stage, reason in certifier.notes.items():
         say(f"note: {stage}: {reason}")
     description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
+    if choice is not None:
+        description["sigma_choice"] = choice
 
     def started(rows: int) -> None:
         show_preprocessing(images, loaded)
@@ -264,7 +302,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     facts.append(("rigor", ", ".join(rigors)))
     settings = plan.settings[0]
     if settings.noise:
-        facts += _facts_of_draws(tally, settings)
+        facts += _facts_of_draws(tally, settings, outcome.summary)
     else:
         facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
         facts += [("rounding", tally.rounding)] if tally.rounding else []
@@ -289,11 +327,11 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
     return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
 
 
-def _facts_of_draws(tally: Tally, settings: CertifySettings) -> list[tuple[str, str]]:
+def _facts_of_draws(tally: Tally, settings: CertifySettings, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The facts about a smoothed classifier: the noise, abstentions and samples."""
     place = "" if settings.smooth_at is None else f" at {settings.smooth_at}"
     dtype = "" if settings.dtype == "real" else f" in {settings.dtype}"
-    noise = f"noise of sigma = {settings.sigma:g}{place}"
+    noise = f"noise of sigma = {summary['sigma']:g}{place}"
     facts = [("holds for", f"the network{dtype} smoothed by {noise}, not the network itself")]
     if tally.samples:
         facts.append(("abstained", share(tally.abstained, len(tally))))

@@ -38,7 +38,8 @@ def load_model(
     with busy(f"loading {source}"):
         loaded = load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
     if denoiser is not None:
-        loaded = Denoised(loaded, _made(denoiser), denoiser)
+        made = _made(denoiser) if ":" in denoiser else denoiser
+        loaded = Denoised(loaded, made, denoiser)
     move_to(loaded, device)
     return loaded
 

@@ -113,8 +113,9 @@ ModelArgs = Annotated[
 Denoiser = Annotated[
     str | None,
     typer.Option(
-        metavar="MODULE:NAME",
-        help="Apply a denoiser to images first, made by this function or class of your Python module.",
+        metavar="[dct|natural|MODULE:NAME]",
+        help="Apply a denoiser to images first: dct needs no weights, natural is a network for natural images, "
+        "MODULE:NAME is a function or class of your Python module that makes one.",
         show_default=False,
         rich_help_panel=MODEL,
     ),

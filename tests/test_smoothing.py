@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -211,35 +212,33 @@ def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
     assert model.dtype == torch.float32
 
 
-def test_the_memory_format_is_part_of_the_run(tmp_path: Path) -> None:
-    """It may change how a network rounds; here it changes no class."""
-
+def test_convolutions_run_channels_last_unless_the_network_refuses() -> None:
     class Seen(nn.Module):
-        formats: list[bool] = []
-
-        def __init__(self) -> None:
+        def __init__(self, flatten: Callable[[Tensor], Tensor]) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
+            self.conv, self.flatten = nn.Conv2d(3, 4, 3), flatten
+            self.formats: list[bool] = []
 
         def forward(self, x: Tensor) -> Tensor:
             both = (x, self.conv.weight)
             self.formats.append(all(one.is_contiguous(memory_format=torch.channels_last) for one in both))
-            return self.conv(x).amax((2, 3))
+            return self.flatten(self.conv(x)).sum(2)
 
-    torch.manual_seed(0)
-    model = lipcert.load(Seen(), mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 6, 6))
-    images, settings = torch.rand(2, 3, 6, 6), {"sigma": 0.25, "samples": 100, "all_samples": True}
-    plain = Smoothing(model, EPS, **settings).run(images)
-    Seen.formats.clear()
-    smoothing = Smoothing(model, EPS, **settings, channels_last=True)
-    Seen.formats.clear()
-    assert torch.equal(smoothing.run(images).count, plain.count)
-    assert Seen.formats
-    assert all(Seen.formats)
-    assert certified(tmp_path, *SMALL, "--limit", "2", "--out", "r.jsonl", "--channels-last")[0] == 0
-    assert json.loads((tmp_path / "r.summary.json").read_text())["channels_last"] is True
-    assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
-    assert certified(tmp_path, *SMALL, "--limit", "2", "--out", "r.jsonl")[0] == 2
+    def counts(flatten: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[bool]]:
+        torch.manual_seed(0)
+        model = lipcert.load(Seen(flatten), mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 6, 6))
+        smoothing = Smoothing(model, EPS, sigma=0.25, samples=100, all_samples=True)
+        formats = smoothing.model.net.formats
+        formats.clear()
+        return smoothing.run(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))).count, formats
+
+    last, seen = counts(lambda x: x.flatten(2))
+    plain, never = counts(lambda x: x.view(len(x), -1).view(*x.shape[:2], -1))
+    assert seen
+    assert all(seen)
+    assert never
+    assert not any(never)
+    assert torch.equal(last, plain)
 
 
 def test_images_none_at_all() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert import __version__
+from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.inputs.construction import check_described
 from lipcert.inputs.files import replacing
@@ -31,6 +32,9 @@ from lipcert.surgery import swap
 FORMAT = 1
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDE = {"float32": torch.float32, "float64": torch.float64}
+
+# Before the names of a denoiser's tensors; those of the network have nothing before them.
+_DENOISER = "denoiser."
 
 _FIELDS: dict[str, type] = {
     "source": dict,
@@ -84,7 +88,7 @@ def save(
         "facts": dict(facts or {}),
         "weights_hash": weights_hash(model),
     }
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.net.state_dict().items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in _state(model).items()}
     half = _half(tensors)
     if half is not None:
         content["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -173,9 +177,9 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        check_described(build, arguments, shapes)
+        before = tuple(_DENOISER for step in content["recipe"] if step["step"] == "denoise")
+        check_described(build, arguments, {key: shape for key, shape in shapes.items() if not key.startswith(before)})
         net = build()
-        _fill(net, path, shapes, _WIDE[content["dtype"]] if "dtype" in content else None)
         model = Model(
             net,
             mean=content["mean"],
@@ -183,8 +187,12 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
             input_size=content["input_size"],
             source=source,
             data_config=content["data_config"],
-            recipe=content["recipe"],
         )
+        for step in content["recipe"]:
+            if step["step"] == "denoise":
+                model = Denoised(model, str(step["denoiser"]))
+        model.recipe = [dict(step) for step in content["recipe"]]
+        _fill(model, path, shapes, _WIDE[content["dtype"]] if "dtype" in content else None)
     except (
         safetensors.SafetensorError,
         LipcertError,
@@ -199,19 +207,19 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     model.mean, model.std = model.mean.to(model.dtype), model.std.to(model.dtype)
     if weights_hash(model) != content["weights_hash"]:
         raise LoadError(f"{path} is damaged: its weights are not those that were saved; copy it or write it again")
-    check_finite(net, str(path))
+    check_finite(model if before else net, str(path))
     return model
 
 
-def _fill(net: nn.Module, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
-    """Replaces the network's tensors by those of the file, one by one, so that they are not all in memory twice.
+def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
+    """Replaces the model's tensors by those of the file, one by one, so that they are not all in memory twice.
 
     Floating-point tensors are converted to ``dtype``, where it is given.
 
     Raises:
-        ValueError: the file and the network have different tensors, shapes or types.
+        ValueError: the file and the model have different tensors, shapes or types.
     """
-    own = net.state_dict(keep_vars=True)
+    own = _state(model, keep_vars=True)
     if own.keys() != shapes.keys():
         raise ValueError("tensors are missing, or there are too many")
     for name, tensor in own.items():
@@ -295,6 +303,12 @@ def weights_hash(model: Model) -> str:
     return _tensors_hash([*state, ("mean", model.mean), ("std", model.std)])
 
 
+def _state(model: Model, keep_vars: bool = False) -> dict[str, Tensor]:
+    """The tensors of the network by their names in it, and those of a denoiser after ``denoiser.``."""
+    state = model.state_dict(keep_vars=keep_vars)
+    return {name.removeprefix("net."): value for name, value in state.items()}
+
+
 def buffers_hash(model: Model) -> str:
     """SHA-256, as :func:`weights_hash`, of the buffers that a state dict omits: masks, positions, tables."""
     known = {*model.state_dict(), "mean", "std", "pair"}
@@ -317,7 +331,7 @@ def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
 def _check_rebuilds(model: Model) -> None:
     """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it."""
-    if any(step["step"] == "denoise" for step in model.recipe):
+    if any(step["step"] == "denoise" for step in model.recipe) and not is_named(model):
         raise InputError(
             "the denoiser is code of your own, which a file does not hold; save the model without it, and put it in "
             "front again when you load it: lipcert.smoothing.Denoised (--denoiser)"

@@ -138,6 +138,15 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
             raise TypeError(f"{self.spec} is a stream; go through it with batches()")
         return self._read(self.order[i])
 
+    def others(self, count: int) -> Batch | None:
+        """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
+        if self.total is None or self.limit is None or self.limit >= self.total:
+            return None
+        rest = _shuffled(self.total)[self.limit : self.limit + count]
+        items = [self._read(index) for index in rest]
+        labels = torch.tensor([label for _, label in items]) if self.labelled else None
+        return Batch(tuple(rest), torch.stack([image for image, _ in items]), labels) if items else None
+
     @property
     def digest(self) -> str | None:
         """SHA-256 of the names of all files, or of the bundled images; None where names are not at hand.
@@ -499,9 +508,13 @@ def order_of(count: int, limit: int | None) -> Sequence[int]:
     """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle where it has a limit."""
     if limit is None or limit >= count:
         return range(count)
+    return _shuffled(count)[:limit]
+
+
+def _shuffled(count: int) -> list[int]:
     order = list(range(count))
     random.Random(0).shuffle(order)
-    return order[:limit]
+    return order
 
 
 def _is_label(value: Any) -> bool:

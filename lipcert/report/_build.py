@@ -324,6 +324,12 @@ def _extremes(run: Run, number: str, pictures: dict[str, str | bytes], images: b
     return table([*columns, "predicted", "margin", "radius", "method"], cells)
 
 
+def _noise(run: Run) -> str:
+    text = ", ".join(f"{key} {value}" for key, value in run.noise.items())
+    choice = run.summary.get("sigma_choice")
+    return f"{text}; sigma was chosen on {choice['images']} other images" if choice else text
+
+
 def _made(run: Run) -> list[str]:
     summary = run.summary
     data, bound = summary.get("data", {}), summary.get("bound") or {}
@@ -335,7 +341,7 @@ def _made(run: Run) -> list[str]:
         ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
         ("holds for", about(run)),
-        *([("noise", ", ".join(f"{key} {value}" for key, value in run.noise.items()))] if run.smoothed else []),
+        *([("noise", _noise(run))] if run.smoothed else []),
         *([("global Lipschitz bound", _global(bound))] if bound else []),
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{run.seconds:.1f}"),

@@ -102,6 +102,18 @@ def _own() -> dict[Path, str]:
     return {one.path: one.name for one in checkpoints()}
 
 
+def _denoising(run: Run) -> str:
+    """The lines of code that put the run's denoiser in front of its network."""
+    lines = ""
+    for step in run.summary["model"]["recipe"]:
+        if step["step"] == "denoise":
+            place, _, maker = str(step["denoiser"]).rpartition(":")
+            made = f"{maker}(), {step['denoiser']!r}" if place else repr(maker)
+            lines += f"from {place} import {maker}\n" if place else ""
+            lines += f"model = lipcert.smoothing.Denoised(model, {made})\n"
+    return lines
+
+
 def _hub_data(run: Run) -> list[str]:
     """Hub names of the data sets used for surgery, training and certification."""
     steps = [step.get("data") for step in run.summary["model"]["recipe"]]
@@ -128,7 +140,7 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     smoothing = "".join(f", {key}={value}" for key, value in first.noise.items())
     method = f', method="smoothing"{smoothing}' if first.smoothed else ""
     source = _own().get(artifact, artifact.name) if artifact else first.network
-    use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n"
+    use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n{'' if artifact else _denoising(first)}"
     use += f'result = lipcert.certify(model, images, labels, eps="{first.eps_typed}"{method})  # images in [0, 1]'
     return "\n\n".join([*parts, code(use), MARK])
 

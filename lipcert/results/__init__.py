@@ -7,7 +7,7 @@ computes statistics over them. It also certifies whole data sets (:mod:`lipcert.
 
 from lipcert.results._certify import Result, SmoothedResult, certify
 from lipcert.results._files import ResultFile, shard_path, shards_of, summary
-from lipcert.results._reading import Run, read_rows, read_run, read_runs, summary_path
+from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path
 from lipcert.results._rows import rows
 from lipcert.results._statistics import Tally
 
@@ -24,6 +24,7 @@ __all__ = [
     "rows",
     "shard_path",
     "shards_of",
+    "sigma_choice_of",
     "summary",
     "summary_path",
 ]

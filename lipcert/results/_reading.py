@@ -345,6 +345,12 @@ def _summary(path: Path) -> Mapping[str, Any]:
     return dict(summary)
 
 
+def sigma_choice_of(path: Path) -> dict[str, Any] | None:
+    """How an earlier start of a run chose σ, from its summary; None if there is none or it was given."""
+    choice = _summary(path).get("sigma_choice") if os.path.exists(summary_path(path)) else None
+    return dict(choice) if isinstance(choice, dict) and "sigma" in choice else None
+
+
 def _pairs(known: Mapping[str, Any]) -> list[str]:
     return [f"{key}={_brief(value)}" for key, value in known.items()]
 

@@ -1,6 +1,7 @@
 """What a command or a call is asked for: fields with help texts and checks, without torch."""
 
 from lipcert.settings._certify import (
+    AUTO,
     DTYPES,
     RIGORS,
     CertifyOptions,
@@ -15,6 +16,7 @@ from lipcert.settings._finetune import GLOBAL, LOCAL, LOSSES, SCHEDULES, Finetun
 from lipcert.settings._methods import DETERMINISTIC, FACTS, LINEARISED, METHODS, SINGLE, SMOOTHING, STAGED, MethodFacts
 
 __all__ = [
+    "AUTO",
     "CertifyOptions",
     "CertifySettings",
     "ConstrainSettings",

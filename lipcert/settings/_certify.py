@@ -27,6 +27,8 @@ RigorAsked = Literal["probabilistic", "deterministic"]
 
 EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3."
 _NOISE = "Options of method smoothing"
+# In place of a standard deviation: choose one on other images.
+AUTO = "auto"
 RIGORS = ("probabilistic", "deterministic")
 DTYPES = ("real", "float32", "float16", "bfloat16")
 
@@ -46,7 +48,6 @@ class CertifyOptions(TypedDict, total=False):
     all_samples: bool
     seed: int
     smooth_at: str | None
-    channels_last: bool
     delta: float
     attack: Literal["pgd", "autoattack"] | Attack | None
 
@@ -75,7 +76,8 @@ class CertifySettings:
             estimated from the network's size; positive.
         delta: failure probability, per image, of a probabilistic certificate.
         sigma: σ, the standard deviation of the noise at each pixel; a number, or its text. Required by method
-            ``"smoothing"``. This field and the following ones, up to ``channels_last``, belong to that method.
+            ``"smoothing"``; ``"auto"`` leaves the choice to :func:`lipcert.smoothing.choose_sigma`. This field and the
+            following ones, up to ``smooth_at``, belong to that method.
         samples: maximum number of noise draws that are counted per image.
         alpha: α, the largest probability with which the radius of an image is too large.
         all_samples: whether to count all samples of every image and to bound the probability of its class by Clopper
@@ -85,8 +87,6 @@ class CertifySettings:
         smooth_at: None for noise on the pixels; or the path of a module, such as ``"blocks.0"``, whose output gets the
             noise. The radius there is divided by the Lipschitz constant of the layers before, so ε and radii still
             refer to pixels. The network needs rules for this.
-        channels_last: whether kernels and images are kept in this memory format, which changes the speed and rounding
-            of the network.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against
             the attack. Staged certification computes only the global methods for images that the attack breaks within
             ε.
@@ -116,7 +116,10 @@ class CertifySettings:
         typed=float | None,
     )
     sigma: float | str | None = option(
-        "Standard deviation of the noise; 0.12,0.25 for a run with each.", None, typed=str | None, group=_NOISE
+        "Standard deviation of the noise; 0.12,0.25 for a run with each; auto: from images that --limit leaves out.",
+        None,
+        typed=str | None,
+        group=_NOISE,
     )
     samples: int = option("Maximum number of noise draws per image.", 100_000, typed=int, group=_NOISE)
     alpha: float = option("Failure probability per image.", 1e-3, typed=float, group=_NOISE)
@@ -131,12 +134,6 @@ class CertifySettings:
         "Add the noise to a module's output, such as blocks.0; radii stay those of pixels.",
         None,
         typed=str | None,
-        group=_NOISE,
-    )
-    channels_last: bool = option(
-        "Keep kernels and images in the channels-last memory format, in which convolutions are faster.",
-        False,
-        typed=bool,
         group=_NOISE,
     )
     time: float = option(
@@ -189,20 +186,26 @@ class CertifySettings:
             raise InputError(
                 f"{what} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
             )
-        try:
-            sigma = float("nan" if self.sigma is None else self.sigma)
-        except ValueError:
-            sigma = math.nan
-        if not 0 < sigma < math.inf:
-            got = "" if self.sigma is None else f", got {self.sigma}"
-            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25{got}")
-        object.__setattr__(self, "sigma", sigma)
+        if self.sigma == AUTO and self.smooth_at is not None:
+            raise InputError(f"sigma {AUTO} is for noise on the pixels; with smooth_at give sigma a number")
+        if self.sigma != AUTO:
+            object.__setattr__(self, "sigma", self._positive_sigma())
         if not (isinstance(self.alpha, Real) and 0 < self.alpha < 1):
             raise InputError(f"alpha is a failure probability between 0 and 1, got {self.alpha}; for example 0.001")
         if not (type(self.samples) is int and 1 <= self.samples < 2**40):
             raise InputError(f"samples must be a whole number, at least 1, got {self.samples}")
         if not (type(self.seed) is int and 0 <= self.seed < 2**64):
             raise InputError(f"seed must be a whole number from 0 to 2^64 - 1, got {self.seed}")
+
+    def _positive_sigma(self) -> float:
+        try:
+            sigma = float("nan" if self.sigma is None else self.sigma)
+        except ValueError:
+            sigma = math.nan
+        if not 0 < sigma < math.inf:
+            got = "" if self.sigma is None else f", got {self.sigma}"
+            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{got}")
+        return sigma
 
     @property
     def noise(self) -> dict[str, Any]:

@@ -4,19 +4,23 @@ The certified function is g(x) = the class that the network gives most often at 
 certificate is wrong with probability at most α for each image, over the draws of the noise.
 """
 
+from lipcert.denoisers import Denoised
 from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
-from lipcert.smoothing._denoised import Denoised
+from lipcert.smoothing._choice import CHOOSING, SigmaChoice, choose_sigma
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._normal import quantile, radius
 from lipcert.smoothing._smoothing import Smoothing
 from lipcert.smoothing._votes import SELECTION
 
 __all__ = [
+    "CHOOSING",
     "SELECTION",
     "Denoised",
+    "SigmaChoice",
     "SmoothedCertificates",
     "Smoothing",
+    "choose_sigma",
     "clopper_pearson",
     "normal",
     "quantile",

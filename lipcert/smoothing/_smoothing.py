@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lipcert.bounds import check_weights
+from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, first_line
 from lipcert.graph import ONE_LOGIT, outputs_of
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, random_states
-from lipcert.settings import SMOOTHING, CertifySettings, settings_of, takes
+from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._prefix import Prefix
@@ -62,8 +63,8 @@ class Smoothing:
         eps: the ε of the verdict, in ℓ2 on pixels in [0, 1]; or all settings, with method ``"smoothing"``.
         batch: number of draws computed at once; None chooses it by device.
         **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
-            ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at``, ``channels_last`` and ``dtype``, the type
-            in which the network runs; ``"real"`` means the type of its weights.
+            ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at`` and ``dtype``, the type in which the
+            network and its denoiser run; ``"real"`` means the type of its weights. Noise is drawn and added in float32.
 
     Raises:
         InputError: settings or weights are not valid, the network draws random numbers, or its logits for an image
@@ -80,6 +81,11 @@ class Smoothing:
             eps = settings_of(CertifySettings, eps, SMOOTHING, **settings)
         if batch is not None and not (isinstance(batch, int) and batch > 0):
             raise InputError(f"the number of draws at once must be a whole number, at least 1, got {batch}")
+        if eps.sigma == AUTO:
+            raise InputError(
+                "sigma auto looks at other images than those to certify: take sigma from "
+                "lipcert.smoothing.choose_sigma(model, other_images, other_labels, eps)"
+            )
         self.settings = eps
         self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
         self.skipped: dict[str, str] = {}
@@ -87,8 +93,10 @@ class Smoothing:
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.classes = number_of_classes(self.model)
+        if isinstance(self.model, Denoised):
+            self.model.tell(self.plan.sigma)
         _check_network(self.model)
-        self.format = torch.channels_last if eps.channels_last else torch.contiguous_format
+        self.format = _fastest_format(self.model)
         self.model = self.model.to(memory_format=self.format)
         self.prefix = None if eps.smooth_at is None else Prefix(self.model, eps.smooth_at)
         if self.prefix is not None:
@@ -134,6 +142,12 @@ class Smoothing:
         votes = [Votes(self.plan, self.classes, claim) for claim in claimed]
         return self._run(batch.images, batch.labels, batch.indices, votes)
 
+    def classes_of(self, images: Tensor, indices: Sequence[int], draws: range) -> list[Tensor]:
+        """The class of each of these draws, -1 for none: one int64 tensor per image; nothing is certified."""
+        pixels = images.to(self.model.device, torch.float32)
+        wanted = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
+        return [torch.from_numpy(classes) for classes in self._classes(wanted)]
+
     def _run(
         self, images: Tensor, labels: Tensor | None, numbers: Sequence[int], votes: list[Votes]
     ) -> SmoothedCertificates:
@@ -141,9 +155,11 @@ class Smoothing:
         if labels is not None:
             self._check_labels(labels, len(images))
         pixels = images.to(self.model.device, torch.float32)
+        drawn = 0
         while still := [i for i, vote in enumerate(votes) if vote.wanted]:
             if self.watch is not None:
-                self.watch(SMOOTHING, float(len(votes) - len(still)))
+                self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(still)))
+            drawn += sum(len(votes[i].wanted) for i in still)
             wanted = [(pixels[i], numbers[i], votes[i].wanted) for i in still]
             for i, classes in zip(still, self._classes(wanted), strict=True):
                 votes[i].take(classes)
@@ -263,6 +279,21 @@ def _check_network(model: Model) -> None:
             "the network's logits for an image depend on the other images of a batch; smoothing needs draws that are "
             "independent of each other"
         )
+
+
+@torch.no_grad()
+def _fastest_format(model: Model) -> torch.memory_format:
+    """Channels last, in which convolutions are faster and all else is as fast; the usual one if the network refuses it.
+
+    A ``view`` in the network's code may not accept the strides.
+    """
+    there = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
+    try:
+        there(image.to(memory_format=torch.channels_last))
+    except RuntimeError:
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 def _same(first: Tensor, second: Tensor, tolerance: float) -> bool:
