@@ -2,7 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import typer
 
 from lipcert.attacks import PGD, Attack, AutoAttack
-from lipcert.certifier import certifier_for
+from lipcert.certifier import RATE, Certifier, certifier_for, triage
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.data import Images, open_images
 from lipcert.inputs.preprocessing import Preprocessing
@@ -22,13 +23,15 @@ from lipcert.numerics import check_environment
 from lipcert.results import Tally, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.settings import AUTO, CertifySettings
+from lipcert.settings import AUTO, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, SELECTION, choose_sigma
 
-from ._loading import load_model, show_data, show_preprocessing
+from ._advice import Known, advise
+from ._loading import load_model, model_options, show_data, show_preprocessing
 from ._output import default_name
 from ._print import (
     annotate,
+    busy,
     command,
     complain,
     lower,
@@ -103,7 +106,7 @@ class _Plan:
 
     settings: Sequence[CertifySettings]
     pixels: Preprocessing
-    load: Callable[[str | None], Model]
+    load: partial[Model]
     data: str | None
     lists: Mapping[str, Path | None]
     limit: int | None
@@ -127,6 +130,8 @@ class _Outcome:
     summary: dict[str, Any]
     log10_bound: float | None
     path: Path | None
+    words: Sequence[str] = ()
+    channels: int = 3
 
     @property
     def median_radius(self) -> float | None:
@@ -189,7 +194,9 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
         if len(plan.settings) > 1:
             label += f", sigma {settings.sigma:g}"
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
-        outcomes.append(_certify_with(settings, choice, plan, loaded, images, label, path, processes))
+        outcome = _certify_with(settings, choice, plan, loaded, images, label, path, processes)
+        words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
+        outcomes.append(replace(outcome, words=words, channels=loaded.input_size[0]))
     return outcomes
 
 
@@ -236,10 +243,12 @@ def _certify_with(
     out: Path | None,
     processes: Processes,
 ) -> _Outcome:
+    if settings.method == STAGED and settings.at is None:
+        _triage(loaded, settings, images)
     with progress("reading the network") as update:
         certifier = certifier_for(loaded, settings, progress=update)
-    for stage, reason in certifier.skipped.items():
-        say(f"note: {stage} is left out: {reason}")
+    if isinstance(certifier, Certifier):
+        _show_methods(certifier)
     for stage, reason in certifier.notes.items():
         say(f"note: {stage}: {reason}")
     description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
@@ -259,7 +268,7 @@ def _certify_with(
             done, total = rows, of
             update(done, total)
 
-        certifier.watch = lambda stage, within: update(done + within, total, f"certifying: {stage}")
+        certifier.watch = lambda stage, within: update(done, total, f"certifying: {stage}")
         if out is None:
             started(0)
             tally = certify_in_memory(certifier, images, counted)
@@ -278,6 +287,37 @@ def _certify_with(
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10
     return _Outcome(label, tally, summary(description, tally, complete=True), bound, path)
+
+
+def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
+    """Prints, seconds after the start, what can be hoped for: accuracy, first-order limits and a short attack."""
+    parameters = sum(p.numel() for p in model.parameters())
+    size = "×".join(str(side) for side in model.input_size[1:])
+    say(f"network: {parameters / 1e6:.1f} M parameters, {size} pixels; certifying at {settings.eps_typed}")
+    with busy("first images"):
+        found = triage(model, images, settings.eps)
+    if found is None:
+        return
+    right = "" if found.correct is None else f"{found.correct} correctly classified; "
+    say(
+        f"first {found.images} images: {right}first-order limit {lower(found.limits[0])} to {lower(found.limits[-1])}, "
+        f"above {settings.eps_typed} for {found.reachable}; PGD of {found.steps} steps changes {found.broken}"
+    )
+
+
+def _show_methods(certifier: Certifier) -> None:
+    """Prints the estimated time of each method, and why others are skipped."""
+    costs = [f"{name} {_duration(method.work / RATE)}" for name, method in certifier.methods.items()]
+    say(f"methods, at most per image: {', '.join(costs)}")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in certifier.skipped.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        say(f"note: {', '.join(names)} skipped: {reason}; force one with --method")
+
+
+def _duration(seconds: float) -> str:
+    return "< 0.1 s" if seconds < 0.1 else f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
@@ -306,25 +346,47 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     else:
         facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
         facts += [("rounding", tally.rounding)] if tally.rounding else []
-    facts.append(("decided by", ", ".join(f"{name} {count}" for name, count in tally.methods.most_common())))
+    facts.append(("method", ", ".join(f"{name} ({count} images)" for name, count in tally.methods.most_common())))
     facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} per image)"))
     if outcome.path is not None:
         facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
+    facts += _why_not(tally, plan.eps)
     facts.append(("next", _next(plan, out, [outcome])))
     print_facts(facts)
 
 
+def _why_not(tally: Tally, eps: str) -> list[tuple[str, str]]:
+    """How many images have no certificate, by reason; empty unless certification was staged."""
+    reasons = Counter(row["reason"] for row in tally.rows if row.get("reason"))
+    words = {
+        "first-order limit": f"margin over gradient norm is at most {eps}, so no bound of lipcert reaches it",
+        "attacked": f"an attack changes the prediction within {eps}",
+        "bounds too loose": "no method's bound is tight enough",
+    }
+    return [("not certified", f"{count}: {words.get(reason, reason)}") for reason, count in reasons.most_common()]
+
+
 def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
     """A suggestion for the next command."""
-    if out is None:
-        return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
     if plan.sharded and plan.part + 1 < plan.parts:
         return f"the same with --shard {plan.part + 2}/{plan.parts}; without --shard it puts the rows together"
     if plan.sharded and plan.parts > 1:
         return "the same without --shard, which puts the rows together"
-    if out.is_dir():
-        return command("report", out, "--html", out / "report.html")
-    return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
+    if len(outcomes) > 1 and out is not None and not out.is_dir():
+        return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
+    first, several = outcomes[0], len(outcomes) > 1
+    known = Known(
+        first.words,
+        first.channels,
+        plan.eps,
+        first.log10_bound,
+        plan.data,
+        denoised="--denoiser" in first.words,
+        images=len(first.tally),
+        certified=1 if several or plan.settings[0].noise else first.tally.certified,
+        rows=out,
+    )
+    return advise(known)
 
 
 def _facts_of_draws(tally: Tally, settings: CertifySettings, summary: Mapping[str, Any]) -> list[tuple[str, str]]:

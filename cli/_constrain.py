@@ -12,6 +12,7 @@ from lipcert.errors import Interrupted
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import ConstrainSettings
 
+from ._advice import Known, advise
 from ._errors import one_line_errors
 from ._options import (
     AsJson,
@@ -29,7 +30,7 @@ from ._options import (
     out,
 )
 from ._output import check_out, default_name
-from ._print import busy, command, percent, print_facts, print_json, print_table, progress, say, start, upper
+from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +99,7 @@ def constrain(
             layers = [_layer_record(layer) for layer in report.layers]
             print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
         else:
-            _print_report(report, str(source), path, data)
+            _print_report(report, str(source), path, data, loaded.input_size[0])
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
         yield show
 
 
-def _print_report(report: "ConstraintReport", source: str, path: Path, data: str | None) -> None:
+def _print_report(report: "ConstraintReport", source: str, path: Path, data: str | None, channels: int) -> None:
     for remark in report.remarks:
         say(f"note: {remark}")
     print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers], optional=_LESS)
@@ -150,7 +151,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, data: str
             ("images", f"{report.images}, and {report.held_out} held out, for accuracy and top class"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
-            ("next", command("certify", path, *(["--data", "TEST"] if data else []), "--eps", "36/255")),
+            ("next", advise(Known([str(path)], channels, log10=report.after.log10_bound, data=data))),
         ]
     )
 

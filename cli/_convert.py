@@ -13,6 +13,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import one_of
 
+from ._advice import LOOSE, Known, advise
 from ._errors import one_line_errors
 from ._options import (
     AsJson,
@@ -28,7 +29,7 @@ from ._options import (
     out,
 )
 from ._output import check_out, default_name
-from ._print import busy, command, print_facts, print_json, progress, say, start, upper
+from ._print import busy, print_facts, print_json, progress, say, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound
@@ -92,7 +93,7 @@ def convert(
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
-    from ._loading import load_model, show_data, show_preprocessing
+    from ._loading import load_model, model_options, show_data, show_preprocessing
 
     loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
     asked.apply(loaded)
@@ -122,6 +123,18 @@ def convert(
         swaps = [asdict(module) for module in report.swapped]
         print_json({"written": str(path), **_facts(after, report), "agreement": report.agreement, "swapped": swaps})
         return
+    log10 = None if after is None else after.log10
+    words = [str(path)]
+    if log10 is not None and log10 > LOOSE:  # the converted model leads nowhere: the original is more accurate
+        words = model_options(
+            model,
+            checkpoint=checkpoint,
+            no_pretrained=no_pretrained,
+            model_args=model_args,
+            device=device,
+            pixels=asked,
+        )
+    known = Known(words, loaded.input_size[0], log10=log10, data=data)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     kept: dict[str, list[str]] = {}
     for module in report.kept:
@@ -142,7 +155,7 @@ def convert(
             ("top class kept", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
-            ("next", command("finetune", path, "--data", data or "TRAIN", "--eps", "36/255")),
+            ("next", advise(known)),
         ]
     )
 

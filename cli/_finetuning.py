@@ -20,6 +20,7 @@ from lipcert.smoothing import normal
 from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
 from lipcert.training import finetune as train
 
+from ._advice import Known, advise
 from ._loading import load_model, show_data, show_preprocessing
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, share
@@ -125,7 +126,10 @@ def run(
             measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
             print_json({"written": str(path), **facts, f"{measured}_on_training_images": accuracy})
             return
-        noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"] if asked.sigma else []
+        following = advise(Known([str(path)], loaded.input_size[0], _text(asked.eps), trained=True))
+        if asked.sigma:
+            noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"]
+            following = command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         print_facts(
             [
@@ -135,7 +139,7 @@ def run(
                 (f"{what}, after", f"{share(*after)}, on training images"),
                 ("written", str(path)),
                 ("certified", "nothing yet"),
-                ("next", command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)),
+                ("next", following),
             ]
         )
 

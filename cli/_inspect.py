@@ -8,13 +8,13 @@ import typer
 
 from lipcert.inputs.preprocessing import Preprocessing
 
+from ._advice import LOOSE, Known, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Checkpoint, Device, ModelArgs, ModelName, NoPretrained, options_of
-from ._print import command, lower, print_facts, print_json, print_table, progress, start, upper
+from ._print import lower, print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound, LayerBound
-    from lipcert.model import Model
 
 TOP = 20
 NAMED = 3
@@ -74,8 +74,15 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        given = {"checkpoint": checkpoint, "no_pretrained": no_pretrained, "model_args": model_args, "device": device}
-        facts.append(("next", _next(model_options(model, **given, pixels=asked), model, loaded)))
+        words = model_options(
+            model,
+            checkpoint=checkpoint,
+            no_pretrained=no_pretrained,
+            model_args=model_args,
+            device=device,
+            pixels=asked,
+        )
+        facts.append(("next", advise(Known(words, loaded.input_size[0], log10=bound.log10))))
     print_facts(facts)
 
 
@@ -99,24 +106,14 @@ def verdict(bound: "Bound") -> str:
             break
         named.append(path)
         covered += gain
+    if bound.log10 > LOOSE:
+        hope = "none has certified a visible radius on so loose a network, unlike smoothing"
+    else:
+        hope = "methods anchored and staged bound the network around each image instead"
     return (
         f"too large for methods global and gloro: {reach}; the largest gains are those of {', '.join(named)}, "
-        f"{_percent(covered, whole)} of the sum of log10 gains. "
-        "Methods anchored and staged bound the network around each image instead"
+        f"{_percent(covered, whole)} of the sum of log10 gains; {hope}"
     )
-
-
-def _next(named: list[str], model: str | None, loaded: "Model") -> str:
-    """A suggestion for the next command: convert if attention can be replaced, else certify."""
-    from lipcert.inputs.loading import BUNDLED, resolve
-    from lipcert.surgery import plan
-
-    if resolve(model) == BUNDLED and named == ["bundled"]:
-        return command("certify", "--eps", "36/255")
-    edits = [] if loaded.recipe or model is None else plan(loaded.net, attention="l2", norm="keep")[0]
-    if any("Attention" in type(edit.new).__name__ for edit in edits):
-        return f"{command('convert', *named)}, which replaces attention by L2 attention"
-    return command("certify", *named, "--data", "IMAGES", "--eps", "36/255")
 
 
 def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -20,6 +21,8 @@ import click
 quiet = False
 
 _DIGITS = 3
+# Seconds after which a task without a terminal says how far it is.
+_FIRST_LINE = 10.0
 
 
 def say(line: str) -> None:
@@ -108,14 +111,17 @@ Update = Callable[..., None]
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Update]:
-    """Shows a progress bar on standard error during the block, if that is a terminal and not that of a notebook.
+    """Shows progress on standard error during the block: a bar on a terminal, a line now and then elsewhere.
 
     Yields:
         A function of the amount done, the total or None if unknown, and a new name of the task if it has changed.
     """
-    # A notebook provides a terminal, but would keep every state of a bar.
-    if quiet or not sys.stderr.isatty() or "JPY_PARENT_PID" in os.environ:
+    if quiet:
         yield lambda done, total=None, what=None: None
+        return
+    # A notebook provides a terminal, but would keep every state of a bar.
+    if not sys.stderr.isatty() or "JPY_PARENT_PID" in os.environ:
+        yield _lines(what)
         return
     from ._bars import bars  # imports rich
 
@@ -129,6 +135,25 @@ def progress(what: str, total: int | None = None) -> Iterator[Update]:
             shown.update(task, completed=done, total=total, description=what or known.description)
 
         yield update
+
+
+def _lines(task: str) -> Update:
+    """An update that prints a line now and then: after 10 s, and each time after 1.5 times as long as before."""
+    started = time.monotonic()
+    due = _FIRST_LINE
+
+    def update(done: float, total: float | None = None, what: str | None = None) -> None:
+        nonlocal due
+        elapsed = time.monotonic() - started
+        if elapsed < due:
+            return
+        due = 1.5 * elapsed
+        line = f"{what or task}: {done:g}{'' if total is None else f' of {total:g}'} after {elapsed:.0f} s"
+        if total is not None and done:
+            line += f", about {elapsed * (total - done) / done:.0f} s left"
+        complain(line)
+
+    return update
 
 
 @contextlib.contextmanager

@@ -10,12 +10,15 @@ from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._method import Method, Subject
+from lipcert.certifier._staged import RATE
+from lipcert.certifier._triage import Triage, triage
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates
 from lipcert.settings import METHODS, CertifySettings
 
 __all__ = [
     "METHODS",
+    "RATE",
     "Anchored",
     "Certificates",
     "Certifier",
@@ -26,6 +29,8 @@ __all__ = [
     "MarginBounds",
     "Method",
     "Subject",
+    "Triage",
     "bottom_logit",
     "certifier_for",
+    "triage",
 ]

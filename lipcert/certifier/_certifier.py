@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # An attack counts as 12 runs of 40 steps.
 _PASSES_AN_ATTACK = 1500
 # Before methods that need more than this many forward passes for an image, a short attack looks whether it is hopeless.
-_TRIAGE, _PASSES_OF_TRIAGE = PGD(steps=10), 300
+_TRIAGE, _PASSES_OF_TRIAGE = PGD(steps=10, restarts=1), 300
 # A radius below this fraction of ε is not worth an examination of rounding.
 _NEGLIGIBLE = 1e-9
 # For networks with more floating-point operations per image, rounding of the margins is checked, as the norms that a

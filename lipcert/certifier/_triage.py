@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipcert.attacks import PGD
+from lipcert.inputs.data import Images
 from lipcert.model import Model
 
 # The number of runners-up whose gradients are compared.
@@ -29,6 +31,8 @@ _RIVALS = 3
 # Looseness, and ε, from which on linearised methods have not reached ε.
 _LOOSE_LOG10, _LOOSE_EPS = 12.0, 1e-3
 _LOOKED_AT = 2
+# Above this number of parameters the triage of the first images is shorter.
+_LARGE = 30e6
 
 
 def too_loose(model: Model, log10: float, eps: float) -> str:
@@ -118,3 +122,54 @@ class Hopes:
             "" if sure else "attacked" if attacked else "first-order limit" if limit <= self.eps else rest
             for sure, attacked, limit in zip(certified.tolist(), self.broken.tolist(), self.limit.tolist(), strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Triage:
+    """What the first images of a data set say, before bounds are computed.
+
+    Attributes:
+        images: their number.
+        correct: how many are correctly classified; None without labels.
+        limits: their first-order limits, in increasing order.
+        reachable: for how many the limit is above ε.
+        broken: how many predictions a short attack changes within ε.
+        steps: the number of its steps.
+    """
+
+    images: int
+    correct: int | None
+    limits: list[float]
+    reachable: int
+    broken: int
+    steps: int
+
+
+def triage(model: Model, images: Images, eps: float) -> Triage | None:
+    """Looks at the first images with the model as it is, for some seconds.
+
+    Args:
+        model: the model, in the type of its weights.
+        images: the data set.
+        eps: ε.
+
+    Returns:
+        None if the model gives no logits, or no image can be read.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    count = 8 if parameters < _LARGE else 2
+    batch = next(iter(images.batches(count)), None)
+    if batch is None:
+        return None
+    pixels = batch.images.to(model.device, model.dtype)
+    with torch.no_grad():
+        logits = model(pixels)
+    if logits.dim() != 2 or logits.shape[1] < 2:
+        return None
+    predicted = logits.argmax(1)
+    limits = first_order_limit(model, pixels, predicted.cpu())
+    attack = PGD(steps=10 if parameters < _LARGE else 3, restarts=1)
+    broken = attack(model, pixels, predicted, eps).broken
+    correct = None if batch.labels is None else int((predicted.cpu() == batch.labels).sum())
+    reachable = int((limits > eps).sum())
+    return Triage(len(batch), correct, limits.sort().values.tolist(), reachable, int(broken.sum()), attack.steps)

@@ -32,6 +32,7 @@ from lipcert.inputs.lists import ClassList, LabelList
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.named_data import KINDS, Stream, TinyImageNet, open_named, reason_of
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
+from lipcert.inputs.samples import sample_images
 from lipcert.model import Model
 
 BUNDLED = Path(__file__).parents[1] / "assets" / "digits.safetensors"
@@ -226,7 +227,8 @@ def open_images(
         spec: a folder or ``.tar`` of images, whose first folders are classes, see :mod:`lipcert.inputs.folders`; or
             one image; or a data set by name, ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``,
             ``torch/cifar100`` or ``torch/svhn``, ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or ``wds/FOLDER``; or
-            None for the bundled images. With several splits ``:SPLIT`` after it names one.
+            None for the bundled images, or, for a model of another input size, drawn ones without labels. With several
+            splits ``:SPLIT`` after it names one.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped.
         limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class; of a stream
             the first.
@@ -249,7 +251,7 @@ def open_images(
     if named and any(listed):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
     if spec is None:
-        return _BundledImages(model, limit)
+        return _StoredImages(model, limit)
     spec = os.fspath(spec)
     if not spec.strip():
         raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled images")
@@ -309,34 +311,38 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-class _BundledImages(Images):
-    """The images that come with lipcert, stored at the size of the bundled checkpoint."""
+class _StoredImages(Images):
+    """Images that need no files: those of the bundled checkpoint at its size, or drawn ones without labels."""
 
     stored = True
 
     def __init__(self, model: Model, limit: int | None):
         try:
             content = safetensors.torch.load_file(BUNDLED)
-            self.images, self.targets = content["images"], content["labels"]
+            self.images, targets = content["images"], content["labels"]
         except (OSError, safetensors.SafetensorError, KeyError) as error:
             reason = first_line(error)
             raise InputError(
                 f"the bundled images cannot be read ({reason}); install lipcert again, or give images with --data"
             ) from error
-        shape = tuple(self.images.shape[1:])
-        if shape != model.input_size:
-            raise InputError(
-                f"the bundled images have shape {shape} and the model takes {model.input_size}; give images with --data"
-            )
+        self.targets: Tensor | None = targets
+        if tuple(self.images.shape[1:]) != model.input_size:
+            self.images, self.targets = sample_images(*model.input_size), None
         super().__init__(None, total=len(self.images), limit=limit)
-        self._compare_classes("the bundled images have", int(self.targets.max()) + 1, number_of_classes(model))
+        if self.targets is None:
+            self.labelled = False
+            self.note = "no --data: lipcert drew sample images, without labels; radii on them say little about yours"
+        else:
+            self._compare_classes("the bundled images have", int(targets.max()) + 1, number_of_classes(model))
 
     @property
     def digest(self) -> str | None:
-        return hashlib.sha256(self.images.numpy().tobytes() + self.targets.numpy().tobytes()).hexdigest()
+        targets = b"" if self.targets is None else self.targets.numpy().tobytes()
+        return hashlib.sha256(self.images.numpy().tobytes() + targets).hexdigest()
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
-        return self.images[index].float() / 255, int(self.targets[index]) if self.labelled else None
+        label = int(self.targets[index]) if self.labelled and self.targets is not None else None
+        return self.images[index].float() / 255, label
 
 
 class _IndexedImages(Images):

@@ -44,8 +44,8 @@ class TrainingBound:
         self.certified = self.certify()
         if not 0 < self.certified <= _LARGEST:
             raise InputError(
-                f"the global bound is {self.certified:.3g}, of no use in a loss{self._why()}; "
-                "convert the model first, or take the loss 'anchored'"
+                f"the global bound is {self.certified:.3g}, too large to train on{self._why()}; "
+                "hold the norms of the layers with max_norm=1, or take the loss 'anchored'"
             )
         self.step()
 
