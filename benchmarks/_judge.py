@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks._arguments import raised
 from benchmarks.campaign import REAL, attack
 from lipcert.attacks._ball import project
 from lipcert.attacks._found import lead
@@ -167,7 +166,7 @@ def examine(subject: Subject) -> dict[str, Any]:
             row.setdefault("why", f"{type(error).__name__}: {str(error)[:160]}")
         except Exception as error:
             row["by"][name] = "traceback"
-            row["defects"].append({"key": name, "raised": _raised(error)})
+            row["defects"].append({"key": name, "raised": raised(error)})
     for dtype in (REAL, *DTYPES):
         radii = {key: found[key] for key in found if key[1] == dtype and row["by"][" ".join(key)] == "held"}
         for defect in _broken(subject, dtype, radii) if radii else ():
@@ -213,13 +212,6 @@ def _takes(subject: Subject, count: int) -> bool:
             return len(subject.model().double()(subject.images[:count].clone())) == count
     except Exception:
         return False
-
-
-def _raised(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "lipcert" in Path(frame.filename).parts]
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "?"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__} in {where}: {lines[0][:160] if lines else ''}"
 
 
 def _broken(subject: Subject, dtype: str, radii: dict[Key, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:

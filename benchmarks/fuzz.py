@@ -1,6 +1,6 @@
-"""Programs from torch's whole tensor API and hostile modules: each is refused, or attacked inside its radius.
+"""Programs from torch's whole tensor API, hostile modules, odd arguments: each is refused, or attacked.
 
-    python -m benchmarks.fuzz --programs 20000 --modules 1000 --rows fuzz.jsonl --workers 2
+    python -m benchmarks.fuzz --programs 20000 --modules 1000 --arguments 20000 --rows fuzz.jsonl --workers 2
 
 writes a line a network to the rows, goes on after those that are there, and sums up in benchmarks/results. Networks
 that do not run in plain PyTorch, in float32 and in float64, are left out and not counted. The outcome of a network is
@@ -37,11 +37,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import _hostile, _judge, _programs
+from benchmarks import _arguments, _hostile, _judge, _programs
 from benchmarks._env import environment
 from benchmarks._judge import OUTCOMES, Runner, Subject, examine
 
-KINDS = ("program", "module")
+KINDS = ("program", "module", "argument")
 _FAILED = ("false", "traceback", "died", "too long")
 _COUNTED = (*_FAILED, "held", "zero", "refused")
 _LONGEST = 180.0
@@ -102,6 +102,11 @@ def _with_near_ones(plain: Subject) -> Subject:
 def look(kind: str, seed: int) -> dict[str, Any]:
     """A row for one seed."""
     started = time.process_time()
+    if kind == "argument":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = _arguments.look(seed)
+        return {**row, "seconds": round(time.process_time() - started, 3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn = subject(kind, seed)
@@ -232,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=20_000, help="go on until so many programs are counted")
     parser.add_argument("--modules", type=int, default=1_000, help="the same of hostile modules")
+    parser.add_argument("--arguments", type=int, default=20_000, help="the same of calls with odd arguments")
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--workers", type=int, default=1, help="processes")
@@ -244,14 +250,15 @@ def main() -> None:
     _judge.inflation = args.inflate
     if args.show:
         kind, _, seed = args.show.partition(":")
-        print(_programs.draw(int(seed)).source if kind == "program" else _hostile.draw(int(seed)))
+        drawn = {"program": _programs, "module": _hostile, "argument": _arguments}[kind].draw(int(seed))
+        print(drawn.source if kind == "program" else drawn)
         print(json.dumps(look(kind, int(seed)), indent=1))
         return
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
     if args.redo:
         rows = [row for row in rows if row["outcome"] not in _FAILED]
         args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wanted = {"program": args.programs, "module": args.modules}
+    wanted = {"program": args.programs, "module": args.modules, "argument": args.arguments}
     counted = collections.Counter(row["kind"] for row in rows if row["outcome"] in _COUNTED)
     done = {(row["kind"], row["seed"]) for row in rows}
     code = _code()
@@ -275,7 +282,7 @@ def main() -> None:
     seconds = round(sum(row.get("seconds", 0.0) for row in rows))
     summary = {**summarise(rows), "seconds": seconds, "environment": environment()}
     args.results.write_text(json.dumps(summary, indent=1) + "\n")
-    for name in ("programs", "modules"):
+    for name in ("programs", "modules", "arguments"):
         print(name, summary[name])
     for name, line in {**summary["by_method"], **summary["by_family"], **summary["refusals"]}.items():
         print(f"{name:40} {line}")

@@ -2,15 +2,18 @@
 
     python -m benchmarks.golden --write golden.jsonl
     python -m benchmarks.golden --compare golden.jsonl
+    python -m benchmarks.golden --compare golden.jsonl --tolerance 1e-3
 
-The first command goes on after the networks that are in the file; the second prints each difference and ends with exit
-code 1 if there is any. Both use one thread, since sums depend on the order in which they are taken.
+The first command goes on after the networks that are in the file; the others print each difference and end with exit
+code 1 if there is any larger than the tolerance, 0 by default. All use one thread, since sums depend on the order in
+which they are taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -28,10 +31,19 @@ def radii(seed: int, count: int) -> dict[str, list[str]]:
     return {" ".join(key): [x.hex() for x in found.tolist()] for key, found in certify(case, classes).items()}
 
 
+def distance(before: list[str] | None, now: list[str] | None) -> float:
+    """The largest relative difference of the radii of a network; ∞ where one of the two has none."""
+    if before is None or now is None or len(before) != len(now):
+        return 0.0 if before == now else math.inf
+    pairs = [(float.fromhex(old), float.fromhex(new)) for old, new in zip(before, now, strict=True)]
+    return max((abs(old - new) / max(old, new) for old, new in pairs if old != new), default=0.0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="record the radii in this file")
     parser.add_argument("--compare", type=Path, help="compare the radii with those in this file")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="the largest relative difference of two radii")
     parser.add_argument("--networks", type=int, default=500)
     parser.add_argument("--images", type=int, default=2, help="images per network")
     args = parser.parse_args()
@@ -45,14 +57,16 @@ def main() -> int:
         return 0
     if not args.compare:
         parser.error("give --write FILE or --compare FILE")
-    different = 0
+    different, largest = 0, 0.0
     for row in map(json.loads, args.compare.read_text().splitlines()[: args.networks]):
         now = radii(row["seed"], row["images"])
         for key in sorted({*now, *row["radii"]}):
-            if now.get(key) != row["radii"].get(key):
+            apart = distance(row["radii"].get(key), now.get(key))
+            largest = max(largest, apart if apart < math.inf else 0.0)
+            if apart > args.tolerance:
                 different += 1
                 print(f"network {row['seed']}, {key}: {row['radii'].get(key)} before, {now.get(key)} now", flush=True)
-    print(f"{different} differences")
+    print(f"{different} differences; the largest relative one of two radii is {largest:.3g}")
     return 1 if different else 0
 
 

@@ -1,5 +1,6 @@
 """The table of arguments against torch's own signatures."""
 
+import dataclasses
 import inspect
 import warnings
 
@@ -7,11 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import get_testing_overrides, resolve_name
+from truth import gains_hold
 
-import lipcert.certifier  # noqa: F401  fills the tables of rules
+import lipcert
+from benchmarks import _arguments
+from lipcert.bounds import analyze, testing
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import RULES, NoAnswer
-from lipcert.graph import SIGNATURES, SYNONYMS, Node, canonical
+from lipcert.certifier import Anchored
+from lipcert.errors import LipcertError
+from lipcert.graph import SIGNATURES, SYNONYMS, Node, canonical, capture
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -104,3 +110,66 @@ def test_other_names():
         "dim": 2,
         "keepdim": True,
     }
+
+
+# Arguments by name are the same arguments.
+
+CALLED = [name for name in _arguments.DRAWS if name not in ("setitem",)]
+
+
+def bounds(setting, named):
+    """The operation's bounds and names, called by name in reverse order or by place."""
+    analysis = analyze(testing.applied(dataclasses.replace(setting, named=named)), (1, setting.size))
+    output = analysis.output
+    return output.lip, output.magnitude, output.lowest, sorted(node.name for node in analysis.graph.nodes)
+
+
+@pytest.mark.parametrize("operation", CALLED)
+def test_arguments_by_name_in_another_order_are_the_same(operation):
+    first, count, compared = list(_arguments.DRAWS).index(operation), len(_arguments.DRAWS), 0
+    for seed in range(first, first + 60 * count, count):
+        setting = _arguments.draw(seed)
+        if setting is None or compared == 3:
+            continue
+        try:
+            by_place = bounds(setting, named=False)
+        except LipcertError as refusal:
+            with pytest.raises(type(refusal)):
+                bounds(setting, named=True)
+            continue
+        assert bounds(setting, named=True) == by_place, setting
+        compared += 1
+    assert compared
+
+
+def test_every_operation_with_a_rule_is_called():
+    """Parts and the states of an LSTM are results of operations that are."""
+    results = {"part", "lstm_last_hidden", "lstm_last_cell"}
+    assert {op for op in RULES if isinstance(op, str) and RULES[op].lipschitz} <= {*_arguments.DRAWS, *results}
+
+
+@pytest.mark.parametrize(
+    ("forward", "operands"),
+    [
+        (lambda x: torch.div(other=x + 1, input=2 * x), ("mul", "add")),
+        (lambda x: torch.sub(other=x + 1, input=2 * x), ("mul", "add")),
+        (lambda x: torch.matmul(other=(x + 1).mT, input=2 * x), ("mul", "transpose")),
+        (lambda x: F.conv2d(weight=(x + 1)[None], input=(2 * x)[None]), ("getitem", "getitem")),
+        (lambda x: F.scaled_dot_product_attention(value=x + 1, key=2 * x, query=x.tanh()), ("tanh", "mul", "add")),
+        (lambda x: torch.addcmul(tensor2=x + 1, tensor1=2 * x, input=x.tanh()), ("tanh", "mul", "add")),
+    ],
+)
+def test_operands_stand_in_the_order_of_the_signature(forward, operands, network):
+    graph = capture(network(forward), torch.rand(1, 2, 2).double())
+    assert tuple(node.op for node in graph.output.operands) == operands
+
+
+def test_the_norm_of_a_quotient_by_name_is_that_of_the_quotient(network):
+    """Numerator and denominator are no longer exchanged: their constants differ by far."""
+    x = torch.full((1, 1, 2, 2), 0.3).double()
+
+    def forward(x):
+        return torch.div(other=0.1 + x.flatten(1), input=5 * x.flatten(1))
+
+    model = lipcert.load(network(forward), mean=(0.0,), std=(1.0,), input_size=(1, 2, 2)).double()
+    gains_hold(Anchored(model), x)

@@ -71,7 +71,7 @@ roll: input shifts dims
 split: input split_size_or_sections dim
 split_with_sizes: input split_sizes dim
 chunk: input chunks dim
-tensor_split: input indices_or_sections dim
+tensor_split: input sections dim
 broadcast_to expand: input size
 expand_as view_as reshape_as type_as: input other
 repeat_interleave: input repeats dim
@@ -100,6 +100,7 @@ SYNONYMS = {
     "x1": "input",
     "x2": "other",
     "mat2": "other",
+    "indices": "sections",
 }
 
 

@@ -150,7 +150,7 @@ def _written_out(
     width = query.shape[-1]
     scores = (*node.shape[:-1], key.shape[-2])
     factor = 1 / math.sqrt(width) if scale is None else scale
-    keys = emit("transpose", torch.transpose, (key, -2, -1), (*key.shape[:-2], key.shape[-1], key.shape[-2]))
+    keys = key.mT if isinstance(key, Tensor) else _transposed(key, emit)
     product = emit("matmul", torch.matmul, (query, keys), scores)
     logits = emit("mul", operator.mul, (product, factor), scores)
     if is_causal:
@@ -168,6 +168,10 @@ def _written_out(
     if hidden is not None and bool(hidden.any()):  # the result of a query that sees no key is 0
         weights = emit("mul", operator.mul, (weights, (~hidden).to(attn_mask.dtype)), scores)
     return emit("matmul", torch.matmul, (weights, value), node.shape)
+
+
+def _transposed(key: Node, emit: Callable[..., Node]) -> Node:
+    return emit("transpose", torch.transpose, (key, -2, -1), (*key.shape[:-2], key.shape[-1], key.shape[-2]))
 
 
 def _repeated(x: Any, times: int, emit: Callable[..., Node]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,9 +77,11 @@ box("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_a
 def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Means over windows: :meth:`Format.sum` with at most as many terms as the kernel, or the operand, has positions.
 
-    The divisor is a number of positions, or ``divisor_override``.
+    The divisor is a number of positions, or ``divisor_override``. Kernels of three dimensions add up in the format
+    itself, so no wider accumulator is assumed.
     """
     dims = int(str(node.op)[-2])
+    fmt = replace(fmt, sums=fmt.dtype) if dims == 3 else fmt
     given = arguments(node)
     positions = math.prod(
         per_axis(given["kernel_size"], dims) if "kernel_size" in given else node.operands[0].shape[-dims:]
