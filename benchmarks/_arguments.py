@@ -8,6 +8,7 @@ in the reverse order.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import traceback
@@ -231,7 +232,7 @@ def _attention(r: random.Random) -> Any:
     scale = r.choice([None, None, 0.5, 0.0, -1.0])
     given = {"query": operand(r, *shape, n, width), "key": either(r, *shape, m, width)}
     given |= {"value": either(r, *shape, m, r.choice([1, 2])), "attn_mask": mask, "dropout_p": 0.0, "is_causal": causal}
-    return (lambda *placed, **named: F.scaled_dot_product_attention(*placed, **named, scale=scale)), given
+    return functools.partial(F.scaled_dot_product_attention, scale=scale), given
 
 
 def _convolution(count: int, transposed: bool) -> Draw:
