@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -92,7 +93,10 @@ def evaluated(net: nn.Module) -> nn.Module:
             what = f"{path or 'it'} is a {type(part).__name__}"
             warnings.warn(f"the module was in training mode, and {what}; model.eval() was called", stacklevel=4)
             break
-    return net.eval()
+    try:
+        return net.eval()
+    except NotImplementedError as error:
+        raise InputError("the module is an exported program; give the module that it was exported from") from error
 
 
 def outside_inference_mode(function: Function) -> Function:
@@ -123,6 +127,7 @@ class Model(nn.Module):
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
         presumed: whether ``source`` was inferred from a module and must be checked before use.
+        guesses: further arguments of timm that the module shows, which may be those it was made with.
         real: whether casts between floating-point types inside the network are the identity, as in real arithmetic.
             True for a certifier's copy in float64; False for a network that runs unchanged.
     """
@@ -131,6 +136,7 @@ class Model(nn.Module):
     constraint: Any = None
     real = False
     presumed = False
+    guesses: Mapping[str, Any] = MappingProxyType({})
     mean: Tensor
     std: Tensor
     pair: Tensor

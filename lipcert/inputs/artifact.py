@@ -54,6 +54,7 @@ def save(
     facts: Mapping[str, Any] | None = None,
     *,
     force: bool = False,
+    arguments: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a model to one ``.safetensors`` file. If it fails, an existing file does not change.
 
@@ -67,14 +68,18 @@ def save(
             constrained or fine-tuned and ``model`` was not.
         facts: further information about the model, such as its bound, as JSON values.
         force: whether to replace any other file too.
+        arguments: those that ``timm.create_model`` built the network with, where the model was given as a module and
+            they cannot be inferred from it.
 
     Raises:
         InputError: the network cannot be rebuilt from its name and recipe, the facts are not JSON values, another file
             exists, or the file cannot be written.
     """
     path, model = Path(path), checked(model)
+    if arguments is not None:
+        model.source = {**model.source, "arguments": {**model.source.get("arguments", {}), **arguments}}
     check_free(path, model, force)
-    _check_rebuilds(model)
+    check_rebuilds(model)
     content = {
         "format": FORMAT,
         "lipcert": __version__,
@@ -329,8 +334,14 @@ def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _check_rebuilds(model: Model) -> None:
-    """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it."""
+def check_rebuilds(model: Model) -> None:
+    """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it.
+
+    Of a network that was given as a module, arguments of timm are inferred; those that rebuild it are kept.
+
+    Raises:
+        InputError: timm does not rebuild the network.
+    """
     if any(step["step"] == "denoise" for step in model.recipe) and not is_named(model):
         raise InputError(
             "the denoiser is code of your own, which a file does not hold; save the model without it, and put it in "
@@ -341,8 +352,20 @@ def _check_rebuilds(model: Model) -> None:
             "the network was given as a module that timm did not make, so a file cannot rebuild it; "
             "load it by name, or save its state_dict() yourself"
         )
-    net = create_net(model.source["name"], pretrained=False, arguments=model.source["arguments"])
+    given = model.source["arguments"]
+    for more in (model.guesses, *({key: value} for key, value in model.guesses.items())) if model.presumed else ():
+        if _rebuilds(model, given):
+            return
+        if _rebuilds(model, {**given, **more}):
+            model.source = {**model.source, "arguments": {**given, **more}}
+            return
+    net = create_net(model.source["name"], pretrained=False, arguments=given)
     _repeat_surgery(net, model.recipe)
+    if model.presumed and _structure(net) != _structure(model.net):
+        raise InputError(
+            f"the module is not what timm builds for {model.source['name']} with the arguments that it shows, so a "
+            "file cannot rebuild it; give those it was made with: lipcert.save(..., arguments={...})"
+        )
     if _structure(net) != _structure(model.net):
         raise InputError(
             f"the network is no longer {model.source['name']} with its recorded surgery, so a file cannot rebuild it; "
@@ -351,8 +374,18 @@ def _check_rebuilds(model: Model) -> None:
     if model.presumed and not _agrees(net, model):
         raise InputError(
             f"timm builds another network for {model.source['name']} than this module is, so a file cannot rebuild it; "
-            "load it by name with the arguments it was made with"
+            "give the arguments it was made with: lipcert.save(..., arguments={...}), or load it by name"
         )
+
+
+def _rebuilds(model: Model, arguments: Mapping[str, Any]) -> bool:
+    """Whether timm builds the network of a model with these arguments."""
+    try:
+        net = create_net(model.source["name"], pretrained=False, arguments=arguments)
+        _repeat_surgery(net, model.recipe)
+        return _structure(net) == _structure(model.net) and _agrees(net, model)
+    except (LipcertError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 @torch.no_grad()

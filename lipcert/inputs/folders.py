@@ -171,6 +171,7 @@ class ImageFiles:
 
     Attributes:
         split: the name of the split that was chosen; None where the root is no root of splits.
+        trained: the class folders of its training images, among which those of the split are numbered.
         classes: how many classes the labels are of; None where there are no labels.
         labels_by: in words, where labels come from; None where there are none.
         mapped: whether a list gives the labels, so that their number need not be that of the model's classes.
@@ -189,7 +190,7 @@ class ImageFiles:
         self.reader = self
         self.notes: list[str] = []
         self.root = files.spec
-        self.split, files = _split_of(files, purpose, split)
+        self.split, files, self.trained = _split_of(files, purpose, split)
         files = self._unwrapped(files)
         self.files = files
         self.samples = sorted(files.images, key=lambda parts: natural_key("/".join(parts)))
@@ -226,6 +227,8 @@ class ImageFiles:
 
     def _label_by_folder(self, count: int, classes: ClassList | None) -> None:
         names = self.files.tops()
+        if {*names} < self.trained:
+            names = sorted(self.trained, key=natural_key)
         beside = [parts for parts in self.samples if len(parts) == 1]
         if beside and len(beside) < len(self.samples):
             raise InputError(f"{self.files.spec} has images both in class folders and beside them; move them apart")
@@ -347,15 +350,18 @@ def _classes(files: Files, top: str) -> set[str]:
     return {parts[1] for parts in files.folders if len(parts) == 2 and parts[0] == top}
 
 
-def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files]:
-    """The chosen split's folder, and the files in it; the purpose decides where the user does not."""
+def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, set[str]]:
+    """The chosen split's folder, the files in it, and the classes of the training images.
+
+    The purpose decides on the split where the user does not.
+    """
     whole = files
     while not (known := splits_of(whole)) and len(whole.tops()) == 1 and all(len(parts) > 1 for parts in whole.images):
         whole = whole.below((whole.tops()[0],))
     if not known:
         if split is not None:
             raise InputError(f"{files.spec} has no folders for splits, and {split} is asked for")
-        return None, files
+        return None, files, set()
     have = ", ".join(known.values())
     wanted: Sequence[str] = WANTED[purpose]
     if split is not None:
@@ -367,4 +373,4 @@ def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | 
         raise InputError(
             f"{files.spec} has {lacks}, only {have}; name one: {whole.spec.rstrip('/')}/{next(iter(known.values()))}"
         )
-    return chosen, whole.below((chosen,))
+    return chosen, whole.below((chosen,)), _classes(whole, known["train"]) if "train" in known else set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import warnings
@@ -84,8 +85,10 @@ def load(
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")
         model = _wrap(source, "the module", "the module", pixels, {}, {}, features)
-        model.source, model.presumed = _presumed(source), True
+        model.source, model.presumed, model.guesses = _presumed(source), True, _guesses(source)
         return model
+    if type(source).__name__ == "ExportedProgram":
+        raise InputError("the model is an exported program; give the module that it was exported from")
     if source is not None and not (isinstance(source, (str, os.PathLike)) and os.fspath(source)):
         raise InputError(f"a model is a name, a file or a module, got {source!r}; the bundled one is lipcert.load()")
     name = os.fspath(resolve(source or "bundled"))
@@ -278,6 +281,26 @@ def _presumed(net: nn.Module) -> dict[str, Any]:
         if size is not None and "patch_embed.proj.weight" in dict(net.named_parameters()):
             arguments[key] = list(size) if isinstance(size, (tuple, list)) else size
     return rebuild_recipe(name, arguments)
+
+
+def _guesses(net: nn.Module) -> dict[str, Any]:
+    """Arguments that a module of timm shows, where its class takes them."""
+    blocks = getattr(net, "blocks", None)
+    block = blocks[0] if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks) else None
+    pool = getattr(net, "global_pool", None)
+    shown = {
+        "global_pool": getattr(pool, "pool_type", pool),
+        "depth": len(blocks) if block is not None and blocks is not None else None,
+        "embed_dim": getattr(net, "embed_dim", None),
+        "num_heads": getattr(getattr(block, "attn", None), "num_heads", None),
+        "reg_tokens": getattr(net, "num_reg_tokens", None),
+        "drop_rate": getattr(net, "drop_rate", None),
+    }
+    hidden = getattr(getattr(getattr(block, "mlp", None), "fc1", None), "out_features", None)
+    if isinstance(hidden, int) and isinstance(shown["embed_dim"], int):
+        shown["mlp_ratio"] = hidden / shown["embed_dim"]
+    taken = inspect.signature(type(net).__init__).parameters
+    return {key: value for key, value in shown.items() if key in taken and isinstance(value, (int, float, str))}
 
 
 def _refuse(names: set[str], what: str) -> None:

@@ -340,11 +340,11 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self.stored)
 
 
-class _Left:
-    """Stands for an object that is left out; making one runs nothing of the file."""
+class _Left(list[Any]):
+    """Stands for an object that is left out; making one, or a list of that type, runs nothing of the file."""
 
     def __new__(cls, *args: Any) -> _Left:
-        return object.__new__(cls)
+        return list.__new__(cls)
 
     def __init__(self, *args: Any):
         pass

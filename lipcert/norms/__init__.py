@@ -5,11 +5,13 @@ from lipcert.norms._dense import dense_norm
 from lipcert.norms._explicit import explicit_norm, explicit_row_norms, explicit_rows, row_norms, written_row_norms
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm
+from lipcert.norms._padded import Border, padded_conv_norm
 from lipcert.norms._verify import verified_norms
 from lipcert.norms.budget import Budget, Draw, Ledger, Rigor
 
 __all__ = [
     "SMALLEST",
+    "Border",
     "Budget",
     "Draw",
     "Ledger",
@@ -22,6 +24,7 @@ __all__ = [
     "gram_norm",
     "lanczos_error",
     "lanczos_norm",
+    "padded_conv_norm",
     "Rigor",
     "row_norms",
     "verified_norms",

@@ -304,12 +304,13 @@ def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
     return result.movedim(phase_axes, tuple(axis + 2 for axis in phase_axes)).flatten(dimensions + 2)
 
 
-def _torus_norm(taps: Tensor, axes: list[_Axis]) -> Upper:
+def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
     """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖.
 
     Args:
         taps: V, shape (exponents, groups, rows, columns), exponents over all dimensions, largest entry near 1.
         axes: the dimensions.
+        twisted: whether grids halfway between the frequencies of the torus may be used in its place.
     """
     if len(taps) == 1:
         return matrices_norm(taps[0])
@@ -321,7 +322,7 @@ def _torus_norm(taps: Tensor, axes: list[_Axis]) -> Upper:
     steps = torch.cartesian_prod(*(torch.tensor(axis.steps, device=taps.device) for axis in axes)).view(count, -1)
     error = 1.001 * dot_error(count * columns + 56) * float(sum_squares(taps.abs().sum(0)).max())
     found = []
-    for twists in _twists(axes, grid, groups * rows**3):
+    for twists in _twists(axes, grid, groups * rows**3) if twisted else [(0,) * len(axes)]:
         points = _half(grid, twists, taps.device).split(length)
         grams = _squared_rows(taps, steps, points, grid) if rows == 1 else _grams(taps, steps, points, grid)
         found.append(largest_norm(grams, error))

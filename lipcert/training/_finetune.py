@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lipcert.bounds import check_weights
 from lipcert.certifier.anchored import cut_of
 from lipcert.errors import InputError
-from lipcert.inputs.artifact import weights_hash
+from lipcert.inputs.artifact import check_rebuilds, weights_hash
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
@@ -170,6 +171,11 @@ def finetune(
     asked = settings_of(FinetuneSettings, eps=eps, **settings)
     model = checked(model)
     check_trainable(model, asked)
+    if model.presumed and model.source:
+        try:
+            check_rebuilds(model)
+        except InputError as error:
+            warnings.warn(f"the trained model cannot be saved as it is: {error}", stacklevel=2)
     path = None if checkpoint is None else Path(checkpoint)
     mark = {**asked.described(), "model": weights_hash(model), **(origin or {})}
     processes = Processes.connected()

@@ -13,6 +13,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments, per_axis
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
+from lipcert.bounds._padded import Padded, PaddedConv
 from lipcert.bounds._registry import (
     Call,
     NoAnswer,
@@ -60,6 +61,8 @@ def conv(
     geometry = {"stride": per_axis(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
     magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
     inner, operator = x, Conv(weight, x.shape[2:], geometry)
+    if isinstance(x.map, Padded) and x.base is not None and not any(map(any, sides)):
+        return Value(call.shape, magnitude=magnitude, base=x.base, map=PaddedConv(operator, x.map.border))
     if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
         inner, operator = x.base, folded
     return Value(call.shape, magnitude=magnitude, base=inner, map=operator)

@@ -1,0 +1,340 @@
+"""Layouts, names and lists as people have them: splits and labels are right, or it is said why there are none."""
+
+import io
+import json
+import os
+import sys
+import tarfile
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch import nn
+
+from lipcert.errors import InputError
+from lipcert.inputs import named_data
+from lipcert.inputs.data import open_images
+from lipcert.inputs.loading import load
+
+
+def model(classes: int = 2):
+    return load(
+        nn.Sequential(nn.Flatten(), nn.Linear(192, classes)), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8)
+    )
+
+
+def picture(value: int = 0, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), value, dtype=np.uint8)).save(file, kind)
+    return file.getvalue()
+
+
+def write(root: Path, *names: str) -> Path:
+    """Files of images, and folders whose names end with a slash."""
+    for number, name in enumerate(names):
+        path = root / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_bytes(picture(number))
+    return root
+
+
+def labels(images) -> dict[str, int | None]:
+    return {images.file(i): images[n][1] for n, i in enumerate(images.order)}
+
+
+def refused(*parts: str, **options) -> None:
+    spec = options.pop("spec")
+    with pytest.raises(InputError) as caught:
+        list(open_images(spec, options.pop("loaded", None) or model(), **options).batches(2))
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folders", "purpose", "split"),
+    [
+        (("train", "val"), "train", "train"),
+        (("train", "val"), "certify", "val"),
+        (("train", "val", "test"), "certify", "val"),
+        (("train", "test"), "certify", "test"),
+        (("Train", "Test"), "certify", "Test"),
+        (("training", "testing"), "train", "training"),
+        (("training_set", "test_set"), "certify", "test_set"),
+        (("train", "dev"), "certify", "dev"),
+        (("train", "Validation"), "certify", "Validation"),
+        (("seg_train", "seg_test"), "certify", "seg_test"),
+        (("train2017", "val2017"), "train", "train2017"),
+        (("train",), "certify", "train"),
+        (("data/train", "data/test"), "certify", "test"),
+    ],
+)
+def test_the_split_of_a_purpose(tmp_path, folders, purpose, split):
+    root = write(tmp_path / "root", *(f"{top}/{name}/{top[-3:]}.png" for top in folders for name in "ab"))
+    images = open_images(root, model(), purpose=purpose)
+    assert images.split == split
+    assert labels(images) == {f"a/{split[-3:]}.png": 0, f"b/{split[-3:]}.png": 1}
+
+
+def test_a_split_that_is_named(tmp_path):
+    root = write(tmp_path / "root", *(f"{top}/{name}/{top}.png" for top in ("train", "val", "test") for name in "ab"))
+    for split in ("train", "val", "test"):
+        assert labels(open_images(f"{root}:{split}", model())) == {f"a/{split}.png": 0, f"b/{split}.png": 1}
+    refused("no split extra", spec=f"{root}:extra")
+    flat = write(tmp_path / "flat", "a/1.png", "b/1.png")
+    refused("no folders for splits", spec=f"{flat}:train")
+
+
+def test_no_training_images_are_made_up(tmp_path):
+    root = write(tmp_path / "root", "val/a/1.png", "val/b/1.png", "test/a/1.png")
+    refused("no training images", "test, val", spec=root, purpose="train")
+    refused("two folders for one split", spec=write(tmp_path / "two", "val/a/1.png", "valid/a/1.png"))
+    refused("give the folder of one", spec=write(tmp_path / "mixed", "a/1.png", "b/1.png", "test/a/1.png"))
+
+
+def test_classes_of_a_split_are_numbered_among_those_of_the_training_images(tmp_path):
+    root = write(tmp_path / "root", *(f"train/{name}/1.png" for name in "abc"), "val/a/1.png", "val/c/1.png")
+    assert labels(open_images(root, model(3))) == {"a/1.png": 0, "c/1.png": 2}
+    other = write(tmp_path / "other", *(f"train/{name}/1.png" for name in "abc"), "val/a/1.png", "val/d/1.png")
+    images = open_images(other, model(3))
+    assert not images.labelled
+    assert "2 classes and the model has 3" in images.note
+
+
+def test_classes_that_are_called_like_splits_stay_classes(tmp_path):
+    images = open_images(write(tmp_path / "root", "test/1.png", "train station/1.png", "bus/1.png"), model(3))
+    assert images.split is None
+    assert labels(images) == {"bus/1.png": 0, "test/1.png": 1, "train station/1.png": 2}
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_the_first_folder_is_the_class(tmp_path, kind):
+    names = [f"{top}/{size}/{k}.png" for k, top in enumerate(("benign", "malignant")) for size in ("100X", "200X")]
+    root = write(tmp_path / "root", *names)
+    if kind == "tar":
+        with tarfile.open(tmp_path / "root.tar", "w") as archive:
+            archive.add(root, "root")  # in a folder of the archive's name
+        root = tmp_path / "root.tar"
+    assert labels(open_images(root, model())) == {name: int(name.startswith("m")) for name in names}
+
+
+def test_hidden_files_are_no_data_and_empty_folders_are_classes(tmp_path):
+    root = write(
+        tmp_path / "root", "a/1.png", "a/.ipynb_checkpoints/1.png", "a/._1.png", ".cache/x.png", "b/", "c/1.png",
+        "__MACOSX/a/1.png",
+    )  # fmt: skip
+    images = open_images(root, model(3))
+    assert labels(images) == {"a/1.png": 0, "c/1.png": 2}
+    assert any("b: no images" in note for note in images.notes)
+
+
+def test_formats_are_read_or_counted(tmp_path):
+    root = write(tmp_path / "root", "a/1.png", "b/1.png")
+    for kind, suffix in (("WEBP", "webp"), ("TIFF", "tif"), ("BMP", "bmp"), ("GIF", "GIF"), ("PPM", "ppm")):
+        (root / "a" / f"2.{suffix}").write_bytes(picture(7, kind))
+    for name in ("a/3.heic", "b/3.heic", "b/4"):
+        (root / name).write_bytes(b"x")
+    (root / "readme.txt").write_text("x")
+    images = open_images(root, model())
+    assert len(images) == 7
+    assert images.notes[0] == "3 files of other formats are left out: 2 .heic, 1 no suffix"
+    assert open_images(root / "a" / "2.webp", model()).total == 1
+
+
+def test_natural_order_is_said_where_it_is_not_the_sorted_one(tmp_path):
+    root = write(tmp_path / "root", "2/x.png", "10/x.png")
+    images = open_images(root, model())
+    assert labels(images) == {"2/x.png": 0, "10/x.png": 1}
+    assert any("2 comes before 10" in note and "--classes" in note for note in images.notes)
+    assert "natural order: 2, 10" in images.labels_by
+    (tmp_path / "sorted.txt").write_text("10\n2\n")
+    assert labels(open_images(root, model(), classes=tmp_path / "sorted.txt")) == {"2/x.png": 1, "10/x.png": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.txt", "dog 7\ncat 3\n"),
+        ("c.txt", "7 dog\n3 cat\n"),
+        ("c.csv", "name,index\ndog,7\ncat,3\n"),
+        ("c.tsv", "dog\t7\ncat\t3\n"),
+        ("c.json", '{"dog": 7, "cat": 3}'),
+        ("c.json", '{"7": "dog", "3": ["cat", "a cat"]}'),
+        ("c.txt", "a\nb\nc\ncat\ne\nf\ng\ndog\ni\nj\n"),
+        ("c.json", '["a", "b", "c", "cat", "e", "f", "g", "dog", "i", "j"]'),
+    ],
+)
+def test_lists_of_classes(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    root = write(tmp_path / "root", "cat/1.png", "dog/1.png")
+    images = open_images(root, model(10), classes=tmp_path / name)
+    assert (images.labelled, images.note) == (True, None)
+    assert labels(images) == {"cat/1.png": 3, "dog/1.png": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cat\ndog\n", "names 2 classes and the model has 10"),
+        ("cat 3\nbird 4\n", "does not name dog"),
+        ("cat 3\ndog 10\n", "0 to 9"),
+        ("cat 3\ncat 4\n", "twice"),
+        ("", "names no classes"),
+    ],
+)
+def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
+    (tmp_path / "c.txt").write_text(text)
+    refused(says, "c.txt", spec=write(tmp_path / "r", "cat/1.png", "dog/1.png"), classes=tmp_path / "c.txt",
+            loaded=model(10))  # fmt: skip
+
+
+def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):
+    root = write(tmp_path / "root", "n01440764/1.png", "n02102040/1.png", "n03000684/1.png")
+    images = open_images(root, model(1000))
+    # tench, English springer and chain saw are classes 0, 217 and 491 of ImageNet-1k
+    assert list(labels(images).values()) == [0, 217, 491]
+    assert "ImageNet-1k" in images.labels_by
+    assert not open_images(root, model(999)).labelled
+    assert list(labels(open_images(root, model(3))).values()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "filename,label\nx1.png,1\nx2.png,0\n",
+        "id,label\nx1,1\nx2,0\n",
+        "label;file_name\n1;./x1.png\n0;./x2.png\n",
+        "x1.png 1\nx2.png 0\n",
+        "image,other,class\nx1.png,z,1.0\nx2.png,z,0.0\n",
+        "filename,label\nval/x1.png,1\nval/x2.png,0\n",
+        "filename,label\nx1.png,dog\nx2.png,cat\n",
+    ],
+)
+def test_labels_of_a_flat_folder(tmp_path, text):
+    (tmp_path / "labels.csv").write_text(text)
+    root = write(tmp_path / "val", "x1.png", "x2.png")
+    images = open_images(root, model(), labels=tmp_path / "labels.csv")
+    assert labels(images) == {"x1.png": 1, "x2.png": 0}
+    assert str(tmp_path / "labels.csv") in images.labels_by
+    assert images.lists == {"labels": str(tmp_path / "labels.csv")}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("filename,label\nx1.png,1\n", "no label for 1 of 2"),
+        ("filename,label\nx1.png,0.5\nx2.png,1\n", "label 0.5, which is no class"),
+        ("filename,label\nx1.png,1\nx2.png,2\n", "from 1"),
+        ("filename,label\nx1.png,1\nx2.png,5\n", "label 5"),
+        ("filename,label\nx1.png,1\nx1.png,0\n", "two labels"),
+        ("a,b,c\nx1.png,1,2\n", "needs a column"),
+    ],
+)
+def test_labels_that_do_not_fit(tmp_path, text, says):
+    (tmp_path / "labels.csv").write_text(text)
+    refused(says, spec=write(tmp_path / "val", "x1.png", "x2.png"), labels=tmp_path / "labels.csv")
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    root = write(tmp_path / "root", "a/1.png", "b/1.png")
+    os.rename(os.fsencode(root / "b" / "1.png"), os.fsencode(root / "b") + b"/caf\xe9.png")
+    images = open_images(root, model())
+    assert labels(images) == {"a/1.png": 0, "b/caf\\xe9.png": 1}
+    assert json.dumps(images.file(1)).encode("ascii")
+    assert len(images.digest) == 64
+    os.rename(os.fsencode(root / "b") + b"/caf\xe9.png", os.fsencode(root / "b") + b"/caf\xe8.png")
+    assert open_images(root, model()).digest != images.digest
+
+
+def hub(monkeypatch, rows: list[dict], splits=("train", "test"), kinds=None):
+    """Makes hfds/ find these rows in each of the splits."""
+
+    class Kind:
+        names = None
+
+    class Rows(list):
+        features = {key: type((kinds or {}).get(key, "Value"), (Kind,), {})() for key in rows[0]}
+
+    def load_dataset(name, split, streaming=False):
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+        found = Rows(rows)
+        found.split = split
+        return found
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(named_data.importlib.util, "find_spec", lambda _: True)
+
+
+@pytest.mark.parametrize(
+    ("image", "label"), [("image", "label"), ("img", "label"), ("image", "labels"), ("img", "fine_label")]
+)
+@pytest.mark.parametrize("kind", ["hfds", "hfids"])
+def test_columns_of_the_hub(monkeypatch, kind, image, label):
+    rows = [{image: Image.new("RGB", (8, 8), (i,) * 3), label: i, "coarse_label": 0} for i in range(2)]
+    hub(monkeypatch, rows, kinds={image: "Image", label: "ClassLabel", "coarse_label": "ClassLabel"})
+    images = open_images(f"{kind}/x", model())
+    assert images.split == "test"
+    (batch,) = images.batches(4)
+    assert batch.labels.tolist() == [0, 1]
+    assert [round(float(x[0, 0, 0]) * 255) for x in batch.images] == [0, 1]
+    assert open_images(f"{kind}/x", model(), purpose="train").split == "train"
+    assert open_images(f"{kind}/x:train", model()).split is None
+
+
+def test_hidden_and_broken_labels_of_the_hub(monkeypatch):
+    def rows(*values):
+        return [{"image": Image.new("RGB", (8, 8)), "label": value} for value in values]
+
+    hub(monkeypatch, rows(-1, -1))
+    images = open_images("hfds/x", model())
+    assert not images.labelled
+    assert "hidden (-1)" in images.note
+    hub(monkeypatch, rows("cat", "dog"))
+    assert "no class numbers (cat)" in open_images("hfds/x", model()).note
+    hub(monkeypatch, rows(0.7, 0.2))
+    refused("label 0.7, which is no class", spec="hfds/x")
+    hub(monkeypatch, rows(1.0, 0.2))
+    refused("0.2", spec="hfds/x")
+    hub(monkeypatch, rows(1.0, 0.0))
+    assert [open_images("hfds/x", model())[i][1] for i in range(2)] == [1, 0]
+    refused("cannot open", "split", spec="hfds/x:extra")
+
+
+def shard(path: Path, *samples: tuple[str, int | None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for number, (key, label) in enumerate(samples):
+            members = {f"{key}.png": picture(number)}
+            members |= {} if label is None else {f"{key}.cls": str(label).encode()}
+            for name, content in members.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+
+
+def test_web_data_sets_without_a_list_of_shards(tmp_path):
+    shard(tmp_path / "x-train-0000.tar", ("0", 1), ("1", 1), ("2", 1))
+    shard(tmp_path / "x-val-0000.tar", ("0", 1), ("1", 0))
+    shard(tmp_path / "x-val-0001.tar", ("2", 1))
+    images = open_images(f"wds/{tmp_path}", model())
+    assert images.split == "val"
+    assert [label for batch in images.batches(2) for label in batch.labels.tolist()] == [1, 0, 1]
+    assert sum(map(len, open_images(f"wds/{tmp_path}", model(), purpose="train").batches(2))) == 3
+    assert sum(map(len, open_images(f"wds/{tmp_path}:train", model()).batches(2))) == 3
+    refused("no shards of the split extra", spec=f"wds/{tmp_path}:extra")
+    shard(tmp_path / "none" / "0.tar", ("0", None))
+    assert not open_images(f"wds/{tmp_path / 'none'}", model()).labelled
+
+
+def test_lists_are_for_folders(tmp_path):
+    (tmp_path / "c.txt").write_text("a 0\nb 1\n")
+    refused("for folders and .tar", spec="torch/mnist", classes=tmp_path / "c.txt")
+    flat = write(tmp_path / "flat", "1.png", "2.png")
+    refused("no class folders", spec=flat, classes=tmp_path / "c.txt")
+    refused("cannot read", spec=flat, labels=tmp_path / "none.csv")

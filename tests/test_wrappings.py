@@ -1,0 +1,239 @@
+"""Checkpoints as training scripts write them: the right weights and preprocessing, or one line that names the file."""
+
+import argparse
+import collections
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+import lipcert
+from lipcert.errors import InputError, LipcertError, LoadError
+from lipcert.inputs.loading import load
+
+NAME, GIVEN = "resnet10t", {"num_classes": 3, "input_size": (3, 32, 32)}
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    return timm.create_model(NAME, num_classes=3).eval()
+
+
+def prefixed(net, prefix):
+    return {prefix + key: value.clone() for key, value in net.state_dict().items()}
+
+
+def same(model, net):
+    own = net.state_dict()
+    return all(torch.equal(value, own[key]) for key, value in model.net.state_dict().items())
+
+
+WRAPPED = {
+    "plain": lambda net: net.state_dict(),
+    "state_dict": lambda net: {"state_dict": net.state_dict(), "best_acc1": np.float64(93.2), "epoch": 3},
+    "numpy array": lambda net: {"state_dict": net.state_dict(), "history": np.arange(3.0)},
+    "objects beside": lambda net: {"state_dict": net.state_dict(), "config": collections.deque([1])},
+    "model_state_dict": lambda net: {"epoch": 1, "model_state_dict": net.state_dict(), "optimizer_state_dict": {}},
+    "net": lambda net: {"net": net.state_dict(), "acc": 93.1, "epoch": 3},
+    "state and model": lambda net: {"state": {"model": net.state_dict(), "rank": 0}},
+    "module": lambda net: {"module": net.state_dict(), "dp_world_size": 1},
+    "lightning": lambda net: {"state_dict": prefixed(net, "model."), "pytorch-lightning_version": "2.4", "loops": {}},
+    "lightning net": lambda net: {"state_dict": {**prefixed(net, "net."), "criterion.weight": torch.ones(3)}},
+    "transformers": lambda net: prefixed(net, "timm_model."),
+    "parallel": lambda net: prefixed(net, "module."),
+    "parallel and compiled": lambda net: prefixed(net, "module._orig_mod."),
+    "swa": lambda net: {"n_averaged": torch.tensor(3), **prefixed(net, "module.")},
+    "backbone": lambda net: prefixed(net, "module.backbone."),
+    "thop": lambda net: {**net.state_dict(), "total_ops": torch.ones(1), "conv1.0.total_params": torch.ones(1)},
+    "without counts": lambda net: {k: v for k, v in net.state_dict().items() if "num_batches" not in k},
+    "epoch as a tensor": lambda net: {"model": net.state_dict(), "epoch": torch.tensor(3)},
+    "half": lambda net: {k: v.half() if v.is_floating_point() else v for k, v in net.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_weights_are_those_of_the_file(net, tmp_path, kind):
+    torch.save(WRAPPED[kind](net), tmp_path / "w.pth")
+    model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+    assert same(model, net) or kind == "half"
+    assert model.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
+
+
+def test_safetensors_of_transformers(net, tmp_path):
+    safetensors.torch.save_file(prefixed(net, "timm_model."), tmp_path / "w.safetensors")
+    assert same(load(NAME, checkpoint=tmp_path / "w.safetensors", **GIVEN), net)
+
+
+def test_the_normaliser_of_robustness(net, tmp_path):
+    state = {**prefixed(net, "module.model."), **prefixed(net, "module.attacker.model.")}
+    state |= {
+        "module.normalizer.new_mean": torch.full((3, 1, 1), 0.25),
+        "module.normalizer.new_std": torch.ones(3, 1, 1),
+    }
+    torch.save({"model": state, "epoch": 3}, tmp_path / "w.pt")
+    with pytest.warns(UserWarning, match=r"mean 0\.25, 0\.25, 0\.25; std 1, 1, 1"):
+        model = load(NAME, checkpoint=tmp_path / "w.pt", **GIVEN)
+    assert same(model, net)
+    assert model.mean.flatten().tolist() == [0.25] * 3
+    assert model.std.flatten().tolist() == [1.0] * 3
+    given = load(NAME, checkpoint=tmp_path / "w.pt", mean=(0.5,) * 3, std=(0.5,) * 3, **GIVEN)
+    assert given.mean.flatten().tolist() == [0.5] * 3
+
+
+def test_two_networks_in_one_file_are_not_chosen_from(net, tmp_path):
+    other = {key: value + 1 for key, value in prefixed(net, "teacher.").items()}
+    torch.save({**prefixed(net, "student."), **other}, tmp_path / "w.pth")
+    with pytest.raises(
+        LoadError, match=r"several networks, under student\. and teacher\.|under teacher\. and student\."
+    ):
+        load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+
+
+def test_what_timms_training_records(tmp_path):
+    net = timm.create_model("test_vit", img_size=32, num_classes=2)
+    recorded = {
+        "model": "test_vit", "num_classes": 2, "img_size": 32, "mean": [0.1] * 3, "std": [0.9] * 3, "crop_pct": 1.0,
+        "interpolation": "bilinear", "model_kwargs": {}, "lr": 0.1, "input_size": None,
+    }  # fmt: skip
+    file = tmp_path / "model_best.pth.tar"
+    torch.save({"arch": "test_vit", "state_dict": net.state_dict(), "args": argparse.Namespace(**recorded)}, file)
+    with pytest.warns(UserWarning, match=r"num_classes 2.*mean 0\.1 0\.1 0\.1.*crop_pct 1\.0, interpolation bilinear"):
+        model = load(file)
+    assert model.input_size == (3, 32, 32)
+    assert model.mean.flatten().tolist() == pytest.approx([0.1] * 3)
+    assert model.std.flatten().tolist() == pytest.approx([0.9] * 3)
+    assert (model.data_config["crop_pct"], model.data_config["interpolation"]) == (1.0, "bilinear")
+    assert model(torch.rand(1, 3, 32, 32)).shape == (1, 2)
+    assert model.source == {"name": "test_vit", "arguments": {"num_classes": 2, "img_size": 32}}
+    given = load("test_vit", checkpoint=file, mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert given.mean.flatten().tolist() == [0.5] * 3
+    torch.save({"state_dict": net.state_dict(), "args": {**recorded, "mean": [123.675] * 3}}, file)
+    with pytest.raises(InputError, match="divide by 255"):
+        load(file)
+
+
+def test_names_in_timms_order_are_remapped_and_it_is_said(net, tmp_path):
+    renamed = {f"layer{i}.{key.rpartition('.')[2]}": value for i, (key, value) in enumerate(net.state_dict().items())}
+    torch.save(renamed, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="matched in order"):
+        assert same(load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN), net)
+    moved = dict(sorted(renamed.items(), key=lambda item: item[1].numel()))
+    torch.save(moved, tmp_path / "w.pth")
+    with pytest.raises(LoadError, match="does not fit"):
+        load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+
+
+def test_a_position_embedding_is_not_resized(tmp_path):
+    torch.save(timm.create_model("test_vit", img_size=64, num_classes=2).state_dict(), tmp_path / "w.pth")
+    with pytest.raises(LoadError, match=r"pos_embed is \(1, \d+, 64\) in the file"):
+        load("test_vit", checkpoint=tmp_path / "w.pth", img_size=32, num_classes=2)
+
+
+def jax_weights(width=24):
+    """As JAX's vision_transformer writes a ViT of depth 1 with 3 heads, patches of 16 in 32 pixels, and 2 classes."""
+    draw = np.random.default_rng(0)
+
+    def numbers(*shape):
+        return draw.normal(size=shape).astype(np.float32)
+
+    block, heads = "Transformer/encoderblock_0/", width // 3
+    attention = block + "MultiHeadDotProductAttention_1/"
+    names = {
+        "embedding/kernel": (16, 16, 3, width), "embedding/bias": (width,), "cls": (1, 1, width),
+        "Transformer/posembed_input/pos_embedding": (1, 5, width), "Transformer/encoder_norm/scale": (width,),
+        "Transformer/encoder_norm/bias": (width,), "head/kernel": (width, 2), "head/bias": (2,),
+        **{f"{block}LayerNorm_{i}/{name}": (width,) for i in (0, 2) for name in ("scale", "bias")},
+        **{f"{attention}{one}/kernel": (width, 3, heads) for one in ("query", "key", "value")},
+        **{f"{attention}{one}/bias": (3, heads) for one in ("query", "key", "value")},
+        f"{attention}out/kernel": (3, heads, width), f"{attention}out/bias": (width,),
+        f"{block}MlpBlock_3/Dense_0/kernel": (width, 4 * width), f"{block}MlpBlock_3/Dense_0/bias": (4 * width,),
+        f"{block}MlpBlock_3/Dense_1/kernel": (4 * width, width), f"{block}MlpBlock_3/Dense_1/bias": (width,),
+    }  # fmt: skip
+    return {name: numbers(*shape) for name, shape in names.items()}
+
+
+def test_weights_of_jax_through_timm(tmp_path):
+    arguments = {"img_size": 32, "patch_size": 16, "embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 2}
+    weights = jax_weights()
+    np.savez(tmp_path / "w.npz", **weights)
+    model = load("vit_tiny_patch16_224", checkpoint=tmp_path / "w.npz", **arguments)
+    assert torch.equal(model.net.head.weight, torch.from_numpy(weights["head/kernel"]).T)
+    with pytest.raises(LoadError, match=r"1 tensor missing|tensors missing \(head"):
+        load("vit_tiny_patch16_224", checkpoint=tmp_path / "w.npz", **{**arguments, "num_classes": 5})
+    with pytest.raises(LoadError, match="of NumPy, which timm does not load"):
+        load(NAME, checkpoint=tmp_path / "w.npz", **GIVEN)
+
+
+def script(net, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.trace(net, torch.zeros(1, 3, 32, 32)), path)
+
+
+def quantised(net, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    torch.save(small.state_dict(), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "says"),
+    [
+        ("w.pt", script, "TorchScript"),
+        ("w.pth", quantised, "quantised"),
+        ("w.pth", torch.save, "whole module"),
+        ("w.onnx", lambda net, path: path.write_bytes(b"\x08\x07"), "ONNX"),
+        ("w.h5", lambda net, path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
+        ("w.pth", lambda net, path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
+        ("w.pth", lambda net, path: path.write_bytes(pickle.dumps(net.state_dict())), "never run"),
+    ],
+)
+def test_files_of_other_kinds_are_named_for_what_they_are(net, tmp_path, name, make, says):
+    make(net, tmp_path / name)
+    with pytest.raises(LoadError) as caught:
+        load(NAME, checkpoint=tmp_path / name, **GIVEN)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "download it again" not in str(caught.value)
+    with pytest.raises(LoadError, match=name):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["half", "bfloat16", "double"])
+def test_modules_of_other_types(kind):
+    net = getattr(timm.create_model("test_vit", img_size=32, num_classes=3), kind)()
+    model = load(net)
+    assert model.mean.dtype == model.dtype == next(net.parameters()).dtype
+
+
+def test_exported_modules_are_refused_in_one_line():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
+    exported = torch.export.export(net, (torch.zeros(1, 3, 2, 2),))
+    for given in (exported, exported.module()):
+        with pytest.raises(InputError, match="exported program"):
+            load(given, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
+
+
+@pytest.mark.parametrize("given", [{"global_pool": "avg"}, {"drop_rate": 0.1}, {"depth": 2}, {"mlp_ratio": 2.0}])
+def test_modules_with_arguments_of_timm_are_saved(tmp_path, given):
+    net = timm.create_model("test_vit", img_size=32, num_classes=3, **given).eval()
+    lipcert.save(net, tmp_path / "m.safetensors")
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(lipcert.load(tmp_path / "m.safetensors")(images), load(net)(images))
+
+
+def test_arguments_that_do_not_show_are_given(tmp_path):
+    net = timm.create_model("test_vit", img_size=32, num_classes=3, init_values=0.1).eval()
+    with pytest.raises(LipcertError, match=r"arguments=\{\.\.\.\}"):
+        lipcert.save(net, tmp_path / "m.safetensors")
+    with pytest.warns(UserWarning, match="cannot be saved as it is"):
+        lipcert.finetune(net, [(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))], eps=0.1, epochs=1, loss="ce")
+    lipcert.save(net, tmp_path / "m.safetensors", arguments={"init_values": 0.1})
+    assert lipcert.load(tmp_path / "m.safetensors").source["arguments"]["init_values"] == 0.1
