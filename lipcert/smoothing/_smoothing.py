@@ -89,12 +89,12 @@ class Smoothing:
         self.settings = eps
         self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
         self.skipped: dict[str, str] = {}
-        self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(model) == 1 else {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self.classes = number_of_classes(self.model)
         if isinstance(self.model, Denoised):
             self.model.tell(self.plan.sigma)
+        self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(self.model) == 1 else {}
+        self.classes = number_of_classes(self.model)
         _check_network(self.model)
         self.format = _fastest_format(self.model)
         self.model = self.model.to(memory_format=self.format)
