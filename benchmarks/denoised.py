@@ -1,6 +1,6 @@
 """Denoised smoothing of EfficientNet-Lite0 as it is: certified accuracy behind each denoiser, and its cost.
 
-    python -m benchmarks.denoised pace sigma dct natural natural-half --checkpoint lite0.safetensors --data val.tar --rows F
+    python -m benchmarks.denoised pace sigma dct natural natural-half --checkpoint LITE0 --data VAL.tar --rows FOLDER
 
 The weights are ImageNet's, under timm's names; the data are 1,000 images in class folders, one a class. The first 200
 of the fixed shuffle are certified, as by ``lipcert certify --limit 200``; the next 48 choose σ; the network of
@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,9 @@ def pace(args: argparse.Namespace) -> dict[str, Any]:
         draws = range(smoothing.batch)
         took = _turns(
             {
-                "draw": lambda s=smoothing, i=image, d=draws: s.classes_of(i[None], [0], d),
-                "forward pass of both": lambda w=whole, x=images: w(x),
-                "denoiser": lambda w=whole, x=images: w.denoiser(x),
+                "draw": partial(smoothing.classes_of, image[None], [0], draws),
+                "forward pass of both": partial(whole, images),
+                "denoiser": partial(whole.denoiser, images),
             },
             smoothing.batch,
         )
@@ -129,7 +130,7 @@ def pace(args: argparse.Namespace) -> dict[str, Any]:
         net = lipcert.load("resnet18", pretrained=False, input_size=(3, 224, 224)).to(getattr(torch, dtype))
         images = torch.rand(16, 3, 224, 224).to(net.dtype, memory_format=torch.channels_last)
         net = net.to(memory_format=torch.channels_last)
-        found |= _turns({f"resnet18 in {dtype}": lambda n=net, x=images: n(x)}, 16)
+        found |= _turns({f"resnet18 in {dtype}": partial(net, images)}, 16)
     return found
 
 

@@ -398,7 +398,7 @@ def _variants(found: Any) -> str:
 draws at sigma 0.25, soft outputs with their variance taken as known, the most that a Lipschitz constant can say of it:
 """
     pace = "Noisy images per processor second, random weights:\n"
-    tables = (table(["what is counted", accuracy], rows), table(["network", "plain", "`--channels-last`"], layout))
+    tables = (table(["what is counted", accuracy], rows), table(["network", "plain", "channels last"], layout))
     return "\n".join([head, *tables[0], "", pace, *tables[1]])
 
 
