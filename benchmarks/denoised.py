@@ -136,9 +136,9 @@ def pace(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def _turns(runs: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """The least processor seconds of each, over ``count``, of four turns."""
+    """The least processor seconds of each, over ``count``, of eight turns."""
     least = dict.fromkeys(runs, float("inf"))
-    for _ in range(4):
+    for _ in range(8):
         for name, run in runs.items():
             started = time.process_time()
             run()
