@@ -12,7 +12,7 @@
   is the most that a Lipschitz constant can say of it (Delattre et al. 2024).
 - ``vit``: vit_tiny_patch16_224 with random weights at 224 pixels: noisy images per second and images certified per
   minute, in float32 and bfloat16, with 64 samples per image at most: what easy verdicts of a trained network take.
-- ``layout``: noisy images per processor second of networks with random weights, with and without ``channels_last``.
+- ``layout``: noisy images per processor second of networks with random weights, in both memory formats.
 - ``locuslab``: class and radius of ``Smooth.certify`` there, given the same draws of the same network, and its bound
   for counts of 100,000 draws.
 - ``cifar``: a network that ``lipcert finetune --loss noise --sigma 0.25`` trained: certified accuracy at several ε, and
@@ -140,7 +140,9 @@ def layout(args: argparse.Namespace) -> dict[str, Any]:
         draws = range(8 if size == 224 else 256)
         for dtype in ("float32", "bfloat16"):
             settings: dict[str, Any] = {"sigma": SIGMA, "samples": 64, "dtype": dtype}
-            both = [Smoothing(model, EPS, channels_last=last, **settings) for last in (False, True)]
+            both = [Smoothing(model, EPS, **settings) for _ in range(2)]
+            both[0].format = torch.contiguous_format
+            both[0].model.to(memory_format=torch.contiguous_format)
             paces: list[list[float]] = [[], []]
             for _ in range(4):
                 for smoothing, known in zip(both, paces, strict=True):

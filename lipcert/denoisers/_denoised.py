@@ -76,15 +76,15 @@ class Denoised(Model):
                 f"the denoiser makes {shape} of images of shape {tuple(grey.shape)}; both must be the same"
             )
 
+    @property
+    def told(self) -> bool:
+        """Whether the denoiser needs to know the standard deviation of the noise."""
+        return isinstance(self.denoiser, Told)
+
     def tell(self, sigma: float) -> None:
         """Tells the denoiser the standard deviation of the noise, if it is one that needs it."""
         if isinstance(self.denoiser, Told):
-            self.denoiser.tell(sigma)
-
-    def behind(self) -> Model:
-        """The model without the denoiser."""
-        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
-        return Model(self.net, mean=mean, std=std, input_size=self.input_size).to(self.device, self.dtype)
+            self.denoiser.sigma = sigma
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the denoised images, shape (N, classes)."""

@@ -14,7 +14,6 @@ import timm.data
 import torch
 from torch import Tensor, nn
 
-from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
 from lipcert.inputs.artifact import is_artifact, load_artifact
@@ -139,7 +138,7 @@ def is_file(source: str) -> bool:
 
 def number_of_classes(model: Model) -> int:
     """The number of the model's logits."""
-    return _logits(model.behind() if isinstance(model, Denoised) else model, "the model").shape[1]
+    return _logits(model, "the model").shape[1]
 
 
 def _from_name(

@@ -89,12 +89,12 @@ class Smoothing:
         self.settings = eps
         self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
         self.skipped: dict[str, str] = {}
-        self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(model) == 1 else {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self.classes = number_of_classes(self.model)
         if isinstance(self.model, Denoised):
             self.model.tell(self.plan.sigma)
+        self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(self.model) == 1 else {}
+        self.classes = number_of_classes(self.model)
         _check_network(self.model)
         self.format = _fastest_format(self.model)
         self.model = self.model.to(memory_format=self.format)
@@ -197,9 +197,13 @@ class Smoothing:
         """The class of each draw, -1 if a logit is NaN: one array per image."""
         found: list[list[NDArray[np.int64]]] = [[] for _ in wanted]
         for pieces in _packed([draws for _, _, draws in wanted], self.batch):
-            images = torch.cat([wanted[i][0].expand(len(draws), *wanted[i][0].shape) for i, draws in pieces])
-            noise = torch.cat([self._noise(wanted[i][1], draws) for i, draws in pieces])
-            classes = self._predict(images, noise).cpu()
+            noise = [self._noise(wanted[i][1], draws) for i, draws in pieces]
+            images = [wanted[i][0].expand(len(draws), *wanted[i][0].shape) for i, draws in pieces]
+            if self.prefix is None:
+                noisy = _together([drawn.add_(image) for drawn, image in zip(noise, images, strict=True)])
+                classes = self._predict(noisy).cpu()
+            else:
+                classes = self._predict(_together(images), _together(noise)).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
                 found[i].append(part.numpy())
         return [np.concatenate(parts) for parts in found]
@@ -208,13 +212,11 @@ class Smoothing:
         shape = self.model.input_size if self.prefix is None else self.prefix.shape
         return normal(self.settings.seed, index, draws, shape, self.model.device).mul_(self.plan.sigma)
 
-    def _predict(self, images: Tensor, noise: Tensor) -> Tensor:
-        """Classes of images under noise, in parts if memory runs out; -1 if a logit is NaN."""
+    def _predict(self, images: Tensor, inside: Tensor | None = None) -> Tensor:
+        """Classes of images, also with noise inside the network; in parts if memory runs out; -1 if a logit is NaN."""
         try:
-            if self.prefix is None:
-                logits = self.model((images + noise).to(self.model.dtype, memory_format=self.format))
-            else:
-                logits = self.prefix.under(noise, images.to(self.model.dtype, memory_format=self.format))
+            pixels = images.to(self.model.dtype, memory_format=self.format)
+            logits = self.model(pixels) if self.prefix is None else self.prefix.under(cast(Tensor, inside), pixels)
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -224,7 +226,12 @@ class Smoothing:
         half = (len(images) + 1) // 2
         self.batch = min(self.batch, half)
         parts = (slice(None, half), slice(half, None))
-        return torch.cat([self._predict(images[part], noise[part]) for part in parts])
+        return torch.cat([self._predict(images[part], None if inside is None else inside[part]) for part in parts])
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    """Tensors in one batch, without a copy where there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, range]]]:
