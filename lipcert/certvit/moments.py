@@ -168,30 +168,6 @@ def sample_size(width: int) -> int:
     return max(4096, 4 * width)
 
 
-@dataclass
-class Targets:
-    """Cross moments with given target outputs y_t: C = Σ_t y_t x_tᵀ and Σ_t ‖y_t‖².
-
-    Attributes:
-        cross: (O, M) float64.
-        energy: Σ_t ‖y_t‖² for each group, (G,) float64. The targets do not contain the bias of the layer.
-    """
-
-    cross: Tensor
-    energy: Tensor
-
-    @classmethod
-    def from_rows(cls, inputs: Tensor, outputs: Tensor) -> Targets:
-        """The cross moments of inputs (T, M) and targets (T, O), for a layer without groups."""
-        x, y = inputs.double(), outputs.double()
-        return cls(y.mT @ x, y.square().sum()[None])
-
-    def add(self, other: Targets) -> None:
-        """Adds the cross moments of other rows, in place."""
-        self.cross += other.cross
-        self.energy += other.energy
-
-
 def collect(
     model: nn.Module,
     batches: Iterable[Tensor],
