@@ -1,7 +1,7 @@
 """CertViT: lowers the norms of the layers of a pretrained network and keeps their outputs on given images."""
 
 from lipcert.certvit.blockwise import constrain_blockwise
-from lipcert.certvit.moments import Moments, Targets, collect, stream
+from lipcert.certvit.moments import Moments, collect, stream
 from lipcert.certvit.network import constrain
 from lipcert.certvit.parallel import Failure, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures
@@ -18,7 +18,6 @@ __all__ = [
     "Moments",
     "NetworkFigures",
     "Solution",
-    "Targets",
     "Task",
     "collect",
     "constrain",

@@ -14,7 +14,7 @@ class Ellipsoid:
     """{V : tr((V − centre) S (V − centre)ᵀ) ≤ radius²} with S = Q diag(λ) Qᵀ.
 
     Attributes:
-        centre: (O, M) float64.
+        centre: (O, M), float64, or float32 inside an iteration.
         eigenvalues: λ ≥ 0, (M,) float64.
         basis: Q, (M, M); None if matrices are given in this basis, as V Q.
         radius: the radius, > 0.
@@ -24,6 +24,11 @@ class Ellipsoid:
     eigenvalues: Tensor
     basis: Tensor | None
     radius: float
+
+    def to(self, dtype: torch.dtype) -> Ellipsoid:
+        """The same with its matrices in this dtype."""
+        basis = None if self.basis is None else self.basis.to(dtype)
+        return Ellipsoid(self.centre.to(dtype), self.eigenvalues.to(dtype), basis, self.radius)
 
     def project(self, point: Tensor) -> Tensor:
         """The nearest member in the Frobenius norm.
@@ -91,7 +96,7 @@ def multiplier(squares: Tensor, eigenvalues: Tensor, radius: float) -> float:
     Returns:
         μ, with a relative error near the float64 precision.
     """
-    squares, eigenvalues = squares.cpu(), eigenvalues.cpu()
+    squares, eigenvalues = squares.double().cpu(), eigenvalues.double().cpu()
     energies = squares * eigenvalues
     if float(energies.sum()) <= radius * radius:
         return 0.0

@@ -1,8 +1,8 @@
 """The measures of a matrix that can be minimised: the value, dual norm and proximal operator of each.
 
-Singular values come from the eigenvalues of the smaller Gram matrix in float64, which is several times faster than an
-SVD. Their absolute error is about 1e-8 ‖W‖₂ for values near zero and 1e-16 ‖W‖₂ for the largest; only large values
-matter here. Certified norms are computed in lipcert.norms.
+Singular values come from the eigenvalues of the smaller Gram matrix, which is several times faster than an SVD. In
+float64 their absolute error is about 1e-8 ‖W‖₂ for values near zero and 1e-16 ‖W‖₂ for the largest, in float32 3e-4 and
+1e-7; only large values matter here. Certified norms are computed in lipcert.norms.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_TINY = 1e-30  # in place of zeros that divide, in float32 too
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Spectrum:
 
     @classmethod
     def of(cls, matrix: Tensor) -> Spectrum:
-        """The spectrum of an (O, M) float64 matrix, K = min(O, M)."""
+        """The spectrum of an (O, M) matrix, K = min(O, M)."""
         left = matrix.shape[0] <= matrix.shape[1]
         squares, vectors = torch.linalg.eigh(_gram(matrix))
         return cls(squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1), left)
@@ -72,7 +74,7 @@ def clip_level(values: Tensor, mass: float) -> float:
 
 def clip_spectrum(matrix: Tensor, spectrum: Spectrum, level: float) -> Tensor:
     """W with its singular values above ``level`` lowered to it."""
-    return spectrum.take_off(matrix, (1 - level / spectrum.values.clamp_min(1e-300)).clamp_min(0))
+    return spectrum.take_off(matrix, (1 - level / spectrum.values.clamp_min(_TINY)).clamp_min(0))
 
 
 def _prox_spectral(matrix: Tensor, step: float) -> Tensor:
@@ -84,7 +86,7 @@ def _prox_spectral(matrix: Tensor, step: float) -> Tensor:
 def _prox_nuclear(matrix: Tensor, step: float) -> Tensor:
     """W with its singular values lowered by ``step``, but not below 0."""
     spectrum = Spectrum.of(matrix)
-    return spectrum.take_off(matrix, (step / spectrum.values.clamp_min(1e-300)).clamp_max(1))
+    return spectrum.take_off(matrix, (step / spectrum.values.clamp_min(_TINY)).clamp_max(1))
 
 
 def soft_threshold(matrix: Tensor, step: float) -> Tensor:
@@ -102,6 +104,7 @@ class Measure:
         prox: (W, step) → argmin_V step · ‖V‖ + ½ ‖V − W‖_F².
         step: W_pre → the step of Douglas–Rachford. It changes the speed, not the limit.
         rotates: whether ‖W Q‖ = ‖W‖ for orthogonal Q, so that the solver may use the eigenbasis of the moments.
+        balances: whether the step may start large and fall.
     """
 
     value: Callable[[Tensor], float]
@@ -109,10 +112,11 @@ class Measure:
     prox: Callable[[Tensor, float], Tensor]
     step: Callable[[Tensor], float]
     rotates: bool
+    balances: bool = False
 
 
 MEASURES = {
-    "spectral": Measure(spectral_norm, nuclear_norm, _prox_spectral, spectral_norm, rotates=True),
+    "spectral": Measure(spectral_norm, nuclear_norm, _prox_spectral, spectral_norm, rotates=True, balances=True),
     "nuclear": Measure(
         nuclear_norm, spectral_norm, _prox_nuclear, lambda w: float(_singular_values(w).mean()), rotates=True
     ),

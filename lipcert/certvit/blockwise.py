@@ -138,7 +138,7 @@ def constrain_blockwise(
             status = "converged"
 
     chosen = projected if point == "projected" else sparse
-    result = chosen.to(weight.dtype if weight.dtype == torch.float64 else torch.float32)
+    result = chosen.to(weight.dtype)
     squared = sum(constraint.excess(result.double() - pre)[0] + constraint.bound for constraint in constraints)
     if eta is not None:
         error = math.sqrt(bound / sum(energy for _, energy in found))

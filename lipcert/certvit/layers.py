@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import timm.layers
 import torch
@@ -18,6 +19,31 @@ from lipcert.norms import conv_norm, dense_norm
 from lipcert.surgery import L2Attention
 
 Untouched = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What the norm of a layer depends on besides its weight; worker processes get it.
+
+    Attributes:
+        groups: the number of equal groups of rows of the weight, of which the largest norm counts: heads, or groups of
+            a convolution whose padding is not zeros.
+        sizes: the (height, width) of the inputs of a convolution with zero padding; empty otherwise.
+        geometry: the stride, padding, dilation and groups of such a convolution.
+    """
+
+    groups: int = 1
+    sizes: tuple[tuple[int, ...], ...] = ()
+    geometry: tuple[tuple[str, Any], ...] = ()
+
+    def norm(self, weight: Tensor) -> float:
+        """An upper bound on the ℓ2 norm of the layer with this weight.
+
+        For a convolution with padding other than zeros it is that of the flattened kernel.
+        """
+        if self.sizes:
+            return float(max(conv_norm(weight, size, **dict(self.geometry)) for size in self.sizes))
+        return float(dense_norm(weight.flatten(1).unflatten(0, (self.groups, -1))))
 
 
 @dataclass
@@ -44,21 +70,18 @@ class Layer:
         weight: Tensor = getattr(self.module, self.name)
         return weight
 
-    def norm(self, weight: Tensor) -> float:
-        """An upper bound on the ℓ2 norm of the layer with this weight.
-
-        For a convolution with padding other than zeros it is that of the flattened kernel, for values the largest norm
-        of a head.
-        """
+    @property
+    def operator(self) -> Operator:
+        """How the layer applies its weight."""
         module = self.module
         if isinstance(module, L2Attention):
-            return float(dense_norm(weight.unflatten(0, (module.num_heads, -1))))
+            return Operator(module.num_heads)
         if not isinstance(module, nn.Conv2d):
-            return float(dense_norm(weight))
+            return Operator()
         if module.padding_mode != "zeros":
-            return float(dense_norm(weight.flatten(1).unflatten(0, (module.groups, -1))))
-        geometry = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
-        return float(max(conv_norm(weight, size, **geometry) for size in self.sizes))
+            return Operator(module.groups)
+        geometry = tuple((key, getattr(module, key)) for key in ("stride", "padding", "dilation", "groups"))
+        return Operator(sizes=tuple(sorted(self.sizes)), geometry=geometry)
 
 
 def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer], list[Untouched]]:

@@ -21,6 +21,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.processes import Processes
 from lipcert.surgery import L2Attention
 
+_PANEL = 384  # columns
 _CHUNK_BYTES = 64 << 20  # activations are converted to float64 in pieces of at most this size
 
 BatchProgress = Callable[[int, int, int], object]
@@ -69,11 +70,23 @@ class Moments:
             raise InputError(f"the inputs of layer {self.name} are NaN or infinite; check the weights and the images")
         groups, count, width = rows.shape
         for piece in rows.split(max(1, _CHUNK_BYTES // (8 * groups * width)), dim=1):
-            exact = piece.to(self.second.device, torch.float64)
-            self.second.baddbmm_(exact.mT, exact)
+            self._add_products(piece.to(self.second.device, torch.float64))
         if self.sample is not None:
             self._keep(rows)
         self.rows += count
+
+    def _add_products(self, rows: Tensor) -> None:
+        """Adds Σ_t x_t x_tᵀ, the upper triangle of blocks computed and the lower one copied from it."""
+        for start in range(0, self.width, _PANEL):
+            stop = start + _PANEL
+            product = rows[:, :, start:stop].mT @ rows[:, :, start:]
+            self.second[:, start:stop, start:] += product
+            self.second[:, stop:, start:stop] += product[:, :, _PANEL:].mT
+
+    def pass_on(self, matrices: Tensor) -> None:
+        """Replaces the moments of rows v by those of v A, for A of shape (G, M, M')."""
+        exact = matrices.to(self.second)
+        self.second = exact.mT @ self.second @ exact
 
     def _keep(self, rows: Tensor) -> None:
         """Keeps the rows of lowest rank, in their order.
@@ -168,30 +181,6 @@ def sample_size(width: int) -> int:
     return max(4096, 4 * width)
 
 
-@dataclass
-class Targets:
-    """Cross moments with given target outputs y_t: C = Σ_t y_t x_tᵀ and Σ_t ‖y_t‖².
-
-    Attributes:
-        cross: (O, M) float64.
-        energy: Σ_t ‖y_t‖² for each group, (G,) float64. The targets do not contain the bias of the layer.
-    """
-
-    cross: Tensor
-    energy: Tensor
-
-    @classmethod
-    def from_rows(cls, inputs: Tensor, outputs: Tensor) -> Targets:
-        """The cross moments of inputs (T, M) and targets (T, O), for a layer without groups."""
-        x, y = inputs.double(), outputs.double()
-        return cls(y.mT @ x, y.square().sum()[None])
-
-    def add(self, other: Targets) -> None:
-        """Adds the cross moments of other rows, in place."""
-        self.cross += other.cross
-        self.energy += other.energy
-
-
 def collect(
     model: nn.Module,
     batches: Iterable[Tensor],
@@ -255,13 +244,13 @@ def stream(
             "give a list or a DataLoader, or raise max_bytes"
         )
     for number, group in enumerate(groups, start=1):
-        found = _one_pass(
+        collected = _one_pass(
             model, batches, group, None if progress is None else partial(progress, number, len(groups)), sampled
         )
-        for name, moments in found.items():
+        for name, moments in collected.items():
             if layers is not None and not moments.rows:
                 raise InputError(f"the model never calls layer {name} on these images; leave it out")
-        yield {name: moments for name, moments in found.items() if moments.rows}
+        yield {name: moments for name, moments in collected.items() if moments.rows}
 
 
 @contextlib.contextmanager
@@ -313,73 +302,86 @@ def _grouped(layers: dict[str, Holder], max_bytes: int, sampled: Collection[str]
     return groups
 
 
-def _empty(name: str, module: Holder, device: torch.device) -> Moments:
+def _empty(name: str, module: Holder, sampled: bool) -> Moments:
+    device = (module.q if isinstance(module, L2Attention) else module).weight.device
+    groups, width, _ = _moment_shape(module)
+    if isinstance(module, L2Attention):
+        width = module.head_dim
     place = "cpu" if device.type == "mps" else device  # Apple's GPUs have no float64
-    return Moments(name, torch.zeros(_moment_shape(module), dtype=torch.float64, device=place))
+    moments = Moments(name, torch.zeros(groups, width, width, dtype=torch.float64, device=place))
+    moments.sample = torch.zeros(groups, 0, width) if sampled else None
+    return moments
 
 
-class _ValueHook:
-    """Collects the moments of the inputs of the values of L2 attention: u = Σ_j P_ij y_j W_hᵀ/√d for head h.
+@contextlib.contextmanager
+def watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object]) -> Iterator[None]:
+    """Calls ``see(path, rows)`` with the rows (G, T, M) that a layer multiplies, in parts, whenever it runs.
 
-    The output of a head is V_h u + bias, so the values are a layer with one group per head. With W_h as rows,
-    Σ u uᵀ = W_hᵀ (Σ v vᵀ) W_h/d for v = Σ_j P_ij y_j, whose dimension is that of a head.
+    The values of L2 attention multiply u = Σ_j P_ij y_j W_hᵀ/√d in head h. They are seen as v = Σ_j P_ij y_j, whose
+    dimension is that of a head; :func:`mixing` leads from v to u.
+
+    Raises:
+        InputError: from ``see``, or because a layer does more than multiply by its weight.
     """
+    handles = []
+    attentions = [(name, module) for name, module in layers.items() if isinstance(module, L2Attention)]
+    try:
+        for name, module in layers.items():
+            if not isinstance(module, L2Attention):
+                handles.append(module.register_forward_hook(_Hook(name, see)))
+        for name, attention in attentions:
+            attention.attend = _value_hook(name, attention, see)  # type: ignore[method-assign]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, attention in attentions:
+            vars(attention).pop("attend", None)
 
-    def __init__(self, name: str, module: L2Attention):
-        self.name = name
-        self.module = module
-        shape = (module.num_heads, module.head_dim, module.head_dim)
-        self.mixed = _empty(name, module, module.q.weight.device)
-        self.mixed.second = self.mixed.second.new_zeros(shape)
-        self.plain = module.attend
-        module.attend = self  # type: ignore[method-assign]
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        for part, shift in self._parts(x, bias):
-            self.mixed.add(self.module.mixed(part, shift).transpose(0, 1).flatten(1, 2))
-        return self.plain(x, bias)
+def mixing(attention: L2Attention) -> Tensor:
+    """W_hᵀ/√d for each head, (heads, head_dim, dim): u = v times it."""
+    queries: Tensor = attention.q.weight.detach().unflatten(0, (attention.num_heads, -1))
+    return queries * attention.scale
 
-    def _parts(self, x: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Splits the sets of tokens into parts that fit into memory, each with its bias."""
-        size = max(1, _CHUNK_BYTES // (8 * self.module.num_heads * x.shape[1] * (x.shape[1] + self.module.head_dim)))
-        for start in range(0, len(x), size):
-            own = bias is not None and bias.dim() == 4 and len(bias) == len(x)
-            yield x[start : start + size], bias[start : start + size] if own and bias is not None else bias
 
-    def end(self) -> Moments:
-        """Removes the hook and returns the moments."""
-        del self.module.attend
-        queries = self.module.q.weight.detach().unflatten(0, (self.module.num_heads, -1)).to(self.mixed.second)
-        self.mixed.second = queries.mT @ self.mixed.second @ queries * self.module.scale**2
-        return self.mixed
+def _value_hook(name: str, module: L2Attention, see: Callable[[str, Tensor], object]) -> Callable[..., Tensor]:
+    plain = module.attend
+
+    def attend(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        for part, shift in _sets(module, x, bias):
+            see(name, module.mixed(part, shift).transpose(0, 1).flatten(1, 2))
+        return plain(x, bias)
+
+    return attend
+
+
+def _sets(module: L2Attention, x: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Splits the sets of tokens into parts that fit into memory, each with its bias."""
+    size = max(1, _CHUNK_BYTES // (8 * module.num_heads * x.shape[1] * (x.shape[1] + module.head_dim)))
+    for start in range(0, len(x), size):
+        each = bias is not None and bias.dim() == 4 and len(bias) == len(x)
+        yield x[start : start + size], bias[start : start + size] if each and bias is not None else bias
 
 
 class _Hook:
-    """Adds the inputs of every call of a layer to its moments."""
+    """Shows the rows of every call of a layer."""
 
-    def __init__(self, name: str, module: nn.Linear | nn.Conv2d, sampled: bool):
-        self.moments = _empty(name, module, module.weight.device)
-        if sampled:
-            groups, width, _ = self.moments.second.shape
-            self.moments.sample = torch.zeros(groups, 0, width)
-        self.handle = module.register_forward_hook(self)
+    def __init__(self, name: str, see: Callable[[str, Tensor], object]):
+        self.name = name
+        self.see = see
+        self.first = True
 
-    def end(self) -> Moments:
-        """Removes the hook and returns the moments."""
-        self.handle.remove()
-        return self.moments
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(module, (nn.Linear, nn.Conv2d))
-        first = not self.moments.rows
+    def __call__(self, module: nn.Linear | nn.Conv2d, args: tuple[Tensor, ...], output: Tensor) -> None:
         if isinstance(module, nn.Linear):
-            self.moments.add(args[0].reshape(1, -1, module.in_features))
+            self.see(self.name, args[0].reshape(1, -1, module.in_features))
         else:
-            per_image = max(1, 8 * output[0, 0].numel() * math.prod(self.moments.second.shape[:2]))
+            per_image = max(1, 8 * output[0, 0].numel() * module.weight[0].numel() * module.groups)
             for part in args[0].split(max(1, _CHUNK_BYTES // per_image)):
-                self.moments.add(_patches(module, part))
-        if first:
+                self.see(self.name, _patches(module, part))
+        if self.first:
             self._require_plain(module, args[0], output)
+        self.first = False
 
     def _require_plain(self, module: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> None:
         """Checks that the layer only multiplies its inputs by the weight; a subclass may pad or normalise them first.
@@ -393,10 +395,10 @@ class _Hook:
             plain = plain + (module.bias[:, None, None] if isinstance(module, nn.Conv2d) else module.bias)
         expected, got = plain.double(), output[:1].double()
         if not torch.isfinite(got).all():
-            raise InputError(f"layer {self.moments.name} computes NaN or infinity; check its weight")
+            raise InputError(f"layer {self.name} computes NaN or infinity; check its weight")
         if expected.shape != got.shape or (expected - got).norm() > 0.05 * got.norm():
             raise InputError(
-                f"layer {self.moments.name} ({type(module).__name__}) does more than multiply by its weight; "
+                f"layer {self.name} ({type(module).__name__}) does more than multiply by its weight; "
                 "convert it first or leave it out"
             )
 
@@ -432,27 +434,23 @@ def _one_pass(
     progress: Callable[[int], object] | None,
     sampled: Collection[str],
 ) -> dict[str, Moments]:
-    hooks = {
-        name: _ValueHook(name, module) if isinstance(module, L2Attention) else _Hook(name, module, name in sampled)
-        for name, module in layers.items()
-    }
-    found: dict[str, Moments] = {}
+    moments = {name: _empty(name, module, name in sampled) for name, module in layers.items()}
     processes = Processes.connected()
     images = 0
-    try:
-        with processes.together(), evaluating(model), torch.no_grad():
-            for batch in batches:
-                if not len(batch):
-                    continue
-                model(batch)
-                images += len(batch)
-                if progress is not None:
-                    progress(images)
-    finally:
-        found = {name: hook.end() for name, hook in hooks.items()}
+    watch = watching(layers, lambda name, rows: moments[name].add(rows))
+    with processes.together(), evaluating(model), torch.no_grad(), watch:
+        for batch in batches:
+            if not len(batch):
+                continue
+            model(batch)
+            images += len(batch)
+            if progress is not None:
+                progress(images)
     if not sum(processes.gather(images)):
         raise InputError("no images to collect moments from; give at least one batch")
-    for moments in found.values():
-        moments.all_reduce()
-        moments.second = moments.second.cpu()
-    return found
+    for name, module in layers.items():
+        if isinstance(module, L2Attention):
+            moments[name].pass_on(mixing(module))
+        moments[name].all_reduce()
+        moments[name].second = moments[name].second.cpu()
+    return moments

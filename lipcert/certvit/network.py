@@ -5,10 +5,10 @@ This is algorithm 3 of Gupta and Verma 2023 (arXiv 2302.10287) without its last 
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds import Progress, lipschitz
-from lipcert.certvit.blockwise import FAITHFUL, constrain_blockwise
+from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
-from lipcert.certvit.layers import Layer, choose
-from lipcert.certvit.moments import Moments, evaluating, pooled, stream
+from lipcert.certvit.layers import Layer, Operator, choose
+from lipcert.certvit.moments import Moments, evaluating, mixing, pooled, stream, watching
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
 from lipcert.certvit.relu import relus
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
-from lipcert.certvit.solve import Solution
+from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, checked, outside_inference_mode
@@ -31,10 +31,11 @@ from lipcert.settings import ConstrainSettings, settings_of, takes
 from lipcert.surgery import L2Attention
 
 BASELINES = ("rescale", "clip")
-LayerProgress = Callable[[str, int, int | None], None]
+LayerProgress = Callable[[str, float, float | None], None]
 Weights = dict[str, Tensor]
 
 _BLOCKS = 4  # the number of mini-batches of the faithful engine; each is a constraint
+_GAP_TO_REPORT = 0.01  # a larger one is reported
 _GENERALISES = 1.5  # held-out errors above this multiple of the allowed error are reported
 
 
@@ -81,6 +82,7 @@ def constrain(
     started = time.perf_counter()
     asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
     measure, engine, error = asked.measure, asked.engine, asked.error
+    faithful = engine == "faithful"
     report = progress or (lambda what, done, total: None)
     calibration, held = part(model, loader, held_out)
     chosen, untouched = choose(model, asked.layers)
@@ -88,32 +90,53 @@ def constrain(
         behind = relus(model, {p: x.module for p, x in chosen.items() if not isinstance(x.module, L2Attention)})
         for path, relu in behind.items():
             chosen[path].relu = relu
+    operators = {path: layer.operator for path, layer in chosen.items()}
+    _check_labels(model, held, given=held_out is not None)
     notes: list[str] = []
-    bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
+    facts: dict[str, _Facts] = {}
+    bound_before: float | None = None
+    methods = tuple(dict.fromkeys((measure, *BASELINES)))
+    costs = {path: _cost(layer) for path, layer in chosen.items()}
+    finished: list[str] = []
 
-    solve = {"workers": asked.workers, "devices": asked.devices, "resume_dir": asked.resume_dir}
-    entries: list[LayerConstraint] = []
-    variants: dict[str, Weights] = {}
-    count = _BLOCKS if engine == "faithful" else 1
-    for blocks, held_moments in _moments(model, chosen, calibration, held, asked.max_bytes, count, report):
-        outcomes = _outcomes(chosen, blocks, asked, solve, report)
-        for path, parts in blocks.items():
-            results = {method: outcomes[_task_name(path, method)] for method in (measure, *BASELINES)}
-            held_part = held_moments.get(path)
-            entry, weights = _entry(path, chosen[path], pooled(parts), held_part, results, asked)
-            entries.append(entry)
-            for method, weight in weights.items():
-                variants.setdefault(method, {})[path] = weight
+    def tasks() -> Iterator[Task]:
+        nonlocal bound_before
+        for group in _moments(model, chosen, calibration, asked.max_bytes, _BLOCKS if faithful else 1, report):
+            for path in list(group):
+                parts = group.pop(path)
+                facts[path] = _Facts.of(parts, chosen[path], asked)
+                yield _task(path, chosen[path], operators[path], parts, methods, facts[path].error, asked)
+                del parts
+        bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
+
+    def solved(path: str, _: Outcome) -> None:
+        finished.append(path)
+        done = math.fsum(costs[name] for name in finished) / math.fsum(costs.values())
+        report("solving layers", len(costs) * done if len(finished) < len(costs) else len(costs), len(costs))
+
+    outcomes = solve_layers(
+        tasks(), asked.workers, asked.resume_dir, solved, devices=asked.devices, max_bytes=asked.max_bytes
+    )
+    before = {path: layer.weight.detach().clone() for path, layer in chosen.items()}
+    variants: dict[str, Weights] = {method: dict(before) for method in methods}
+    for path, outcome in outcomes.items():
+        for method, solution in {} if isinstance(outcome, Failure) else outcome.items():
+            variants[method][path] = solution.weight.to(before[path])
+    entries = [
+        _entry(path, outcomes[path], facts[path], before[path].dtype, operators[path], before[path], asked)
+        for path in chosen
+    ]
     _require_success(entries)
 
-    before = {path: layer.weight.detach().clone() for path, layer in chosen.items()}
+    held_errors = _HeldOutErrors(chosen, before, variants[measure])
     try:
-        accuracy, agreement = _compare(model, held, chosen, {"before": before, **variants}, report)
+        accuracy, agreement = _compare(model, held, chosen, {"before": before, **variants}, held_errors, report)
         _put(chosen, variants[measure])
         bound_after = _log10_bound(model, lambda *step: report(f"{step[2]} after", *step[:2]), [])
     except BaseException:
         _put(chosen, before)
         raise
+    entries = [_with_held_out(entry, held_errors.relative(entry.path)) for entry in entries]
 
     def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
         return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
@@ -152,31 +175,24 @@ def _moments(
     model: Model,
     chosen: Mapping[str, Layer],
     calibration: CalibrationImages,
-    held: CalibrationImages,
     max_bytes: int,
     count: int,
     report: LayerProgress,
-) -> Iterator[tuple[dict[str, list[Moments]], dict[str, Moments]]]:
-    """For each group of layers, the moments on calibration images and on held-out images, if there are any.
-
-    The calibration images are divided into ``count`` parts, each with its own moments.
-    """
+) -> Iterator[dict[str, list[Moments]]]:
+    """For each group of layers, the moments on the calibration images, divided into ``count`` parts."""
     modules = {path: layer.module for path, layer in chosen.items()}
     sampled = [path for path, layer in chosen.items() if layer.relu is not None]
 
-    def collect(images: Iterable[Tensor], what: str) -> Iterator[dict[str, Moments]]:
-        def seen(number: int, passes: int, count: int) -> None:
-            report(f"{what}, pass {number} of {passes}" if passes > 1 else what, count, None)
+    def seen(number: int, passes: int, images: int) -> None:
+        what = "calibration images"
+        report(f"{what}, pass {number} of {passes}" if passes > 1 else what, images, calibration.count or None)
 
-        return stream(model, images, modules, max_bytes=max_bytes // count, progress=seen, sampled=sampled)
-
-    held_groups: Iterator[dict[str, Moments]] | None = None
     dealt = [_Dealt(calibration, first, count) for first in range(count)]
-    for groups in zip(*(collect(images, "calibration images") for images in dealt), strict=True):
-        if held_groups is None:
-            empty = held.share == "held-out" and not _sums([calibration.left_out])[0]
-            held_groups = itertools.repeat({}) if empty else collect(held, "held-out images")
-        yield {path: [group[path] for group in groups] for path in groups[0]}, next(held_groups)
+    streams = [
+        stream(model, images, modules, max_bytes=max_bytes // count, progress=seen, sampled=sampled) for images in dealt
+    ]
+    for groups in zip(*streams, strict=True):
+        yield {path: [group[path] for group in groups] for path in groups[0]}
 
 
 @dataclass(frozen=True)
@@ -193,116 +209,200 @@ class _Dealt:
                 yield batch[self.first :: self.count]
 
 
-def _task_name(path: str, method: str) -> str:
-    return f"{path} {method}"
+@dataclass(frozen=True)
+class _Facts:
+    """What the report says of the inputs of a layer, and the relative error that it may have."""
+
+    rows: int
+    width: int
+    error: float
+    behind: str | None
+
+    @classmethod
+    def of(cls, parts: Sequence[Moments], layer: Layer, asked: ConstrainSettings) -> _Facts:
+        """With η the error is that of Σ_t ‖W x_t − y_t‖² = T η over T rows."""
+        rows = sum(part.rows for part in parts)
+        if asked.eta is None:
+            error = asked.error
+        else:
+            energy = sum(part.energy(layer.weight.detach().flatten(1)) for part in parts)
+            error = math.sqrt(asked.eta * rows / energy) if energy else asked.error
+        if layer.relu is not None:
+            rows = sum(part.sample.shape[1] for part in parts if part.sample is not None)
+        width = layer.module.head_dim if isinstance(layer.module, L2Attention) else parts[0].width
+        return cls(rows, width, error, None if layer.relu is None else "relu")
 
 
-def _outcomes(
-    chosen: Mapping[str, Layer],
-    blocks: Mapping[str, list[Moments]],
+def _task(
+    path: str,
+    layer: Layer,
+    operator: Operator,
+    parts: list[Moments],
+    methods: tuple[str, ...],
+    error: float,
     asked: ConstrainSettings,
-    solve: Mapping[str, object],
-    report: LayerProgress,
-) -> dict[str, Outcome]:
-    methods = tuple(dict.fromkeys((asked.measure, *BASELINES)))
-    finished = itertools.count(1)
-
-    def task(path: str, parts: list[Moments], method: str) -> Task:
-        name, weight, own = _task_name(path, method), chosen[path].weight.detach().cpu(), method == asked.measure
-        relu = chosen[path].relu if own else None
-        kept = parts if relu is not None else [replace(part, sample=None) for part in parts]
-        options: dict[str, Any] = {} if relu is None else {"relu": relu}
-        options |= {"error": _error(asked, pooled(kept), weight), **(asked.solver_options() if own else {})}
-        if asked.engine == "faithful" and own:
-            return Task(name, weight, kept, options, constrain_blockwise)
-        return Task(name, weight, pooled(kept), {**options, "measure": method})
-
-    return solve_layers(
-        (task(path, parts, method) for path, parts in blocks.items() for method in methods),
-        progress=lambda name, outcome: report("solving layers", next(finished), len(methods) * len(blocks)),
-        **solve,  # type: ignore[arg-type]
-    )
+) -> Task:
+    options: dict[str, Any] = {"error": error, "norm": operator.norm, **asked.solver_options()}
+    if layer.relu is not None:
+        options["relu"] = layer.relu
+    weight = layer.weight.detach().cpu()
+    if asked.engine == "faithful":
+        return Task(path, weight, parts, options, _constrain_faithfully)
+    return Task(path, weight, parts[0], {**options, "measures": methods})
 
 
-def _error(asked: ConstrainSettings, moments: Moments, weight: Tensor) -> float:
-    """The allowed relative error of a layer; with η it is that of Σ_t ‖W x_t − y_t‖² = T η over its T rows."""
-    energy = moments.energy(weight)
-    if asked.eta is None or not energy:
-        return asked.error
-    return math.sqrt(asked.eta * moments.rows / energy)
+def _constrain_faithfully(
+    weight: Tensor, parts: list[Moments], *, error: float, norm: Callable[[Tensor], float], **options: Any
+) -> dict[str, Solution]:
+    """The solution of the faithful engine, and the baselines."""
+    solutions = constrain_layer(weight, pooled(parts), error, BASELINES, norm=norm)
+    solution = constrain_blockwise(weight, parts, error, **options)
+    known = solutions[BASELINES[0]]
+    norms = {"norm_before": known.norm_before, "norm_after": norm(solution.weight), "rank": known.rank}
+    return {"l1": replace(solution, **norms), **solutions}  # type: ignore[arg-type]
+
+
+def _cost(layer: Layer) -> float:
+    """The expected time of a layer in any unit: some 40 iterations, and the eigenvectors of its moments."""
+    outputs, width = layer.weight.flatten(1).shape
+    groups = 1
+    if isinstance(layer.module, L2Attention):
+        groups, outputs = layer.module.num_heads, layer.module.head_dim
+    elif isinstance(layer.module, nn.Conv2d):
+        groups, outputs = layer.module.groups, outputs // layer.module.groups
+    smaller = min(outputs, width)
+    return groups * (40 * (4 * outputs * width * smaller + 12 * smaller**3) + 20 * width**3)
 
 
 def _entry(
     path: str,
-    layer: Layer,
-    moments: Moments,
-    held: Moments | None,
-    results: Mapping[str, Outcome],
+    outcome: Outcome,
+    facts: _Facts,
+    dtype: torch.dtype,
+    operator: Operator,
+    before: Tensor,
     asked: ConstrainSettings,
-) -> tuple[LayerConstraint, Weights]:
-    """The figures of a layer, and its weight by each method; the original weight if the method failed."""
-    before = layer.weight.detach().clone()
-    weights = {
-        method: result.weight.to(before) if isinstance(result, Solution) else before
-        for method, result in results.items()
-    }
-    norm_before = layer.norm(before)
-    norms = {method: norm_before if weight is before else layer.norm(weight) for method, weight in weights.items()}
-    chosen, weight = results[asked.measure], weights[asked.measure]
-
-    def away(of: Moments | None) -> float | None:
-        if of is None or isinstance(chosen, Failure):
-            return None
-        new, old = weight.cpu(), before.cpu()
-        if layer.relu is not None and of.sample is not None:
-            return layer.relu.relative_error(new, old, of.sample)
-        return of.relative_error(new, old)
-
+) -> LayerConstraint:
+    """The figures of a layer but for those on held-out images."""
+    solved = None if isinstance(outcome, Failure) else outcome[asked.measure]
+    norm = operator.norm(before) if solved is None else solved.norm_before
+    norms = {name: norm if isinstance(outcome, Failure) else outcome[name].norm_after for name in BASELINES}
     entry = LayerConstraint(
         path=path,
-        norm_before=norm_before,
-        norm_after=norms[asked.measure],
-        baselines={name: norms[name] for name in BASELINES},
-        error_asked=_error(asked, moments, before.cpu()),
-        error_reached=_number(away(moments)),
-        error_held_out=_number(away(held)),
-        sparsity=float((weight == 0).double().mean()),
-        iterations=chosen.iterations if isinstance(chosen, Solution) else 0,
-        gap=chosen.gap if isinstance(chosen, Solution) else None,
-        seconds=chosen.seconds if isinstance(chosen, Solution) else 0.0,
-        rows=moments.rows if layer.relu is None or moments.sample is None else moments.sample.shape[1],
-        width=layer.module.head_dim if isinstance(layer.module, L2Attention) else moments.width,
-        rank=moments.rank,
-        status=chosen.status if isinstance(chosen, Solution) else "failed",
+        norm_before=norm,
+        norm_after=norm if solved is None else solved.norm_after,
+        baselines=norms,
+        error_asked=facts.error,
+        error_reached=None if solved is None or not before.any() else solved.error_reached,
+        error_held_out=None,
+        sparsity=float((before == 0).double().mean()) if solved is None else solved.sparsity,
+        iterations=0 if solved is None else solved.iterations,
+        gap=None if solved is None else solved.gap,
+        seconds=0.0 if solved is None else solved.seconds,
+        rows=facts.rows,
+        width=facts.width,
+        rank=facts.width if solved is None or solved.rank is None else solved.rank,
+        status="failed" if solved is None else solved.status,
         shortfalls=(),
-        behind=None if layer.relu is None else "relu",
+        behind=facts.behind,
     )
-    return replace(entry, shortfalls=tuple(_shortfalls(entry, results, before.dtype))), weights
+    return replace(entry, shortfalls=tuple(_shortfalls(entry, outcome, asked, dtype)))
 
 
-def _number(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
+def _with_held_out(entry: LayerConstraint, error: float | None) -> LayerConstraint:
+    if error is None or entry.status == "failed":
+        return entry
+    entry = replace(entry, error_held_out=error)
+    if error <= _GENERALISES * entry.error_asked:
+        return entry
+    line = f"{entry.path}: its error on held-out images is {error:.3g}, above {entry.error_asked:g}; use more images"
+    return replace(entry, shortfalls=(*entry.shortfalls, line))
 
 
-def _shortfalls(entry: LayerConstraint, results: Mapping[str, Outcome], dtype: torch.dtype) -> Iterator[str]:
-    path, asked = entry.path, entry.error_asked
-    faithful = any(isinstance(result, Solution) and result.measure == FAITHFUL for result in results.values())
-    for method, result in results.items():
-        if isinstance(result, Failure):
-            yield f"{path}: unchanged ({method}): {result.message}"
-    if entry.status == "rounding":
-        yield f"{path}: unchanged: its dtype {dtype} cannot express an error of {asked:g}; allow a larger one"
+def _shortfalls(
+    entry: LayerConstraint, outcome: Outcome, asked: ConstrainSettings, dtype: torch.dtype
+) -> Iterator[str]:
+    path, error = entry.path, entry.error_asked
+    faithful = asked.engine == "faithful"
+    if isinstance(outcome, Failure):
+        yield f"{path}: unchanged ({asked.measure}): {outcome.message}"
+    elif entry.status == "rounding":
+        yield f"{path}: unchanged: its dtype {dtype} cannot express an error of {error:g}; allow a larger one"
     elif entry.status == "iteration limit" and faithful:
         yield f"{path}: stopped at the number of iterations of the authors' code"
-    elif entry.status == "iteration limit":
+    elif entry.status == "iteration limit" and (entry.gap is None or entry.gap > _GAP_TO_REPORT):
         yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the smallest possible norm"
-    if entry.error_reached is not None and entry.error_reached > asked * (1 + 1e-9):
+    if entry.error_reached is not None and entry.error_reached > error * (1 + 1e-9):
         why = "after an inexact projection" if faithful else f"rounded to {dtype}"
-        yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {asked:g}"
-    if entry.error_held_out is not None and entry.error_held_out > _GENERALISES * asked:
-        yield f"{path}: its error on held-out images is {entry.error_held_out:.3g}, above {asked:g}; use more images"
+        yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {error:g}"
     if entry.norm_after > entry.norm_before * (1 + 1e-4):
         yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
+
+
+class _HeldOutErrors:
+    """The relative output errors of the layers on held-out images, in the original network.
+
+    Args:
+        chosen: the layers.
+        before: their weights.
+        after: their new weights.
+    """
+
+    def __init__(self, chosen: Mapping[str, Layer], before: Weights, after: Weights):
+        self.chosen, self.before, self.after = chosen, before, after
+        self.squares = {path: [0.0, 0.0] for path in chosen}  # of the errors and of the outputs
+
+    def see(self, path: str, rows: Tensor) -> None:
+        """Adds rows (G, T, M), as :func:`lipcert.certvit.moments.watching` shows them."""
+        layer, groups = self.chosen[path], len(rows)
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        x = rows.to(dtype)
+        old, new = (
+            weights[path].to(dtype).flatten(1).unflatten(0, (groups, -1)) for weights in (self.before, self.after)
+        )
+        if isinstance(layer.module, L2Attention):
+            through = mixing(layer.module).to(dtype).mT
+            old, new = old @ through, new @ through
+        outputs = x @ old.mT
+        errors = x @ (new - old).mT
+        if layer.relu is not None:
+            errors = torch.stack(
+                [
+                    layer.relu.of_group(group, groups).differences(outputs[group] + errors[group], outputs[group])
+                    for group in range(groups)
+                ]
+            )
+        for place, values in enumerate((errors, outputs)):
+            self.squares[path][place] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+    def relative(self, path: str) -> float | None:
+        """The error over all processes; None without images, or if the outputs are zero."""
+        errors, outputs = self.squares[path]
+        return math.sqrt(errors / outputs) if outputs else None
+
+    def add_up(self) -> None:
+        """Sums over all processes."""
+        shares = Processes.connected().gather(self.squares)
+        self.squares = {path: [sum(share[path][k] for share in shares) for k in range(2)] for path in self.squares}
+
+
+def _check_labels(model: Model, held: CalibrationImages, *, given: bool) -> None:
+    """Reads the held-out images once, so that none of them stops the run after the layers are solved.
+
+    Raises:
+        InputError: there are none although some were given, or images or labels are not valid.
+    """
+    with Processes.connected().together(), evaluating(model), torch.no_grad():
+        images = classes = 0
+        for batch, labels in held.pairs():
+            if not images:
+                logits = model(batch[:1])
+                classes = logits.shape[1]
+                _top(logits, "before", None)
+            images += len(batch)
+            _require_labels(labels, classes)
+    if given and not _sums([images])[0]:
+        raise InputError("there are no images in held_out; give at least one batch, or leave it out")
 
 
 def _require_success(entries: Sequence[LayerConstraint]) -> None:
@@ -321,24 +421,29 @@ def _compare(
     held: CalibrationImages,
     chosen: Mapping[str, Layer],
     variants: Mapping[str, Weights],
+    errors: _HeldOutErrors,
     report: LayerProgress,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Accuracy and agreement with the first variant on held-out images, by variant; the last stays in the model."""
     right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
     images = labelled = 0
+    modules = {path: layer.module for path, layer in chosen.items()}
     with Processes.connected().together(), evaluating(model), torch.no_grad():
         for batch, labels in held.pairs():
             top: dict[str, Tensor] = {}
             for name, weights in variants.items():
                 _put(chosen, weights)
-                top[name] = _top(model(batch), name, labels)
+                watch = contextlib.nullcontext() if top else watching(modules, errors.see)
+                with watch:  # errors are those in the original network, the first variant
+                    top[name] = _top(model(batch), name, labels)
             first = next(iter(top.values()))
-            for name, found in top.items():
-                kept[name] += int((found == first).sum())
-                right[name] += 0 if labels is None else int((found == labels).sum())
+            for name, classes in top.items():
+                kept[name] += int((classes == first).sum())
+                right[name] += 0 if labels is None else int((classes == labels).sum())
             images += len(batch)
             labelled += 0 if labels is None else len(batch)
-            report("comparing on held-out images", images, None)
+            report("comparing on held-out images", images, held.count or None)
+    errors.add_up()
     images, labelled, *counts = _sums([images, labelled, *right.values(), *kept.values()])
     if not images:
         return {}, {}
@@ -350,10 +455,14 @@ def _compare(
 def _top(logits: Tensor, name: str, labels: Tensor | None) -> Tensor:
     if not torch.isfinite(logits).all():
         raise InputError(f"the logits are NaN or infinite with the weights of {name}; check the model and the images")
-    strange = [] if labels is None else labels[(labels < 0) | (labels >= logits.shape[1])].tolist()
-    if strange:
-        raise InputError(f"there is a label {strange[0]}, and the model has the classes 0 to {logits.shape[1] - 1}")
+    _require_labels(labels, logits.shape[1])
     return logits.argmax(1).cpu()
+
+
+def _require_labels(labels: Tensor | None, classes: int) -> None:
+    strange = [] if labels is None else labels[(labels < 0) | (labels >= classes)].tolist()
+    if strange:
+        raise InputError(f"there is a label {strange[0]}, and the model has the classes 0 to {classes - 1}")
 
 
 def _sums(numbers: list[int]) -> list[int]:

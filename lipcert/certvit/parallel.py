@@ -6,16 +6,17 @@ folder every finished layer is one safetensors file, and an interrupted run cont
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import signal
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,9 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lipcert.certvit.moments import Moments
-from lipcert.certvit.solve import Solution, constrain_matrix
+from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.errors import InputError
-from lipcert.inputs.files import replacing
 from lipcert.inputs.processes import Processes
 
 
@@ -39,7 +39,7 @@ class Task:
     Attributes:
         name: the module path, unique among the tasks of a run.
         weight: the weight of the layer.
-        data: the second argument of ``solver``: moments, or mini-batches for the faithful engine.
+        data: the second argument of ``solver``: moments, or those of mini-batches for the faithful engine.
         options: keyword arguments for ``solver``.
         solver: a module-level function, called as ``solver(weight, data, **options)``.
     """
@@ -48,7 +48,7 @@ class Task:
     weight: Tensor
     data: Any
     options: Mapping[str, Any] = field(default_factory=dict)
-    solver: Callable[..., Solution] = constrain_matrix
+    solver: Callable[..., dict[str, Solution]] = constrain_layer
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Failure:
     message: str
 
 
-Outcome = Solution | Failure
+Outcome = dict[str, Solution] | Failure
 
 
 def solve_layers(
@@ -69,13 +69,15 @@ def solve_layers(
     progress: Callable[[str, Outcome], object] | None = None,
     *,
     devices: Sequence[str] = ("cpu",),
+    max_bytes: int = 2 << 30,
 ) -> dict[str, Outcome]:
     """Solves every task.
 
-    The iterable is advanced when a worker becomes free, so a generator that collects moments group by group keeps few
-    of them in memory. Workers are started with ``spawn``, so a script that calls this function needs ``if __name__ ==
-    "__main__"``. Each worker gets an equal number of threads. With torch.distributed initialised, every process must
-    pass the same tasks in the same order; each solves its share, and all receive all outcomes.
+    Workers start at once and solve what was handed out while the iterable makes further tasks; so a generator can
+    collect moments, and do other work after its last task. Workers are started with ``spawn``, so a script that calls
+    this function needs ``if __name__ == "__main__"``. Each gets an equal number of threads. If one dies, the layers
+    that are not finished are solved one at a time. With torch.distributed initialised, every process must pass the same
+    tasks in the same order; each solves its share, and all receive all outcomes.
 
     Args:
         tasks: the layers.
@@ -83,10 +85,11 @@ def solve_layers(
         resume_dir: a folder for finished layers, created if missing. A file is used only if weight, moments and options
             are those of the task.
         progress: called as ``progress(name, outcome)`` when a layer is finished here or was read from a file.
-        devices: worker k solves on ``devices[k % len(devices)]``, such as ("cuda:0", "cuda:1").
+        devices: task k is solved on ``devices[k % len(devices)]``, such as ("cuda:0", "cuda:1").
+        max_bytes: no further task is taken while those that wait for a worker hold more than this in moments.
 
     Returns:
-        Name → :class:`Solution`, on the CPU, or :class:`Failure`, in the order of the tasks.
+        Name → solutions by measure, on the CPU, or :class:`Failure`, in the order of the tasks.
 
     Raises:
         InputError: a device does not exist, the resume folder cannot be used, or two tasks have the same name.
@@ -96,32 +99,49 @@ def solve_layers(
         for device in devices:
             _require(device)
         folder = None if resume_dir is None else _folder(Path(resume_dir))
-    report = progress or (lambda name, outcome: None)
     order: list[str] = []
     outcomes: dict[str, Outcome] = {}
+    waiting: dict[Future[Outcome], Task] = {}
 
-    def open_tasks() -> Iterator[tuple[Task, Path | None]]:
-        for task in _own_share(tasks, processes, order):
-            path = None if folder is None else folder / f"{quote(task.name, safe='')}.safetensors"
-            known = None if path is None else _load(path, task)
-            if known is None:
-                yield task, path
-            else:
-                outcomes[task.name] = known
-                report(task.name, known)
+    def path_of(task: Task) -> Path | None:
+        return None if folder is None else folder / f"{quote(task.name, safe='')}.safetensors"
 
-    count = os.cpu_count() or 1 if workers is None else workers
-    for task, path, outcome in (_serially if count == 0 else _in_workers)(open_tasks(), count, devices):
-        if path is not None and isinstance(outcome, Solution):
+    def finish(task: Task, outcome: Outcome) -> None:
+        path = path_of(task)
+        if path is not None and not isinstance(outcome, Failure):
             _save(path, task, outcome)
         outcomes[task.name] = outcome
-        report(task.name, outcome)
+        if progress is not None:
+            progress(task.name, outcome)
+
+    def collect(most: int) -> None:
+        """Waits until the tasks that are not finished hold at most so many bytes."""
+        while sum(_bytes(task) for task in waiting.values()) > most:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                outcome = future.result()  # raises if a worker died
+                finish(waiting.pop(future), outcome)
+
+    with _workers(os.cpu_count() or 1 if workers is None else workers) as pool:
+        for task in _own_share(tasks, processes, order):
+            path, device = path_of(task), devices[(len(order) - 1) % len(devices)]
+            known = None if path is None else _load(path, task)
+            if known is not None:
+                finish(task, known)
+            elif pool is None:
+                finish(task, _solve(task, device))
+            else:
+                try:
+                    waiting[pool.submit(_solve, task, device)] = task
+                    collect(max_bytes)
+                except BrokenProcessPool:
+                    waiting.setdefault(Future(), task)
+        try:
+            collect(0)
+        except BrokenProcessPool:
+            for task in waiting.values():
+                finish(task, _alone(task, devices[0]))
     everything = {name: outcome for share in processes.gather(outcomes) for name, outcome in share.items()}
     return {name: everything[name] for name in order}
-
-
-Open = Iterator[tuple[Task, Path | None]]
-Done = Iterator[tuple[Task, Path | None, Outcome]]
 
 
 def _require(device: str) -> None:
@@ -141,128 +161,89 @@ def _folder(path: Path) -> Path:
 
 def _own_share(tasks: Iterable[Task], processes: Processes, order: list[str]) -> Iterator[Task]:
     """The tasks of this process; appends the names of all tasks to ``order``."""
-    seen = set()
     for index, task in enumerate(tasks):
-        if task.name in seen:
+        if task.name in order:
             raise InputError(f"two layers are called {task.name}; names must be unique")
-        seen.add(task.name)
         order.append(task.name)
         if index % processes.count == processes.rank:
             yield task
 
 
+@contextmanager
+def _workers(count: int) -> Iterator[ProcessPoolExecutor | None]:
+    """A pool of workers that import torch at once; None for no workers. At the end, tasks not begun are dropped."""
+    if not count:
+        yield None
+        return
+    threads = max(1, (os.cpu_count() or 1) // count)
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(threads,))
+    try:
+        for _ in range(count):
+            pool.submit(_prepare, threads)
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _prepare(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
+    torch.set_num_threads(threads)
+
+
 def _solve(task: Task, device: str) -> Outcome:
     try:
-        solution = task.solver(task.weight.detach().to(device), task.data, **task.options)
+        solutions = task.solver(task.weight.detach().to(device), task.data, **task.options)
     except Exception as error:
         return Failure(task.name, " ".join(f"{error}".split()) or type(error).__name__)
-    solution.weight = solution.weight.cpu()
-    return solution
+    for solution in solutions.values():
+        solution.weight = solution.weight.cpu()
+    return solutions
 
 
-def _serially(tasks: Open, count: int, devices: Sequence[str]) -> Done:
-    for task, path in tasks:
-        yield task, path, _solve(task, devices[0])
-
-
-@dataclass
-class _Worker:
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
-    device: str
-    task: tuple[Task, Path | None] | None = None
-
-
-def _in_workers(tasks: Open, count: int, devices: Sequence[str]) -> Done:
-    """Gives each free worker the next task. If a worker dies, only its task fails, and a new worker replaces it."""
-    threads = max(1, (os.cpu_count() or 1) // count)
-    workers: list[_Worker] = []
-    try:
-        for task, path in tasks:
-            if len(workers) < count:
-                workers.append(_start(devices[len(workers) % len(devices)], threads))
-                _hand(workers[-1], task, path)
-                continue
-            place, done = _next_done(workers)
-            if not workers[place].process.is_alive():
-                workers[place] = _start(workers[place].device, threads)
-            _hand(workers[place], task, path)
-            yield done
-        while any(worker.task for worker in workers):
-            yield _next_done(workers)[1]
-    finally:
-        for worker in workers:
-            worker.pipe.close()
-            worker.process.terminate()
-            worker.process.join()
-
-
-def _start(device: str, threads: int) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there, device, threads), daemon=True)
-    process.start()
-    there.close()
-    return _Worker(process, here, device)
-
-
-def _hand(worker: _Worker, task: Task, path: Path | None) -> None:
-    worker.task = task, path
-    message = pickle.dumps((task.name, task.weight, task.data, dict(task.options), task.solver))
-    with contextlib.suppress(OSError):  # a dead worker is detected when its pipe is read
-        worker.pipe.send_bytes(message)
-
-
-def _next_done(workers: list[_Worker]) -> tuple[int, tuple[Task, Path | None, Outcome]]:
-    busy = {worker.pipe: place for place, worker in enumerate(workers) if worker.task}
-    place = busy[next(pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection))]
-    worker = workers[place]
-    assert worker.task is not None
-    task, path = worker.task
-    worker.task = None
-    try:
-        return place, (task, path, pickle.loads(worker.pipe.recv_bytes()))
-    except (EOFError, OSError):
-        worker.process.join()
-        code = worker.process.exitcode
-        why = f"exit code {code}; it may have run out of memory, use fewer workers"
-        return place, (task, path, Failure(task.name, f"the worker process ended early ({why})"))
-
-
-def _work(pipe: Connection, device: str, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its workers
-    torch.set_num_threads(threads)
-    while True:
+def _alone(task: Task, device: str) -> Outcome:
+    """The outcome from a worker of its own, as this task may be the one that ended the others."""
+    with _workers(1) as pool:
+        assert pool is not None
         try:
-            name, weight, data, options, solver = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        pipe.send_bytes(pickle.dumps(_solve(Task(name, weight, data, options, solver), device)))
+            return pool.submit(_solve, task, device).result()
+        except BrokenProcessPool:
+            why = "it may have run out of memory; use fewer workers"
+            return Failure(task.name, f"the worker process ended early: {why}")
+
+
+def _parts(task: Task) -> list[Any]:
+    return list(task.data) if isinstance(task.data, (list, tuple)) else [task.data]
+
+
+def _bytes(task: Task) -> int:
+    """The size of the moments of a task, at least 1."""
+    return 1 + sum(part.second.nbytes for part in _parts(task) if isinstance(part, Moments))
 
 
 def _fingerprint(task: Task) -> str:
-    """A hash of the weight, the options and the data; of moments, of their rows and six digits of their traces."""
+    """A hash of the weight, the options and the moments, of these their rows and six digits of their traces."""
     digest = hashlib.sha256(task.weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    blocks = task.data if isinstance(task.data, (list, tuple)) else [task.data]
-    facts = [
-        (block.rows, f"{float(block.second.diagonal(dim1=-2, dim2=-1).sum()):.6e}")
-        if isinstance(block, Moments)
-        else (len(block), f"{float(block.double().square().sum()):.6e}")
-        for block in blocks
-    ]
+    facts = [(part.rows, f"{float(part.second.diagonal(dim1=-2, dim2=-1).sum()):.6e}") for part in _parts(task)]
     described = [task.solver.__module__, task.solver.__qualname__, sorted(task.options.items()), facts]
     digest.update(repr(described).encode())
     return digest.hexdigest()
 
 
-def _save(path: Path, task: Task, solution: Solution) -> None:
-    facts = {key: value for key, value in vars(solution).items() if key != "weight"}
-    metadata = {"solution": json.dumps(facts), "fingerprint": _fingerprint(task)}
-    with replacing(path) as partial:
-        save_file({"weight": solution.weight.contiguous()}, partial, metadata=metadata)
+def _save(path: Path, task: Task, solutions: Mapping[str, Solution]) -> None:
+    facts = {
+        measure: {key: value for key, value in vars(solution).items() if key != "weight"}
+        for measure, solution in solutions.items()
+    }
+    metadata = {"solutions": json.dumps(facts), "fingerprint": _fingerprint(task)}
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    os.close(handle)
+    weights = {measure: solution.weight.contiguous() for measure, solution in solutions.items()}
+    save_file(weights, partial, metadata=metadata)
+    os.replace(partial, path)
 
 
-def _load(path: Path, task: Task) -> Solution | None:
+def _load(path: Path, task: Task) -> dict[str, Solution] | None:
     """The finished layer in the file; None if the file is missing, damaged or belongs to another task."""
     if not path.exists():
         return None
@@ -271,6 +252,7 @@ def _load(path: Path, task: Task) -> Solution | None:
             metadata = file.metadata() or {}
             if metadata.get("fingerprint") != _fingerprint(task):
                 return None
-            return Solution(weight=file.get_tensor("weight"), **json.loads(metadata["solution"]))
+            solutions = json.loads(metadata["solutions"])
+            return {name: Solution(weight=file.get_tensor(name), **facts) for name, facts in solutions.items()}
     except (SafetensorError, KeyError, TypeError, ValueError):
         return None

@@ -4,18 +4,21 @@
 
 This is problem 2 of Gupta and Verma 2023 (arXiv 2302.10287), equations 9 and 10, with one mini-batch and no activation;
 :mod:`lipcert.certvit.relu` adds the ReLU. W_pre satisfies it (equation 11). The images enter only through their
-moments (:mod:`lipcert.certvit.moments`), as one ellipsoid around the least-squares solution, which is W_pre itself if
-the y_t are the outputs of the layer. Douglas–Rachford splitting (Lions and Mercier 1979, with conditions for
-convergence in proposition 3) alternates the proximal operator of the norm with the exact projection onto the ellipsoid,
-and stops at a small duality gap. The result is the projected point, which always satisfies the constraint. For ℓ1 it is
-a nearby such point with the zeros of the proximal operator, see :func:`_with_zeros`.
+moments (:mod:`lipcert.certvit.moments`), as one ellipsoid around W_pre. Douglas–Rachford splitting (Lions and Mercier
+1979, with conditions for convergence in proposition 3) alternates the proximal operator of the norm with the exact
+projection onto the ellipsoid, and stops at a small duality gap. The result is the projected point, which always
+satisfies the constraint. For ℓ1 it is a nearby such point with the zeros of the proximal operator, see
+:func:`_with_zeros`.
+
+Large layers are iterated in float32. The last projection, the gap, the check of the constraint on the raw moments and
+the norms are computed in float64.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,14 +27,20 @@ from torch import Tensor
 
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
-from lipcert.certvit.moments import Moments, Targets
+from lipcert.certvit.moments import Moments
 from lipcert.certvit.relu import Inner, Relu, inner
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.settings import MEASURE_NAMES
 
 _RELAXATION = 1.6
-_CHECK_EVERY = 5
+_CHECK_EVERY = 10  # iterations between evaluations of the gap
+_BALANCE_EVERY = 5  # iterations between changes of the step
+_BALANCED = 0.63  # ‖W − W̃‖ over the change of W̃ in one iteration, where the step is right
+_UNBALANCED = 0.8  # the same, above which the step falls
+_STEP = 20.0  # the first step for the spectral norm, relative to the sum of singular values that clipping removes
+_LARGE = 128  # layers with at least as many inputs and outputs are iterated in float32
+_ITERATIONS = 200
 _EACH = 10  # iterations for each ellipsoid of a layer with a ReLU, until they are too few
 _ROUNDS = 200  # the largest number of ellipsoids
 _BEHIND = 2  # the largest number of iterations for all of them, relative to that of a layer without
@@ -47,8 +56,8 @@ class Solution:
     """A constrained weight and its figures.
 
     Attributes:
-        weight: has the shape, dtype and device of the original weight (float32 for half precision).
-        norm_before: a certified upper bound on ‖W_pre‖₂, the largest over the groups of a grouped convolution.
+        weight: has the shape, dtype and device of the original weight.
+        norm_before: a certified upper bound on the ℓ2 norm of the layer with W_pre.
         norm_after: the same for the new weight.
         error_asked: the relative output error allowed.
         error_reached: √(Σ_t ‖W x_t − y_t‖² / Σ_t ‖y_t‖²), computed from the raw moments with the returned weight.
@@ -57,10 +66,10 @@ class Solution:
         gap: (‖W‖ − lower bound) / ‖W‖ for the minimised measure, the largest over the groups; None without a lower
             bound.
         status: "converged"; "iteration limit"; "zero weight" (the outputs to keep are zero, nothing to lower);
-            "rounding" (the allowed error is too small for the dtype of the weight; the least-squares solution is kept,
-            which is W_pre for the outputs of the layer).
+            "rounding" (the allowed error is too small for the dtype of the weight, and W_pre is kept).
         seconds: wall-clock time.
         measure: the minimised measure, or the name of the baseline or engine.
+        rank: the dimension of the span of the inputs, the smallest among the groups; None for the faithful engine.
     """
 
     weight: Tensor
@@ -74,6 +83,7 @@ class Solution:
     status: str
     seconds: float
     measure: str
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,15 @@ class _Inputs:
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of S: half a minute for M = 4096 on one core, so they are kept."""
+        """Eigenvalues and eigenvectors of S: many seconds for M = 4096 on one core, so they are kept."""
         return eigenbasis(self.second)
+
+    @property
+    def rank(self) -> int:
+        """The number of eigenvalues above M · eps · the largest one."""
+        known = "spectrum" in vars(self)
+        eigenvalues = self.spectrum[0] if known else torch.linalg.eigvalsh(self.second).clamp_min(0)
+        return int((eigenvalues > eigenvalues[-1] * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps).sum())
 
 
 @dataclass(frozen=True)
@@ -135,7 +152,8 @@ class _BehindProblem(_Problem):
 class _Point:
     """A feasible weight. Rounding moves it towards ``interior``, a point further inside; None for the centre.
 
-    ``governing`` is the last Ŵ of Douglas–Rachford, from which it can continue with a similar ellipsoid.
+    ``governing`` and ``step`` are the last of Douglas–Rachford, from which it can continue with a similar ellipsoid;
+    ``bounding`` is the point whose outward direction gave the best lower bound.
     """
 
     weight: Tensor
@@ -144,6 +162,8 @@ class _Point:
     status: str = "converged"
     interior: Tensor | None = None
     governing: Tensor | None = None
+    step: float | None = None
+    bounding: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -151,12 +171,12 @@ class _Start:
     """Where Douglas–Rachford starts.
 
     Attributes:
-        step: its step.
+        step: its step; None chooses one.
         governing: Ŵ; None for the centre of the ellipsoid.
         zeros: the result has zeros, if the measure makes any.
     """
 
-    step: float
+    step: float | None = None
     governing: Tensor | None = None
     zeros: bool = False
 
@@ -167,10 +187,9 @@ def constrain_matrix(
     error: float = 1e-2,
     measure: str = "spectral",
     *,
-    targets: Targets | None = None,
     relu: Relu | None = None,
     tolerance: float = 1e-3,
-    iterations: int = 500,
+    iterations: int = _ITERATIONS,
 ) -> Solution:
     """The weight with the smallest measure whose outputs have a relative error of at most ``error``.
 
@@ -178,12 +197,10 @@ def constrain_matrix(
     squared error is 1e-4 of the squared norm. Biases are unchanged and do not enter. Each of G groups has its own
     constraint and its own smallest norm.
 
-    ``clip`` and ``rescale`` are baselines in closed form. ``clip`` lowers the singular values of the centre (W_pre, or
-    the least-squares solution for given targets) to the level at which the constraint holds with equality; ``rescale``
-    multiplies the centre by the factor with this property. For the outputs of the layer itself this factor is
-    1 − error, and the norm of ``clip`` is at most that of ``rescale``: at the level (1 − error) σ₁ every singular value
-    falls by at most the fraction ``error``. ``spectral`` starts from the point of ``clip`` and keeps the best point, so
-    its norm is at most that of ``clip``.
+    ``clip`` and ``rescale`` are baselines in closed form. ``clip`` lowers the singular values of W_pre to the level at
+    which the constraint holds with equality; ``rescale`` multiplies W_pre by 1 − error. The norm of ``clip`` is at most
+    that of ``rescale``: at the level (1 − error) σ₁ every singular value falls by at most the fraction ``error``.
+    ``spectral`` starts from the point of ``clip`` and keeps the best point, so its norm is at most that of ``clip``.
 
     With a ReLU after the layer, outputs may change where the ReLU gives the same result. The constraint is then
     Σ_t d²_∂f(y_t)(W x_t − y_t) ≤ error² · Σ_t ‖W_pre x_t‖² on the sample of rows of the moments, see
@@ -195,51 +212,91 @@ def constrain_matrix(
         moments: the moments of the inputs of the layer.
         error: the allowed relative error, above 0 and below 1.
         measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
-        targets: target outputs in place of those of the layer.
         relu: the ReLU after the layer; the moments then need a sample of rows.
-        tolerance: the relative duality gap and the relative step at which the iteration stops.
+        tolerance: the relative duality gap at which the iteration stops; for ℓ1 also the relative step.
         iterations: the largest number of iterations of Douglas–Rachford; with a ReLU up to twice as many.
 
     Returns:
-        The solution; its weight meets the constraint as evaluated in float64 on the raw moments.
+        The solution; its weight meets the constraint as evaluated in float64 on the raw moments, except for rounding
+        to half precision.
 
     Raises:
-        InputError: the weight has NaN; shapes do not fit; the measure is unknown; the error is outside (0, 1) or below
-            that of least squares, which the message states; or all outputs are zero.
+        InputError: the weight has NaN; shapes do not fit; the measure is unknown; the error is outside (0, 1); or all
+            outputs are zero.
     """
-    started = time.perf_counter()
-    name = moments.name
-    pre = _checked(weight, moments, error, measure)
-    if relu is not None and measure in MEASURES:
-        problems = _behind(name, pre, moments.sample, relu, targets, error)
-    else:
-        problems = _problems(name, pre, moments.second.to(pre.device), targets, error)
-    if pre.any() and not any(problem.energy for problem in problems):
-        raise InputError(f"the outputs of layer {name} are zero on all images; use images with more than one colour")
+    options = {"relu": relu, "tolerance": tolerance, "iterations": iterations}
+    return constrain_layer(weight, moments, error, (measure,), **options)[measure]  # type: ignore[arg-type]
+
+
+def constrain_layer(
+    weight: Tensor,
+    moments: Moments,
+    error: float,
+    measures: Sequence[str],
+    *,
+    relu: Relu | None = None,
+    tolerance: float = 1e-3,
+    iterations: int = _ITERATIONS,
+    norm: Callable[[Tensor], float] | None = None,
+) -> dict[str, Solution]:
+    """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments.
+
+    Args:
+        weight: see :func:`constrain_matrix`, as moments, error, relu, tolerance and iterations.
+        moments: of the inputs.
+        error: the allowed relative error.
+        measures: their names.
+        relu: the ReLU after the layer.
+        tolerance: where the iteration stops.
+        iterations: the largest number of iterations.
+        norm: computes an upper bound on the norm of the layer from a weight; None for the largest ‖W‖₂ of a group.
+
+    Returns:
+        Measure → solution.
+
+    Raises:
+        InputError: see :func:`constrain_matrix`.
+    """
+    pre = _checked(weight, moments, error, measures)
+    second = moments.second.to(pre.device)
+    plain = [_Problem(w, _Inputs(s), None, _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
+    behind = None if relu is None else _behind(moments.name, pre, moments.sample, relu, error)
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
-    points = [_solve(name, problem, measure, tolerance, iterations, dtype) for problem in problems]
-    statuses = {point.status for point in points}
-    blocks = torch.stack([point.weight for point in points])
-    gaps = [point.gap for point in points if point.gap is not None]
-    return Solution(
-        weight=blocks.reshape(weight.shape),
-        norm_before=float(dense_norm(pre)),
-        norm_after=float(dense_norm(blocks)),
-        error_asked=error,
-        error_reached=_total_error(problems, blocks.double()),
-        sparsity=float((blocks == 0).double().mean()),
-        iterations=max(point.iterations for point in points),
-        gap=max(gaps) if gaps else None,
-        status=next(status for status in _STATUSES if status in statuses),
-        seconds=time.perf_counter() - started,
-        measure=measure,
-    )
+    bound = norm or (lambda new: float(dense_norm(new.reshape(pre.shape))))
+    norm_before = bound(weight.detach())
+    solutions = {}
+    for measure in measures:
+        started = time.perf_counter()
+        problems: Sequence[_Problem] = behind if behind is not None and measure in MEASURES else plain
+        if pre.any() and not any(problem.energy for problem in problems):
+            raise InputError(
+                f"the outputs of layer {moments.name} are zero on all images; use images with more than one colour"
+            )
+        points = [_solve(problem, measure, tolerance, iterations, dtype) for problem in problems]
+        statuses = {point.status for point in points}
+        blocks = torch.stack([point.weight for point in points]).to(weight.dtype)
+        gaps = [point.gap for point in points if point.gap is not None]
+        solutions[measure] = Solution(
+            weight=blocks.reshape(weight.shape),
+            norm_before=norm_before,
+            norm_after=bound(blocks.reshape(weight.shape)),
+            error_asked=error,
+            error_reached=_total_error(problems, blocks.double()),
+            sparsity=float((blocks == 0).double().mean()),
+            iterations=max(point.iterations for point in points),
+            gap=max(gaps) if gaps else None,
+            status=next(status for status in _STATUSES if status in statuses),
+            seconds=time.perf_counter() - started,
+            measure=measure,
+            rank=min(problem.inputs.rank for problem in plain),
+        )
+    return solutions
 
 
-def _checked(weight: Tensor, moments: Moments, error: float, measure: str) -> Tensor:
+def _checked(weight: Tensor, moments: Moments, error: float, measures: Sequence[str]) -> Tensor:
     """The weight in float64 as (G, O / G, M)."""
     name = moments.name
-    if measure not in MEASURE_NAMES:
+    for measure in set(measures) - set(MEASURE_NAMES):
         raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(MEASURE_NAMES)}")
     if not 0 < error < 1:
         raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
@@ -254,57 +311,36 @@ def _checked(weight: Tensor, moments: Moments, error: float, measure: str) -> Te
     return weight.detach().double().reshape(moments.groups, -1, moments.width)
 
 
-def _problems(name: str, pre: Tensor, second: Tensor, targets: Targets | None, error: float) -> list[_Problem]:
-    if targets is None:
-        return [_Problem(w, _Inputs(s), None, _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
-    if targets.cross.numel() != pre.numel() or len(targets.energy) != len(pre):
-        raise InputError(
-            f"layer {name}: targets of shape {tuple(targets.cross.shape)} in {len(targets.energy)} groups do not fit a "
-            f"weight of {len(pre)} × {tuple(pre.shape[1:])}"
-        )
-    cross = targets.cross.to(pre).reshape(pre.shape)
-    groups = zip(pre, map(_Inputs, second), cross, targets.energy.tolist(), strict=True)
-    return [_Problem(*group, error) for group in groups]
-
-
-def _behind(
-    name: str, pre: Tensor, rows: Tensor | None, relu: Relu, targets: Targets | None, error: float
-) -> list[_Problem]:
-    if rows is None or targets is not None:
-        raise InputError(f"layer {name}: a relu after it needs moments with a sample of rows, and no targets")
-    found: list[_Problem] = []
+def _behind(name: str, pre: Tensor, rows: Tensor | None, relu: Relu, error: float) -> list[_Problem]:
+    if rows is None:
+        raise InputError(f"layer {name}: a relu after it needs moments with a sample of rows")
+    problems: list[_Problem] = []
     for group, (weight, sample) in enumerate(zip(pre, rows, strict=True)):
         x = sample.to(weight)
         energy = float((x @ weight.mT).square().sum())
         sees = relu.of_group(group, len(pre))
-        found.append(_BehindProblem(weight, _Inputs(x.mT @ x), None, energy, error, x, sees))
-    return found
+        problems.append(_BehindProblem(weight, _Inputs(x.mT @ x), None, energy, error, x, sees))
+    return problems
 
 
 def _energy(matrix: Tensor, second: Tensor) -> float:
     return max(0.0, float(((matrix @ second) * matrix).sum()))
 
 
-def _solve(name: str, problem: _Problem, measure: str, tolerance: float, iterations: int, dtype: torch.dtype) -> _Point:
+def _solve(problem: _Problem, measure: str, tolerance: float, iterations: int, dtype: torch.dtype) -> _Point:
     if not problem.energy:
         return _Point(problem.pre.to(dtype), status="zero weight")
-    centre = problem.least_squares()
-    floor = problem.squared_error(centre)
-    if problem.allowed <= floor:
-        raise InputError(
-            f"layer {name}: a relative error of {problem.error:g} cannot be reached, least squares on these images "
-            f"reaches {math.sqrt(floor / problem.energy):.4g}; allow a larger error"
-        )
-    radius = math.sqrt(problem.allowed - floor)
+    radius = math.sqrt(problem.allowed)
+    pre, second = problem.pre, problem.inputs.second
     if measure == "clip":
-        point = _Point(_clip(centre, radius, lambda rows: ((rows @ problem.inputs.second) * rows).sum(dim=1)))
+        point = _Point(_clip(pre, radius, lambda rows: ((rows @ second) * rows).sum(dim=1))[0])
     elif measure == "rescale":
-        point = _Point(centre * max(0.0, 1 - radius / math.sqrt(_energy(centre, problem.inputs.second))))
+        point = _Point(pre * (1 - problem.error))
     elif isinstance(problem, _BehindProblem):
         point = _minimise_behind(problem, radius, measure, tolerance, iterations)
     else:
-        point = _minimise(centre, problem.inputs, radius, measure, tolerance, iterations)
-    return _rounded(point, centre, problem, dtype)
+        point = _minimise(pre, problem.inputs, radius, measure, tolerance, iterations)
+    return _rounded(point, problem, dtype)
 
 
 def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
@@ -318,7 +354,7 @@ def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, toler
     before = problem.rows @ problem.pre.mT
     best, value, lower = _Point(problem.pre), chosen.value(problem.pre), 0.0
     at, taken, gap, momentum, each = problem.pre, 0, 1.0, 1, min(_EACH, iterations)
-    start = _Start(chosen.step(problem.pre))
+    start = _Start()
     for _ in range(_ROUNDS):
         around = inner(at, before, problem.rows, problem.relu, radius)
         if around.highest < 0:
@@ -329,7 +365,7 @@ def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, toler
             break
         point = _within(problem, around, radius, measure, _FINER * tolerance, min(each, left), start)
         if point is not None:
-            taken, start = taken + point.iterations, replace(start, governing=point.governing)
+            taken, start = taken + point.iterations, _Start(point.step, point.governing)
         if point is not None and (reached := chosen.value(point.weight)) < value:
             momentum += 1
             at = point.weight + (momentum - 1) / (momentum + 2) * (point.weight - best.weight)
@@ -389,24 +425,44 @@ def _minimise(
 ) -> _Point:
     """Minimises rotation-invariant norms in the eigenbasis of S, where the projection is diagonal."""
     chosen = MEASURES[measure]
-    start = start or _Start(chosen.step(centre), zeros=not chosen.rotates)
+    start = start or _Start(zeros=not chosen.rotates)
     eigenvalues, basis = inputs.spectrum
     if not chosen.rotates:
         ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
+        start = replace(start, step=start.step or chosen.step(centre))
         zeros_in = inputs.second if start.zeros else None
         return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations, start, zeros_in)
     rotated = centre @ basis
-    if min(centre.shape) == 1:  # these norms then equal the Frobenius norm, which is smallest at the projection of zero
-        nearest = Ellipsoid(rotated, eigenvalues, None, radius).project(torch.zeros_like(rotated))
-        return _Point(nearest @ basis.mT, gap=0.0)
-    first = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues) if measure == "spectral" else rotated
     ellipsoid = Ellipsoid(rotated, eigenvalues, None, radius)
-    point = _douglas_rachford(ellipsoid, chosen, first, tolerance, iterations, start)
+    if min(centre.shape) == 1:  # these norms then equal the Frobenius norm, which is smallest at the projection of zero
+        return _Point(ellipsoid.project(torch.zeros_like(rotated)) @ basis.mT, gap=0.0)
+    first, step = rotated, start.step
+    if measure == "spectral":
+        first, removed = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues)
+        step = step or _STEP * removed
+    start = replace(start, step=step or chosen.step(centre))
+    if min(centre.shape) < _LARGE:
+        point = _douglas_rachford(ellipsoid, chosen, first, tolerance, iterations, start)
+    else:
+        point = _in_float32(ellipsoid, chosen, first, tolerance, iterations, start)
     return replace(point, weight=point.weight @ basis.mT)
 
 
-def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor]) -> Tensor:
-    """The centre with its singular values clipped where the constraint is met with equality.
+def _in_float32(
+    ellipsoid: Ellipsoid, measure: Measure, first: Tensor, tolerance: float, iterations: int, start: _Start
+) -> _Point:
+    """Iterates in float32, then projects the result and computes its gap in float64."""
+    point = _douglas_rachford(ellipsoid.to(torch.float32), measure, first.float(), tolerance, iterations, start)
+    weight, value = first, measure.value(first)
+    projected = ellipsoid.project(point.weight.double())
+    if (reached := measure.value(projected)) < value:
+        weight, value = projected, reached
+    outward, highest = ellipsoid.normal(projected if point.bounding is None else point.bounding.double())
+    return replace(point, weight=weight, gap=_gap(value, max(0.0, -highest / measure.dual(outward))))
+
+
+def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+    """The centre with its singular values clipped where the constraint is met with equality, and the sum removed.
 
     Clipping at s changes W = U σ Vᵀ by D = −U (σ − s)₊ Vᵀ, so tr(D S Dᵀ) = Σ_i ((σ_i − s)₊ / σ_i)² e_i with
     e_i = σ_i² v_iᵀ S v_i, which ``row_energies`` gives for the rows σ_i v_iᵀ. It falls as s grows; bisection finds s.
@@ -419,7 +475,7 @@ def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor
         middle = (low + high) / 2
         lost = (1 - middle / values.clamp_min(1e-300)).clamp_min(0).square() @ energies
         low, high = (low, middle) if float(lost) <= radius * radius else (middle, high)
-    return clip_spectrum(centre, spectrum, high)
+    return clip_spectrum(centre, spectrum, high), float((values - high).clamp_min(0).sum())
 
 
 def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -> tuple[Tensor, Tensor] | None:
@@ -475,6 +531,9 @@ def _douglas_rachford(
 
     W = prox(Ŵ), W̃ = projection(2W − Ŵ), Ŵ ← Ŵ + λ (W̃ − W); W and W̃ have the same limit, and W̃ is always feasible.
 
+    The step β only changes the speed: Ŵ = W + β G with a subgradient G of the norm at W. For the spectral norm it
+    starts large, and falls while W differs from W̃ by more than W̃ changes; Ŵ changes with it, so W and G remain.
+
     Lower bound: for every Y and every feasible V, ‖V‖ · ‖Y‖_dual ≥ ⟨−Y, V⟩ ≥ −max_V ⟨Y, V⟩. The outward direction
     Y = (W̃ − centre) S is used, because at the limit −Y is a multiple of a subgradient of the norm, and then both
     inequalities are equalities.
@@ -483,7 +542,7 @@ def _douglas_rachford(
         ellipsoid: the constraint.
         measure: the norm.
         feasible: a feasible point; the result is never worse.
-        tolerance: for the relative gap and ‖W̃ − W‖_F / ‖W̃‖_F.
+        tolerance: for the relative gap and, if the zeros of W matter, ‖W̃ − W‖_F / ‖W̃‖_F.
         iterations: the largest number of iterations.
         start: the step, and Ŵ to begin with.
         zeros_in: the moments S, for a result with the zeros of the last proximal operator; None for no zeros.
@@ -491,15 +550,22 @@ def _douglas_rachford(
     Returns:
         The best feasible point seen, with iterations, gap and status.
     """
-    step = start.step
-    governing = ellipsoid.centre if start.governing is None else start.governing
+    assert start.step is not None
+    step, centre = start.step, ellipsoid.centre
+    governing = centre if start.governing is None else start.governing.to(centre)
     best, upper, lower = feasible, measure.value(feasible), 0.0
-    gap, done = 1.0, False
+    bounding, gap, done = None, 1.0, False
     iteration = 0
     while iteration < iterations and not done:
         iteration += 1
+        before = feasible
         relaxed = measure.prox(governing, step)
         feasible = ellipsoid.project(2 * relaxed - governing)
+        apart = float((feasible - relaxed).norm())
+        if iteration % _BALANCE_EVERY == 0 and measure.balances:
+            ratio = apart / max(float((feasible - before).norm()), 1e-300)
+            factor = max(0.2, _BALANCED / ratio) if ratio > _UNBALANCED else 1.0
+            governing, step = relaxed + factor * (governing - relaxed), factor * step
         governing = governing + _RELAXATION * (feasible - relaxed)
         if iteration % _CHECK_EVERY and iteration < iterations:
             continue
@@ -507,16 +573,17 @@ def _douglas_rachford(
         if value < upper:
             best, upper = feasible, value
         outward, highest = ellipsoid.normal(feasible)
-        if highest < 0:
-            lower = max(lower, -highest / measure.dual(outward))
+        if highest < 0 and (bound := -highest / measure.dual(outward)) > lower:
+            bounding, lower = feasible, bound
         gap = _gap(upper, lower)
-        done = gap <= tolerance and float((feasible - relaxed).norm()) <= tolerance * float(feasible.norm())
-    point = _Point(best, iteration, gap, "converged" if done else "iteration limit", governing=governing)
+        done = gap <= tolerance and (measure.rotates or apart <= tolerance * float(feasible.norm()))
+    status = "converged" if done else "iteration limit"
+    point = _Point(best, iteration, gap, status, governing=governing, step=step, bounding=bounding)
     bare = zeros_in is None or bool((relaxed != 0).all())
-    found = None if zeros_in is None or bare else _with_zeros(relaxed, ellipsoid.centre, zeros_in, ellipsoid.radius)
-    if found is None or (value := measure.value(found[0])) > (1 + _DEARER) * upper:
+    sparse = None if zeros_in is None or bare else _with_zeros(relaxed, ellipsoid.centre, zeros_in, ellipsoid.radius)
+    if sparse is None or (value := measure.value(sparse[0])) > (1 + _DEARER) * upper:
         return point
-    return replace(point, weight=found[0], interior=found[1], gap=_gap(value, lower))
+    return replace(point, weight=sparse[0], interior=sparse[1], gap=_gap(value, lower))
 
 
 def _gap(value: float, lower: float) -> float:
@@ -524,18 +591,19 @@ def _gap(value: float, lower: float) -> float:
     return max(0.0, (value - lower) / value) if value else 0.0
 
 
-def _rounded(point: _Point, centre: Tensor, problem: _Problem, dtype: torch.dtype) -> _Point:
+def _rounded(point: _Point, problem: _Problem, dtype: torch.dtype) -> _Point:
     """The point in ``dtype``, moved towards the interior just enough for the constraint to hold after rounding."""
-    kept = centre.to(dtype)
-    inside = centre if point.interior is None else point.interior
-    for slack in (0.0, *(10.0**-k for k in range(12, 0, -1))):
+    kept = problem.pre.to(dtype)
+    inside = problem.pre if point.interior is None else point.interior
+    steps = range(12 if dtype == torch.float64 else 9, 0, -1)
+    for slack in (0.0, *(10.0**-k for k in steps)):
         weight = (point.weight + slack * (inside - point.weight)).to(dtype)
         if problem.squared_error(weight.double()) <= problem.allowed and not torch.equal(weight, kept):
             return replace(point, weight=weight)
     return replace(point, weight=kept, status="rounding")
 
 
-def _total_error(problems: list[_Problem], blocks: Tensor) -> float:
+def _total_error(problems: Sequence[_Problem], blocks: Tensor) -> float:
     energy = sum(problem.energy for problem in problems)
     squared = sum(problem.squared_error(block) for problem, block in zip(problems, blocks, strict=True))
     return math.sqrt(squared / energy) if energy else 0.0
