@@ -18,7 +18,8 @@ Made by `benchmarks/make_equations.py`; a test looks each number up in the modul
 come with the repository and not with the package.
 
 """
-_LOFAST, _PRINTED = "lipcert.certifier._lofast", "benchmarks.papers.lofast"
+_LOFAST, _ATTENTION = "lipcert.certifier._lofast", "benchmarks.papers.attention"
+_PRINTED = "benchmarks.papers.lofast"
 _LOCAL, _BOXES = "lipcert.training._local", "lipcert.bounds._box"
 # (numbers, what, module, or None and then the reason why there is none)
 Entry = tuple[str, str, str | None]
@@ -33,11 +34,11 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         ("equations 14 to 16", "slope of GELU; the paper's constant is too small", "lipcert.bounds.rules.activation"),
     ),
     "LoFAST: Havens, Araujo, Zhang and Hu, ICML 2024": (
-        ("equations 1 to 5", "dot-product attention", _LOFAST),
-        ("equation 7", "sensitivity at a point", _LOFAST),
+        ("equations 1 to 5", "dot-product attention", _ATTENTION),
+        ("equation 7", "sensitivity at a point", _ATTENTION),
         ("equation 9", "stages of a network", _LOFAST),
         ("proposition 1", "√2 times the change of the logits", "lipcert.bounds._margins"),
-        ("equations 10 to 28", "in place of them: constants of lipcert's own, which are tighter", _LOFAST),
+        ("equations 10 to 28", "in place of them: constants of lipcert's own, which are tighter", _ATTENTION),
         ("theorem 1, lemmas 1 and 2, equations 6, 8 and 10 to 28", "as published, to compare with", _PRINTED),
         ("equation 29", "`RmsLayerProject`, by `convert --norm lofast`", "lipcert.surgery._projections"),
     ),

@@ -24,7 +24,6 @@ import lipcert
 from lipcert.attacks import PGD
 from lipcert.bounds._masked import Core
 from lipcert.certifier import METHODS, Certifier
-from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.cli import app
 from lipcert.graph import Node
 from lipcert.norms import (
@@ -291,16 +290,6 @@ def test_norms_of_a_large_matrix_between_weights(device: torch.device) -> None:
     there = found(device)
     assert there.device.type == device.type
     torch.testing.assert_close(there.to("cpu"), found(torch.device("cpu")), rtol=1e-9, atol=0)
-
-
-def test_the_sensitivity_of_attention(device: torch.device) -> None:
-    def found(where: torch.device) -> Tensor:
-        x, *weights = (random(*size, seed=i).to(where) for i, size in enumerate([(1, 32, 8), *[(8, 2)] * 3]))
-        return attention_sensitivity(x, AttentionLayer(*weights), 0.1).change
-
-    there = found(device)
-    assert there.device.type == device.type
-    torch.testing.assert_close(there.to("cpu"), found(torch.device("cpu")), rtol=1e-6, atol=0)
 
 
 def test_a_normalisation_without_weights_is_replaced_on_its_device(device: torch.device) -> None:

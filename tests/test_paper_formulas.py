@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.papers import lofast
-from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
+from benchmarks.papers.attention import AttentionLayer, attention_sensitivity
 
 N, D = 5, 8
 

@@ -1,4 +1,4 @@
-"""LoFAST as its paper writes it, beside the constants of :mod:`lipcert.certifier._lofast`: for comparison alone.
+"""LoFAST as its paper writes it, beside the constants of :mod:`benchmarks.papers.attention`: for comparison alone.
 
 Havens, Araujo, Zhang and Hu, "Fine-grained local sensitivity analysis of standard dot-product self-attention", ICML
 2024. Its model is F(X) = H X + Σ_l P_l(X) X W_l^V W_l^O (equation 6), without biases, H = I for a residual block and
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.certifier._lofast import AttentionLayer
+from benchmarks.papers.attention import AttentionLayer
 
 _LARGEST = 4096  # columns of a matrix that is written out
 _GELU = 1.13  # its largest slope is 1.1289
@@ -138,8 +138,8 @@ def specformer(x: Tensor, layer: AttentionLayer, eps: float) -> float:
 
     Hu et al., "SpecFormer: guarding vision transformer robustness via maximum singular value penalization", ECCV 2024
     (arXiv 2402.03317), Theorem 4.3, for one attention of whole weight matrices; N tokens. It has no W^O, which is the
-    identity there. Quoted for comparison and not proved here; :func:`lipcert.certifier._lofast.ball_change` is a bound
-    of that kind with a proof.
+    identity there. Quoted for comparison and not proved here; :func:`benchmarks.papers.attention.ball_change` is a
+    bound of that kind with a proof.
     """
     n = x.shape[-2]
     query, key, value = (_norm(w.double()) for w in (layer.wq, layer.wk, layer.wv))

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks.papers import lofast
+from benchmarks.papers.attention import AttentionLayer, attention_sensitivity
 from benchmarks.papers.courses import local_lip as local_lip
 from benchmarks.papers.courses import threats as threats
 from benchmarks.papers.recipes import Given, Table
 from benchmarks.papers.vits import before_crown as before_crown
 from benchmarks.papers.vits import beside_crown as beside_crown
 from benchmarks.papers.vits import shapes as shapes
-from lipcert.certifier._lofast import AttentionLayer, attention_sensitivity
 from lipcert.certvit import Moments, constrain_matrix
 from lipcert.certvit.relu import Relu
 from lipcert.inputs.data import open_images

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from timm.optim.muon import zeropower_via_newtonschulz
 from torch import Tensor, nn
 
 from lipcert.training._matrices import Matrix
 
 _MOMENTUM = 0.95
 _RMS = 0.2
-_ROUNDS = 5
+# Five steps of the quintic iteration of Jordan et al.
+_ORTHOGONAL: dict[str, Any] = {"steps": 5, "coefficients": [(3.4445, -4.7750, 2.0315)]}
 
 
 class Muon(torch.optim.AdamW):
@@ -17,18 +21,18 @@ class Muon(torch.optim.AdamW):
 
     The momentum G = U S Vᵀ of a matrix is replaced by U Vᵀ, so that an update changes all its singular values equally.
     With a limit on the norm, all directions then use it. Queries, keys and values are separate matrices, and a
-    convolution is its flattened kernel. Updates have the size of those of AdamW, so both use the same learning rate.
+    convolution is its flattened kernel; the classes of torch and timm know whole parameters alone. Updates have the
+    size of those of AdamW, so both use the same learning rate.
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), with the factor of Liu et
-    al., "Muon is scalable for LLM training" (arXiv 2502.16982), equation 4. Implementations in libraries compute in
-    bfloat16, which is slow on processors without support for it.
+    al., "Muon is scalable for LLM training" (arXiv 2502.16982), equation 4.
 
     Args:
         parameters: all trained parameters.
         matrices: the matrices among them, or among their parts.
         lr: the learning rate.
-        weight_decay: the weight decay of the matrices. Updates change all directions equally; the decay keeps those
-            small in which nothing is learned, which would make certificates worse.
+        weight_decay: of the matrices; it keeps those directions small in which nothing is learned, which would make
+            certificates worse.
         dtype: the type in which updates are made orthogonal; that of the parameters by default.
     """
 
@@ -61,22 +65,11 @@ class Muon(torch.optim.AdamW):
                 momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - _MOMENTUM)
                 ahead[p] = torch.empty_like(p).copy_(p.grad.lerp(momentum, _MOMENTUM))
                 p.mul_(1 - group["lr"] * self.decay)
-            update = orthogonal(matrix.part_of(ahead[p]).to(self.dtype or p.dtype)).to(p.dtype)
+            dtype = self.dtype or p.dtype
+            tiny = torch.finfo(dtype).tiny  # so that small gradients count as much as large ones
+            update = zeropower_via_newtonschulz(matrix.part_of(ahead[p]), dtype=dtype, eps=tiny, **_ORTHOGONAL)
+            update = update.to(p.dtype)
             matrix.value().sub_(update, alpha=group["lr"] * _RMS * max(update.shape[1:]) ** 0.5)
         for p in ahead:
             p.grad = None
         super().step()
-
-
-def orthogonal(matrices: Tensor) -> Tensor:
-    """An approximation of U Vᵀ for matrices U S Vᵀ, shape (N, rows, columns), with singular values from 0.7 to 1.2.
-
-    Five steps of the quintic iteration of Jordan et al.; a matrix of zeros stays zero.
-    """
-    high = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if high else matrices
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    for _ in range(_ROUNDS):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if high else x
