@@ -1,0 +1,222 @@
+"""What rules a certificate out before anything costly is computed, and what the command says of it."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from click import Context
+from torch import nn
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.certifier import METHODS, Certifier, triage
+from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
+from lipcert.cli import _print, app
+from lipcert.cli._advice import LOOSE, Known, advise
+from lipcert.inputs.data import open_images
+from lipcert.inputs.samples import COUNT, sample_images
+
+SIZE = (3, 4, 4)
+
+
+def model_of(net: nn.Module, size: tuple[int, int, int] = SIZE) -> lipcert.Model:
+    return lipcert.load(net.eval(), mean=(0.0,) * size[0], std=(1.0,) * size[0], input_size=size).double()
+
+
+def curved(depth: int = 1) -> lipcert.Model:
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(depth) for layer in (nn.Linear(48, 48), nn.GELU())]
+    return model_of(nn.Sequential(nn.Flatten(), *hidden, nn.Linear(48, 5)))
+
+
+def loose() -> lipcert.Model:
+    """Layers that undo each other: the product of their norms is 10^30, and the network is the identity and a head."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), *[nn.Linear(48, 48, bias=False) for _ in range(6)], nn.GELU(), nn.Linear(48, 5))
+    scale = torch.cat([torch.full((24,), 1e5), torch.full((24,), 1e-5)])
+    with torch.no_grad():
+        for place, layer in enumerate(net[1:7]):
+            layer.weight.copy_(torch.diag(scale if place % 2 else 1 / scale))
+    return model_of(net)
+
+
+def images(count: int = 6) -> torch.Tensor:
+    return torch.rand(count, *SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_limit_of_a_linear_network_is_its_distance_to_the_next_class():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    model, pixels = model_of(net), images().double()
+    logits = model(pixels)
+    predicted = logits.argmax(1)
+    weight = net[1].weight.detach().double()
+    for limit, row, y in zip(first_order_limit(model, pixels, predicted), logits, predicted.tolist(), strict=True):
+        exact = min((row[y] - row[j]) / (weight[y] - weight[j]).norm() for j in range(3) if j != y)
+        assert limit.item() == pytest.approx(exact.item(), rel=1e-12)
+
+
+def test_a_network_without_a_gradient_has_no_limit():
+    class Steps(nn.Module):
+        def forward(self, x):
+            return x.detach().flatten(1)[:, :2]
+
+    assert first_order_limit(model_of(Steps()), images().double(), torch.zeros(6, dtype=torch.long)).isinf().all()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "staged"])
+def test_no_method_certifies_beyond_the_first_order_limit(method):
+    model, pixels = curved(2), images()
+    result = Certifier(model, 0.01, method).run(pixels)
+    limit = first_order_limit(model, pixels.double(), result.predicted)
+    assert (result.radius > 0).any()
+    assert (result.radius <= limit * (1 + 1e-9)).all()
+
+
+def test_an_image_beyond_its_limit_gets_the_cheap_methods_and_the_reason():
+    model, pixels = curved(), images()
+    limits = Certifier(model, 1e-6).run(pixels).limit.sort().values
+    eps = (limits[2] * limits[3]).sqrt().item()
+    result = Certifier(model, eps).run(pixels)
+    beyond = result.limit <= eps
+    assert beyond.sum() == 3
+    assert {name for name, there in zip(result.method, beyond.tolist(), strict=True) if there} <= {"global", "gloro"}
+    assert all((reason == "first-order limit") == there for reason, there in zip(result.reason, beyond, strict=True))
+    assert all((reason == "") == sure for reason, sure in zip(result.reason, result.certified.tolist(), strict=True))
+
+
+def test_reasons_are_in_the_rows(tmp_path):
+    result = lipcert.certify(curved(), images(), eps=6.0)
+    row = json.loads(result.save(tmp_path / "r.jsonl").read_text().splitlines()[0])
+    assert row["reason"] == "first-order limit"
+    assert row["limit"] == result.limit[0].item() < 6.0
+
+
+def test_attacked_images_have_that_reason():
+    hopes = Hopes(torch.tensor([1.0, 1.0, 0.1, 1.0]), torch.tensor([True, False, False, False]), 0.5)
+    assert hopes.ruled_out.tolist() == [True, False, True, False]
+    reasons = hopes.reasons(torch.tensor([False, False, False, True]), {"local": "too slow"})
+    assert reasons == ("attacked", "skipped: local", "first-order limit", "")
+
+
+def test_a_network_whose_bound_is_too_loose_is_left_to_the_cheap_methods():
+    model = loose()
+    log10 = lipcert.lipschitz(model).log10
+    assert log10 > LOOSE
+    assert "10^" in too_loose(model, log10, 0.1)
+    assert not too_loose(model, log10, 1e-4), "tiny ε may be reached"
+    assert not too_loose(curved(), lipcert.lipschitz(curved()).log10, 0.1)
+    staged = Certifier(model, 0.01)
+    assert "loose" in staged.skipped["anchored"]
+    assert set(staged.methods) == {"global", "gloro"}
+    result = staged.run(images())
+    assert (result.radius == 0).all(), "what is negligible is not examined for rounding"
+    assert "anchored" in Certifier(model, 0.01, "anchored").methods, "a method that is asked for is run"
+
+
+def test_scaled_logits_do_not_make_a_network_loose():
+    model = curved()
+    with torch.no_grad():
+        model.net[-1].weight.mul_(1e13)
+        model.net[-1].bias.mul_(1e13)
+    assert not too_loose(model, lipcert.lipschitz(model).log10, 0.1)
+
+
+def test_methods_beyond_the_time_are_skipped_with_an_estimate():
+    torch.manual_seed(0)
+    model = model_of(nn.Sequential(nn.Flatten(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5)))
+    assert not Certifier(model, 0.01).skipped
+    reason = Certifier(model, 0.01, time=1e-9).skipped["local"]
+    assert reason.startswith("it would take about")
+    assert "force it with --method local" in reason
+
+
+@pytest.mark.parametrize("time", [0, -1.0, math.inf, math.nan, "soon"])
+def test_a_time_that_means_nothing(time):
+    with pytest.raises(lipcert.errors.InputError, match="time must be a positive number"):
+        Certifier(curved(), 0.01, time=time)
+
+
+def test_triage_counts_what_it_says():
+    model = lipcert.load("bundled")
+    bundled = open_images(None, model)
+    found = triage(model, bundled, 36 / 255)
+    assert found.images == 8
+    assert 0 <= found.correct <= 8
+    assert found.limits == sorted(found.limits)
+    assert found.reachable == sum(limit > 36 / 255 for limit in found.limits)
+
+
+def test_sample_images_are_drawn_for_any_size():
+    pixels = sample_images(3, 20, 31)
+    assert pixels.shape == (COUNT, 3, 20, 31)
+    assert pixels.dtype == torch.uint8
+    assert torch.equal(pixels, sample_images(3, 20, 31))
+    assert (pixels.double().flatten(1).std(1) > 20).all()
+    drawn = open_images(None, curved())
+    assert (drawn.labelled, drawn.total) == (False, COUNT)
+    assert "sample images" in drawn.note
+
+
+KNOWN = {
+    "a pretrained network": Known(["resnet18"], log10=40.0),
+    "in front of a denoiser": Known(["resnet18", "--denoiser", "dct"], log10=40.0, denoised=True),
+    "one channel": Known(["m.safetensors"], 1, log10=40.0),
+    "surgery helped": Known(["m.safetensors"], log10=8.0, data="my images"),
+    "trained": Known(["m.safetensors"], log10=8.0, trained=True),
+    "tight": Known(["bundled"], 1, log10=3.0),
+    "no bound": Known(["m.safetensors"]),
+    "certified": Known(["m.safetensors"], log10=3.0, images=8, certified=2, rows=Path("r.jsonl")),
+    "nothing certified": Known(["m.safetensors"], log10=3.0, images=8, rows=Path("r.jsonl")),
+}
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
+def test_suggested_commands_can_be_typed(known):
+    words = shlex.split(advise(known).partition(", which ")[0])
+    assert words[0] == "lipcert"
+    group = get_command(app)
+    command = group.get_command(Context(group), words[1])
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words[2:] if word.startswith("--")} <= options
+    denoisers = words.count("--denoiser")
+    assert denoisers == (1 if "smoothing" in words and known.channels == 3 else denoisers and 1)
+
+
+def test_advice_leads_to_a_certificate_and_not_in_a_circle():
+    """From a loose bound to smoothing, from a medium one to training and then to certify, from certify to a report."""
+    assert "--method smoothing" in advise(KNOWN["a pretrained network"])
+    assert advise(KNOWN["surgery helped"]).startswith("lipcert finetune m.safetensors --data 'my images'")
+    assert advise(KNOWN["trained"]).startswith("lipcert certify m.safetensors")
+    assert advise(KNOWN["tight"]) == "lipcert certify bundled --eps 36/255"
+    assert advise(KNOWN["certified"]) == "lipcert report r.jsonl --html r.html"
+    assert "--method smoothing" in advise(KNOWN["nothing certified"])
+
+
+def test_certify_on_a_network_without_data_says_what_it_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lipcert.save(
+        lipcert.load("resnet18", pretrained=False, num_classes=4, input_size=(3, 32, 32)), tmp_path / "net.safetensors"
+    )
+    done = CliRunner().invoke(app, ["certify", "net.safetensors", "--eps", "36/255"])
+    assert done.exit_code == 0, done.output
+    assert "sample images" in done.stderr
+    assert "first-order limit" in done.stderr
+    assert "next\tlipcert " in done.stdout
+
+
+def test_progress_in_lines_says_the_time_left(capsys, monkeypatch):
+    clock = iter([0.0, 5.0, 12.0, 13.0, 30.0])
+    monkeypatch.setattr(_print.time, "monotonic", lambda: next(clock))
+    update = _print._lines("certifying")
+    for done in (1, 2, 3, 10):
+        update(done, 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "certifying: 2 of 20 after 12 s, about 108 s left",
+        "certifying: 10 of 20 after 30 s, about 30 s left",
+    ]
