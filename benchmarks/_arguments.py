@@ -444,6 +444,27 @@ def _clamp(r: random.Random) -> Any:
     return torch.clamp, {"input": operand(r, *shape), "min": low, "max": high}
 
 
+def _parametric(r: random.Random) -> Any:
+    shape = sizes(r, r.choice([1, 2, 3]))
+    weight = r.choice([1.0, -1.0, 0.3]) * constant(r, r.choice([1, shape[0]]))
+    return torch.prelu, {"input": operand(r, *shape), "weight": weight}
+
+
+def _chosen(r: random.Random) -> Any:
+    shape = sizes(r, 2)
+    return torch.where, {
+        "condition": constant(r, 1, *shape) > 0,
+        "input": operand(r, *shape),
+        "other": either(r, *shape),
+    }
+
+
+def _filled(r: random.Random) -> Any:
+    shape = sizes(r, 2)
+    mask = constant(r, 1, *shape) > r.choice([-9.0, 0.0, 0.7])
+    return torch.masked_fill, {"input": operand(r, *shape), "mask": mask, "value": r.choice([0.0, -1.0, -math.inf])}
+
+
 _ENTRYWISE: dict[str, Callable[..., Any]] = {
     "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "mish": F.mish, "sigmoid": torch.sigmoid,
     "tanh": torch.tanh, "hardsigmoid": F.hardsigmoid, "hardswish": F.hardswish, "softsign": F.softsign,
@@ -539,6 +560,22 @@ DRAWS: dict[str, Draw] = {
         lambda r, n: {"dimension": dims(r, n, several=False), "size": r.choice([0, 1, 2]), "step": r.choice([1, 2])},
     ),
     "lstm": _lstm,
+    "prelu": _parametric,
+    "softshrink": _entrywise(F.softshrink, lambd=[0.0, 0.3, 0.5]),
+    "tanhshrink": _entrywise(F.tanhshrink),
+    "selu": _entrywise(F.selu),
+    "celu": _entrywise(F.celu, alpha=[-1.0, 0.5, 1.0, 2.0]),
+    "rrelu": _entrywise(F.rrelu, lower=[-0.5, 0.125], upper=[0.3, 1.5]),
+    "threshold": _entrywise(F.threshold, threshold=[0.3, 0.0], value=[0.3, 0.0, -1.0]),
+    "sort": _reduced(lambda *placed, **named: torch.sort(*placed, **named)[0], several=False, descending=_FLAGS),
+    "topk": _moved(
+        lambda *placed, **named: torch.topk(*placed, **named)[0],
+        lambda r, n: {"k": r.choice([0, 1, 2]), "dim": dims(r, n, several=False), "largest": r.choice(_FLAGS)},
+    ),
+    "log_softmax": _reduced(torch.log_softmax, several=False),
+    "glu": _moved(F.glu, lambda r, n: {"dim": dims(r, n, several=False)}),
+    "where": _chosen,
+    "masked_fill": _filled,
 }  # fmt: skip
 
 

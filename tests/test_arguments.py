@@ -90,7 +90,7 @@ def test_rules_that_read_arguments_have_them_listed():
     moved += (
         " split_with_sizes expand repeat tile repeat_interleave interpolate unfold fold unfold_axis identity einsum"
     )
-    moved += " scaled_dot_product_attention logsigmoid"
+    moved += " scaled_dot_product_attention logsigmoid tanhshrink"
     operations = {op for op in RULES if isinstance(op, str)}
     assert operations - set(SIGNATURES) - set(moved.split()) == set()
 
@@ -136,6 +136,7 @@ def test_arguments_by_name_in_another_order_are_the_same(operation):
         except LipcertError as refusal:
             with pytest.raises(type(refusal)):
                 bounds(setting, named=True)
+            compared += 1
             continue
         assert bounds(setting, named=True) == by_place, setting
         compared += 1

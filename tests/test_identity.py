@@ -13,7 +13,7 @@ import lipcert
 from lipcert.certifier import Certifier
 from lipcert.cli import app
 from lipcert.errors import InputError
-from lipcert.graph import code_of
+from lipcert.graph import identity_of_code
 from lipcert.inputs.data import open_images
 from lipcert.results import Tally, read_run
 from lipcert.results.description import describe
@@ -65,15 +65,15 @@ OTHERS = {
 
 
 def test_the_same_code_has_the_same_identity():
-    assert code_of(loaded(SAME)) == code_of(loaded(lambda x: 0.5 * x))
+    assert identity_of_code(loaded(SAME)) == identity_of_code(loaded(lambda x: 0.5 * x))
     equal = CONSTANT.clone()
-    assert code_of(loaded(OTHERS["a constant"])) == code_of(loaded(lambda x: 0.5 * x * equal))
+    assert identity_of_code(loaded(OTHERS["a constant"])) == identity_of_code(loaded(lambda x: 0.5 * x * equal))
 
 
 def test_every_change_of_the_code_changes_the_identity():
-    known = [code_of(loaded(step))[0] for step in (SAME, *OTHERS.values())]
-    known.append(code_of(loaded(SAME, Denoiser(0.9)))[0])
-    known.append(code_of(loaded(SAME, Denoiser(0.8)))[0])
+    known = [identity_of_code(loaded(step))[0] for step in (SAME, *OTHERS.values())]
+    known.append(identity_of_code(loaded(SAME, Denoiser(0.9)))[0])
+    known.append(identity_of_code(loaded(SAME, Denoiser(0.8)))[0])
     assert len(set(known)) == len(known)
 
 
@@ -82,8 +82,8 @@ def test_another_type_or_a_weight_keeps_the_operations():
     model = loaded(SAME)
     with torch.no_grad():
         model.net.head.weight.mul_(2)
-    assert code_of(model)[0] == code_of(loaded(SAME))[0]
-    assert code_of(model)[1] != code_of(loaded(SAME))[1]
+    assert identity_of_code(model)[0] == identity_of_code(loaded(SAME))[0]
+    assert identity_of_code(model)[1] != identity_of_code(loaded(SAME))[1]
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 @torch.no_grad()
-def code_of(model: Model) -> tuple[str, list[list[float]]]:
+def identity_of_code(model: Model) -> tuple[str, list[list[float]]]:
     """The identity of a model's code, weights aside: what it does on fixed example images.
 
     Returns:

@@ -11,7 +11,7 @@ import timm
 import torch
 
 from lipcert import __version__
-from lipcert.graph import ONE_LOGIT, code_of
+from lipcert.graph import ONE_LOGIT, identity_of_code
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.preprocessing import preprocessing
 from lipcert.model import Model
@@ -38,7 +38,7 @@ def describe(
         Values that JSON can represent.
     """
     spec, bound = images.spec, certifier.bound
-    code_hash, logits = code_of(model)
+    code_hash, logits = identity_of_code(model)
     return {
         "model": {
             "source": model.source,

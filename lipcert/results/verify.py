@@ -13,7 +13,7 @@ from typing import Any
 from lipcert.attacks import PGD, Attack
 from lipcert.certifier import Certifier, certifier_for
 from lipcert.errors import InputError
-from lipcert.graph import code_of
+from lipcert.graph import identity_of_code
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
@@ -60,7 +60,7 @@ def check_model(run: Run, model: Model) -> None:
     claimed = run.summary["model"]
     known = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
     known["buffers_hash"] = buffers_hash(model)
-    known["code_hash"] = code_of(model)[0]
+    known["code_hash"] = identity_of_code(model)[0]
     what_of = {"weights_hash": "weights", "recipe": "surgery", "buffers_hash": "buffers", "code_hash": "code"}
     for key, what in what_of.items():
         if claimed.get(key) != known[key]:
