@@ -272,7 +272,7 @@ class _Recorder:
         if form:
             return outcome
         if target is None and (parts := parts_of(op, args, kwargs)) is not None:
-            return self.composed(parts, args, kwargs, outcome)
+            return self.composed(parts, function, args, kwargs, outcome)
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         function = _REPLAYED_AS.get(op, _REPLAYED_AS.get(function, function))
         if target is not None:
@@ -297,7 +297,14 @@ class _Recorder:
             return target
         return wrapped
 
-    def composed(self, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> Any:
+    def composed(
+        self,
+        parts: Callable[..., Any],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outcome: Any,
+    ) -> Any:
         """Records a function as its parts; ``outcome`` is the function's own result, which the network reads on."""
         with _disable_current_modes():  # type: ignore[no-untyped-call]  # the witness compares the function's kernels
             result = parts(*args, **kwargs)
@@ -308,7 +315,9 @@ class _Recorder:
         if first is outcome:
             return result
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
-        places = Node("argsort", operator.getitem, node_args, node_kwargs, self.path)
+        places = Node(
+            "argsort", lambda *given, **named: function(*given, **named)[1], node_args, node_kwargs, self.path
+        )
         return type(outcome)((result, self.wrap(outcome[1], places)))
 
     def watch(self, module: nn.Module, images: Tensor) -> tuple[Any, Look]:
