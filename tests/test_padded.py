@@ -141,7 +141,7 @@ def test_choices_between_lines_that_meet_are_activations(name):
         lambda x: (x > 0) * 1.0 + x,
         lambda x: x * (x > 0.1),
         lambda x: torch.where(x.flip(1) > 0, x, 0.1 * x),
-        lambda x: torch.where(x > x.mean(), x, 0.1 * x),
+        lambda x: torch.where(x > x.mean(1, keepdim=True), x, 0.1 * x),
     ],
 )
 def test_choices_that_jump_are_refused(function):
