@@ -126,11 +126,19 @@ def tokens() -> Model:
     )
 
 
+PRELU = torch.linspace(-0.5, 1.5, 8, dtype=torch.float64)
 NETWORKS: dict[str, Callable[[], Model]] = {
     "mlp relu": lambda: mlp(nn.ReLU),
     "mlp leaky": lambda: mlp(lambda: nn.LeakyReLU(0.1)),
     "mlp steep": lambda: mlp(lambda: nn.LeakyReLU(1.7)),
     "mlp falling": lambda: mlp(lambda: nn.LeakyReLU(-0.3)),
+    "mlp prelu": lambda: mlp(lambda: nn.PReLU(1, 0.3)),
+    "mlp softshrink": lambda: mlp(lambda: nn.Softshrink(0.1)),
+    "mlp sorted": lambda: mlp(lambda: Function(lambda x: x.unflatten(1, (-1, 4)).sort(2).values.flatten(1))),
+    "mlp gated": lambda: mlp(lambda: Function(lambda x: torch.cat([F.glu(x), x[:, x.shape[1] // 2 :]], 1))),
+    "mlp chosen": lambda: mlp(lambda: Function(lambda x: torch.where(x > 0, x, 0.2 * x))),
+    "mlp log_softmax": lambda: mlp(lambda: nn.LogSoftmax(-1)),
+    "conv prelu": lambda: conv_net(lambda: Function(lambda x: F.prelu(x, PRELU[: x.shape[1]])), nn.LPPool2d(2, 2)),
     "mlp clipped": lambda: mlp(lambda: ClippedReLU(0.4)),
     "mlp maxmin": lambda: mlp(lambda: MaxMin(-1)),
     "mlp clipped maxmin": lambda: mlp(lambda: ClippedMaxMin(0.1, -0.1, -1)),

@@ -98,6 +98,22 @@ CASES = {
     "gelu": [(F.gelu, (1, 5)), (lambda x: F.gelu(x, approximate="tanh"), (1, 5))],
     "relu": [(F.relu, (1, 9))],
     "leaky_relu": [(lambda x: F.leaky_relu(x, 0.2), (1, 9)), (lambda x: F.leaky_relu(x, 3.0), (1, 9))],
+    "prelu": [
+        (lambda x: F.prelu(x, torch.tensor([0.2, -0.5, 1.0]).double()), (1, 3, 2)),
+        (lambda x: F.prelu(x, torch.tensor([3.0, 0.1]).double()), (1, 2, 3)),
+        (lambda x: F.prelu(x, torch.tensor([2.0]).double()), (1, 7)),
+    ],
+    "softshrink": [(lambda x: F.softshrink(x, 0.3), (1, 9))],
+    "tanhshrink": [(F.tanhshrink, (1, 5))],
+    "sort": [
+        (lambda x: x.sort(-1).values, (1, 3, 4)),
+        (lambda x: torch.sort(x, 1, True)[0], (1, 3, 2)),
+        (lambda x: x.sort(-1).values, (1, 4, 1)),
+    ],
+    "log_softmax": [
+        (lambda x: x.log_softmax(-1), (1, 2, 3)),
+        (lambda x: F.log_softmax(9 * x, 1), (1, 4, 2)),
+    ],
     "max_pool2d": [
         (lambda x: F.max_pool2d(x, 2), (1, 2, 4, 4)),
         (lambda x: F.max_pool2d(x, 3, 1, 1), (1, 1, 4, 5)),
@@ -330,7 +346,7 @@ def test_rows_of_softmax_that_move_little_leave_little():
     assert rule.against(g)([rho, rho / 4]).item() < 0.9 * rule.against(g)([rho]).item()
 
 
-QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "square", "gelu", "pow", "sqrt", "rsqrt"}
+QUADRATIC = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "square", "gelu", "tanhshrink", "pow", "sqrt", "rsqrt"}
 RADIAL = {"layer_norm", "rms_norm", "group_norm", SmoothProject, RmsSmoothProject, GroupSmoothProject}
 BENT = {"relu", "leaky_relu"}
 CONTRACTED = QUADRATIC | RADIAL | BENT | {"softmax", "matmul"}
@@ -379,7 +395,7 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
     assert bool((found[2:] > 0.2 * most[2:]).all())  # of points that are not next to 0, where curvature vanishes
 
 
-KINKED_ENTRIES = BENT | {"abs", "clamp", "hardtanh", "relu6", "hardsigmoid"}
+KINKED_ENTRIES = BENT | {"abs", "clamp", "hardtanh", "relu6", "hardsigmoid", "prelu", "softshrink"}
 SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | KINKED_ENTRIES | {"hardswish"}]
 
 
@@ -716,6 +732,7 @@ def second_derivative(function):
         ("silu", F.silu),
         ("sigmoid", torch.sigmoid),
         ("tanh", torch.tanh),
+        ("tanhshrink", F.tanhshrink),
         ("mish", F.mish),
         ("log_sigmoid", F.logsigmoid),
         ("gelu", F.gelu),
@@ -774,7 +791,7 @@ def test_tails_of_the_envelope_beyond_the_grid():
 
 def test_entrywise_rules_are_all_checked():
     entrywise = {key for key, rule in REMAINDERS.items() if issubclass(rule, Smooth)}
-    checked_here = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "gelu", "square"}
+    checked_here = {"silu", "sigmoid", "tanh", "mish", "log_sigmoid", "gelu", "square", "tanhshrink"}
     assert entrywise == checked_here | {"hardswish", "pow", "sqrt", "rsqrt"}  # whose second derivatives are powers
 
 

@@ -125,6 +125,12 @@ OPERATIONS: dict[str, nn.Module] = {
     "cat": Constant(lambda x, w: torch.cat((x, w.expand(len(x), -1, -1, -1)), 1), random(1, 2, 6, 6)),
     "pad": Function(lambda x: F.pad(x, (1, 1), value=0.3)),
     "leaky_relu": nn.LeakyReLU(0.3),
+    "prelu": nn.PReLU(4, 0.3).double(),
+    "softshrink": nn.Softshrink(0.3),
+    "tanhshrink": nn.Tanhshrink(),
+    "sort": Function(lambda x: x.sort(-1).values),
+    "log_softmax": nn.LogSoftmax(-1),
+    "log_softmax, long": nn.Sequential(nn.Flatten(), nn.LogSoftmax(-1)),
     "gelu": nn.GELU(),
     "gelu, tanh": nn.GELU("tanh"),
     "silu": nn.SiLU(),
@@ -165,7 +171,7 @@ OPERATIONS: dict[str, nn.Module] = {
     "minimum": Function(both(torch.minimum)),
     "ClippedMaxMin": clipping(ClippedMaxMin(0.3, -0.1)),
 }
-EXACT = {"relu", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold"}
+EXACT = {"relu", "sort", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold"}
 
 
 def node_of(name: str) -> Node:

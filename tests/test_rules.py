@@ -118,6 +118,43 @@ CASES: list[tuple[Any, ...]] = [
     (F.softplus, image, F.softplus),
     (F.softplus, image, lambda h: F.softplus(h, beta=3.0, threshold=25)),
     (F.softplus, pixels, lambda h: F.softplus(h * 40, beta=1, threshold=1)),
+    ("prelu", image, lambda h: F.prelu(h, torch.tensor([0.2, -0.7, 0.9]).double())),
+    ("prelu", image, lambda h: F.prelu(h, torch.tensor([2.5, 0.1, -3.0]).double())),
+    ("prelu", tokens, lambda h: F.prelu(h, torch.tensor([0.25]).double())),
+    ("prelu", tokens, lambda h: torch.prelu(h, weights(6))),
+    (F.softshrink, image, lambda h: F.softshrink(h, 0.3)),
+    (F.tanhshrink, tokens, F.tanhshrink),
+    ("sort", tokens, lambda h: h.sort(-1).values),
+    ("sort", image, lambda h: torch.sort(h, dim=1, descending=True)[0]),
+    ("sort", pixels, lambda h: h.flatten(1).sort().values, LINEAR),
+    ("sort", rows_first, lambda h: torch.sort(h, stable=True, dim=1).values),
+    ("sort", tokens, lambda h: h.topk(2).values),
+    ("sort", image, lambda h: torch.topk(h, 2, dim=1, largest=False)[0]),
+    ("log_softmax", tokens, lambda h: h.log_softmax(-1)),
+    ("log_softmax", square, lambda h: F.log_softmax(9 * h, dim=1)),
+    ("log_softmax", thin, lambda h: F.log_softmax(h, -1)),
+    # functions that are recorded as their parts
+    ("mul", image, lambda h: F.glu(F.pad(h, (0, 0, 0, 0, 0, 1)), 1)),
+    ("mul", tokens, F.glu),
+    ("group_norm", image, lambda h: F.instance_norm(h, weight=GAMMA, bias=BETA, eps=0.1)),
+    ("batch_norm", image, lambda h: F.instance_norm(h, MEAN, VAR, GAMMA, use_input_stats=False, eps=0.1)),
+    ("permute", pixels, lambda h: F.pixel_shuffle(h.reshape(1, 8, 3, 1), 2), LINEAR),
+    ("permute", pixels, lambda h: F.pixel_unshuffle(h.reshape(1, 1, 6, 4), 2), LINEAR),
+    ("transpose", pixels, lambda h: F.channel_shuffle(h.reshape(1, 4, 3, 2), 2), LINEAR),
+    ("linalg_vector_norm", pixels, lambda h: F.lp_pool2d(h, 2, 2), LINEAR),
+    ("linalg_vector_norm", image, lambda h: F.lp_pool2d(h, 2, (2, 3), (1, 2))),
+    ("linalg_vector_norm", tokens, lambda h: F.lp_pool1d(h, 2, 3, 1)),
+    ("elu", tokens, F.selu),
+    ("elu", tokens, lambda h: F.celu(h, 0.7)),
+    (F.leaky_relu, tokens, F.rrelu),
+    ("clamp", tokens, lambda h: F.threshold(h, 0.3, 0.3)),
+    ("softmax", square, lambda h: F.softmin(h, -1)),
+    ("scaled_dot_product_attention", tokens, lambda h: _attend(h)[0]),
+    ("softmax", tokens, lambda h: _attend(h, need_weights=True)[0]),
+    ("pad", image, lambda h: F.pad(h, (1, 1, 1, 1), "circular")),
+    ("pad", pixels, lambda h: F.conv2d(F.pad(h, (1, 1, 1, 1), "circular"), weights(3, 2, 3, 3)), 1 + 2e-5),
+    ("pad", pixels, lambda h: F.conv2d(F.pad(h, (2, 1, 1, 1), "reflect"), weights(4, 1, 3, 3), groups=2), 1 + 2e-5),
+    ("pad", pixels, lambda h: F.conv2d(F.pad(h, (1, 2, 0, 1), "replicate"), weights(3, 2, 2, 2), B4[:3], 2), 1 + 2e-5),
     (F.hardtanh, image, F.hardtanh),
     (F.hardtanh, image, lambda h: F.hardtanh(h, -3.0, 0.5)),
     (F.hardtanh, image, lambda h: F.hardtanh(h, max_val=0.1, min_val=-0.2, inplace=True)),
@@ -755,6 +792,26 @@ def test_contract_for_all_questions(case: tuple[Any, ...]) -> None:
     assert found.box is None or found.box > 0
 
 
+COMPOSED = {
+    "glu": lambda h: F.glu(h, -1),
+    "instance_norm": lambda h: F.instance_norm(h, weight=GAMMA[:2], bias=BETA[:2], eps=0.1),
+    "lp_pool2d": lambda h: F.lp_pool2d(h, 2, 2, 1),
+    "pixel_unshuffle": lambda h: F.pixel_unshuffle(h[:, :, :2], 2),
+    "topk": lambda h: h.topk(2, 1, False)[0],
+    "selu": F.selu,
+    "celu": lambda h: F.celu(h, 0.7),
+    "rrelu": F.rrelu,
+    "multi_head_attention": lambda h: _attend(h.reshape(1, 6, 4))[0],
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_functions_that_are_recorded_as_their_parts(name: str) -> None:
+    """The bounds of the parts hold for torch's own kernel, roundings in three types included."""
+    found = check_rule(lambda x: COMPOSED[name](2 * x - 1), SIZE, points=6, steps=1)
+    assert found.rounding is not None
+
+
 def check_ranges(analysis: Any) -> None:
     """Floors, sums of rows and norms of whole values, against the values at points of the box."""
     generator = torch.Generator().manual_seed(9)
@@ -845,7 +902,6 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("more than one layer", lambda x: nn_lstm(x.reshape(1, 6, 4), layers=2)[0]),
     ("variance of 1", lambda x: x.var(0)),
     ("p = 1", lambda x: x.norm(p=1)),
-    ("multi_head_attention_forward", lambda x: x.flatten(1) * _mha(x.reshape(1, 6, 4))),
     ("the limits depend on the image", lambda x: torch.clamp(x, min=x.flip(1) * 50)),
     ("limits of a larger shape", lambda x: torch.clamp(x, max=torch.ones(9, 2, 3, 4))),
     ("rounding", lambda x: torch.div(x, 0.1, rounding_mode="floor")),
@@ -879,6 +935,13 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("weights of both signs", lambda x: F.avg_pool2d(x, 2, divisor_override=-3)),
     ("random", lambda x: F.dropout(x * 0, 0.5, True)),
     ("random", lambda x: F.scaled_dot_product_attention(x, x, x * 0, dropout_p=0.5)),
+    ("argsort", lambda x: x.flatten(1) * x.flatten(1).sort().indices),
+    ("topk", lambda x: x.topk(2, sorted=False).values),
+    ("lp_pool2d", lambda x: F.lp_pool2d(x, 3, 2)),
+    ("lp_pool2d", lambda x: F.lp_pool2d(x, 2, 2, ceil_mode=True)),
+    ("threshold", lambda x: F.threshold(x, 0.3, 0.0)),
+    ("gt", lambda x: torch.where(x > 0.1, x, 0.2 * x)),
+    ("weight depends", lambda x: F.prelu(x, x[0, 0, 0, :1])),
     ("multi_margin", lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([0]))),
 ]
 
@@ -891,8 +954,8 @@ def nn_lstm(x: Any, layers: int = 1) -> Any:
     return RECURRENT[layers](x)
 
 
-def _mha(x: Any) -> Any:
-    return ATTENTION(x, x, x, need_weights=False)[0].flatten(1)
+def _attend(x: Any, need_weights: bool = False) -> Any:
+    return ATTENTION(x, x, x, need_weights=need_weights)
 
 
 @pytest.mark.parametrize(("words", "forward"), REFUSED, ids=[f"{i}-{words}" for i, (words, _) in enumerate(REFUSED)])

@@ -139,7 +139,7 @@ def placed(
         kwargs: keyword arguments.
         operand: whether an argument holds a value that depends on the image.
     """
-    if not kwargs:
+    if not kwargs or "stable" in kwargs:  # with it all further arguments of sort have names
         return args, kwargs
     ours = isinstance(op, str)
     places = _places(function, op)

@@ -1,0 +1,149 @@
+"""Padding that repeats entries, bounded together with the convolution after it, and choices by a comparison."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lipcert
+from lipcert.errors import LipcertError
+from lipcert.norms import Border, _padded, padded_conv_norm
+
+
+def drawn(number: int):
+    """A convolution, its geometry and a border before it, in one or two dimensions; None where they do not fit."""
+    draw = torch.Generator().manual_seed(number)
+
+    def whole(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=draw))
+
+    dims, groups = whole(1, 3), whole(1, 3)
+    sizes, kernel, stride, dilation = ([whole(*ends) for _ in range(dims)] for ends in ((3, 8), (1, 5), (1, 4), (1, 3)))
+    mode = ("circular", "reflect", "replicate")[number % 3]
+    pads = tuple((whole(0, n), whole(0, n)) for n in sizes)
+    border = Border(mode, pads, tuple(sizes))
+    if any(size < d * (k - 1) + 1 for size, d, k in zip(border.padded, dilation, kernel, strict=True)):
+        return None
+    weight = torch.randn(3 * groups, 2, *kernel, generator=draw, dtype=torch.float64)
+    return weight, border, {"stride": tuple(stride), "dilation": tuple(dilation), "groups": groups}
+
+
+def matrix_of(weight, border, geometry):
+    inputs = weight.shape[1] * geometry["groups"] * math.prod(border.size)
+    units = torch.eye(inputs, dtype=torch.float64).reshape(inputs, -1, *border.size)
+    convolution = (F.conv1d, F.conv2d)[len(border.size) - 1]
+    return convolution(border.apply(units), weight, None, **geometry).flatten(1)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("number", range(60))
+def test_norms_are_bounds_and_those_of_whole_circles_are_exact(number, dense, monkeypatch):
+    case = drawn(number)
+    if case is None:
+        return
+    weight, border, geometry = case
+    monkeypatch.setattr(_padded, "_DENSE_SIDE", 512 if dense else 0)
+    matrix = matrix_of(weight, border, geometry)
+    truth = float(torch.linalg.matrix_norm(matrix, 2))
+    found = float(padded_conv_norm(weight, border, **geometry))
+    assert found >= truth
+    whole = all(n % s == 0 for n, s in zip(border.size, geometry["stride"], strict=True))
+    circle = border.mode == "circular" and whole and matrix.shape[1] == weight.shape[0] * math.prod(
+        n // s for n, s in zip(border.size, geometry["stride"], strict=True)
+    )  # fmt: skip
+    if circle or (dense and len(matrix) <= 512 and weight.shape[0] * math.prod(border.padded) <= 2048):
+        assert found <= truth * (1 + 1e-4)
+
+
+def orthogonal(mode: str) -> nn.Conv2d:
+    """A convolution that shifts each channel and then turns the channels: orthogonal on a torus."""
+    conv = nn.Conv2d(12, 12, 3, padding=1, padding_mode=mode, bias=False)
+    turn = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(1)))[0]
+    with torch.no_grad():
+        conv.weight.zero_()
+        for i in range(12):
+            conv.weight[:, i, i % 3, i // 3 % 3] = turn[:, i]
+    return conv
+
+
+def test_orthogonal_circular_convolutions_keep_the_constant_1():
+    head = nn.Linear(12 * 64, 3, bias=False)
+    nn.init.orthogonal_(head.weight)
+    net = nn.Sequential(nn.PixelUnshuffle(2), *(orthogonal("circular") for _ in range(6)), nn.Flatten(), head)
+    model = lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 16, 16))
+    assert 1 <= lipcert.lipschitz(model).value < 1.001
+    scaled = nn.Sequential(orthogonal("circular"), nn.BatchNorm2d(12), nn.Flatten(), nn.Linear(12 * 64, 3)).eval()
+    scaled[1].running_var.fill_(4.0)
+    nn.init.orthogonal_(scaled[3].weight)
+    model = lipcert.load(
+        nn.Sequential(nn.PixelUnshuffle(2), *scaled), mean=(0,) * 3, std=(1,) * 3, input_size=(3, 16, 16)
+    )
+    assert lipcert.lipschitz(model).value == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_borders_that_hold_little_weight_cost_little(mode):
+    weight = torch.zeros(2, 2, 3, 3, dtype=torch.float64)
+    weight[..., 1, 1] = torch.eye(2)
+    weight[..., 0, 0] = 0.01 * torch.eye(2)
+    border = Border(mode, ((1, 1), (1, 1)), (40, 40))
+    assert border.uses() == 4
+    assert float(padded_conv_norm(weight, border, stride=(1, 1), dilation=(1, 1))) < 1.04  # and not 2.02
+
+
+LINES = {
+    "leaky": (lambda x: torch.where(x > 0, x, 0.1 * x), 1.0),
+    "leaky, steep": (lambda x: torch.where(x >= 0, x, 3 * x), 3.0),
+    "leaky, turned": (lambda x: torch.where(x < 0, x, 0.1 * x), 1.0),
+    "method": (lambda x: x.where(x > 0, 0.3 * x), 1.0),
+    "absolute": (lambda x: torch.where(x > 0, x, -x), 1.0),
+    "relu": (lambda x: torch.where(x <= 0, torch.zeros_like(x), x), 1.0),
+    "mask": (lambda x: x * (x > 0), 1.0),
+    "cast mask": (lambda x: x * (x > 0).float(), 1.0),
+    "filled": (lambda x: x.masked_fill(x < 0, 0.0), 1.0),
+    "from below": (lambda x: torch.where(x > 0.25, x, 0.25), 1.0),
+    "from above": (lambda x: torch.where(x > 0.25, torch.full_like(x, 0.25), x), 1.0),
+}
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def network(function):
+    net = nn.Sequential(nn.Flatten(), Function(function), nn.Linear(12, 2))
+    nn.init.orthogonal_(net[2].weight)
+    return lipcert.load(net, mean=(0.5,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_choices_between_lines_that_meet_are_activations(name):
+    function, slope = LINES[name]
+    model = network(function)
+    assert lipcert.lipschitz(model).value == pytest.approx(slope, rel=1e-4)
+    images = torch.rand(3, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    assert (lipcert.certify(model, images, eps=0.01, method="anchored").radius >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.where(x > 0.1, x, 0.2 * x),
+        lambda x: torch.where(x > 0, x, 1.0),
+        lambda x: torch.where(x > 0, x, 0.1 - 0.1 * x),
+        lambda x: (x > 0) * 1.0 + x,
+        lambda x: x * (x > 0.1),
+        lambda x: torch.where(x.flip(1) > 0, x, 0.1 * x),
+        lambda x: torch.where(x > x.mean(1, keepdim=True), x, 0.1 * x),
+    ],
+)
+def test_choices_that_jump_are_refused(function):
+    with pytest.raises(LipcertError, match="gt"):
+        lipcert.lipschitz(network(function))
