@@ -139,6 +139,8 @@ def test_names_in_runs_and_artifacts(tmp_path: Path) -> None:
         settings: dict[str, Any] = {"sigma": 0.25, "samples": 100, "all_samples": True}
         counts = [Smoothing(one, EPS, **settings).run(images).count for one in (model, again)]
         assert torch.equal(*counts)
+        with pytest.raises(InputError, match="has a denoiser in front already"):
+            Denoised(again, "dct")
 
 
 def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:

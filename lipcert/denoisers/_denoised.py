@@ -46,10 +46,13 @@ class Denoised(Model):
         name: the denoiser's name in the recipe.
 
     Raises:
-        InputError: there is no denoiser of this name, or it does not return images of the model's shape.
+        InputError: there is no denoiser of this name, it does not return images of the model's shape, or the model
+            has one already.
     """
 
     def __init__(self, model: Model, denoiser: nn.Module | str, name: str | None = None):
+        if isinstance(model, Denoised):
+            raise InputError("the model has a denoiser in front already; leave the other one out")
         if isinstance(denoiser, str):
             name, denoiser = denoiser, denoiser_named(denoiser, model.input_size)
         super().__init__(
