@@ -133,8 +133,8 @@ def progress(what: str, total: float | None = None) -> Iterator[Update]:
         yield update
 
 
-_FIRST_LINE, _LAST_PAUSE = 5.0, 60.0  # seconds without a line of progress, which double from the one to the other
-_next_line = [time.monotonic() + _FIRST_LINE, _FIRST_LINE]  # when the next is due, and the pause before it
+_FIRST_PAUSE, _LAST_PAUSE = 5.0, 60.0  # seconds between lines of progress, which double from the one to the other
+_next_line = [1e9, _FIRST_PAUSE]  # when the next is due, and the pause before it; start() sets it
 
 
 @contextlib.contextmanager
@@ -189,6 +189,7 @@ def busy(what: str) -> Iterator[None]:
 
 def start() -> None:
     """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
+    _next_line[:] = time.monotonic() + _FIRST_PAUSE, _FIRST_PAUSE
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     with busy("importing torch"):
         importlib.import_module("lipcert.inputs.loading")
