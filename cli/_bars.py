@@ -1,11 +1,10 @@
 """Progress bars on a terminal: the current task, its progress, its speed and the time left."""
 
-import math
-from datetime import timedelta
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
+
+from ._print import pace
 
 
 def bars() -> Progress:
@@ -22,19 +21,7 @@ class Bar(BarColumn):
 
 
 class Pace(ProgressColumn):
-    """The progress, the speed and the time left; the time since the start if the speed or the total is unknown.
-
-    The speed is the mean since the start, because images are finished in blocks.
-    """
+    """The progress, the speed and the time left."""
 
     def render(self, task: Task) -> Text:
-        of = "" if task.total is None else f"/{task.total:g}"
-        parts = [f"{math.floor(10 * task.completed) / 10:g}{of}"] if task.completed or of else []
-        elapsed = task.elapsed or 0.0
-        if task.completed and elapsed:
-            speed = task.completed / elapsed
-            parts.append(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
-            if task.remaining is not None:
-                parts.append(f"{timedelta(seconds=math.ceil(task.remaining / speed))} left")
-                return Text(", ".join(parts))
-        return Text(", ".join([*parts, str(timedelta(seconds=int(elapsed)))]))
+        return Text(pace(task.completed, task.total, task.elapsed or 0.0))

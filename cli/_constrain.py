@@ -116,12 +116,12 @@ class _Batches:
 
 
 @contextlib.contextmanager
-def _phases() -> Iterator[Callable[[str, int, int | None], None]]:
+def _phases() -> Iterator[Callable[[str, float, float | None], None]]:
     """Yields a progress function that starts a new bar whenever the name of the task changes."""
     with contextlib.ExitStack() as stack:
-        current: list[tuple[str, Callable[[int, int | None], None]]] = []
+        current: list[tuple[str, Callable[[float, float | None], None]]] = []
 
-        def show(what: str, done: int, total: int | None) -> None:
+        def show(what: str, done: float, total: float | None) -> None:
             if not current or current[0][0] != what:
                 stack.close()
                 current[:] = [(what, stack.enter_context(progress(what, total)))]

@@ -9,9 +9,11 @@ import shlex
 import shutil
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
@@ -21,8 +23,6 @@ import click
 quiet = False
 
 _DIGITS = 3
-# Seconds after which a task without a terminal says how far it is.
-_FIRST_LINE = 10.0
 
 
 def say(line: str) -> None:
@@ -110,8 +110,8 @@ Update = Callable[..., None]
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Update]:
-    """Shows progress on standard error during the block: a bar on a terminal, a line now and then elsewhere.
+def progress(what: str, total: float | None = None) -> Iterator[Update]:
+    """Shows progress on standard error during the block: a bar on a terminal, now and then a line elsewhere.
 
     Yields:
         A function of the amount done, the total or None if unknown, and a new name of the task if it has changed.
@@ -121,7 +121,8 @@ def progress(what: str, total: int | None = None) -> Iterator[Update]:
         return
     # A notebook provides a terminal, but would keep every state of a bar.
     if not sys.stderr.isatty() or "JPY_PARENT_PID" in os.environ:
-        yield _lines(what)
+        with _lines(what, total) as update:
+            yield update
         return
     from ._bars import bars  # imports rich
 
@@ -137,34 +138,63 @@ def progress(what: str, total: int | None = None) -> Iterator[Update]:
         yield update
 
 
-def _lines(task: str) -> Update:
-    """An update that prints a line now and then: after 10 s, and each time after 1.5 times as long as before."""
-    started = time.monotonic()
-    due = _FIRST_LINE
+_FIRST_PAUSE, _LAST_PAUSE = 5.0, 60.0  # seconds between lines of progress, which double from the one to the other
+_next_line = [1e9, _FIRST_PAUSE]  # when the next is due, and the pause before it; start() sets it
+
+
+@contextlib.contextmanager
+def _lines(what: str, total: float | None) -> Iterator[Update]:
+    """Prints a line of progress when one is due; a thread prints it, as the block may give no news for minutes."""
+    state: list[Any] = [what, 0.0, total, time.monotonic()]
+    ended = threading.Event()
 
     def update(done: float, total: float | None = None, what: str | None = None) -> None:
-        nonlocal due
-        elapsed = time.monotonic() - started
-        if elapsed < due:
-            return
-        due = 1.5 * elapsed
-        line = f"{what or task}: {done:g}{'' if total is None else f' of {total:g}'} after {elapsed:.0f} s"
-        if total is not None and done:
-            line += f", about {elapsed * (total - done) / done:.0f} s left"
-        complain(line)
+        if state[1] and total != state[2]:
+            state[3] = time.monotonic()
+        state[:3] = what or state[0], done, total
 
-    return update
+    def watch() -> None:
+        while not ended.wait(max(0.0, _next_line[0] - time.monotonic())):
+            name, done, total, started = state
+            _next_line[1] = min(2 * _next_line[1], _LAST_PAUSE)
+            _next_line[0] = time.monotonic() + _next_line[1]
+            say(f"{name}: {pace(done, total, time.monotonic() - started)}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        ended.set()
+        thread.join()
+
+
+def pace(done: float, total: float | None, elapsed: float) -> str:
+    """The progress, the speed and the time left; the time since the start if the speed or the total is unknown.
+
+    The speed is the mean since the start, because images are finished in blocks.
+    """
+    of = "" if total is None else f"/{total:g}"
+    parts = [f"{math.floor(10 * done) / 10:g}{of}"] if done or of else []
+    if done and elapsed:
+        speed = done / elapsed
+        parts.append(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
+        if total is not None:
+            parts.append(f"{timedelta(seconds=math.ceil(max(0.0, total - done) / speed))} left")
+            return ", ".join(parts)
+    return ", ".join([*parts, str(timedelta(seconds=int(elapsed)))])
 
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Shows a spinner on standard error during the block, if that is a terminal."""
+    """Shows on standard error during the block what is done."""
     with progress(what):
         yield
 
 
 def start() -> None:
     """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
+    _next_line[:] = time.monotonic() + _FIRST_PAUSE, _FIRST_PAUSE
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     # Of torch's and numpy's own, about speed and about numbers that the certificates judge themselves.
     for text in ("There is a performance drop", "divide by zero", "invalid value", "overflow encountered"):

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.certifier import _triage
+from lipcert.cli import _print
 from lipcert.graph._graph import run
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
@@ -192,6 +193,13 @@ def _network() -> type[Network]:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a busy machine slows print none in between."""
+    monkeypatch.setattr(_print, "_FIRST_PAUSE", 1e6)
+    monkeypatch.setattr(_print, "_next_line", [1e9, 1e6])
 
 
 @pytest.fixture

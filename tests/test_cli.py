@@ -684,6 +684,20 @@ def test_bars_say_how_fast_it_goes():
         assert _bars.Pace().render(task).plain == text
 
 
+def test_lines_tell_the_progress_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(_print, "_FIRST_PAUSE", 0.01)
+    _print.start()
+    with _print.progress("solving", 4) as update:
+        update(1, 4)
+        while "solving: 1/4" not in (said := capsys.readouterr().err):
+            pass
+        assert re.search(r"solving: 1/4, .*(/s|each), 0:\d\d:\d\d left", said)
+    monkeypatch.setattr(_print, "quiet", True)
+    with _print.progress("silent") as update:
+        update(1)
+    assert capsys.readouterr().err == ""
+
+
 def test_another_count_has_a_speed_of_its_own(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.certifier import METHODS, Certifier, triage
 from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
-from lipcert.cli import _print, app
+from lipcert.cli import app
 from lipcert.cli._advice import LOOSE, Known, advise
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
@@ -207,16 +207,3 @@ def test_certify_on_a_network_without_data_says_what_it_can(tmp_path, monkeypatc
     assert "sample images" in done.stderr
     assert "first-order limit" in done.stderr
     assert "next\tlipcert " in done.stdout
-
-
-def test_progress_in_lines_says_the_time_left(capsys, monkeypatch):
-    clock = iter([0.0, 5.0, 12.0, 13.0, 30.0])
-    monkeypatch.setattr(_print.time, "monotonic", lambda: next(clock))
-    update = _print._lines("certifying")
-    for done in (1, 2, 3, 10):
-        update(done, 20)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "certifying: 2 of 20 after 12 s, about 108 s left",
-        "certifying: 10 of 20 after 30 s, about 30 s left",
-    ]

@@ -101,7 +101,8 @@ def constrain(
 
     def tasks() -> Iterator[Task]:
         nonlocal bound_before
-        for group in _moments(model, chosen, calibration, asked.max_bytes, _BLOCKS if faithful else 1, report):
+        parts_of_each, total = _BLOCKS if faithful else 1, held.left_out
+        for group in _moments(model, chosen, calibration, asked.max_bytes, parts_of_each, total, report):
             for path in list(group):
                 parts = group.pop(path)
                 facts[path] = _Facts.of(parts, chosen[path], asked)
@@ -177,15 +178,19 @@ def _moments(
     calibration: CalibrationImages,
     max_bytes: int,
     count: int,
+    total: int,
     report: LayerProgress,
 ) -> Iterator[dict[str, list[Moments]]]:
-    """For each group of layers, the moments on the calibration images, divided into ``count`` parts."""
+    """For each group of layers, the moments on the calibration images, divided into ``count`` parts.
+
+    ``total`` is their number; 0 if it is unknown before the first pass.
+    """
     modules = {path: layer.module for path, layer in chosen.items()}
     sampled = [path for path, layer in chosen.items() if layer.relu is not None]
 
     def seen(number: int, passes: int, images: int) -> None:
         what = "calibration images"
-        report(f"{what}, pass {number} of {passes}" if passes > 1 else what, images, calibration.count or None)
+        report(f"{what}, pass {number} of {passes}" if passes > 1 else what, images, total or calibration.count or None)
 
     dealt = [_Dealt(calibration, first, count) for first in range(count)]
     streams = [
@@ -396,9 +401,7 @@ def _check_labels(model: Model, held: CalibrationImages, *, given: bool) -> None
         images = classes = 0
         for batch, labels in held.pairs():
             if not images:
-                logits = model(batch[:1])
-                classes = logits.shape[1]
-                _top(logits, "before", None)
+                classes = model(batch[:1]).shape[1]
             images += len(batch)
             _require_labels(labels, classes)
     if given and not _sums([images])[0]:

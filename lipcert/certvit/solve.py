@@ -37,10 +37,10 @@ _RELAXATION = 1.6
 _CHECK_EVERY = 10  # iterations between evaluations of the gap
 _BALANCE_EVERY = 5  # iterations between changes of the step
 _BALANCED = 0.63  # ‖W − W̃‖ over the change of W̃ in one iteration, where the step is right
-_UNBALANCED = 0.8  # the same, above which the step falls
-_STEP = 20.0  # the first step for the spectral norm, relative to the sum of singular values that clipping removes
+_UNBALANCED = 1.0  # the same, above which the step falls
+_STEP = 8.0  # the first step for the spectral norm, relative to the sum of singular values that clipping removes
 _LARGE = 128  # layers with at least as many inputs and outputs are iterated in float32
-_ITERATIONS = 200
+ITERATIONS = 150
 _EACH = 10  # iterations for each ellipsoid of a layer with a ReLU, until they are too few
 _ROUNDS = 200  # the largest number of ellipsoids
 _BEHIND = 2  # the largest number of iterations for all of them, relative to that of a layer without
@@ -189,7 +189,7 @@ def constrain_matrix(
     *,
     relu: Relu | None = None,
     tolerance: float = 1e-3,
-    iterations: int = _ITERATIONS,
+    iterations: int = ITERATIONS,
 ) -> Solution:
     """The weight with the smallest measure whose outputs have a relative error of at most ``error``.
 
@@ -236,7 +236,7 @@ def constrain_layer(
     *,
     relu: Relu | None = None,
     tolerance: float = 1e-3,
-    iterations: int = _ITERATIONS,
+    iterations: int = ITERATIONS,
     norm: Callable[[Tensor], float] | None = None,
 ) -> dict[str, Solution]:
     """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments.

@@ -402,7 +402,8 @@ def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None
     """Replaces the modules as the surgery did; steps that only changed weights need no repetition."""
     for step in recipe:
         if step["step"] == "convert":
-            swap(net, attention=step["attention"], norm=step["norm"], activation=step.get("activation", "keep"))
+            kinds = {name: step.get(name, "keep") for name in ("attention", "norm", "activation")}
+            swap(net, **kinds, initialise=False)
 
 
 def _structure(net: nn.Module) -> list[object]:

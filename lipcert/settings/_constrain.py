@@ -81,7 +81,7 @@ class ConstrainSettings:
             token or a patch, averaged over rows.
         preset: selects η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`. Explicit values
             override it. The exact engine uses only its η.
-        iterations: maximum number of Douglas–Rachford iterations. None means 500, or 2 in the engine ``"faithful"``.
+        iterations: maximum number of Douglas–Rachford iterations. None means 150, or 2 in the engine ``"faithful"``.
             The exact engine takes up to twice as many for a layer whose activations are kept.
         beta: β of the engine ``"faithful"``: the share of weights that the threshold of the first step sets to zero;
             None means 0.1. The authors' scripts interpret the β of their tables in this way. The paper's text uses β as
@@ -98,10 +98,10 @@ class ConstrainSettings:
             layers.
         workers: processes that solve layers; 0 solves in this process. Worker processes need ``if __name__ ==
             "__main__"``.
-        devices: devices for solving; worker k uses ``devices[k % len(devices)]``.
+        devices: devices for solving; layer k is solved on ``devices[k % len(devices)]``.
         resume_dir: folder for finished layers, from which an interrupted run continues.
-        max_bytes: memory limit for the moments held at a time, once for calibration and once for held-out images.
-            Layers whose moments do not fit together need further passes over the images.
+        max_bytes: memory limit for the moments of one pass over the images, and again for those that wait for a
+            worker. Layers whose moments do not fit together need further passes.
 
     Raises:
         InputError: a value is not valid.
@@ -131,7 +131,7 @@ class ConstrainSettings:
         str | None,
         choices=tuple(PRESETS),
     )
-    iterations: int | None = option("Limit of Douglas-Rachford: 500, or 2 for faithful.", None, int | None)
+    iterations: int | None = option("Limit of Douglas-Rachford: 150, or 2 for faithful.", None, int | None)
     beta: float | None = option("Share of weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL)
     relaxation: float | None = option("Lambda, in (0, 2); 1.2.", None, float | None, group=_FAITHFUL)
     projection_epochs: int | None = option(
