@@ -109,6 +109,17 @@ def _width(table: Sequence[Sequence[str]]) -> int:
 Update = Callable[..., None]
 
 
+def _bars() -> Any:
+    """rich's bars, which disappear at the end; the time left is by the mean speed, since images finish in blocks."""
+    from rich import progress as of  # takes as long as all else
+    from rich.console import Console
+
+    columns = (of.SpinnerColumn(), of.TextColumn("{task.description}"), of.BarColumn(bar_width=10))
+    times = (of.TaskProgressColumn(), of.TimeElapsedColumn(), of.TimeRemainingColumn())
+    console = Console(stderr=True)
+    return of.Progress(*columns, *times, console=console, transient=True, speed_estimate_period=math.inf)
+
+
 @contextlib.contextmanager
 def progress(what: str, total: float | None = None) -> Iterator[Update]:
     """Shows progress on standard error during the block: a bar on a terminal, now and then a line elsewhere.
@@ -124,9 +135,7 @@ def progress(what: str, total: float | None = None) -> Iterator[Update]:
         with _lines(what, total) as update:
             yield update
         return
-    from ._bars import bars  # imports rich
-
-    with bars() as shown:
+    with _bars() as shown:
         task = shown.add_task(what, total=total)
 
         def update(done: float, total: float | None = None, what: str | None = None) -> None:

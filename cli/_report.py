@@ -1,6 +1,5 @@
 """``lipcert report``: shows result files as tables, a page and a model card."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +52,6 @@ def report(
         read_runs,
         record,
         remarks,
-        text_plot,
         write,
     )
     from lipcert.settings import parse_eps
@@ -64,7 +62,7 @@ def report(
     for remark in remarks(runs):
         say(f"note: {remark}")
     if (html or markdown) and not available():
-        say("note: matplotlib is missing, so the figures are characters; pip install 'lipcert[plot]' draws them")
+        say("note: matplotlib is missing, so tables stand in place of figures; pip install 'lipcert[plot]' draws them")
     with busy("writing the report"):
         written = write(
             runs, html=html, markdown=markdown, card=card, eps=named, license=license, base_model=base_model
@@ -79,8 +77,6 @@ def report(
         names = [row[:-1] for row in rows]  # the page shows the name of the model
         print_table(columns[:-1], names, optional=("δ", "images", "95 %"))
         say(OVERVIEW)
-    if sys.stdout.isatty():
-        print(text_plot(runs))
     print_facts([("written", str(path)) for path in written])
     if card:
         say("publish it:")

@@ -21,14 +21,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from rich.progress import Task, TaskID
 from typer.testing import CliRunner
 
 import lipcert
 from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
-from lipcert.cli import _bars, _doctor, _inspect, _options, _parse, _print, app
+from lipcert.cli import _doctor, _inspect, _options, _parse, _print, app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.loading import load
@@ -674,16 +673,6 @@ def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", terminal.getvalue())
 
 
-def test_bars_say_how_fast_it_goes():
-    for done, total, text in [
-        (0, 10, "0/10, 0:00:08"), (4, 10, "4/10, 2.0 s each, 0:00:12 left"), (80, 100, "80/100, 10.0/s, 0:00:02 left"),
-        (4, None, "4, 2.0 s each, 0:00:08"), (0, None, "0:00:08"), (0.5, 1, "0.5/1, 16.0 s each, 0:00:08 left"),
-    ]:  # fmt: skip
-        task = Task(TaskID(0), "x", total, done, _get_time=lambda: 8.0)
-        task.start_time = 0.0
-        assert _bars.Pace().render(task).plain == text
-
-
 def test_lines_tell_the_progress_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(_print, "_FIRST_PAUSE", 0.01)
     _print.start()
@@ -702,8 +691,8 @@ def test_another_count_has_a_speed_of_its_own(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
-    shown = _bars.bars()
-    monkeypatch.setattr(_bars, "bars", lambda: shown)
+    shown = _print._bars()
+    monkeypatch.setattr(_print, "_bars", lambda: shown)
     with _print.progress("reading") as update:
         update(20, 24)
         (task,) = shown.tasks

@@ -24,7 +24,7 @@ import lipcert
 from lipcert.cli._report import report as command
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
-from lipcert.report import _build, _figures, model_card, read_runs, remarks, text_plot, to_html, write
+from lipcert.report import _build, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
 from lipcert.report._words import radius, wilson
 
@@ -155,8 +155,6 @@ def test_wide_ranges_are_logarithmic_and_unbounded_radii_left_aside(results):
     assert certified_curve(wide, np.array([end])) == [1 / 4]
     (nothing,) = read_runs([results([row(0, 0.0)])])
     assert span([nothing]) == (0.0, 1.08 * EPS, False)
-    for r in (wide, nothing):
-        assert "ε = 0.1" in text_plot([r])
 
 
 def test_a_model_with_tiny_radii_does_not_press_the_others_against_the_edge(results):
@@ -309,32 +307,6 @@ def test_unlabelled_results_speak_of_shares_only(results):
     assert "predicted right, and no" not in text
     assert "r: 50.0 % of 6 images keep their prediction" in text
     assert "certified\\_share" in text or "certified_share" in text
-
-
-def test_text_plots_fit_a_terminal(results):
-    one = read_runs([results(ATTACKED, attack=ATTACK)])
-    two = [*one, *read_runs([results(name="other", eps=0.12, eps_typed="0.12")])]
-    for runs in (one, two):
-        lines = text_plot(runs).splitlines()
-        assert max(map(len, lines)) <= 80
-    columns = [line[7:] for line in text_plot(one).splitlines()[:15]]
-    left = [line[:1] for line in columns]  # just above 0 every radius counts but the zero one and the wrong image
-    assert left.count("#") == round(15 * 4 / 6)
-    assert left.count(".") == round(15 * 5 / 6) - round(15 * 4 / 6)
-    assert "A" in text_plot(two)
-    assert "B other" in text_plot(two)
-
-
-def test_marks_of_text_plots_do_not_run_into_each_other(results):
-    close = (0.1, 0.101, 0.3)
-    paths = []
-    for eps in close:
-        rows = [{**one, "certified": one["radius"] > eps} for one in ROWS]
-        paths.append(results(name=f"r{eps}", eps=eps, eps_typed=str(eps), rows=rows))
-    plot = text_plot(read_runs(paths))
-    for eps in close:
-        assert re.search(rf"(\^ ε = {eps}|ε = {eps} \^)(\s|$)", plot), plot
-    assert max(map(len, plot.splitlines())) <= 78
 
 
 def test_without_an_image_predicted_right_there_is_no_median(results):
@@ -490,7 +462,8 @@ def test_reports_without_matplotlib(results, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = run(results(), "--html", "r.html", "--markdown", "r.md")
     assert "pip install 'lipcert[plot]'" in result.stderr
-    assert "####" in (tmp_path / "r.html").read_text()
+    assert "| 0.0405 | 66.7 % |" in (tmp_path / "r.md").read_text()
+    assert "0.0405</td>" in (tmp_path / "r.html").read_text()
     assert not list(tmp_path.glob("*.svg"))
 
 

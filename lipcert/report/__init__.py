@@ -14,7 +14,6 @@ from lipcert.report._figures import available
 from lipcert.report._markdown import Document
 from lipcert.report._page import to_html
 from lipcert.report._show import Shown, show
-from lipcert.report._text import text_plot
 from lipcert.report._write import publishing, write
 from lipcert.results import Run, read_runs
 
@@ -35,7 +34,6 @@ __all__ = [
     "remarks",
     "report",
     "show",
-    "text_plot",
     "to_html",
     "write",
 ]

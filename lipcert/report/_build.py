@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from lipcert import __version__
 from lipcert.report import _figures
-from lipcert.report._curves import families
+from lipcert.report._curves import families, span
 from lipcert.report._images import examples
 from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
-from lipcert.report._text import text_plot
 from lipcert.report._words import about, above, known, listed, promises, radius, right, share, wilson
 from lipcert.results import Run, Tally
 
@@ -24,6 +25,7 @@ OVERVIEW = (
 )
 _EXTREMES = 5
 _MODULES = 12
+_STEPS = 9  # rows of the table in place of the curve
 
 
 def radii_of_interest(runs: Sequence[Run], named: Eps = ()) -> list[tuple[float, str]]:
@@ -187,7 +189,7 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
     Args:
         runs: at least one; several are compared.
         named: ε at which tables show results; by default those of the runs.
-        figures: whether to draw with matplotlib; otherwise the curve is drawn in characters.
+        figures: whether to draw with matplotlib; otherwise the curve is a table.
         images: whether to show available images next to their radii.
     """
     eps = radii_of_interest(runs, named)
@@ -210,13 +212,21 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
         parts += [picture("curve.svg", _described(runs, eps)), escaped(_caption(runs))]
         parts += [heading(2, "Certified radii"), picture("radii.svg", _radii_caption(runs)), _radii_caption(runs)]
     else:
-        parts.append(code(text_plot(runs)))
+        parts.append(_curve_as_table(runs))
     for i, run in enumerate(runs, start=1):
         parts += [heading(2, run.name), escaped(sentence(run, eps))] if several else []
         parts += _details(run, eps, 3 if several else 2, str(i if several else ""), found.pictures, figures, images)
     parts += [heading(2, "What these figures promise"), items(promises(runs)), MARK]
     found.text = "\n\n".join(parts) + "\n"
     return found
+
+
+def _curve_as_table(runs: Sequence[Run]) -> str:
+    """Certified shares at a few ε, which are rounded before the images are counted."""
+    start, end, _ = span(runs)
+    eps = [f"{value:.3g}" for value in np.linspace(start, end, _STEPS)]
+    rows = [[text, *(_percent(run.certified_at(float(text)), run) for run in runs)] for text in eps]
+    return table(("ε", *(run.name for run in runs)), rows)
 
 
 def _tiles(run: Run, eps: Eps) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from lipcert.report._build import facts, overview, radii_of_interest, report
 from lipcert.report._page import to_html
-from lipcert.report._text import text_plot
 from lipcert.report._write import write
 from lipcert.results import Result, Run, SmoothedResult, read_runs
 
@@ -35,7 +34,7 @@ class Shown:
         else:
             columns, rows = overview(self.runs, at)
             lines = ["\t".join(row) for row in [columns, *rows]]
-        return "\n".join([*lines, text_plot(self.runs), *(f"written: {path}" for path in self.written)])
+        return "\n".join([*lines, *(f"written: {path}" for path in self.written)])
 
     def _repr_html_(self) -> str:
         """The page in a frame: its styles are about whole pages, and a notebook is another one."""
