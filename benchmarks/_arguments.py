@@ -623,7 +623,7 @@ def _examined(setting: Setting, seed: int) -> str:
     analysis = analyze(module, size)
     _check_facts(module, analysis, seed)
     if analysis.output.lip.finite:
-        testing.check_rule(setting, size, points=_POINTS, steps=_STEPS, seed=seed, slack=_MEASURED)
+        testing.check_rule(setting, size, points=_POINTS, steps=_STEPS, seed=seed, slack=_MEASURED, analysis=analysis)
         return "held"
     return "zero"
 

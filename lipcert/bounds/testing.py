@@ -82,6 +82,7 @@ def check_rule(
     steps: int = 8,
     seed: int = 0,
     slack: float = _SLACK - 1,
+    analysis: Analysis | None = None,
 ) -> Contract:
     """Attacks the bounds that the rules give for a function of one tensor.
 
@@ -98,6 +99,7 @@ def check_rule(
         steps: steps of gradient ascent from the worst point.
         seed: seed of the random numbers.
         slack: how much larger than a bound, relatively, rounding may make a measured quotient or Jacobian.
+        analysis: the global analysis of the function, if it is known.
 
     Returns:
         The measurements, which show the tightness of the bound.
@@ -108,7 +110,7 @@ def check_rule(
         UnsupportedOperation: an operation has no rule for Lipschitz constants.
     """
     module = applied(function)
-    analysis = analyze(module, size)
+    analysis = analyze(module, size) if analysis is None else analysis
     bound = float(analysis.output.lip)
     if not bound < float("inf"):
         raise InputError("the rules give no finite constant for this function; bound its input, as a sigmoid does")
@@ -125,7 +127,8 @@ def check_rule(
         assert value <= bound * (1 + slack), f"the bound is {bound:.6g}, and the check by {what} has found {value:.6g}"
     images = torch.stack(inputs[:4])
     box = check_box(module, analysis, images, generator)
-    remainder, gain = _check_remainders(module, images), _check_gains(module, images)
+    graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
+    remainder, gain = _check_remainders(graph, images), _check_gains(graph, images)
     return Contract(bound, quotient, max(jacobians), ascent, box, remainder, gain, _check_rounding(module, images))
 
 
@@ -385,8 +388,7 @@ def _captured(module: nn.Module, image: Tensor, whole: Callable[[nn.Module], boo
     return needed(explicit_attention(capture(module, image, whole, casts=True), image.device))
 
 
-def _check_remainders(module: nn.Module, images: Tensor) -> float | None:
-    graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
+def _check_remainders(graph: Graph, images: Tensor) -> float | None:
     with torch.no_grad():
         values = [run(graph.nodes, {graph.input: image}) for image in images]
     shares = []
@@ -406,9 +408,8 @@ def _check_remainders(module: nn.Module, images: Tensor) -> float | None:
     return max(shares, default=0.0)
 
 
-def _check_gains(module: nn.Module, images: Tensor) -> float | None:
+def _check_gains(graph: Graph, images: Tensor) -> float | None:
     """Compares A of nonlinear operations with the norm of |J| at the images: see :mod:`lipcert.bounds._jacobian`."""
-    graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
     with torch.no_grad():
         runs = [run(graph.nodes, {graph.input: image}) for image in images]
     shares = []
