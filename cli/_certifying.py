@@ -58,7 +58,7 @@ def run(
     shard: tuple[int, int] | None,
     out: Path | None,
     data: str | None,
-    lists: Mapping[str, Path | None],
+    lists: Mapping[str, Any],
     limit: int | None,
     device: str,
     fail_under: float | None,
@@ -105,7 +105,7 @@ class _Plan:
     pixels: Preprocessing
     load: Callable[[str | None], Model]
     data: str | None
-    lists: Mapping[str, Path | None]
+    lists: Mapping[str, Any]
     limit: int | None
     part: int
     parts: int

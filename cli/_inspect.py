@@ -74,7 +74,12 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        given = {"checkpoint": checkpoint, "no_pretrained": no_pretrained, "model_args": model_args, "device": device}
+        given: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "no_pretrained": no_pretrained,
+            "model_args": model_args,
+            "device": device,
+        }
         facts.append(("next", _next(model_options(model, **given, pixels=asked), model, loaded)))
     print_facts(facts)
 
