@@ -61,7 +61,7 @@ def run(
     shard: tuple[int, int] | None,
     out: Path | None,
     data: str | None,
-    lists: Mapping[str, Path | None],
+    lists: Mapping[str, Any],
     limit: int | None,
     device: str,
     fail_under: float | None,
@@ -108,7 +108,7 @@ class _Plan:
     pixels: Preprocessing
     load: partial[Model]
     data: str | None
-    lists: Mapping[str, Path | None]
+    lists: Mapping[str, Any]
     limit: int | None
     part: int
     parts: int

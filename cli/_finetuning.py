@@ -64,7 +64,7 @@ def run(
     model: str | None,
     of: TrainingImages,
     *,
-    lists: Mapping[str, Path | None],
+    lists: Mapping[str, Any],
     out: Path | None,
     force: bool,
     as_json: bool,
@@ -115,7 +115,7 @@ def run(
                 raise Interrupted(f"interrupted; {kept}") from error
         after = _accuracy(loaded, shown, processes, asked.sigma)
         count = seen // asked.epochs if images.length is None else images.length
-        facts = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
+        facts: dict[str, Any] = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
         facts |= {} if images.split is None else {"split": images.split}
         if processes.first:
             with busy(f"writing {path}"):

@@ -1,7 +1,7 @@
 """``lipcert verify``: recomputes certificates and compares them with a result file."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -77,7 +77,7 @@ def verify(
     check_model(run, loaded)
     known = run.summary["data"]
     spec = data or str(known.get("spec"))
-    lists = {"classes": classes or known.get("classes"), "labels": labels or known.get("labels")}
+    lists: dict[str, Any] = {"classes": classes or known.get("classes"), "labels": labels or known.get("labels")}
     images = open_images(None if spec == "bundled" else spec, loaded, **lists)
     show_data(images)
 

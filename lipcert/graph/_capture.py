@@ -306,7 +306,7 @@ class _Recorder:
         outcome: Any,
     ) -> Any:
         """Records a function as its parts; ``outcome`` is the function's own result, which the network reads on."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]  # the witness compares the function's kernels
+        with _disable_current_modes():  # the witness compares the function's kernels
             result = parts(*args, **kwargs)
         first = outcome if isinstance(outcome, Tensor) else outcome[0]
         if result.tensor.shape != first.shape:

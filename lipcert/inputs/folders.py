@@ -194,7 +194,9 @@ class ImageFiles:
         files = self._unwrapped(files)
         self.files = files
         self.samples = sorted(files.images, key=lambda parts: natural_key("/".join(parts)))
-        self.mapped, self.classes, self.labels_by = False, None, None
+        self.mapped = False
+        self.classes: int | None = None
+        self.labels_by: str | None = None
         self.targets: Sequence[int] | None = None
         if files.others:
             named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
@@ -240,7 +242,8 @@ class ImageFiles:
         if classes is not None:
             numbers = classes.numbers([name for name in names if name not in empty], count)
             self.labels_by, self.mapped = f"folders, numbered by {classes.path}", True
-        elif (numbers := _wnids(names, count)) is not None and len(names) != count:
+        elif len(names) != count and (known := _wnids(names, count)) is not None:
+            numbers = known
             self.labels_by, self.mapped = "folders, which are WordNet ids, numbered as in ImageNet-1k", True
         else:
             numbers = {name: number for number, name in enumerate(names)}

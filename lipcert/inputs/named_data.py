@@ -191,7 +191,8 @@ class Shards(Stream):
 
     def __init__(self, folder: Path, split: str, purpose: Purpose):
         files = sorted(path for path in folder.rglob("*.tar") if not is_hidden(path.relative_to(folder).parts))
-        self.folder, self.notes = folder, []
+        self.folder = folder
+        self.notes: list[str] = []
         kinds = {path: split_in(path.relative_to(folder).as_posix()[:-4]) for path in files}
         wanted = [split_in(split) or split] if split else [one for one in WANTED[purpose] if one in kinds.values()][:1]
         if split and wanted[0] not in kinds.values():

@@ -122,7 +122,9 @@ def _of_training(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         None,
     )
     size = known.get("input_size") or known.get("img_size")
-    height_width = [size, size] if isinstance(size, int) else [int(n) for n in size][-2:] if _numbers(size) else None
+    height_width = [size, size] if isinstance(size, int) else None
+    if size is not None and _numbers(size):
+        height_width = [int(n) for n in size][-2:]
     arguments = {key: known[key] for key in ("num_classes", "in_chans") if type(known.get(key)) is int}
     if type(named.get("num_classes")) is int:
         arguments["num_classes"] = named["num_classes"]
@@ -130,7 +132,9 @@ def _of_training(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         arguments["global_pool"] = known["gp"]
     if isinstance(known.get("model_kwargs"), Mapping):
         arguments |= {key: value for key, value in known["model_kwargs"].items() if _is_simple(value)}
-    pixels = {key: [float(x) for x in known[key]] for key in ("mean", "std") if _numbers(known.get(key))}
+    pixels: dict[str, Any] = {
+        key: [float(x) for x in known[key]] for key in ("mean", "std") if _numbers(known.get(key))
+    }
     if height_width is not None:
         pixels["size"] = height_width
     if isinstance(known.get("crop_pct"), (int, float)) and not isinstance(known["crop_pct"], bool):
