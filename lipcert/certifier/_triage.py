@@ -31,8 +31,8 @@ _RIVALS = 3
 # Looseness, and ε, from which on linearised methods have not reached ε.
 _LOOSE_LOG10, _LOOSE_EPS = 12.0, 1e-3
 _LOOKED_AT = 2
-# Above this number of parameters the triage of the first images is shorter.
-_LARGE = 30e6
+# From these numbers of parameters on the triage looks at fewer images, so that it takes seconds.
+_MEDIUM, _LARGE = 1e6, 30e6
 
 
 def too_loose(model: Model, log10: float, eps: float) -> str:
@@ -157,7 +157,7 @@ def triage(model: Model, images: Images, eps: float) -> Triage | None:
         None if the model gives no logits, or no image can be read.
     """
     parameters = sum(p.numel() for p in model.parameters())
-    count = 8 if parameters < _LARGE else 2
+    count = 8 if parameters < _MEDIUM else 4 if parameters < _LARGE else 2
     batch = next(iter(images.batches(count)), None)
     if batch is None:
         return None
