@@ -16,7 +16,6 @@ from lipcert.certvit.relu import Relu, relus
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
-from lipcert.settings import PRESETS
 from lipcert.training import finetune
 
 WIDTH = 24
@@ -394,22 +393,14 @@ def constrain(folder, *options):
     return CliRunner().invoke(app, [*arguments, "--json", "--force"]), out
 
 
-def test_the_command_takes_the_hyper_parameters_of_the_paper(folder):
-    result, out = constrain(
-        folder, "--engine", "faithful", "--measure", "l1", "--preset", "cifar10", "--point", "sparse"
-    )
+def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(folder):
+    faithful = ("--engine", "faithful", "--measure", "l1", "--beta", "0.3", "--relaxation", "1.1", "--iterations", "3")
+    result, out = constrain(folder, *faithful, "--projection-epochs", "2", "--eta", "0.01", "--point", "sparse")
     assert result.exit_code == 0, result.output
     step = read_metadata(out)["recipe"][-1]
-    asked = PRESETS["cifar10"]
-    assert (step["eta"], step["beta"], step["relaxation"]) == (asked.eta, asked.beta, asked.relaxation)
-    assert (step["iterations"], step["projection_epochs"]) == (asked.iterations, asked.projection_epochs)
+    assert (step["eta"], step["beta"], step["relaxation"]) == (0.01, 0.3, 1.1)
+    assert (step["iterations"], step["projection_epochs"]) == (3, 2)
     assert json.loads(result.stdout)["layers"][1]["sparsity"] > 0.01
-    changed, out = constrain(
-        folder, "--engine", "faithful", "--measure", "l1", "--preset", "cifar10", "--beta", "0.3", "--iterations", "1"
-    )
-    assert changed.exit_code == 0, changed.output
-    step = read_metadata(out)["recipe"][-1]
-    assert (step["beta"], step["iterations"], step["relaxation"]) == (0.3, 1, 1.2)
     assert load_artifact(out).recipe
 
 
@@ -418,7 +409,6 @@ def test_the_command_takes_the_hyper_parameters_of_the_paper(folder):
     [
         (["--beta", "0.1"], "for the engine faithful only"),
         (["--point", "sparse"], "for the engine faithful only"),
-        (["--preset", "cifar"], "there is no preset 'cifar'; did you mean cifar10"),
         (["--eta", "0"], "eta must be above 0"),
         (["--iterations", "0"], "iterations must be at least 1"),
         (["--keep", "activation"], "did you mean activations"),

@@ -62,7 +62,7 @@ def test_full_scale_takes_the_numbers_of_the_papers_tables():
         },
         ("certvit", "1", "CIFAR-10, GloRo 4C3F"): {"batch": 512, "epochs": 800, "ramp": "0,1.133,0.5"},
         ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "ramp": "0,1.099,0.667"},
-        ("certvit", "3", "vit_base_patch8_224"): {"batch": 128, "epochs": 70, "preset": "vit_base_patch8"},
+        ("certvit", "3", "vit_base_patch8_224"): {"batch": 128, "epochs": 70, "eta": 0.01},
         ("liresnet", "1", "ImageNet, LiResNet L12W588"): {"batch": 1024, "epochs": 400},
         ("local-lip", "2", "CIFAR-10, Local-Lip-B 6C2F"): {"batch": 256, "epochs": 800, "ramp": "0,1.099,0.5"},
         ("local-lip", "6", "λ_sparse 0.03"): {

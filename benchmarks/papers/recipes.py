@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lipcert.settings import PRESETS, MethodName
+from benchmarks.papers.presets import PRESETS, Preset
+from lipcert.settings import MethodName
 
 CIFAR = "cifar10"
 ACCURACY = ("clean", "pgd", "certified")
@@ -138,7 +139,7 @@ _ON = "finetune --data {train} {limit} --eps {eps} --batch-size {batch} --epochs
 _TRAIN = f"{_ON} {{updates}}"
 # Section 3.5 of CertViT says fine-tuning and no learning rate.
 _TUNE = f"{_ON} {{tuning}} --loss gloro"
-_CONSTRAIN = "constrain --data {train} --limit {calibration} --keep activations --preset {preset}"
+_CONSTRAIN = "constrain --data {train} --limit {calibration} --keep activations --eta {eta}"
 _LOCAL = f"{_TRAIN} --ramp {{ramp}} --sparsity {{sparsity}} --loss local-"
 _EMMA = f"{_ON} {{updates}} --ramp 0.1,2,0.5 {{strong}} --loss "
 _TO_L2 = "convert --attention l2 --norm smooth --data {train}"
@@ -260,21 +261,21 @@ SCALES = {
 }  # fmt: skip
 
 
-def preset_of(row: Row) -> str:
-    """The preset of CertViT's tables 9 and 10 for the row's network, or for its data set."""
+def preset_of(row: Row) -> Preset:
+    """The hyper-parameters of CertViT's tables 9 and 10 for the row's network, or for its data set."""
     fitting = [name for name in PRESETS if (row.model or "").startswith(name)]
-    return max(fitting, key=len) if fitting else row.data if row.data in PRESETS else CIFAR
+    return PRESETS[max(fitting, key=len) if fitting else row.data if row.data in PRESETS else CIFAR]
 
 
 def values_of(row: Row, scale: Scale, train: str) -> dict[str, object]:
     """What the braces of a recipe stand for."""
-    preset = PRESETS[preset_of(row)]
+    preset = preset_of(row)
     stated = TRAININGS[row.training][str(row.data)] if row.training else None
     updates = scale.updates(row.model)
     known = stated or Training("CertViT, table 10", preset.batch_size, preset.epochs)
     images, batch, epochs = scale.passes(row.model)
     return {
-        "train": shlex.quote(train), "eps": row.eps, "preset": preset_of(row),
+        "train": shlex.quote(train), "eps": row.eps, "eta": preset.eta,
         "ramp": scale.ramp or f"0,{known.over:.4g},{known.until}",
         "updates": updates or f"--lr {known.lr} --schedule {known.schedule}",
         "tuning": updates or "--lr 3e-4",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from benchmarks.papers.presets import PRESETS
 from benchmarks.papers.recipes import ACCURACY, CIFAR, Row, Table, trained
-from lipcert.settings import PRESETS
 
 _FOUR, _SIX, _EIGHT = "lip_convnet_4c3f", "lip_convnet_6c2f", "lip_convnet_8c2f"
 _BOUND = (*ACCURACY, "bound", "training flops 1e13", "parameters")

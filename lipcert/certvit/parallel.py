@@ -106,9 +106,9 @@ def solve_layers(
     def path_of(task: Task) -> Path | None:
         return None if folder is None else folder / f"{quote(task.name, safe='')}.safetensors"
 
-    def finish(task: Task, outcome: Outcome) -> None:
+    def finish(task: Task, outcome: Outcome, *, stored: bool = False) -> None:
         path = path_of(task)
-        if path is not None and not isinstance(outcome, Failure):
+        if path is not None and not stored and not isinstance(outcome, Failure):
             _save(path, task, outcome)
         outcomes[task.name] = outcome
         if progress is not None:
@@ -126,7 +126,7 @@ def solve_layers(
             path, device = path_of(task), devices[(len(order) - 1) % len(devices)]
             known = None if path is None else _load(path, task)
             if known is not None:
-                finish(task, known)
+                finish(task, known, stored=True)
             elif pool is None:
                 finish(task, _solve(task, device))
             else:

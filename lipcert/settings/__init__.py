@@ -10,7 +10,7 @@ from lipcert.settings._certify import (
     noise_fields,
     parse_eps,
 )
-from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, PRESETS, ConstrainSettings
+from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, ConstrainSettings
 from lipcert.settings._fields import one_of, option, settings_of, takes
 from lipcert.settings._finetune import GLOBAL, LOCAL, LOSSES, SCHEDULES, FinetuneSettings, MaxNorm
 from lipcert.settings._methods import DETERMINISTIC, FACTS, LINEARISED, METHODS, SINGLE, SMOOTHING, STAGED, MethodFacts
@@ -34,7 +34,6 @@ __all__ = [
     "MaxNorm",
     "MethodFacts",
     "MethodName",
-    "PRESETS",
     "RIGORS",
     "SCHEDULES",
     "SINGLE",

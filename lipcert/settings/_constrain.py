@@ -20,53 +20,6 @@ _FAITHFUL = "Options of the engine faithful"
 
 
 @dataclass(frozen=True)
-class Preset:
-    """Hyper-parameters of Gupta and Verma 2023 (arXiv 2302.10287), tables 9 and 10.
-
-    Attributes:
-        batch_size: images per step.
-        epochs: epochs of training from scratch with L2 attention (table 9), or of fine-tuning with it (table 10).
-        iterations: iterations of Douglas–Rachford, "CertViT epochs".
-        projection_epochs: "proj_C epochs".
-        eta: η.
-        beta: β.
-        relaxation: λ.
-    """
-
-    batch_size: int
-    epochs: int
-    iterations: int
-    projection_epochs: int
-    eta: float
-    beta: float
-    relaxation: float
-
-
-PRESETS = {
-    # table 9
-    "mnist": Preset(512, 100, 5, 2, 1e-2, 0.1, 1.1),
-    "cifar10": Preset(512, 200, 5, 2, 1e-2, 0.1, 1.2),
-    "cifar100": Preset(512, 200, 5, 2, 1e-2, 0.1, 1.2),
-    "tinyimagenet": Preset(512, 200, 5, 2, 1e-2, 0.2, 1.2),
-    # table 10
-    "vit_tiny_patch16": Preset(2048, 50, 5, 2, 1e-2, 0.1, 1.2),
-    "vit_small_patch16": Preset(2048, 50, 5, 2, 1e-2, 0.1, 1.2),
-    "vit_small_patch32": Preset(1024, 70, 5, 2, 1e-2, 0.1, 1.2),
-    "vit_base_patch8": Preset(128, 70, 6, 2, 1e-2, 0.2, 1.3),
-    "vit_base_patch16": Preset(256, 50, 5, 2, 1e-2, 0.2, 1.2),
-    "vit_base_patch32": Preset(256, 50, 6, 2, 1e-2, 0.2, 1.3),
-    "vit_large_patch16": Preset(256, 70, 6, 2, 1e-2, 0.2, 1.3),
-    "deit_tiny": Preset(2048, 50, 5, 2, 1e-2, 0.1, 1.2),
-    "deit_small": Preset(2048, 70, 6, 2, 1e-2, 0.2, 1.2),
-    "deit_base": Preset(256, 70, 6, 2, 1e-2, 0.2, 1.3),
-    "swin_tiny": Preset(1024, 40, 5, 2, 1e-2, 0.1, 1.2),
-    "swin_small": Preset(512, 50, 6, 2, 1e-2, 0.2, 1.2),
-    "swin_base": Preset(256, 50, 6, 3, 1e-2, 0.25, 1.3),
-    "swin_large": Preset(128, 70, 7, 3, 1e-2, 0.25, 1.3),
-}
-
-
-@dataclass(frozen=True)
 class ConstrainSettings:
     """The settings of constrained layers; the constructor checks them.
 
@@ -79,8 +32,6 @@ class ConstrainSettings:
             :mod:`lipcert.certvit.relu`. The bound on the error is the same.
         eta: η of the paper, which replaces ``error``: the squared error of a layer's output for one row, such as a
             token or a patch, averaged over rows.
-        preset: selects η, β, λ and the iterations of tables 9 and 10 of the paper, see :data:`PRESETS`. Explicit values
-            override it. The exact engine uses only its η.
         iterations: maximum number of Douglas–Rachford iterations. None means 150, or 2 in the engine ``"faithful"``.
             The exact engine takes up to twice as many for a layer whose activations are kept.
         beta: β of the engine ``"faithful"``: the share of weights that the threshold of the first step sets to zero;
@@ -125,12 +76,6 @@ class ConstrainSettings:
     eta: float | None = option(
         "In place of --error: mean squared error of an output row, as in the CertViT paper.", None, float | None
     )
-    preset: str | None = option(
-        "Hyper-parameters of the CertViT paper's tables 9 and 10, by data set or model.",
-        None,
-        str | None,
-        choices=tuple(PRESETS),
-    )
     iterations: int | None = option("Limit of Douglas-Rachford: 150, or 2 for faithful.", None, int | None)
     beta: float | None = option("Share of weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL)
     relaxation: float | None = option("Lambda, in (0, 2); 1.2.", None, float | None, group=_FAITHFUL)
@@ -160,7 +105,7 @@ class ConstrainSettings:
             )
         one_of("keep", self.keep, KEPT)
         one_of("point", self.point, POINTS)
-        self._fill_in()
+        self._check_numbers()
         if not 0 < self.error < 1:
             raise InputError(f"the relative output error must be above 0 and below 1, got {self.error}")
         if self.workers < 0:
@@ -169,18 +114,13 @@ class ConstrainSettings:
             names = self.layers.split(",") if isinstance(self.layers, str) else self.layers
             object.__setattr__(self, "layers", tuple(name.strip() for name in names))
 
-    def _fill_in(self) -> None:
-        """Fills in missing values from the preset, and checks the numbers."""
+    def _check_numbers(self) -> None:
+        """Checks the numbers, and that options of the engine faithful are for it."""
         faithful = ("beta", "relaxation", "projection_epochs")
         if self.engine != "faithful":
             given = [name for name in faithful if getattr(self, name) is not None]
             if given or self.point != POINTS[0]:
                 raise InputError(f"{', '.join(given) or 'point'}: for the engine faithful only")
-        if self.preset is not None:
-            one_of("preset", self.preset, tuple(PRESETS))
-            for name in ("eta", *((*faithful, "iterations") if self.engine == "faithful" else ())):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, getattr(PRESETS[self.preset], name))
         for name, low, high in (("eta", 0, math.inf), ("beta", 0, 1), ("relaxation", 0, 2)):
             value = getattr(self, name)
             if value is not None and not low < value < high:
@@ -201,6 +141,6 @@ class ConstrainSettings:
     def described(self) -> dict[str, Any]:
         """The settings of the layers for a recipe, without those at their defaults."""
         always = {"measure": self.measure, "engine": self.engine, "error": self.error}
-        names = ("keep", "eta", "preset", "iterations", "beta", "relaxation", "projection_epochs", "point")
+        names = ("keep", "eta", "iterations", "beta", "relaxation", "projection_epochs", "point")
         ever = {one.name: one.default for one in fields(self)}
         return always | {name: getattr(self, name) for name in names if getattr(self, name) != ever[name]}
