@@ -182,8 +182,10 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor | None]:
         for _ in range(count):
             pool.submit(_prepare, threads)
         yield pool
-    finally:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _prepare(threads: int) -> None:
