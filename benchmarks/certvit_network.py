@@ -7,9 +7,9 @@ its norms. Every engine starts from it, with the same images and the same relati
 stands beside what it was asked for, and the default runs once more at what the faithful engine reaches. Accuracy and
 top classes are those of the held-out fifth of the images.
 
-With ``--cost NAME`` and no model: the time that a timm model of random weights takes with 512 images, extrapolated from
-one layer of each shape, four images and ten iterations to the number of iterations that such layers need: 15 in
-benchmarks/results/certvit_solvers.json. Seconds are those of a core, and not of the clock.
+With ``--cost NAME`` and no model: the processor seconds and the memory that a timm model of random weights takes. With
+``--trade NAME [--checkpoint FILE]``: Σ log10 of the norms and accuracy of the default and of clipping at several
+errors, from which both can be compared at equal accuracy.
 
 Results and environment go to benchmarks/results/certvit_network.json.
 """
@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import lipcert
 from benchmarks._env import environment
-from lipcert.certvit import ConstraintReport, NetworkFigures, collect, constrain_matrix
+from lipcert.certvit import ConstraintReport, NetworkFigures
 from lipcert.inputs.data import open_images
 
 ERROR = 1e-2
 ENGINES = (("spectral", "exact"), ("l1", "exact"), ("l1", "faithful"))
-ITERATIONS = 15
+ERRORS = (0.005, 0.01, 0.02, 0.04)
 BATCH = 40
 RESULT = Path(__file__).parent / "results" / "certvit_network.json"
 
@@ -85,45 +85,40 @@ def errors(report: ConstraintReport) -> dict[str, Any]:
     }
 
 
-def cost(name: str, data: str, count: int = 512) -> dict[str, Any]:
-    """Seconds of a core for all layers, from one layer of each shape and four images."""
+def cost(name: str, data: str, count: int, workers: int) -> dict[str, Any]:
+    """Processor seconds and memory of all layers of a timm model with random weights."""
     torch.manual_seed(0)
     model = lipcert.load(name, pretrained=False)
-    images = next(open_images(data, model, limit=4).batches(4)).images
-    layers = {p: m for p, m in model.net.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    shapes = Counter(tuple(layer.weight.flatten(1).shape) for layer in layers.values())
-    with torch.no_grad():
-        model(images)
-        started = time.process_time()
-        model(images)
-    forward = (time.process_time() - started) / len(images)
-    rows = {}
-    for shape, number in shapes.items():
-        path, layer = next((p, m) for p, m in layers.items() if tuple(m.weight.flatten(1).shape) == shape)
-        started = time.process_time()
-        moments = collect(model, [images], {path: layer})[path]
-        collecting = max(0.0, (time.process_time() - started) / len(images) - forward)
-        taken = []
-        for iterations in (5, 10):
-            started = time.process_time()
-            constrain_matrix(layer.weight, moments, ERROR, tolerance=0.0, iterations=iterations)
-            taken.append(time.process_time() - started)
-        solving = taken[1] + (ITERATIONS - 10) / 5 * (taken[1] - taken[0])
-        rows["×".join(map(str, shape))] = {
-            "layers": number,
-            "seconds_an_image": collecting,
-            "seconds_solving": solving,
-        }
-        print(f"{shape}: {number} layers, {collecting:.2f} s per image, {solving:.1f} s to solve", flush=True)
-    collecting = count * (forward + sum(row["layers"] * row["seconds_an_image"] for row in rows.values()))
-    solving = sum(row["layers"] * row["seconds_solving"] for row in rows.values())
-    minutes = (collecting + solving) / 60
-    print(f"{name}, {count} images: {minutes:.0f} minutes of a core, {minutes / 2:.0f} on two")
-    return {
-        "model": name, "images": count, "seconds_forward_an_image": forward, "shapes": rows,
-        "minutes_of_a_core_collecting": collecting / 60, "minutes_of_a_core_solving": solving / 60,
-        "note": "extrapolated from one layer of each shape, 4 images and 10 of 15 iterations",
+    images = [batch.images for batch in open_images(data, model, limit=count).batches(BATCH)]
+    started = time.perf_counter()
+    report = lipcert.constrain(model, images, ERROR, workers=workers).constraint
+    assert report is not None
+    found = {
+        "model": name, "images": count, "workers": workers, "layers": len(report.layers),
+        "cpu_seconds": sum(os.times()[:4]), "seconds": time.perf_counter() - started,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gib_of_a_worker": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
+        "largest_gap": max(layer.gap or 0.0 for layer in report.layers),
+        "log10_norms": {"before": report.before.log10_norms, "after": report.after.log10_norms}
+        | {baseline: network.log10_norms for baseline, network in report.baselines.items()},
     }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def trade(name: str, checkpoint: str | None, data: str, count: int) -> dict[str, Any]:
+    """Norms and accuracy of the default and of clipping at several errors; half of the images are held out."""
+    rows = []
+    for error in ERRORS:
+        model = lipcert.load(name, checkpoint=checkpoint)
+        batches = [(batch.images, batch.labels) for batch in open_images(data, model, limit=count).batches(BATCH)]
+        half = len(batches) // 2
+        report = lipcert.constrain(model, batches[:half], error, held_out=batches[half:]).constraint
+        assert report is not None
+        kinds = {"before": report.before, "spectral": report.after, "clip": report.baselines["clip"]}
+        rows.append({"error": error, **{kind: figures(network) for kind, network in kinds.items()}})
+        print(json.dumps(rows[-1]), flush=True)
+    return {"model": name, "images": count, "rows": rows}
 
 
 def main() -> None:
@@ -132,13 +127,18 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="an artifact: compare the engines on it")
     what.add_argument("--cost", help="a timm name: say what the default engine takes")
+    what.add_argument("--trade", help="a timm name: compare the default with clipping at several errors")
+    parser.add_argument("--checkpoint", help="weights for --trade")
     parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if args.model:
         result["engines"] = engines(args.model, args.data, args.images)
+    elif args.trade:
+        result["trade"] = trade(args.trade, args.checkpoint, args.data, args.images)
     else:
-        result["cost"] = cost(args.cost, args.data)
+        result["cost"] = cost(args.cost, args.data, args.images, args.workers)
     result["environment"] = environment()
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
