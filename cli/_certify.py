@@ -15,16 +15,14 @@ from ._commands import OUTPUT
 from ._errors import one_line_errors
 from ._options import (
     AsJson,
-    Checkpoint,
     Classes,
     Data,
     Denoiser,
     Device,
     Labels,
     Limit,
-    ModelArgs,
     ModelNames,
-    NoPretrained,
+    Weights,
     choice,
     options_of,
     out,
@@ -37,10 +35,12 @@ FORMS = ("github",)
 
 @options_of(CertifySettings)
 @options_of(Preprocessing, "pixels")
+@options_of(Weights, "weights")
 @one_line_errors
 def certify(
     settings: partial[CertifySettings],
     pixels: Callable[..., Preprocessing],
+    weights: Callable[..., Weights],
     models: ModelNames = None,
     models_file: Annotated[
         Path | None, typer.Option("--models", help="A text file with one model per line.", show_default=False)
@@ -80,14 +80,11 @@ def certify(
             help="Mark the outcome for a CI service.", show_default=False, rich_help_panel=OUTPUT, **choice(FORMS)
         ),
     ] = None,
-    checkpoint: Checkpoint = None,
-    no_pretrained: NoPretrained = False,
-    model_args: ModelArgs = None,
     denoiser: Denoiser = None,
 ) -> None:
     """Certify images: no perturbation of the pixels smaller than the radius changes the prediction."""
     asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords["sigma"])]
-    asked_pixels = pixels()
+    asked_pixels, asked_weights = pixels(), weights()
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
     if annotations is not None:
@@ -95,7 +92,7 @@ def certify(
     part = None if shard is None else parse_shard(shard)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
     several_models = models_file is not None or len(names) > 1
-    if several_models and checkpoint is not None:
+    if several_models and asked_weights.checkpoint is not None:
         raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
     start()
     from . import _certifying
@@ -114,13 +111,7 @@ def certify(
         fail_under=fail_under,
         as_json=as_json,
         annotations=annotations,
-        loading={
-            "checkpoint": checkpoint,
-            "no_pretrained": no_pretrained,
-            "model_args": model_args,
-            "denoiser": denoiser,
-            "device": device,
-        },
+        loading={"weights": asked_weights, "denoiser": denoiser, "device": device},
     )
 
 

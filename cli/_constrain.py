@@ -14,21 +14,7 @@ from lipcert.settings import ConstrainSettings
 
 from ._advice import Known, advise
 from ._errors import one_line_errors
-from ._options import (
-    AsJson,
-    Checkpoint,
-    Classes,
-    Data,
-    Device,
-    Force,
-    Labels,
-    Limit,
-    ModelArgs,
-    ModelName,
-    NoPretrained,
-    options_of,
-    out,
-)
+from ._options import AsJson, Classes, Data, Device, Force, Labels, Limit, ModelName, Weights, options_of, out
 from ._output import check_out, default_name
 from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper
 
@@ -42,10 +28,12 @@ if TYPE_CHECKING:
 
 @options_of(ConstrainSettings)
 @options_of(Preprocessing, "pixels")
+@options_of(Weights, "weights")
 @one_line_errors
 def constrain(
     settings: Callable[..., ConstrainSettings],
     pixels: Callable[..., Preprocessing],
+    weights: Callable[..., Weights],
     model: ModelName = None,
     data: Data = None,
     classes: Classes = None,
@@ -55,12 +43,9 @@ def constrain(
     out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
-    checkpoint: Checkpoint = None,
-    no_pretrained: NoPretrained = False,
-    model_args: ModelArgs = None,
 ) -> None:
     """Lower the norms of the layers and keep their outputs on images; every fifth image is held out."""
-    asked, asked_pixels = settings(), pixels()
+    asked, asked_pixels, asked_weights = settings(), pixels(), weights()
     start()
     from lipcert.certvit import constrain as constrain_model
     from lipcert.certvit.images import EVERY
@@ -74,10 +59,10 @@ def constrain(
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
+        loaded = load_model(model, asked_weights, device=device)
         asked_pixels.apply(loaded)
         path = out or default_name(str(source), "constrained")
-        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, "constrain", force)
+        check_out(path, [Path(source), *asked_weights.files], loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
         show_data(images)
         show_preprocessing(images, loaded)

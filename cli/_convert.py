@@ -15,19 +15,7 @@ from lipcert.settings import one_of
 
 from ._advice import LOOSE, Known, advise
 from ._errors import one_line_errors
-from ._options import (
-    AsJson,
-    Checkpoint,
-    Device,
-    Force,
-    ModelArgs,
-    NoPretrained,
-    choice,
-    complete_data,
-    complete_model,
-    options_of,
-    out,
-)
+from ._options import AsJson, Device, Force, Weights, choice, complete_data, complete_model, options_of, out
 from ._output import check_out, default_name
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
@@ -45,9 +33,11 @@ _CHOICES = {
 
 
 @options_of(Preprocessing, "pixels")
+@options_of(Weights, "weights")
 @one_line_errors
 def convert(
     pixels: Callable[..., Preprocessing],
+    weights: Callable[..., Weights],
     model: Annotated[
         str,
         typer.Argument(
@@ -79,15 +69,12 @@ def convert(
     out: out("Output file: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
-    checkpoint: Checkpoint = None,
-    no_pretrained: NoPretrained = False,
-    model_args: ModelArgs = None,
 ) -> None:
     """Swap modules for Lipschitz ones and write the model to one file; with --data, train the new attention."""
     choices: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
     for name, value in choices.items():
         one_of(name, value, _CHOICES[name])
-    asked = pixels()
+    asked, asked_weights = pixels(), weights()
     start()
     from lipcert.inputs.artifact import save
     from lipcert.inputs.data import open_images
@@ -95,10 +82,10 @@ def convert(
 
     from ._loading import load_model, model_options, show_data, show_preprocessing
 
-    loaded = load_model(model, checkpoint, no_pretrained, model_args, device=device)
+    loaded = load_model(model, asked_weights, device=device)
     asked.apply(loaded)
     path = out or default_name(loaded.source.get("name", model))
-    check_out(path, [Path(model), *([checkpoint] if checkpoint else [])], loaded, "convert", force)
+    check_out(path, [Path(model), *asked_weights.files], loaded, "convert", force)
     images, origin = None, {}
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES, purpose="train")
@@ -126,14 +113,7 @@ def convert(
     log10 = None if after is None else after.log10
     words = [str(path)]
     if log10 is not None and log10 > LOOSE:  # the converted model leads nowhere: the original is more accurate
-        words = model_options(
-            model,
-            checkpoint=checkpoint,
-            no_pretrained=no_pretrained,
-            model_args=model_args,
-            device=device,
-            pixels=asked,
-        )
+        words = model_options(model, weights=asked_weights, device=device, pixels=asked)
     known = Known(words, loaded.input_size[0], log10=log10, data=data)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     kept: dict[str, list[str]] = {}

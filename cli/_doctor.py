@@ -3,11 +3,9 @@
 import importlib.metadata
 import os
 import platform
-import socket
-import threading
-import time
 from pathlib import Path
-from urllib.parse import urlsplit
+
+import huggingface_hub.constants
 
 from lipcert import __version__
 from lipcert.errors import InputError
@@ -25,14 +23,12 @@ EXTRAS = {
     "test": ("pytest", "the tests"),
 }
 DATASETS = {"datasets": "hfds/ data sets", "webdataset": "wds/ data sets", "tensorflow_datasets": "tfds/ data sets"}
-PATIENCE = 3.0
 
 
 @one_line_errors
 def doctor(as_json: AsJson = False) -> None:
     """Show versions, devices, memory, caches, optional packages, and whether the model hub can be reached."""
     with busy("looking"):
-        import huggingface_hub.constants
         import torch
 
         from lipcert.inputs.loading import BUNDLED
@@ -111,26 +107,9 @@ def _folder(path: Path) -> str:
 
 
 def _hub(endpoint: str) -> str:
-    """Whether the hub answers within ``PATIENCE`` seconds; with a proxy only that one is set."""
-    import huggingface_hub.constants
+    """Whether the hub answers."""
+    from lipcert.inputs.timm_networks import hub_answers
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return f"{endpoint}, switched off by HF_HUB_OFFLINE"
-    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
-        return f"{endpoint}, through a proxy"
-    outcome = [f"{endpoint} does not answer within {PATIENCE:g} s; the bundled model and files work without it"]
-
-    def call() -> None:
-        address = urlsplit(endpoint)
-        started = time.perf_counter()
-        try:
-            with socket.create_connection((address.hostname or "", address.port or 443), timeout=PATIENCE):
-                outcome.append(f"{endpoint}, reached in {time.perf_counter() - started:.1f} s")
-        except OSError as error:
-            outcome.append(f"{endpoint} cannot be reached ({error}); the bundled model and files work without it")
-
-    # A separate thread, because the name lookup has no time limit.
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(PATIENCE)
-    return outcome[-1]
+    return f"{endpoint}, reached" if hub_answers() else f"{endpoint} does not answer; the bundled model and files work"

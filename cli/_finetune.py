@@ -12,16 +12,14 @@ from lipcert.settings import FinetuneSettings
 from ._errors import one_line_errors
 from ._options import (
     AsJson,
-    Checkpoint,
     Classes,
     Device,
     Force,
     LabelledData,
     Labels,
     Limit,
-    ModelArgs,
     ModelName,
-    NoPretrained,
+    Weights,
     choice,
     options_of,
     out,
@@ -33,10 +31,12 @@ _IMAGES = "Options of the training images"
 
 @options_of(FinetuneSettings)
 @options_of(Preprocessing, "pixels")
+@options_of(Weights, "weights")
 @one_line_errors
 def finetune(
     settings: Callable[..., FinetuneSettings],
     pixels: Callable[..., Preprocessing],
+    weights: Callable[..., Weights],
     data: LabelledData,
     model: ModelName = None,
     classes: Classes = None,
@@ -75,9 +75,6 @@ def finetune(
     out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
-    checkpoint: Checkpoint = None,
-    no_pretrained: NoPretrained = False,
-    model_args: ModelArgs = None,
 ) -> None:
     """Train a model for larger certified radii; a stopped run continues from a checkpoint beside the output."""
     asked, asked_pixels = settings(), pixels()
@@ -99,6 +96,6 @@ def finetune(
         out=out,
         force=force,
         as_json=as_json,
-        checkpoint=checkpoint,
-        loading={"no_pretrained": no_pretrained, "model_args": model_args, "device": device},
+        weights=weights(),
+        device=device,
     )

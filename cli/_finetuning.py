@@ -22,6 +22,7 @@ from lipcert.training import finetune as train
 
 from ._advice import Known, advise
 from ._loading import load_model, show_data, show_preprocessing
+from ._options import Weights
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, share
 from ._torchrun import torchrun
@@ -68,17 +69,17 @@ def run(
     out: Path | None,
     force: bool,
     as_json: bool,
-    checkpoint: Path | None,
-    loading: Mapping[str, Any],
+    weights: Weights,
+    device: str,
 ) -> None:
     """Trains the model and writes it to a file."""
     _ = of.augmentation  # checks its settings before the model is read
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, checkpoint, **loading)
+        loaded = load_model(model, weights, device=device)
         pixels.apply(loaded)
         path = out or default_name(str(source), "finetuned")
-        check_out(path, [Path(source), *([checkpoint] if checkpoint else [])], loaded, "finetune", force)
+        check_out(path, [Path(source), *weights.files], loaded, "finetune", force)
         unfinished = path.with_name(f"{path.name}.checkpoint")
         check_trainable(loaded, asked)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)

@@ -10,7 +10,7 @@ from lipcert.inputs.preprocessing import Preprocessing
 
 from ._advice import LOOSE, Known, advise
 from ._errors import one_line_errors
-from ._options import AsJson, Checkpoint, Device, ModelArgs, ModelName, NoPretrained, options_of
+from ._options import AsJson, Device, ModelName, Weights, options_of
 from ._print import lower, print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
@@ -24,27 +24,26 @@ MARGIN, PIXEL_STEP = 10.0, 1 / 255
 
 
 @options_of(Preprocessing, "pixels")
+@options_of(Weights, "weights")
 @one_line_errors
 def inspect(
     pixels: Callable[..., Preprocessing],
+    weights: Callable[..., Weights],
     model: ModelName = None,
     everything: Annotated[
         bool, typer.Option("--all", help=f"Show every operation on the path, not only the {TOP} worst.")
     ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
-    checkpoint: Checkpoint = None,
-    no_pretrained: NoPretrained = False,
-    model_args: ModelArgs = None,
 ) -> None:
     """Show the Lipschitz budget: the operations on the path from pixels to logits that decides the bound."""
-    asked = pixels()
+    asked, asked_weights = pixels(), weights()
     start()
     from lipcert.bounds import lipschitz
 
     from ._loading import load_model, model_options
 
-    loaded = load_model(model, checkpoint, no_pretrained, model_args, features=True, device=device)
+    loaded = load_model(model, asked_weights, features=True, device=device)
     asked.apply(loaded)
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
@@ -74,14 +73,7 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        words = model_options(
-            model,
-            checkpoint=checkpoint,
-            no_pretrained=no_pretrained,
-            model_args=model_args,
-            device=device,
-            pixels=asked,
-        )
+        words = model_options(model, weights=asked_weights, device=device, pixels=asked)
         facts.append(("next", advise(Known(words, loaded.input_size[0], log10=bound.log10))))
     print_facts(facts)
 

@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 
@@ -15,28 +14,28 @@ from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing,
 from lipcert.model import Model
 from lipcert.smoothing import Denoised
 
+from ._options import Weights
 from ._parse import parse_model_args
 from ._print import busy, say
 
 
 def load_model(
     model: str | None,
-    checkpoint: Path | None,
-    no_pretrained: bool,
-    model_args: str | None,
+    weights: Weights,
     features: bool = False,
     denoiser: str | None = None,
     device: str = "cpu",
 ) -> Model:
     """The model of a command on its device; reports which one it is if the user named none."""
-    arguments = parse_model_args(model_args)
+    arguments = parse_model_args(weights.model_args)
     source = resolve(model)
     if model is None:
         which = "the bundled checkpoint" if source == BUNDLED else f"{source}, the newest artifact in this folder"
         say(f"model: {which}")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
-        loaded = load(source, pretrained=not no_pretrained, checkpoint=checkpoint, features=features, **arguments)
+        pretrained, checkpoint = not weights.no_pretrained, weights.checkpoint
+        loaded = load(source, pretrained=pretrained, checkpoint=checkpoint, features=features, **arguments)
     if denoiser is not None:
         made = _made(denoiser) if ":" in denoiser else denoiser
         loaded = Denoised(loaded, made, denoiser)
@@ -47,9 +46,7 @@ def load_model(
 def model_options(
     model: str | None,
     *,
-    checkpoint: Path | None = None,
-    no_pretrained: bool = False,
-    model_args: str | None = None,
+    weights: Weights,
     denoiser: str | None = None,
     device: str = "auto",
     pixels: Preprocessing | None = None,
@@ -58,17 +55,16 @@ def model_options(
 
     Args:
         model: as the user typed it; None for the default, which may change and is therefore named.
-        checkpoint: the option of this name, like those that follow.
-        no_pretrained: whether weights are random.
-        model_args: arguments of timm.
+        weights: where its weights come from.
         denoiser: the denoiser in front.
         device: where it computes; auto is left out.
         pixels: the preprocessing that was given.
     """
     words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
-    for name, value in (("checkpoint", checkpoint), ("model-args", model_args), ("denoiser", denoiser)):
+    named = {"checkpoint": weights.checkpoint, "model-args": weights.model_args, "denoiser": denoiser}
+    for name, value in named.items():
         words += [] if value is None else [f"--{name}", str(value)]
-    words += ["--no-pretrained"] if no_pretrained else []
+    words += ["--no-pretrained"] if weights.no_pretrained else []
     words += [] if device == "auto" else ["--device", device]
     for field in fields(pixels) if pixels is not None else ():
         value = getattr(pixels, field.name)

@@ -3,13 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lipcert.settings import settings_of
+from lipcert.settings import option, settings_of
 
 from ._commands import MODEL, OUTPUT
 
@@ -92,24 +92,6 @@ ModelNames = Annotated[
     list[str] | None,
     typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model),
 ]
-Checkpoint = Annotated[
-    Path | None,
-    typer.Option(
-        help="Weights for the timm name: .safetensors, or a PyTorch file.", show_default=False, rich_help_panel=MODEL
-    ),
-]
-NoPretrained = Annotated[
-    bool,
-    typer.Option("--no-pretrained", help="Use random weights and download nothing.", rich_help_panel=MODEL),
-]
-ModelArgs = Annotated[
-    str | None,
-    typer.Option(
-        help='timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".',
-        show_default=False,
-        rich_help_panel=MODEL,
-    ),
-]
 Denoiser = Annotated[
     str | None,
     typer.Option(
@@ -161,6 +143,24 @@ LabelledData = Annotated[
         autocompletion=complete_data,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where the weights of a command's model come from."""
+
+    checkpoint: Path | None = option(
+        "Weights for the timm name: .safetensors, or a PyTorch file.", None, Path | None, group=MODEL
+    )
+    no_pretrained: bool = option("Use random weights and download nothing.", False, bool, group=MODEL)
+    model_args: str | None = option(
+        'timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".', None, str | None, group=MODEL
+    )
+
+    @property
+    def files(self) -> list[Path]:
+        """The checkpoint, if there is one."""
+        return [] if self.checkpoint is None else [self.checkpoint]
 
 
 def _annotated(typed: Any, shown: Any) -> Any:

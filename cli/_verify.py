@@ -1,5 +1,6 @@
 """``lipcert verify``: recomputes certificates and compares them with a result file."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,24 +12,25 @@ from lipcert.inputs.preprocessing import Preprocessing
 from ._errors import one_line_errors
 from ._options import (
     AsJson,
-    Checkpoint,
     Classes,
     Denoiser,
     Device,
     Labels,
-    ModelArgs,
-    NoPretrained,
+    Weights,
     complete_data,
     complete_model,
     complete_results,
+    options_of,
 )
 from ._print import command, complain, print_facts, print_json, progress, say, start
 
 SAMPLE = 16
 
 
+@options_of(Weights, "weights")
 @one_line_errors
 def verify(
+    weights: Callable[..., Weights],
     model: Annotated[
         str,
         typer.Argument(
@@ -55,9 +57,6 @@ def verify(
     labels: Labels = None,
     device: Device = "auto",
     as_json: AsJson = False,
-    checkpoint: Checkpoint = None,
-    no_pretrained: NoPretrained = False,
-    model_args: ModelArgs = None,
     denoiser: Denoiser = None,
 ) -> None:
     """Recompute results from the model and the images; exit with code 1 if any of them is not confirmed."""
@@ -72,7 +71,7 @@ def verify(
     from ._loading import load_model, show_data
 
     run = read_run(results)
-    loaded = load_model(model, checkpoint, no_pretrained, model_args, denoiser=denoiser, device=device)
+    loaded = load_model(model, weights(), denoiser=denoiser, device=device)
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
     known = run.summary["data"]

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
-import tomllib
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -140,6 +139,7 @@ def run_shell(line: str) -> None:
         result = CliRunner().invoke(app, reduced(words[1:]))
         assert result.exit_code == 0, f"{line}\n{result.output}"
     elif words[:2] == ["pip", "install"]:
+        tomllib = pytest.importorskip("tomllib")  # from Python 3.11
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         wanted = re.findall(r"\[([\w,]+)\]", line)
         assert all(name in extras for group in wanted for name in group.split(",")), line

@@ -186,13 +186,3 @@ def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> N
 
 def test_measures_are_those_that_the_command_offers() -> None:
     assert {*MEASURES, "clip", "rescale"} == {*MEASURE_NAMES}
-
-
-def test_the_table_of_habits_names_tests_that_there_are() -> None:
-    root = Path(__file__).parent
-    page = (root.parent / "docs" / "habits.md").read_text()
-    tests = "\n".join(path.read_text() for path in root.glob("test_*.py"))
-    named = {*re.findall(r"`(test_\w+)`", page)}
-    assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 25
-    assert not [name for name in named if f"def {name}(" not in tests]
-    assert all((root.parent / path).is_file() for path in re.findall(r"`(tests/test_\w+\.py)`", page))

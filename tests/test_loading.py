@@ -32,7 +32,7 @@ def tiny_net():
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
     """The hub does not answer and its cache is empty."""
-    monkeypatch.setattr(_timm, "_hub_answers", lambda: False)
+    monkeypatch.setattr(_timm, "hub_answers", lambda: False)
     return tmp_path / "cache"
 
 
@@ -254,7 +254,7 @@ def test_no_network_is_one_line(no_hub, capfd):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_hub_client_is_offline_only_where_the_hub_does_not_answer(monkeypatch, answers):
-    monkeypatch.setattr(_timm, "_hub_answers", lambda: answers)
+    monkeypatch.setattr(_timm, "hub_answers", lambda: answers)
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
     with _timm._hub():
         assert hub_constants.HF_HUB_OFFLINE is not answers
@@ -267,7 +267,7 @@ def test_no_weights_for_a_name(no_hub):
     fails(LoadError, "no pretrained weights", untrained, source=untrained)
 
 
-def test_whether_the_hub_answers(monkeypatch):
+def test_whether_thehub_answers(monkeypatch):
     class Refuses(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
             self.send_error(404)
@@ -280,10 +280,10 @@ def test_whether_the_hub_answers(monkeypatch):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         monkeypatch.setattr(hub_constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert _timm._hub_answers()
+        assert _timm.hub_answers()
         server.shutdown()
         thread.join()
-    assert not _timm._hub_answers()
+    assert not _timm.hub_answers()
 
 
 def hub_snapshot(folder: Path, net: nn.Module) -> None:

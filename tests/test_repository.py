@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-import tomllib
+import pytest
+
+tomllib = pytest.importorskip("tomllib")  # from Python 3.11
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,3 +21,11 @@ def test_hooks_and_workflow_run_what_ci_runs() -> None:
     assert len(hooks) == 4
     assert not [hook for hook in hooks if f"\n{hook}" not in checks]
     assert "run: bash .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_the_oldest_versions_are_those_of_the_project() -> None:
+    """The matrix tests torch, timm and typer at their lower bounds; the others have theirs from these three."""
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = re.findall(r"^(\w+)==([\d.]+?)(?:\.\*)?$", (ROOT / ".ci" / "oldest.txt").read_text(), re.MULTILINE)
+    assert {name for name, _ in pinned} == {"torch", "timm", "typer"}
+    assert {f"{name}>={version}" for name, version in pinned} <= {*required}

@@ -26,43 +26,14 @@ from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memor
 
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "is_contiguous",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "get_device",
-        "storage_offset",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "result_type",
-    ]
-)
+    ("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
+     "is_complex", "get_device", "storage_offset", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
+     "ones_like", "empty_like", "full_like", "result_type")
+)  # fmt: skip
 _IN_PLACE_OPERATORS = frozenset(
-    [
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__idiv__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__setitem__",
-    ]
-)
+    ("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+     "__setitem__")
+)  # fmt: skip
 _PROPERTIES_THAT_ARE_OPERATIONS = frozenset(["T", "mT", "H", "mH", "real", "data"])
 # These operations read only the shape or type of their second argument. If only that argument depends on the image, the
 # result does not.

@@ -105,7 +105,7 @@ def _hub() -> Iterator[None]:
     logger, offline = logging.getLogger("huggingface_hub"), hub_constants.HF_HUB_OFFLINE
     level = logger.level
     logger.setLevel(logging.ERROR)
-    hub_constants.HF_HUB_OFFLINE = offline or not _hub_answers()
+    hub_constants.HF_HUB_OFFLINE = offline or not hub_answers()
     try:
         yield
     finally:
@@ -113,7 +113,7 @@ def _hub() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether anything, including a proxy, answers at the hub's address; the hub's client checks TLS."""
     request = urllib.request.Request(hub_constants.ENDPOINT, method="HEAD")
     try:

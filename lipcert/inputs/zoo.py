@@ -117,18 +117,7 @@ def _table() -> dict[str, Architecture]:
 
     def row(line: list[Any]) -> Architecture:
         name, family, parameters, logits, log10, reason, linearised, attention, norms, kept = line
-        return Architecture(
-            name=name,
-            family=texts[family],
-            checked=True,
-            parameters=parameters,
-            reason=texts[reason],
-            log10=log10,
-            linearised_reason=texts[linearised],
-            logits=bool(logits),
-            attention=pairs(attention),
-            norms=pairs(norms),
-            kept=pairs(kept),
-        )
+        known = name, texts[family], True, parameters, texts[reason], log10, texts[linearised], bool(logits)
+        return Architecture(*known, pairs(attention), pairs(norms), pairs(kept))
 
     return {line[0]: row(line) for line in content["rows"]}
