@@ -57,7 +57,7 @@ def model_options(
     """The words that name the same model again in another command: its name, and the options that were given.
 
     Args:
-        model: as the user typed it; None for the default, which may change and is therefore named.
+        model: as the user typed it; None for the default.
         checkpoint: the option of this name, like those that follow.
         no_pretrained: whether weights are random.
         model_args: arguments of timm.
@@ -65,7 +65,7 @@ def model_options(
         device: where it computes; auto is left out.
         pixels: the preprocessing that was given.
     """
-    words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
+    words = [] if model is None else [model]
     for name, value in (("checkpoint", checkpoint), ("model-args", model_args), ("denoiser", denoiser)):
         words += [] if value is None else [f"--{name}", str(value)]
     words += ["--no-pretrained"] if no_pretrained else []
@@ -119,7 +119,8 @@ def show_data(images: Images) -> None:
 
 
 def show_preprocessing(images: Images, model: Model) -> None:
-    """Prints the preprocessing of the images in one line, and remarks on it."""
+    """Prints what was inferred about the images, and their preprocessing in one line with remarks on it."""
+    show_data(images)
     known = preprocessing(model, files=not images.stored)
     size = images.first_size()
     say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")
