@@ -27,7 +27,7 @@ from lipcert.settings import AUTO, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, SELECTION, choose_sigma
 
 from ._advice import Known, advise
-from ._loading import load_model, model_options, show_data, show_preprocessing
+from ._loading import load_model, model_options, show_preprocessing
 from ._output import default_name
 from ._print import (
     annotate,
@@ -183,7 +183,6 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     loaded = plan.load(name)
     plan.pixels.apply(loaded)
     images = open_images(plan.data, loaded, limit=plan.limit, **plan.lists)
-    show_data(images)
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
     outcomes = []

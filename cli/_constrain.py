@@ -53,7 +53,7 @@ def constrain(
     from lipcert.inputs.data import open_images
     from lipcert.inputs.loading import resolve
 
-    from ._loading import load_model, show_data, show_preprocessing
+    from ._loading import load_model, show_preprocessing
     from ._torchrun import torchrun
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
@@ -64,7 +64,6 @@ def constrain(
         path = out or default_name(str(source), "constrained")
         check_out(path, [Path(source), *asked_weights.files], loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
-        show_data(images)
         show_preprocessing(images, loaded)
 
         try:

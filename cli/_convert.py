@@ -80,7 +80,7 @@ def convert(
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
-    from ._loading import load_model, model_options, show_data, show_preprocessing
+    from ._loading import load_model, model_options, show_preprocessing
 
     loaded = load_model(model, asked_weights, device=device)
     asked.apply(loaded)
@@ -89,7 +89,6 @@ def convert(
     images, origin = None, {}
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES, purpose="train")
-        show_data(opened)
         show_preprocessing(opened, loaded)
         images = next(opened.batches(IMAGES)).images
         origin = {"data": data}

@@ -21,7 +21,7 @@ from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainabl
 from lipcert.training import finetune as train
 
 from ._advice import Known, advise
-from ._loading import load_model, show_data, show_preprocessing
+from ._loading import load_model, show_preprocessing
 from ._options import Weights
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, share
@@ -83,7 +83,6 @@ def run(
         unfinished = path.with_name(f"{path.name}.checkpoint")
         check_trainable(loaded, asked)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
-        show_data(images)
 
         total = None if images.length is None else images.length * asked.epochs
         with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:

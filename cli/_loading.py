@@ -115,7 +115,8 @@ def show_data(images: Images) -> None:
 
 
 def show_preprocessing(images: Images, model: Model) -> None:
-    """Prints the preprocessing of the images in one line, and remarks on it."""
+    """Prints what was inferred about the images, and their preprocessing in one line with remarks on it."""
+    show_data(images)
     known = preprocessing(model, files=not images.stored)
     size = images.first_size()
     say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")
