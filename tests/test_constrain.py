@@ -471,7 +471,7 @@ def run(*arguments, code=0):
 def refused(*arguments):
     result = run("constrain", *arguments, code=2)
     assert result.stdout == ""
-    said = [line for line in result.stderr.splitlines() if not line.startswith(("images: ", "note: "))]
+    said = [line for line in result.stderr.splitlines() if not line.startswith(("images: ", "labels: ", "note: "))]
     assert len(said) == 1
     assert said[0].startswith("lipcert: ")
     return said[0]
