@@ -458,7 +458,8 @@ def _in_float32(
     if (reached := measure.value(projected)) < value:
         weight, value = projected, reached
     outward, highest = ellipsoid.normal(projected if point.bounding is None else point.bounding.double())
-    return replace(point, weight=weight, gap=_gap(value, max(0.0, -highest / measure.dual(outward))))
+    gap = _gap(value, max(0.0, -highest / measure.dual(outward)))
+    return replace(point, weight=weight, gap=gap, status="converged" if gap <= tolerance else "iteration limit")
 
 
 def _clip(centre: Tensor, radius: float, row_energies: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
@@ -573,7 +574,8 @@ def _douglas_rachford(
         if value < upper:
             best, upper = feasible, value
         outward, highest = ellipsoid.normal(feasible)
-        if highest < 0 and (bound := -highest / measure.dual(outward)) > lower:
+        # the nuclear norm from a Gram matrix in float32 is too large: small singular values are only rounding errors
+        if highest < 0 and (bound := -highest / measure.dual(outward.double())) > lower:
             bounding, lower = feasible, bound
         gap = _gap(upper, lower)
         done = gap <= tolerance and (measure.rotates or apart <= tolerance * float(feasible.norm()))
