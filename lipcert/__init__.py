@@ -8,7 +8,6 @@
 
 import importlib
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,11 +39,6 @@ __all__ = [
     "save",
     "surgery",
 ]
-
-# The wheel holds the folder cli/ as lipcert/cli/. In a checkout it stands beside this package.
-_HERE = Path(__file__).parent
-if not (_HERE / "cli").exists():
-    __path__.append(str(_HERE.parent))
 
 # The modules from which names are imported at first use, so that ``lipcert --help`` does not import torch and timm.
 _HOMES = {
