@@ -11,6 +11,7 @@ from truth import Forward, holds_or_refused
 import lipcert
 from lipcert.bounds import analyze, margins
 from lipcert.certifier import METHODS, Certifier
+from lipcert.certifier._local import Local
 from lipcert.certifier.anchored import Anchored, Behind, anchored
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import seed_of, weights_hash
@@ -304,3 +305,15 @@ def test_formats_of_eight_bits_are_refused_in_a_line(dtype):
     with pytest.raises(lipcert.errors.LipcertError, match="a cast to float8"):
         lipcert.certify(cast, IMAGES.float(), eps=0.01, dtype="float32")
     assert len(lipcert.certify(loaded(OneLogit().to(dtype).float()), IMAGES.float(), eps=0.01, dtype="float32")) == 4
+
+
+# Local constants are not rounded to float32.
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.7, 1.9])
+def test_the_local_constant_of_a_leaky_relu_is_its_slope(slope):
+    """These slopes are smaller in float32, by up to 6e-8 of themselves."""
+    model = loaded(Forward(lambda x: F.leaky_relu(x.flatten(1) - 0.5, slope))).double()
+    for pixel in (0.1, 0.5):  # every entry on one side, and every entry at its kink
+        image = torch.full((1, 3, 2, 2), pixel).double()
+        assert Local(model).bound(image, torch.tensor([0.05]).double()) >= (slope if pixel < 0.5 else max(1.0, slope))

@@ -340,7 +340,8 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
     low, high = x.low, x.high
     up = gap(walk.replay(node, high), walk.value(node))
     down = gap(walk.value(node), walk.replay(node, low))
-    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, max(1.0, slope)))
+    steep = torch.full_like(low, max(1.0, slope))  # torch.where of two numbers would round them to float32
+    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, steep))
     rounding = torch.maximum(low.abs(), high.abs()) * (slope * 2.0**-51)
     return walk.result(
         node, up, down, way=extended(x, weight, local=True), rounding=torch.where(x.reach > 0, rounding, 0.0)
