@@ -8,7 +8,7 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from lipcert._version import version
+from lipcert import __version__
 from lipcert.cli import app
 
 # As in :class:`~lipcert.model.Model`; on a page the name alone stands.
@@ -17,7 +17,7 @@ _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>~?(?:[\w.]+\.)
 
 def on_config(config: MkDocsConfig) -> None:
     """The site says of which version it is."""
-    config.copyright = f"lipcert {version()}"
+    config.copyright = f"lipcert {__version__}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
