@@ -57,7 +57,7 @@ def page() -> str:
         _attacked(),
         _beside_crown(),
         _smoothing(),
-        _denoised(),
+        *([_denoised()] if (RESULTS / "denoised.json").exists() else []),
         _cost(),
         _memory(),
     ]

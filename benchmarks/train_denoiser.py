@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--data", help="1,000 images in class folders, or a .tar of them")
     parser.add_argument("--classifier", help="weights of tf_efficientnet_lite0")
     parser.add_argument("--state", type=Path, required=True, help="where the state of training is kept")
-    parser.add_argument("--steps", type=int, nargs=2, default=(3_000, 1_000), help="steps of the two stages")
+    parser.add_argument("--steps", type=int, nargs=2, default=(3_200, 600), help="steps of the two stages")
     parser.add_argument("--judge", type=int, default=500, help="steps between looks at the images for choosing")
     args = parser.parse_args()
     {"train": train, "ship": ship}[args.action](args)
