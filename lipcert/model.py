@@ -103,9 +103,9 @@ def outside_inference_mode(function: Function) -> Function:
     """A decorator that runs a function outside of ``torch.inference_mode()``, which prevents differentiation."""
 
     @functools.wraps(function)
-    def run(*args: Any, **given: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False):
-            return function(*args, **given)
+            return function(*args, **kwargs)
 
     return cast(Function, run)
 

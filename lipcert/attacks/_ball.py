@@ -33,8 +33,8 @@ def project(delta: Tensor, images: Tensor, eps: Tensor) -> Tensor:
     after = free.flip(1).cumsum(1).flip(1)
     reached = before + limit.square() * after >= eps.square()[:, None]
     first = reached.int().argmax(1, keepdim=True)
-    left = (eps.square()[:, None] - before.gather(1, first)).clamp_min(0)
-    t = (left / after.gather(1, first).clamp_min(torch.finfo(z.dtype).tiny)).sqrt().clamp_max(1)
+    remaining = (eps.square()[:, None] - before.gather(1, first)).clamp_min(0)
+    t = (remaining / after.gather(1, first).clamp_min(torch.finfo(z.dtype).tiny)).sqrt().clamp_max(1)
     inside = torch.where(reached.any(1, keepdim=True), torch.clamp(t * z, low, high), clipped)
     norm = inside.norm(dim=1)
     shrink = torch.where(norm > eps, eps / norm.clamp_min(torch.finfo(z.dtype).tiny), 1.0)

@@ -158,7 +158,7 @@ def smallest(
     for _ in range(rounds):
         trial = torch.where(failed > 0, (failed * found.distance).sqrt(), 0.7 * found.distance)
         trial = torch.where(found.broken, trial, 2 * failed)
-        new = single(model, images, labels, trial)
-        failed = torch.where(new.broken, failed, trial)
-        found = found.with_closer(every, new.images, new.distance)
+        closer = single(model, images, labels, trial)
+        failed = torch.where(closer.broken, failed, trial)
+        found = found.with_closer(every, closer.images, closer.distance)
     return found

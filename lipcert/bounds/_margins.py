@@ -93,9 +93,9 @@ def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits = logits.double()
     predicted = logits.argmax(dim=1)
-    found = logits.gather(1, predicted[:, None]) - logits
-    found.scatter_(1, predicted[:, None], math.inf)
-    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, found)
+    margin = logits.gather(1, predicted[:, None]) - logits
+    margin.scatter_(1, predicted[:, None], math.inf)
+    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, margin)
 
 
 def radii(margin: Tensor, constants: Tensor) -> Tensor:

@@ -287,15 +287,15 @@ class _Recorder:
             return result
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         places = Node(
-            "argsort", lambda *given, **named: function(*given, **named)[1], node_args, node_kwargs, self.path
+            "argsort", lambda *positional, **named: function(*positional, **named)[1], node_args, node_kwargs, self.path
         )
         return type(outcome)((result, self.wrap(outcome[1], places)))
 
     def watch(self, module: nn.Module, images: Tensor) -> tuple[Any, Look]:
         """Returns the result of :meth:`run` and the kernels that ran."""
-        given = images.clone()
-        with watched(module, given, self.stack) as kernels:
-            return self.run(module, given), kernels.look
+        pixels = images.clone()
+        with watched(module, pixels, self.stack) as kernels:
+            return self.run(module, pixels), kernels.look
 
     def run(self, module: nn.Module, images: Tensor) -> Any:
         """Runs the module on a tracked value. The module may write to ``images``.
@@ -497,8 +497,8 @@ def _lstm(
     batch_first: bool,
 ) -> Tensor:
     """One output of ``lstm``, computed step by step. Unlike torch's own, it runs under ``vmap``."""
-    ways, each = 2 if bidirectional else 1, 4 if biased else 2
-    if len(weights) != ways * each * layers:
+    ways, count = 2 if bidirectional else 1, 4 if biased else 2
+    if len(weights) != ways * count * layers:
         raise UnsupportedCode([("lstm with projections (proj_size)", "")])
     steps = x.unbind(1 if batch_first else 0)
     last_h, last_c = [], []
@@ -506,17 +506,17 @@ def _lstm(
         outputs = []
         for way in range(ways):
             index = layer * ways + way
-            parts = weights[index * each : (index + 1) * each]
+            parts = weights[index * count : (index + 1) * count]
             h, c = state[0][index], state[1][index]
-            found = []
+            hidden = []
             for step in steps[::-1] if way else steps:
                 gates = torch.nn.functional.linear(step, parts[0], *parts[2:3])
                 gates = gates + torch.nn.functional.linear(h, parts[1], *parts[3:4])
                 i, f, g, o = gates.chunk(4, -1)
                 c = f.sigmoid() * c + i.sigmoid() * g.tanh()
                 h = o.sigmoid() * c.tanh()
-                found.append(h)
-            outputs.append(found[::-1] if way else found)
+                hidden.append(h)
+            outputs.append(hidden[::-1] if way else hidden)
             last_h.append(h)
             last_c.append(c)
         steps = tuple(torch.cat(together, -1) for together in zip(*outputs, strict=True))
@@ -614,8 +614,8 @@ def _run(module: nn.Module, images: Tensor) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        given = f"{str(images.dtype)[6:]} images of shape {tuple(images.shape)}"
-        raise InputError(f"the model does not run on {given}: {first_line(error)}") from error
+        inputs = f"{str(images.dtype)[6:]} images of shape {tuple(images.shape)}"
+        raise InputError(f"the model does not run on {inputs}: {first_line(error)}") from error
 
 
 def _tolerance(result: Tensor, casts: bool) -> float:

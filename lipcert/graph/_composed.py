@@ -145,14 +145,14 @@ def _opened(function: Any) -> Callable[..., Any]:
 
 def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
     """The same function of its parts; None if it is recorded as it is."""
-    found = _PARTS.get(op) if isinstance(op, str) else None
-    if found is None or (op.startswith("lp_pool") and not _of_squares(*args, **kwargs)):
+    parts = _PARTS.get(op) if isinstance(op, str) else None
+    if parts is None or (op.startswith("lp_pool") and not _of_squares(*args, **kwargs)):
         return None
     if op == "threshold" and _jumps(*args, **kwargs):
         return None
     if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
         return None
-    return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else found
+    return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else parts
 
 
 def _jumps(x: Any, threshold: Any = None, value: Any = None, *more: Any, **named: Any) -> bool:

@@ -149,9 +149,9 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Node, ...]:
         """The nodes that this node reads, in argument order."""
-        found: list[Node] = []
-        map_nodes(found.append, (self.args, dict(self.kwargs)))
-        return tuple(found)
+        nodes: list[Node] = []
+        map_nodes(nodes.append, (self.args, dict(self.kwargs)))
+        return tuple(nodes)
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.shape} at {self.path or '(model)'}>"

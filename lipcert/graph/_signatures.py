@@ -143,16 +143,16 @@ def placed(
         return args, kwargs
     ours = isinstance(op, str)
     places = _places(function, op)
-    left = {SYNONYMS.get(name, name) if name not in places else name: name for name in kwargs}
-    if len(left) != len(kwargs):
+    unplaced = {SYNONYMS.get(name, name) if name not in places else name: name for name in kwargs}
+    if len(unplaced) != len(kwargs):
         return args, kwargs
     by_place = [*args]
     for name in places[len(args) :]:
-        if name not in left or not (ours or any(operand(kwargs[other]) for other in left.values())):
+        if name not in unplaced or not (ours or any(operand(kwargs[other]) for other in unplaced.values())):
             break
-        by_place.append(kwargs[left.pop(name)])
-    order = sorted(left, key=lambda name: places.index(name) if name in places else len(places))
-    return tuple(by_place), {left[name]: kwargs[left[name]] for name in order}
+        by_place.append(kwargs[unplaced.pop(name)])
+    order = sorted(unplaced, key=lambda name: places.index(name) if name in places else len(places))
+    return tuple(by_place), {unplaced[name]: kwargs[unplaced[name]] for name in order}
 
 
 def _places(function: Callable[..., Any], op: Any) -> tuple[str, ...]:

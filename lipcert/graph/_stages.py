@@ -141,9 +141,9 @@ def _written_out(
     enable_gqa: bool = False,
 ) -> Node:
     def emit(op: str, function: Any, args: tuple[Any, ...], shape: Sequence[int]) -> Node:
-        made = Node(op, function, args, {}, node.path, tuple(shape))
-        nodes.append(made)
-        return made
+        emitted = Node(op, function, args, {}, node.path, tuple(shape))
+        nodes.append(emitted)
+        return emitted
 
     if enable_gqa:  # a group of queries shares its keys and values
         key, value = (_repeated(x, query.shape[-3] // x.shape[-3], emit) for x in (key, value))
@@ -156,8 +156,8 @@ def _written_out(
     if is_causal:
         attn_mask = torch.ones(scores[-2:], dtype=torch.bool, device=device).tril()
     if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool:
-        still = torch.zeros(attn_mask.shape, dtype=torch.float64, device=attn_mask.device)
-        attn_mask = still.masked_fill(~attn_mask, -math.inf)
+        zeros = torch.zeros(attn_mask.shape, dtype=torch.float64, device=attn_mask.device)
+        attn_mask = zeros.masked_fill(~attn_mask, -math.inf)
     hidden = None
     if isinstance(attn_mask, Tensor):
         hidden = (attn_mask == -math.inf).all(-1, keepdim=True)
@@ -195,12 +195,12 @@ def cuts(graph: Graph) -> list[Node]:
         for operand in node.operands:
             if operand in reaches:
                 reaches[operand] = max(reaches[operand], position[node])
-    found, open_until = [], 0
+    cut_nodes, open_until = [], 0
     for index, node in enumerate(graph.nodes):
         if open_until <= index and node.single:
-            found.append(node)
+            cut_nodes.append(node)
         open_until = max(open_until, reaches[node])
-    return found
+    return cut_nodes
 
 
 class Replay:
@@ -256,12 +256,12 @@ class Replay:
         """
         path = self.between(source, targets) if path is None else path
         inside = {source, *path}
-        given = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
+        outside = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
 
         def one(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
-            known: dict[Node, Any] = dict(zip(given, fixed, strict=True))
-            known[source] = image
-            run(path, known)
-            return tuple(known[target] for target in targets)
+            computed: dict[Node, Any] = dict(zip(outside, fixed, strict=True))
+            computed[source] = image
+            run(path, computed)
+            return tuple(computed[target] for target in targets)
 
-        return list(torch.vmap(one)(value, *(values[node] for node in given)))
+        return list(torch.vmap(one)(value, *(values[node] for node in outside)))

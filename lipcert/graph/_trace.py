@@ -95,9 +95,9 @@ def identity_of_code(model: Model) -> tuple[str, list[list[float]]]:
     digest, logits = hashlib.sha256(), []
     for image in examples(start.to(model.device, model.dtype)):
         with _tracing(model, image) as trace:
-            found = model(image)
+            result = model(image)
         digest.update(trace.digest.digest())
-        logits.append(found.flatten().tolist())
+        logits.append(result.flatten().tolist())
     return digest.hexdigest(), logits
 
 

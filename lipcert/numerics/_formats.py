@@ -45,11 +45,11 @@ class Format:
         """
         if isinstance(dtype, Format):
             return dtype
-        found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if found not in DTYPES.values():
+        resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if resolved not in DTYPES.values():
             raise InputError(f"no rounding bounds for dtype {dtype}; choose one of {', '.join(DTYPES)}")
-        assert isinstance(found, torch.dtype)
-        return cls(found)
+        assert isinstance(resolved, torch.dtype)
+        return cls(resolved)
 
     @property
     def unit(self) -> float:

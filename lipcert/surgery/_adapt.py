@@ -106,19 +106,19 @@ def adapt(
     model.check_images(images)
     if len(images) < 2:
         raise InputError(f"adaptation needs at least 2 images, one of them held out, got {len(images)}")
-    fit, held = parted(images)
+    fit, held_out = parted(images)
     pairs = _pairs(model, pretrained)
     places = Counter(id(parameter) for _, parameter in model.net.named_parameters(remove_duplicate=False))
     layers: list[AdaptedLayer] = []
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     with _evaluating(model), _evaluating(pretrained):
-        wanted = _logits(pretrained, held)
-        before = _moved(_logits(model, held), wanted)
+        targets = _logits(pretrained, held_out)
+        before = _moved(_logits(model, held_out), targets)
         try:
             for path, new, old in pairs:
-                own = {name: w.detach().clone() for name, w in _trained(new).items() if places[id(w)] == 1}
-                calls = [_calls(pretrained, old, part) for part in (fit, held)]
-                layer, weights = _fit(path, new, own, *calls)
+                trainable = {name: w.detach().clone() for name, w in _trained(new).items() if places[id(w)] == 1}
+                calls = [_calls(pretrained, old, part) for part in (fit, held_out)]
+                layer, weights = _fit(path, new, trainable, *calls)
                 layers.append(layer)
                 for name, weight in weights.items():
                     owner, attribute = _place(new, name)
@@ -126,7 +126,7 @@ def adapt(
                     setattr(owner, attribute, nn.Parameter(weight, getattr(owner, attribute).requires_grad))
                 if progress is not None:
                     progress(len(layers), len(pairs))
-            after = _moved(_logits(model, held), wanted)
+            after = _moved(_logits(model, held_out), targets)
         except BaseException:
             _restore(originals)
             raise
@@ -134,7 +134,7 @@ def adapt(
         _restore(originals)
         layers = [AdaptedLayer(layer.path, layer.error_before, layer.error_before, False) for layer in layers]
         after = before
-    return Adaptation(len(fit), len(held), tuple(layers), before, after)
+    return Adaptation(len(fit), len(held_out), tuple(layers), before, after)
 
 
 def parted(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,11 +154,11 @@ def _pairs(model: Model, pretrained: Model) -> list[tuple[str, L2Attention, nn.M
 
 def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Call]:
     """Records the inputs and outputs of an attention of the pretrained network, one call per batch of images."""
-    found: list[_Call] = []
+    calls: list[_Call] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, Tensor):
-            found.append(_Call(args, kwargs, output))
+            calls.append(_Call(args, kwargs, output))
         raise _Reached
 
     handle = attention.register_forward_hook(keep, with_kwargs=True)
@@ -170,7 +170,7 @@ def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Cal
                 continue
     finally:
         handle.remove()
-    return found
+    return calls
 
 
 def _fit(

@@ -110,10 +110,10 @@ class L2SetAttention(L2Attention):
             The result in the same arrangement.
         """
         bias = self.position_bias()
-        for given in (_by_window(mask), shared_rel_pos, shared_rel_pos_bias):
-            if given is not None:
-                given = given.repeat(x.shape[0] // given.shape[0], 1, 1, 1) if given.shape[0] > 1 else given
-                bias = given if bias is None else bias + given
+        for term in (_by_window(mask), shared_rel_pos, shared_rel_pos_bias):
+            if term is not None:
+                term = term.repeat(x.shape[0] // term.shape[0], 1, 1, 1) if term.shape[0] > 1 else term
+                bias = term if bias is None else bias + term
         out = self.attend(self._sets(x, size), bias)
         return out[:, :1] if self.first else self._back(out, x, size)
 

@@ -87,11 +87,11 @@ def _normalisations(module: Any) -> list[Callable[[Tensor], Tensor] | None]:
             return F.normalize(z, dim=-1) * (factor.sqrt() * z.shape[-1] ** 0.25)
 
         return [cosine, cosine]
-    found: list[Callable[[Tensor], Tensor] | None] = []
+    norms: list[Callable[[Tensor], Tensor] | None] = []
     for name in ("q_norm", "k_norm"):
         norm = getattr(module, name, None)
-        found.append(None if norm is None or isinstance(norm, nn.Identity) else _in_double(norm))
-    return found
+        norms.append(None if norm is None or isinstance(norm, nn.Identity) else _in_double(norm))
+    return norms
 
 
 def _in_double(norm: nn.Module) -> Callable[[Tensor], Tensor]:

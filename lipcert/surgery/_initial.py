@@ -41,8 +41,8 @@ def initialise_attention(new: L2Attention, old: Heads, tokens: Tensor | None = N
     queries, keys, values = old.queries, old.keys, old.values
     mean, root = _moments(tokens, queries, dim)
     basis, triangle = torch.linalg.qr(root.T @ torch.cat((queries, keys), -1))
-    left, right = triangle.split(width, -1)
-    form = left @ right.transpose(-1, -2)
+    q_part, k_part = triangle.split(width, -1)
+    form = q_part @ k_part.transpose(-1, -2)
     eigenvalues, vectors = torch.linalg.eigh((form + form.transpose(-1, -2)) / 4)
     top = min(width, eigenvalues.shape[-1])
     strength = eigenvalues[:, -top:].clamp(min=0)

@@ -56,18 +56,18 @@ def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Gr
         question: "lipschitz" or "remainder": the question that the replacement's rule must answer.
         images: the two networks are compared on these, each of shape (1, C, H, W).
     """
-    graph = found = needed(graph)
+    graph = rewritten = needed(graph)
     names: list[str] = []
     for _ in range(_ROUNDS):
-        found, new = _rewritten(found, question, images[0].device if images else torch.device("cpu"))
-        if not new:
+        rewritten, added = _rewritten(rewritten, question, images[0].device if images else torch.device("cpu"))
+        if not added:
             break
-        names += new
+        names += added
     tolerance = 1e-10 if graph.input.dtype == torch.float64 else 1e-4
     with torch.no_grad():
-        if not names or not all(close(found.replay(image), graph.replay(image), tolerance) for image in images):
+        if not names or not all(close(rewritten.replay(image), graph.replay(image), tolerance) for image in images):
             return graph
-    return replace(found, forms=tuple(names))
+    return replace(rewritten, forms=tuple(names))
 
 
 def _rewritten(graph: Graph, question: str, device: torch.device) -> tuple[Graph, list[str]]:
@@ -77,11 +77,13 @@ def _rewritten(graph: Graph, question: str, device: torch.device) -> tuple[Graph
         if getattr(rule_for(form.name), question, None) is not None:
             choices.setdefault(form.node, []).append(form)
     while choices:
-        found, now = _replaced(graph, {node: forms[0] for node, forms in choices.items()})
-        left = set(found.nodes)
-        open_ = [node for node, forms in choices.items() if any(now(part) in left for part in forms[0].inside)]
+        rewritten, new_node = _replaced(graph, {node: forms[0] for node, forms in choices.items()})
+        remaining = set(rewritten.nodes)
+        open_ = [
+            node for node, forms in choices.items() if any(new_node(part) in remaining for part in forms[0].inside)
+        ]
         if not open_:
-            return found, [f"{_name(forms[0].name)} at {node.path}" for node, forms in choices.items()]
+            return rewritten, [f"{_name(forms[0].name)} at {node.path}" for node, forms in choices.items()]
         for node in open_:
             choices[node].pop(0)
         choices = {node: forms for node, forms in choices.items() if forms}

@@ -115,8 +115,8 @@ class SecantProjection(Remainder):
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         moved = rho[0]
-        bent = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
-        bound = torch.minimum(bent, 2 * moved)
+        local = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
+        bound = torch.minimum(local, 2 * moved)
         if len(rho) > 1:
             bound = torch.minimum(bound, Crossing(self.length, self.radius, self.bend, rho).norm())
         return self.weight.abs().max() * bound
@@ -129,12 +129,12 @@ class SecantProjection(Remainder):
         def bound(rho: Sequence[Tensor]) -> Tensor:
             moved = rho[0]
             curved = (size * self._curvature(moved)).amax(1) * moved.square()
-            bent = self.bend.against(-along, moved, moved[:, None]) + curved
-            found = torch.minimum(bent, 2 * size.norm(dim=1) * moved)
+            local = self.bend.against(-along, moved, moved[:, None]) + curved
+            least = torch.minimum(local, 2 * size.norm(dim=1) * moved)
             if len(rho) > 1:
                 crossing = Crossing(self.length, self.radius, self.bend, rho)
-                found = torch.minimum(found, crossing.against(size, along))
-            return found
+                least = torch.minimum(least, crossing.against(size, along))
+            return least
 
         return bound
 

@@ -43,8 +43,8 @@ def identity_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
 
 def _outside_training(node: Node) -> bool:
-    given = arguments(node)
-    if given.get("training", True) and given.get("p", 0.5):
+    args = arguments(node)
+    if args.get("training", True) and args.get("p", 0.5):
         raise NoAnswer("it is random, training=True")
     return True
 
@@ -58,7 +58,7 @@ def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace
 
 
 def _same_numbers(node: Node) -> bool:
-    if any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+    if any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
         raise NoAnswer("another reading of the same bits")
     return True
 
@@ -329,12 +329,12 @@ def _smallest(tensor: Value | Tensor) -> float:
 @rounding("cat", "stack")
 def cat_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Entries are exact, but constants among them are rounded to the deployed format."""
-    given = arguments(node)
-    axis = given.get("dim", 0)
+    args = arguments(node)
+    axis = args.get("dim", 0)
     device = operands[0].nominal.device
     parts = [
         torch.zeros(t.shape, dtype=torch.float64, device=device) if isinstance(t, Node) else fmt.cast(t)
-        for t in given["tensors"]
+        for t in args["tensors"]
     ]
     joined = torch.cat(parts, axis) if node.op == "cat" else torch.stack(parts, axis)
     return joined.expand(len(operands[0].nominal), *node.shape)
@@ -351,19 +351,19 @@ def check_written_once(shape: tuple[int, ...], index: Any) -> None:
     Raises:
         NoAnswer: a position occurs twice, or positions depend on the image.
     """
-    places = torch.arange(math.prod(shape)).reshape(shape)[_still(index)].flatten()
+    places = torch.arange(math.prod(shape)).reshape(shape)[_constant_index(index)].flatten()
     if len(places) != len(places.unique()):
         raise NoAnswer("positions that are written to twice")
 
 
-def _still(index: Any) -> Any:
+def _constant_index(index: Any) -> Any:
     """The index on the CPU.
 
     Raises:
         NoAnswer: it depends on the image.
     """
     if isinstance(index, (tuple, list)):
-        return type(index)(map(_still, index))
+        return type(index)(map(_constant_index, index))
     if isinstance(index, Tensor):
         return index.cpu()
     if isinstance(index, (int, slice, type(None), type(Ellipsis))):
@@ -449,8 +449,8 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
 @rounding("pad", "constant_pad_nd")
 def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Entries are exact, but the constant is rounded to the deployed format."""
-    given = arguments(node)
-    return zeros(node, operands) + fmt.cast(float(given.get("value") or 0.0)).item()
+    args = arguments(node)
+    return zeros(node, operands) + fmt.cast(float(args.get("value") or 0.0)).item()
 
 
 box(
