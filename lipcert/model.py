@@ -90,8 +90,10 @@ def evaluated(net: nn.Module) -> nn.Module:
     for path, part in net.named_modules():
         drops = getattr(part, "p", 0) if isinstance(part, _DropoutNd) else getattr(part, "drop_prob", 0)
         if part.training and (drops or (isinstance(part, _NormBase) and part.track_running_stats)):
-            what = f"{path or 'it'} is a {type(part).__name__}"
-            warnings.warn(f"the module was in training mode, and {what}; model.eval() was called", stacklevel=4)
+            part_in_training = f"{path or 'it'} is a {type(part).__name__}"
+            warnings.warn(
+                f"the module was in training mode, and {part_in_training}; model.eval() was called", stacklevel=4
+            )
             break
     try:
         return net.eval()
@@ -207,9 +209,9 @@ class Model(nn.Module):
             InputError: the images are not valid; the message says what to do.
         """
         if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
-            wanted = ", ".join(str(n) for n in self.input_size)
+            expected = ", ".join(str(n) for n in self.input_size)
             raise InputError(
-                f"images must have shape (N, {wanted}), got {tuple(images.shape)}; resize them to the model's input"
+                f"images must have shape (N, {expected}), got {tuple(images.shape)}; resize them to the model's input"
             )
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")

@@ -76,8 +76,8 @@ class PGD:
             start = torch.randn(1, *images.shape[1:], generator=generator, dtype=torch.float64).to(images)
             delta = project(size * start / start.norm(), images, eps)
             with torch.no_grad():
-                others = model(images).scatter(1, labels[:, None], -math.inf)
-            rivals = others.argsort(1, descending=True)[:, min(restart, others.shape[1] - 1) - 1, None]
+                rival_logits = model(images).scatter(1, labels[:, None], -math.inf)
+            rivals = rival_logits.argsort(1, descending=True)[:, min(restart, rival_logits.shape[1] - 1) - 1, None]
         for step in range(self.steps + 1):
             point = (images + delta).clamp(0, 1).detach().requires_grad_()
             with torch.enable_grad():

@@ -43,13 +43,13 @@ def named(kwargs: Any) -> dict[str, Any]:
     return renamed
 
 
-def by_operand(node: Node, known: Sequence[Known]) -> Callable[[Node], Known]:
-    """A function from operand to its entry of ``known``, which is in the order of ``node.operands``.
+def by_operand(node: Node, entries: Sequence[Known]) -> Callable[[Node], Known]:
+    """A function from operand to its entry of ``entries``, which is in the order of ``node.operands``.
 
     Call it once for each argument, in any order. For an operand that is passed twice, each call returns one of its
     entries.
     """
-    remaining = list(zip(node.operands, known, strict=True))
+    remaining = list(zip(node.operands, entries, strict=True))
     return lambda operand: remaining.pop([u for u, _ in remaining].index(operand))[1]
 
 
@@ -62,12 +62,12 @@ def replayed(node: Node, *tensors: Tensor) -> Tensor:
     """
     operands = list(dict.fromkeys(node.operands))
 
-    def one(*given: Tensor) -> Tensor:
-        known = dict(zip(operands, given, strict=True))
-        args, kwargs = map_nodes(known.__getitem__, (node.args, dict(node.kwargs)))
+    def replay(*tensors: Tensor) -> Tensor:
+        values = dict(zip(operands, tensors, strict=True))
+        args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
         return node.function(*args, **kwargs)
 
-    return torch.vmap(one)(*tensors)
+    return torch.vmap(replay)(*tensors)
 
 
 def per_axis(value: Any, dims: int) -> tuple[int, ...]:

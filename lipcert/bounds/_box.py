@@ -235,11 +235,11 @@ class Boxes:
         images = images[:, None]
         single = [node for node in self.graph.nodes if node in self.lips and node is not self.graph.input]
 
-        def one(image: Tensor) -> tuple[Tensor, ...]:
+        def evaluated(image: Tensor) -> tuple[Tensor, ...]:
             computed = run(self.graph.nodes, {self.graph.input: image})
             return tuple(computed[node] for node in single)
 
-        values = {self.graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+        values = {self.graph.input: images, **dict(zip(single, torch.vmap(evaluated)(images), strict=True))}
         nominal = Nominal(values, {node: torch.zeros_like(value) for node, value in values.items()})
         centre = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
         nominal.errors = {node: state.reach for node, state in centre.states.items()}

@@ -120,8 +120,8 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
         multiplier = (scale * torch.exp2(place / _FINE))[:, None]
         tau = torch.minimum(weight / (2 * multiplier), most)
         gained = weight * (tau - distance) - multiplier * tau.square() + _NOISE * weight * tau
-        taken = torch.where(gained > 0, tau, 0.0).square().sum(1)
-        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - taken
+        absorbed = torch.where(gained > 0, tau, 0.0).square().sum(1)
+        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - absorbed
 
     # The derivative is not negative from λ = ‖w‖/(2ρ) on.
     high = (_FINE * torch.log2(weight.norm(dim=1) / (2 * rho * scale).clamp_min(TINY))).clamp(-_SPAN, _SPAN).ceil()

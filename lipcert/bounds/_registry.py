@@ -196,9 +196,9 @@ def registered(question: str, targets: tuple[Any, ...], answer: Answer) -> Answe
 def _register(question: str, targets: tuple[Any, ...], answer: Any, **flags: Any) -> None:
     for target in targets:
         key = key_of(target)
-        known = RULES.get(key, Rule(key))
-        methods = known.methods | {question: _methods(key)} if isinstance(key, type) else known.methods
-        RULES[key] = replace(known, **{question: answer}, **flags, methods=methods)
+        rule = RULES.get(key, Rule(key))
+        methods = rule.methods | {question: _methods(key)} if isinstance(key, type) else rule.methods
+        RULES[key] = replace(rule, **{question: answer}, **flags, methods=methods)
 
 
 def answers(question: str) -> dict[Any, Any]:

@@ -174,10 +174,10 @@ class Conv:
 
     def plus_identity(self) -> Conv | None:
         geometry = self.geometry
-        same = self.weight.shape[0] == self.weight.shape[1] * geometry["groups"] and all(
+        square = self.weight.shape[0] == self.weight.shape[1] * geometry["groups"] and all(
             s == 1 for s in geometry["stride"]
         )
-        centred = same and all(
+        centred = square and all(
             pair == (d * (k - 1) // 2,) * 2 and k % 2 == 1
             for pair, d, k in zip(geometry["padding"], geometry["dilation"], self.weight.shape[2:], strict=True)
         )

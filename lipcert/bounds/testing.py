@@ -123,8 +123,10 @@ def check_rule(
         )
     jacobians = [float(torch.linalg.matrix_norm(_jacobian(module, x), 2)) for x in inputs]
     ascent = _ascend(module, inputs[jacobians.index(max(jacobians))], steps)
-    for what, value in (("quotient", quotient), ("jacobian", max(jacobians)), ("ascent", ascent)):
-        assert value <= bound * (1 + slack), f"the bound is {bound:.6g}, and the check by {what} has found {value:.6g}"
+    for quantity, value in (("quotient", quotient), ("jacobian", max(jacobians)), ("ascent", ascent)):
+        assert value <= bound * (1 + slack), (
+            f"the bound is {bound:.6g}, and the check by {quantity} has found {value:.6g}"
+        )
     images = torch.stack(inputs[:4])
     box = check_box(module, analysis, images, generator)
     graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
@@ -253,10 +255,10 @@ class Linearised:
     def remainder(self, deltas: Sequence[Tensor]) -> Tensor:
         """R for deviations of the distinct operands, each of shape (several · N, *shape)."""
 
-        def one(*operands: Tensor) -> Any:
+        def evaluate(*operands: Tensor) -> Any:
             return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
 
-        function: Any = torch.vmap(one)
+        function: Any = torch.vmap(evaluate)
         nominal = tuple(repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True))
         base, linear = torch.func.jvp(function, nominal, tuple(deltas))[:2]
         moved: Tensor = function(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
@@ -370,14 +372,14 @@ def repeated(value: Tensor, like: Tensor) -> Tensor:
     return value.repeat(len(like) // len(value), *[1] * (value.dim() - 1))
 
 
-def norms(rest: Tensor) -> Tensor:
+def norms(remainder: Tensor) -> Tensor:
     """ℓ2 norms, shape (N,)."""
-    return rest.reshape(len(rest), -1).norm(dim=1)
+    return remainder.reshape(len(remainder), -1).norm(dim=1)
 
 
 def against(direction: Tensor) -> Callable[[Tensor], Tensor]:
     """The function R ↦ −⟨direction, R⟩."""
-    return lambda rest: -(rest * repeated(direction, rest)).reshape(len(rest), -1).sum(1)
+    return lambda remainder: -(remainder * repeated(direction, remainder)).reshape(len(remainder), -1).sum(1)
 
 
 def _of_length(delta: Tensor, radius: float) -> Tensor:
@@ -422,12 +424,12 @@ def _check_gains(graph: Graph, images: Tensor) -> float | None:
         rule = RULES[node.op].jacobian if node.op in RULES else None
         if rule is None or not rule.covers(node):
             continue
-        values = {o: torch.stack([known[o] for known in runs]) for o in (*node.operands, node)}
+        values = {o: torch.stack([values_at[o] for values_at in runs]) for o in (*node.operands, node)}
         for operand in dict.fromkeys(node.operands):
             places = [place for place, o in enumerate(node.operands) if o is operand]
             bounds = sum(rule.bounds(node, place, values)[0] for place in places)
-            for known, bound in zip(runs, torch.as_tensor(bounds).expand(len(runs)).tolist(), strict=True):
-                exact = float(torch.linalg.matrix_norm(_of_operand(node, operand, known).abs(), 2))
+            for values_at, bound in zip(runs, torch.as_tensor(bounds).expand(len(runs)).tolist(), strict=True):
+                exact = float(torch.linalg.matrix_norm(_of_operand(node, operand, values_at).abs(), 2))
                 assert exact <= bound * _SLACK, f"{node.name}: |J| has norm {exact:.6g}, and the bound is {bound:.6g}"
                 shares.append(exact / bound if bound else 1.0)
     return max(shares, default=None)
@@ -472,9 +474,9 @@ def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor
         NoAnswer: there is no rule.
     """
     operands = []
-    for there, here in zip(nominal, exact, strict=True):
-        away = (there - here).norm()[None] * (1 + 1e-12)
-        operands.append(Operand(there[None], away, torch.full_like(away, math.inf)))
+    for rounded, exact_values in zip(nominal, exact, strict=True):
+        away = (rounded - exact_values).norm()[None] * (1 + 1e-12)
+        operands.append(Operand(rounded[None], away, torch.full_like(away, math.inf)))
     bound = local_error(node, operands, fmt)[0].detach()
     error = (deployed(node, exact, fmt.dtype) - deployed(node, exact, torch.float64)).abs()
     assert bound.shape == error.shape, f"the rounding of {node.name}: a bound for each entry is expected"
@@ -496,9 +498,11 @@ def _check_rounding(module: nn.Module, images: Tensor) -> float | None:
                     continue
                 for dtype in DTYPES.values():
                     exact = {o: values[o].to(dtype).double() for o in node.operands}
-                    held = [exact[operand] for operand in node.operands]
+                    operands = [exact[operand] for operand in node.operands]
                     try:
-                        shares.append(check_rounding(node, held, [values[o] for o in node.operands], Format.of(dtype)))
+                        shares.append(
+                            check_rounding(node, operands, [values[o] for o in node.operands], Format.of(dtype))
+                        )
                     except NotImplementedError:  # torch has no such kernel on this device, so nothing is deployed
                         continue
     except NoAnswer:

@@ -123,7 +123,7 @@ def _binary(name: str, reflected: bool) -> Callable[..., Any]:
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: self.recorder.call(function, (self, *others), {})
+    return lambda self, *operands: self.recorder.call(function, (self, *operands), {})
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
@@ -173,8 +173,8 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
     """Whether a write to one tensor may change the other. On the meta device all addresses are 0 and are ignored."""
-    one, other = first.untyped_storage(), second.untyped_storage()
-    return one._cdata == other._cdata or one.data_ptr() == other.data_ptr() != 0
+    a, b = first.untyped_storage(), second.untyped_storage()
+    return a._cdata == b._cdata or a.data_ptr() == b.data_ptr() != 0
 
 
 def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
@@ -226,9 +226,9 @@ class _Recorder:
             if not args or not isinstance(args[0], Tracked):
                 raise UnsupportedCode([(f"{name} into a tensor that does not depend on the image", self.path)])
             target = args[0]
-            for other in self.live.values():
-                if other is not target and _share_memory(other.tensor, target.tensor):
-                    other.overwritten_by = name
+            for value in self.live.values():
+                if value is not target and _share_memory(value.tensor, target.tensor):
+                    value.overwritten_by = name
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
             raise UnsupportedCode([(f"{name}(out=...)", self.path)])
@@ -258,8 +258,8 @@ class _Recorder:
             function = torch.clone
         apart = _APART.get(op, ())
         if apart and isinstance(outcome, tuple):
-            made = [Node(*part, node_args, node_kwargs, self.path) for part in apart]
-            return type(outcome)([self.wrap(part, node) for part, node in zip(outcome, made, strict=True)])
+            nodes = [Node(*part, node_args, node_kwargs, self.path) for part in apart]
+            return type(outcome)([self.wrap(part, node) for part, node in zip(outcome, nodes, strict=True)])
         if apart and len(node_args) + len(node_kwargs) == 1:  # the largest or smallest of all entries
             op, function = apart[0]
         wrapped = self.wrap(outcome, Node(op, function, node_args, node_kwargs, self.path))
@@ -379,8 +379,8 @@ class _Recorder:
                 result=outcome.node,
                 dtype=outcome.tensor.dtype,
             )
-            known = {*node.operands, *node.inner}
-            if not {outcome.node, *(operand for part in node.inner for operand in part.operands)} <= known:
+            readable = {*node.operands, *node.inner}
+            if not {outcome.node, *(operand for part in node.inner for operand in part.operands)} <= readable:
                 raise UnsupportedCode([(f"{node.name} reading values that are not its inputs", self.path)])
             if any(value.node not in node.operands for value in inputs):
                 raise UnsupportedCode([(f"{node.name} writing into its input", self.path)])
@@ -595,8 +595,8 @@ def capture(
         passed()
         as_captured(looks[0], captured)
         graph = recorder.graph(outcome)
-        for seen in looks:
-            if not close(graph.replay(seen.image), seen.result, _tolerance(truth, casts)):
+        for look in looks:
+            if not close(graph.replay(look.image), look.result, _tolerance(truth, casts)):
                 raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
     return graph
 

@@ -192,11 +192,11 @@ class Graph:
                     stands_for[node] = resolve(node.result)
                     continue
                 args, kwargs = map_nodes(resolve, (node.args, dict(node.kwargs)))
-                same = all(
+                unchanged = all(
                     a is b
                     for a, b in zip(node.operands, Node(node.op, node.function, args, kwargs, "").operands, strict=True)
                 )
-                if same:
+                if unchanged:
                     nodes.append(node)
                 else:
                     copy = Node(node.op, node.function, args, kwargs, node.path, node.shape, dtype=node.dtype)

@@ -105,13 +105,13 @@ SYNONYMS = {
 
 
 def _signatures(text: str) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-    known = {}
+    signatures = {}
     for line in text.strip().splitlines():
         operations, _, names = line.partition(":")
         positional, _, named = names.partition("*")
         places = tuple(positional.split())
-        known.update(dict.fromkeys(operations.split(), (places, frozenset((*places, *named.split())))))
-    return known
+        signatures.update(dict.fromkeys(operations.split(), (places, frozenset((*places, *named.split())))))
+    return signatures
 
 
 # For each operation: the names of its positional arguments in order, and all names.
@@ -159,9 +159,9 @@ def _places(function: Callable[..., Any], op: Any) -> tuple[str, ...]:
     """The names of a function's positional arguments in order; empty where they are not known."""
     if isinstance(op, str):
         bare = getattr(function, "__name__", op).strip("_")
-        known = _PLACES.get(op if op == "unfold_axis" else bare, _PLACES.get(op))
-        if known is not None:
-            return known
+        places = _PLACES.get(op if op == "unfold_axis" else bare, _PLACES.get(op))
+        if places is not None:
+            return places
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in function without a signature

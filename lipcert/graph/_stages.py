@@ -28,10 +28,10 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
     ``device`` is the device of the network, for causal masks; the CPU by default.
     """
 
-    def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
+    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
         if node.op != "scaled_dot_product_attention":
             return None
-        args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+        args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
         return _written_out(node, nodes, device, *args, **kwargs)
 
     return _rewritten(graph, written)
@@ -43,9 +43,9 @@ def explicit_maxima(graph: Graph) -> Graph:
     Operations on the same two values share the relu, also where a network has such a relu itself, so that their
     remainders are not counted one by one.
     """
-    known: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
+    relus: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
 
-    def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
+    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
         def emit(op: str, function: Any, *args: Node) -> Node:
             nodes.append(Node(op, function, args, {}, node.path, node.shape, dtype=node.dtype))
             return nodes[-1]
@@ -55,13 +55,13 @@ def explicit_maxima(graph: Graph) -> Graph:
             return None
         first, second = node.operands if pair is None else pair
         key = _part(first), _part(second)
-        if pair is None and key[::-1] in known:
+        if pair is None and key[::-1] in relus:
             key = key[::-1]
-        if key not in known:
-            a, b = now(first), now(second)
-            difference = emit("sub", operator.sub, a, b) if pair is None else now(node.operands[0])
-            known[key] = a, b, emit("relu", torch.relu, difference)
-        a, b, more = known[key]
+        if key not in relus:
+            a, b = replacement(first), replacement(second)
+            difference = emit("sub", operator.sub, a, b) if pair is None else replacement(node.operands[0])
+            relus[key] = a, b, emit("relu", torch.relu, difference)
+        a, b, more = relus[key]
         if pair is not None:
             return more
         larger = node.op in ("max", "maximum")
@@ -109,22 +109,22 @@ def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}
 
-    def now(node: Node) -> Node:
+    def replacement(node: Node) -> Node:
         return stands_for.get(node, node)
 
     for node in graph.nodes:
-        instead = written(node, nodes, now)
+        instead = written(node, nodes, replacement)
         if instead is None:
             instead = node
             if any(operand in stands_for for operand in node.operands):
-                args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+                args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
                 instead = Node(
                     node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
                 )
             nodes.append(instead)
         if instead is not node:
             stands_for[node] = instead
-    return Graph(graph.input, now(graph.output), tuple(nodes))
+    return Graph(graph.input, replacement(graph.output), tuple(nodes))
 
 
 def _written_out(
@@ -230,10 +230,10 @@ class Replay:
 
     def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
         """The operations on the paths from ``source`` to ``targets``, in order, without ``source``."""
-        wanted = 0
+        ancestors = 0
         for target in targets:
-            wanted |= self._reads.get(target, 0)
-        bits = reversed(f"{wanted & self._feeds[source]:b}")
+            ancestors |= self._reads.get(target, 0)
+        bits = reversed(f"{ancestors & self._feeds[source]:b}")
         return [node for node, bit in zip(self.graph.nodes, bits, strict=False) if bit == "1"]
 
     def __call__(
@@ -258,10 +258,10 @@ class Replay:
         inside = {source, *path}
         outside = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
 
-        def one(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
+        def replayed(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
             computed: dict[Node, Any] = dict(zip(outside, fixed, strict=True))
             computed[source] = image
             run(path, computed)
             return tuple(computed[target] for target in targets)
 
-        return list(torch.vmap(one)(value, *(values[node] for node in outside)))
+        return list(torch.vmap(replayed)(value, *(values[node] for node in outside)))

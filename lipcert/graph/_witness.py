@@ -88,23 +88,23 @@ class _Dependent:
     """The memory that depends on the image, or on an image of the looks before."""
 
     def __init__(self, before: _Dependent | None = None) -> None:
-        self._known: dict[int, StorageWeakRef] = {}
-        known: dict[int, StorageWeakRef] = {} if before is None else before._before | before._known
+        self._storages: dict[int, StorageWeakRef] = {}
+        earlier: dict[int, StorageWeakRef] = {} if before is None else before._before | before._storages
         self._before: dict[int, StorageWeakRef] = {
-            place: storage for place, storage in known.items() if not storage.expired()
+            place: storage for place, storage in earlier.items() if not storage.expired()
         }
 
     def add(self, tensor: Tensor) -> None:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            self._known[storage._cdata] = StorageWeakRef(storage)
+            self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self.is_new(tensor) or tensor.untyped_storage()._cdata in self._before
 
     def is_new(self, tensor: Tensor) -> bool:
         """Whether the memory depends on the image of this look."""
-        return tensor.layout != torch.strided or tensor.untyped_storage()._cdata in self._known
+        return tensor.layout != torch.strided or tensor.untyped_storage()._cdata in self._storages
 
 
 # What depended on images in a module's last look. Code may have kept some of it, in the module or elsewhere.
@@ -127,8 +127,8 @@ class _Kernels(TorchDispatchMode):
         self.precision = matmul_precision()
         self.widening = False
 
-    def problem(self, what: str) -> None:
-        self.look.problems.append((what, (self.stack or [""])[-1]))
+    def problem(self, description: str) -> None:
+        self.look.problems.append((description, (self.stack or [""])[-1]))
 
     def recorded(self, constant: Tensor) -> Tensor:
         """An alias of the constant if it lies in a parameter or buffer, which nothing may write to; else a copy."""
@@ -305,7 +305,7 @@ def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
     ):
         kernels.look.result = module(pixels)
     passed()
-    kernels.look.kept = {place for place, tensor in _held(module) if kernels.dependent.is_new(tensor)}
+    kernels.look.kept = {place for place, tensor in _tensors_held(module) if kernels.dependent.is_new(tensor)}
     return kernels.look
 
 
@@ -410,8 +410,8 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
         UnsupportedCode: the code does something that the module docstring lists; names the module path.
     """
     made_of = _state(module), image.shape, image.dtype, image.device, real
-    known, looks = _EXAMINED.get(module, (None, []))
-    if known != made_of:
+    cached, looks = _EXAMINED.get(module, (None, []))
+    if cached != made_of:
         with RealArithmetic() if real else nullcontext():
             looks = _examined(module, image)
         _EXAMINED[module] = made_of, looks
@@ -521,7 +521,7 @@ def as_captured(first: Look, captured: Look) -> None:
         raise UnsupportedCode(problems)
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors_held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All (attribute path, tensor) pairs that the module's parts hold."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():

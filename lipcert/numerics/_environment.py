@@ -83,8 +83,8 @@ def check_environment(device: torch.device, dtype: str = "real") -> None:
         InputError: an assumption is violated; the message contains the fix.
     """
     for reason, remedy in _broken(device, dtype):
-        what = "certificates" if dtype == "real" else f"certificates for {dtype}"
-        raise InputError(f"{what} do not hold in this process: {reason}; {remedy}")
+        kind = "certificates" if dtype == "real" else f"certificates for {dtype}"
+        raise InputError(f"{kind} do not hold in this process: {reason}; {remedy}")
 
 
 def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
@@ -164,9 +164,9 @@ def _flushes(device: torch.device) -> bool:
 def _rounds_to_nearest(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether 1 + ulp/4 rounds to 1 and 1 + 3 ulp/4 to the next number, for both signs."""
     ulp = torch.finfo(dtype).eps
-    one = torch.tensor([1.0, -1.0], dtype=dtype, device=device)
-    return bool(torch.equal(one + one * (ulp / 4), one)) and bool(
-        torch.equal(one + one * (0.75 * ulp) - one, one * ulp)
+    signs = torch.tensor([1.0, -1.0], dtype=dtype, device=device)
+    return bool(torch.equal(signs + signs * (ulp / 4), signs)) and bool(
+        torch.equal(signs + signs * (0.75 * ulp) - signs, signs * ulp)
     )
 
 

@@ -64,10 +64,10 @@ def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if function in _NAMED_AFTER_TYPES:
         return Tensor.to, (*args, _NAMED_AFTER_TYPES[function]), kwargs
     if function is Tensor.type_as or function is Tensor.to:
-        rest = dict(kwargs)
-        other: Any = args[1] if len(args) > 1 else rest.pop("other", None)
-        if isinstance(getattr(other, "dtype", None), torch.dtype):
-            return Tensor.to, (args[0], other.device, other.dtype, *args[2:]), rest
+        remaining = dict(kwargs)
+        target: Any = args[1] if len(args) > 1 else remaining.pop("other", None)
+        if isinstance(getattr(target, "dtype", None), torch.dtype):
+            return Tensor.to, (args[0], target.device, target.dtype, *args[2:]), remaining
     if function is Tensor.type and len(args) > 1 and not isinstance(args[1], torch.dtype):
         return Tensor.to, (args[0], *_place_and_type(args[1]), *args[2:]), kwargs
     if function is Tensor.type and len(args) + len(kwargs) > 1:

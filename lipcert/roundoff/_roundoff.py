@@ -113,10 +113,10 @@ class Gains:
         if value.base is self.values[operand] and value.map is not None and len(set(node.operands)) == 1:
             return float(value.map.norm)
 
-        def known(u: Node) -> Value:
+        def value_of(u: Node) -> Value:
             return self.widened(u, 1 if u is operand else 0)
 
-        args, kwargs = map_nodes(known, (node.args, dict(node.kwargs)))
+        args, kwargs = map_nodes(value_of, (node.args, dict(node.kwargs)))
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
@@ -125,8 +125,8 @@ class Gains:
             return math.inf
 
 
-def _constants(node: Node, known: set[int]) -> list[Tensor]:
-    """The constants of an operation that the network computes, because their storage is not ``known``.
+def _constants(node: Node, stored: set[int]) -> list[Tensor]:
+    """The constants of an operation that the network computes, because their storage is not ``stored``.
 
     Raises:
         NoAnswer: the result is in another type than float64.
@@ -135,7 +135,7 @@ def _constants(node: Node, known: set[int]) -> list[Tensor]:
         raise NoAnswer(f"a result in {node.dtype}")
     constants: list[Tensor] = []
     _tensors((node.args, dict(node.kwargs)), constants)
-    return [constant for constant in constants if constant.untyped_storage().data_ptr() not in known]
+    return [constant for constant in constants if constant.untyped_storage().data_ptr() not in stored]
 
 
 def passes(node: Node) -> bool:
@@ -184,7 +184,7 @@ class Roundoff:
         self.format = Format.of(dtype)
         self.model = model
         if graph is None:
-            graph = capture(model, _example(model), _whole, casts=self.format != REAL)
+            graph = capture(model, _example(model), _has_rounding_rule, casts=self.format != REAL)
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
@@ -281,7 +281,7 @@ def _times(gain: float, error: Tensor) -> Tensor:
     return torch.where(error > 0, gain * error, 0.0) if gain > 0 else torch.zeros_like(error)
 
 
-def _whole(module: nn.Module) -> bool:
+def _has_rounding_rule(module: nn.Module) -> bool:
     return kept_whole(module, "rounding") and rule_for(type(module)) is not None
 
 
@@ -294,8 +294,8 @@ def evaluate(graph: Graph, images: Tensor) -> dict[Node, Tensor]:
     """Values of all nodes with one result, each of shape (N, *node.shape), for images of shape (N, 1, C, H, W)."""
     single = [node for node in graph.nodes if node.single and node is not graph.input]
 
-    def one(image: Tensor) -> tuple[Tensor, ...]:
-        known = run(graph.nodes, {graph.input: image})
-        return tuple(known[node] for node in single)
+    def evaluated(image: Tensor) -> tuple[Tensor, ...]:
+        computed = run(graph.nodes, {graph.input: image})
+        return tuple(computed[node] for node in single)
 
-    return {graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+    return {graph.input: images, **dict(zip(single, torch.vmap(evaluated)(images), strict=True))}

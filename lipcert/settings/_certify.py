@@ -203,8 +203,8 @@ class CertifySettings:
         except ValueError:
             sigma = math.nan
         if not 0 < sigma < math.inf:
-            got = "" if self.sigma is None else f", got {self.sigma}"
-            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{got}")
+            suffix = "" if self.sigma is None else f", got {self.sigma}"
+            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{suffix}")
         return sigma
 
     @property

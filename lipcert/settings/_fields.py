@@ -46,8 +46,8 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
-        meant = f"did you mean {close[0]}? There are" if close else "choose one of"
-        raise InputError(f"there is no {name} {value!r}; {meant} {', '.join(choices)}")
+        hint = f"did you mean {close[0]}? There are" if close else "choose one of"
+        raise InputError(f"there is no {name} {value!r}; {hint} {', '.join(choices)}")
 
 
 def settings_of(kind: Callable[..., S], *arguments: Any, **options: Any) -> S:
@@ -88,7 +88,7 @@ def takes(kind: type) -> Callable[[F], F]:
 
 def plain(settings: Any) -> None:
     """Replaces numbers of NumPy and torch, which JSON cannot represent, by Python numbers."""
-    for one in fields(settings):
-        value = getattr(settings, one.name)
+    for entry in fields(settings):
+        value = getattr(settings, entry.name)
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-            object.__setattr__(settings, one.name, value.item())
+            object.__setattr__(settings, entry.name, value.item())

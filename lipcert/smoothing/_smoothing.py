@@ -145,8 +145,8 @@ class Smoothing:
     def classes_of(self, images: Tensor, indices: Sequence[int], draws: range) -> list[Tensor]:
         """The class of each of these draws, -1 for none: one int64 tensor per image; nothing is certified."""
         pixels = images.to(self.model.device, torch.float32)
-        wanted = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
-        return [torch.from_numpy(classes) for classes in self._classes(wanted)]
+        requests = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
+        return [torch.from_numpy(classes) for classes in self._classes(requests)]
 
     def _run(
         self, images: Tensor, labels: Tensor | None, numbers: Sequence[int], votes: list[Votes]
@@ -156,11 +156,11 @@ class Smoothing:
             self._check_labels(labels, len(images))
         pixels = images.to(self.model.device, torch.float32)
         drawn = 0
-        while pending := [i for i, vote in enumerate(votes) if vote.wanted]:
+        while pending := [i for i, vote in enumerate(votes) if vote.requested]:
             if self.watch is not None:
                 self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(pending)))
-            drawn += sum(len(votes[i].wanted) for i in pending)
-            requests = [(pixels[i], numbers[i], votes[i].wanted) for i in pending]
+            drawn += sum(len(votes[i].requested) for i in pending)
+            requests = [(pixels[i], numbers[i], votes[i].requested) for i in pending]
             for i, classes in zip(pending, self._classes(requests), strict=True):
                 votes[i].take(classes)
         radii = torch.tensor([self.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
@@ -294,10 +294,10 @@ def _fastest_format(model: Model) -> torch.memory_format:
 
     A ``view`` in the network's code may not accept the strides.
     """
-    there = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    converted = copy.deepcopy(model).to(memory_format=torch.channels_last)
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     try:
-        there(image.to(memory_format=torch.channels_last))
+        converted(image.to(memory_format=torch.channels_last))
     except RuntimeError:
         return torch.contiguous_format
     return torch.channels_last

@@ -144,12 +144,14 @@ def parted(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(model: Model, pretrained: Model) -> list[tuple[str, L2Attention, nn.Module]]:
-    old = dict(pretrained.net.named_modules())
-    new = [(path, module) for path, module in model.net.named_modules() if isinstance(module, L2Attention)]
-    foreign = [path for path, _ in new if path not in old]
+    originals = dict(pretrained.net.named_modules())
+    replacements = [(path, module) for path, module in model.net.named_modules() if isinstance(module, L2Attention)]
+    foreign = [path for path, _ in replacements if path not in originals]
     if foreign:
         raise InputError(f"the pretrained model has no module {foreign[0]}; pass the model as it was before convert")
-    return [(path, module, old[path]) for path, module in new if not isinstance(old[path], L2Attention)]
+    return [
+        (path, module, originals[path]) for path, module in replacements if not isinstance(originals[path], L2Attention)
+    ]
 
 
 def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Call]:
@@ -174,10 +176,10 @@ def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Cal
 
 
 def _fit(
-    path: str, new: L2Attention, weights: dict[str, Tensor], fit: list[_Call], held: list[_Call]
+    path: str, new: L2Attention, weights: dict[str, Tensor], fit: list[_Call], held_out: list[_Call]
 ) -> tuple[AdaptedLayer, dict[str, Tensor]]:
     """The layer's entry of the report and its new weights by name; none if the held-out error did not decrease."""
-    before = _error(new, weights, held)
+    before = _error(new, weights, held_out)
     if not (weights and fit and math.isfinite(before)):
         return AdaptedLayer(path, before, before, False), {}
     energy = torch.stack([call.output.float().square().mean() for call in fit]).mean().clamp(min=1e-30)
@@ -193,7 +195,7 @@ def _fit(
             optimizer.step()
             schedule.step()
     weights = {name: weight.detach() for name, weight in weights.items()}
-    after = _error(new, weights, held)
+    after = _error(new, weights, held_out)
     if not after < before:
         return AdaptedLayer(path, before, before, False), {}
     return AdaptedLayer(path, before, after, True), weights
@@ -202,12 +204,12 @@ def _fit(
 @torch.no_grad()
 def _error(new: L2Attention, weights: dict[str, Tensor], calls: list[_Call]) -> float:
     """The relative error of the outputs over all calls; NaN without calls."""
-    away = whole = 0.0
+    away = total = 0.0
     for call in calls:
         out = functional_call(new, weights, call.args, call.kwargs)
         away += float((out - call.output).double().square().sum())
-        whole += float(call.output.double().square().sum())
-    return math.sqrt(away / whole) if whole else math.nan
+        total += float(call.output.double().square().sum())
+    return math.sqrt(away / total) if total else math.nan
 
 
 def _trained(new: L2Attention) -> dict[str, nn.Parameter]:
@@ -232,9 +234,9 @@ def _logits(model: Model, images: Tensor) -> Tensor:
     return torch.cat([model(part.to(model.device, model.dtype)).double() for part in images.split(_BATCH)])
 
 
-def _moved(logits: Tensor, wanted: Tensor) -> float:
-    lengths = torch.linalg.vector_norm(wanted, dim=1).clamp(min=1e-30)
-    return float((torch.linalg.vector_norm(logits - wanted, dim=1) / lengths).median())
+def _moved(logits: Tensor, reference: Tensor) -> float:
+    lengths = torch.linalg.vector_norm(reference, dim=1).clamp(min=1e-30)
+    return float((torch.linalg.vector_norm(logits - reference, dim=1) / lengths).median())
 
 
 @contextmanager

@@ -259,15 +259,15 @@ class L2RotaryAttention(L2Attention):
         if rope is None:
             return y
         sine, cosine = rope.to(y.dtype).chunk(2, -1)
-        front, rest = y[:, :, : self.prefix], y[:, :, self.prefix :]
+        front, tail = y[:, :, : self.prefix], y[:, :, self.prefix :]
         if self.by_halves:
-            low, high = rest.chunk(2, -1)
+            low, high = tail.chunk(2, -1)
             (s1, s2), (c1, c2) = sine.chunk(2, -1), cosine.chunk(2, -1)
             parts = _rotated(low, high, (c1, c2), (s1, s2), way)
             return torch.cat((front, torch.cat(parts, -1)), 2)
         parts = _rotated(
-            rest[..., ::2],
-            rest[..., 1::2],
+            tail[..., ::2],
+            tail[..., 1::2],
             (cosine[..., ::2], cosine[..., 1::2]),
             (sine[..., ::2], sine[..., 1::2]),
             way,

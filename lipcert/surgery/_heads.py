@@ -152,11 +152,11 @@ def _two_and_one(pair: str, single: str, value_in_pair: bool) -> Callable[[Any],
 
     def read(module: Any) -> _Maps:
         heads = module.num_heads
-        two, one = getattr(module, pair), getattr(module, single)
+        two, third = getattr(module, pair), getattr(module, single)
         weights = list(_flat(two).unflatten(0, (2, heads, -1)))
         biases = [None, None] if two.bias is None else list(two.bias.unflatten(0, (2, heads, -1)))
-        alone = _flat(one).unflatten(0, (heads, -1))
-        alone_bias = None if one.bias is None else one.bias.unflatten(0, (heads, -1))
+        alone = _flat(third).unflatten(0, (heads, -1))
+        alone_bias = None if third.bias is None else third.bias.unflatten(0, (heads, -1))
         if value_in_pair:
             return _Maps([alone, *weights], [alone_bias, *biases])
         return _Maps([*weights, alone], [*biases, alone_bias])

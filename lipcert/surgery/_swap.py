@@ -257,7 +257,7 @@ def _form(norm: nn.Module) -> str:
 def _before_attention(parent: nn.Module, name: str) -> bool:
     """Whether the next child of the parent, but for identities, is attention."""
     names = list(parent._modules)
-    later = (parent._modules[each] for each in names[names.index(name) + 1 :])
+    later = (parent._modules[name_after] for name_after in names[names.index(name) + 1 :])
     following = next((child for child in later if child is not None and not isinstance(child, nn.Identity)), None)
     return following is not None and attention_reason(following) is not None
 

@@ -307,9 +307,9 @@ def _called_attention(module: nn.Module) -> bool:
 def _unreadable(module: Any) -> str:
     """The reason why a module's linear maps cannot be read; "" if they are plain linear layers or 1×1 convolutions."""
     layers = [getattr(module, name, None) for name in ("qkv", "q", "k", "v", "kv", "qk", "proj")]
-    known = (nn.Linear, nn.Conv2d)
+    linear = (nn.Linear, nn.Conv2d)
     for layer in layers:
-        if isinstance(layer, nn.Module) and (not isinstance(layer, known) or not _pointwise(layer)):
+        if isinstance(layer, nn.Module) and (not isinstance(layer, linear) or not _pointwise(layer)):
             return f"its maps are {type(layer).__name__}s, not plain linear maps"
     return ""
 

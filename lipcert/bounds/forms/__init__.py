@@ -77,10 +77,10 @@ def _rewritten(graph: Graph, question: str, device: torch.device) -> tuple[Graph
         if getattr(rule_for(form.name), question, None) is not None:
             choices.setdefault(form.node, []).append(form)
     while choices:
-        rewritten, new_node = _replaced(graph, {node: forms[0] for node, forms in choices.items()})
+        rewritten, replacement = _replaced(graph, {node: forms[0] for node, forms in choices.items()})
         remaining = set(rewritten.nodes)
         open_ = [
-            node for node, forms in choices.items() if any(new_node(part) in remaining for part in forms[0].inside)
+            node for node, forms in choices.items() if any(replacement(part) in remaining for part in forms[0].inside)
         ]
         if not open_:
             return rewritten, [f"{_name(forms[0].name)} at {node.path}" for node, forms in choices.items()]
@@ -99,7 +99,7 @@ def _replaced(graph: Graph, forms: dict[Node, Form]) -> tuple[Graph, Callable[[N
     stands_for: dict[Node, Node] = {}
     nodes: list[Node] = []
 
-    def now(node: Node) -> Node:
+    def replacement(node: Node) -> Node:
         return stands_for.get(node, node)
 
     for node in graph.nodes:
@@ -109,13 +109,13 @@ def _replaced(graph: Graph, forms: dict[Node, Form]) -> tuple[Graph, Callable[[N
                 nodes.append(Node(op, function, args, kwargs, like.path, tuple(shape), dtype=like.dtype))
                 return nodes[-1]
 
-            stands_for[node] = forms[node].build(emit, [now(read) for read in forms[node].reads])
+            stands_for[node] = forms[node].build(emit, [replacement(read) for read in forms[node].reads])
         elif any(operand in stands_for for operand in node.operands):
-            args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+            args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
             stands_for[node] = Node(
                 node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
             )
             nodes.append(stands_for[node])
         else:
             nodes.append(node)
-    return needed(Graph(graph.input, now(graph.output), tuple(nodes))), now
+    return needed(Graph(graph.input, replacement(graph.output), tuple(nodes))), replacement

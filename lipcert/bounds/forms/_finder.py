@@ -319,8 +319,8 @@ class Finder:
         floor, gain = root_down(square), root_up(factor)
 
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
-            made = emit("normalize", F.normalize, (reads[0], 2.0, axis, floor), {}, shape)
-            return made if gain == 1 else emit("mul", torch.mul, (made, gain), {}, shape)
+            normed = emit("normalize", F.normalize, (reads[0], 2.0, axis, floor), {}, shape)
+            return normed if gain == 1 else emit("mul", torch.mul, (normed, gain), {}, shape)
 
         return Form("normalize", node, (energy.x,), frozenset(), build) if floor > 0 else None
 
@@ -350,12 +350,12 @@ class Finder:
             return
         for fact in self.facts[node.args[0]]:
             if isinstance(fact, Total) and fact.e == 1 and plain(fact.x):
-                (axis,), kept = fact.axes, fact.kept
-                if node.shape != (_keepdim_shape if kept else _reduced_shape)(fact.x.shape, fact.axes):
+                (axis,), keepdim = fact.axes, fact.kept
+                if node.shape != (_keepdim_shape if keepdim else _reduced_shape)(fact.x.shape, fact.axes):
                     continue
 
-                def build(emit: Emit, reads: Sequence[Node], axis: int = axis, kept: bool = kept) -> Node:
-                    return emit("logsumexp", torch.logsumexp, (reads[0], axis, kept), {}, node.shape)
+                def build(emit: Emit, reads: Sequence[Node], axis: int = axis, keepdim: bool = keepdim) -> Node:
+                    return emit("logsumexp", torch.logsumexp, (reads[0], axis, keepdim), {}, node.shape)
 
                 yield Form("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
 

@@ -135,8 +135,8 @@ def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
         place = index.index(Ellipsis)
         index = (*index[:place], *[slice(None)] * (len(x.shape) - len(index) + 1), *index[place + 1 :])
     size, half = x.shape[axis], x.shape[axis] // 2
-    whole = [isinstance(item, slice) and (item == slice(None) or d == axis) for d, item in enumerate(index)]
-    if size % 2 or not all(whole) or len(index) <= axis:
+    full = [isinstance(item, slice) and (item == slice(None) or d == axis) for d, item in enumerate(index)]
+    if size % 2 or not all(full) or len(index) <= axis:
         return None
     reached: object = range(size)[index[axis]]
     return next(((x, i) for i, part in enumerate((range(half), range(half, size))) if reached == part), None)

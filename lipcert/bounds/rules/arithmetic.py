@@ -226,14 +226,14 @@ def mul(call: Call, x: Any, y: Any) -> Value:
     δ(xy) = y' δx + x δy with y' the perturbed y, which lies in the same range.
     """
     if isinstance(x, Value) and isinstance(y, Value):
-        for one, other in ((x, y), (y, x)):
-            if (normalised := standardised(call, one, other, "inverse")) is not None:
+        for factor, other in ((x, y), (y, x)):
+            if (normalised := standardised(call, factor, other, "inverse")) is not None:
                 return normalised
         lip = y.magnitude * x.lip * _copies(call, x) + x.magnitude * y.lip * _copies(call, y)
         rows = None
-        for one, other in ((x, y), (y, x)):
-            if one.rows is not None and one.shape == call.shape:
-                rows = (one.rows[0], one.rows[1] * other.magnitude)
+        for factor, other in ((x, y), (y, x)):
+            if factor.rows is not None and factor.shape == call.shape:
+                rows = (factor.rows[0], factor.rows[1] * other.magnitude)
         result = Value(call.shape, lip, magnitude=x.magnitude * y.magnitude, rows=rows)
         if x is y:
             result.origin = Origin("square", x)

@@ -311,5 +311,5 @@ def _may_hide_rows(mask: Any) -> bool:
         return False
     if isinstance(mask, Value):
         return not mask.magnitude.finite
-    seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    return not bool(seen.any(-1).all())
+    visible = mask if mask.dtype == torch.bool else mask > -math.inf
+    return not bool(visible.any(-1).all())

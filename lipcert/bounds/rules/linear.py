@@ -347,8 +347,8 @@ def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
         NoAnswer: as :func:`roles`.
     """
     wide = sizes(equation, operands)
-    both = zip(terms(equation), operands, strict=True)
-    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in both]
+    pairs = zip(terms(equation), operands, strict=True)
+    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in pairs]
 
 
 def roles(equation: str) -> tuple[str, str, str, str]:
@@ -359,13 +359,13 @@ def roles(equation: str) -> tuple[str, str, str, str]:
     """
     a, b = terms(equation)
     output = equation.replace(" ", "").partition("->")[2]
-    both = [axis for axis in a if axis in b]
-    batch = "".join(axis for axis in both if axis in output)
+    shared = [axis for axis in a if axis in b]
+    batch = "".join(axis for axis in shared if axis in output)
     rows = "".join(axis for axis in a if axis not in b)
     columns = "".join(axis for axis in b if axis not in a)
     if set(rows + columns) - set(output):
         raise NoAnswer(f"einsum {equation}")
-    return batch, rows, columns, "".join(axis for axis in both if axis not in output)
+    return batch, rows, columns, "".join(axis for axis in shared if axis not in output)
 
 
 def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:

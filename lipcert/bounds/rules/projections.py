@@ -162,8 +162,8 @@ class Crossing:
     def __init__(self, n: Tensor, radius: float, bend: Bend, rho: Sequence[Tensor]):
         self.rho, self.along, peak = rho
         self.bend = bend
-        rest = n * (1 - 1e-12) - peak[:, None]
-        self.turned = torch.where(rest > 0, self.rho[:, None] ** 2 / (2 * rest), math.inf)
+        least_length = n * (1 - 1e-12) - peak[:, None]
+        self.turned = torch.where(least_length > 0, self.rho[:, None] ** 2 / (2 * least_length), math.inf)
         self.moved = torch.minimum(peak[:, None] + self.turned, self.rho[:, None])
         low, high = (n - self.moved).clamp_min(TINY), n + self.moved
         slope = torch.where(n < radius, 1 - bend.far, bend.far)

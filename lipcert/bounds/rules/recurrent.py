@@ -72,12 +72,12 @@ def ways_of(
     Raises:
         NoAnswer: several layers, projections, or an input without a batch axis.
     """
-    each, ways = 4 if biased else 2, 2 if bidirectional else 1
+    count, ways = 4 if biased else 2, 2 if bidirectional else 1
     if layers != 1 or len(shape) != 3:
         raise NoAnswer("more than one layer, or no batch axis")
-    if len(weights) != each * ways:
+    if len(weights) != count * ways:
         raise NoAnswer("projections")
-    return [weights[first : first + each] for first in range(0, len(weights), each)]
+    return [weights[first : first + count] for first in range(0, len(weights), count)]
 
 
 def _responses(w: Upper, u: Upper, start: Upper, steps: int) -> tuple[Upper, Upper]:

@@ -172,10 +172,10 @@ class Length(Remainder):
 
     def against(self, direction: Tensor) -> Against:
         weight = per_image(direction).abs()
-        whole = weight.norm(dim=1)
+        size = weight.norm(dim=1)
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
-            return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * whole * rho[0])
+            return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * size * rho[0])
 
         return bound
 

@@ -294,12 +294,12 @@ def piece(call: Call, parts: Any, index: int) -> Value:
 @box("part")
 def part_box(walk: Walk, node: Node, *operands: State) -> State:
     """One part of a value that was split."""
-    whole = node.args[0]
-    source = whole.args[0] if isinstance(whole, Node) and whole.args else None
-    if not (isinstance(whole, Node) and whole.op in PIECES and source in walk.states and len(operands) == 1):
+    split = node.args[0]
+    source = split.args[0] if isinstance(split, Node) and split.args else None
+    if not (isinstance(split, Node) and split.op in PIECES and source in walk.states and len(operands) == 1):
         return unknown(walk, node, *operands)
     pick = Node(
-        "part", lambda x, *a, **k: whole.function(x, *a, **k)[node.args[1]], whole.args, whole.kwargs, node.path
+        "part", lambda x, *a, **k: split.function(x, *a, **k)[node.args[1]], split.args, split.kwargs, node.path
     )
     up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
     return walk.result(node, up, down, operands)
