@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds.forms._facts import Polynomial, number_of
-from lipcert.bounds.forms._patterns import Emit, Form
+from lipcert.bounds.forms._patterns import Emit, Match
 from lipcert.graph import Node
 
 _COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal": 1, "less": -1, "less_equal": -1}
@@ -22,7 +22,7 @@ _COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal"
 Line = tuple[Fraction, Fraction]
 
 
-def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Form]:
+def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Match]:
     """``where``, ``masked_fill`` and products with a mask, whose mask compares x with a number."""
     read = _read(node)
     if read is None or node.dtype is None or not node.dtype.is_floating_point:
@@ -47,7 +47,7 @@ def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Form]:
             result = emit(name, function, (operand, *arguments), {}, node.shape)
             return emit("neg", torch.neg, (result,), {}, node.shape) if sign < 0 else result
 
-        yield Form(name, node, (x,), frozenset({mask, *between, *ups, *downs} - {x}), build)
+        yield Match(name, node, (x,), frozenset({mask, *between, *ups, *downs} - {x}), build)
 
 
 def _activation(

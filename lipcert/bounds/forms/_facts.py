@@ -60,7 +60,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Centred:
+class MinusMean:
     """factor · (x minus its mean over axes)."""
 
     x: Node
@@ -68,7 +68,7 @@ class Centred:
     factor: Fraction
     through: frozenset[Node] = frozenset()
 
-    def scaled(self, factor: Fraction) -> Centred:
+    def scaled(self, factor: Fraction) -> MinusMean:
         return replace(self, factor=factor * self.factor)
 
 
@@ -139,7 +139,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Activation:
+class ScaledActivation:
     """factor · activation(x), for the activation called ``name``."""
 
     name: str
@@ -147,7 +147,7 @@ class Activation:
     factor: Fraction
     through: frozenset[Node] = frozenset()
 
-    def scaled(self, factor: Fraction) -> Activation:
+    def scaled(self, factor: Fraction) -> ScaledActivation:
         return replace(self, factor=factor * self.factor)
 
 
@@ -165,7 +165,7 @@ class Total:
         return replace(self, e=-self.e) if exponent == -1 else None
 
 
-Fact = Polynomial | Mean | Centred | Energy | Function | Activation | Total
+Fact = Polynomial | Mean | MinusMean | Energy | Function | ScaledActivation | Total
 
 
 def times(p: tuple[Fraction, ...], q: tuple[Fraction, ...]) -> tuple[Fraction, ...]:

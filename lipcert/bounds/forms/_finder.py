@@ -1,4 +1,4 @@
-"""Derives facts about each value of a network, and the forms that follow from them."""
+"""Derives facts about each value of a network, and finds the groups of operations that they identify."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lipcert.bounds.forms._choices import chosen
 from lipcert.bounds.forms._facts import (
     HALF,
     ROUNDED,
-    Activation,
-    Centred,
     Energy,
     Fact,
     Function,
     Mean,
+    MinusMean,
     Polynomial,
+    ScaledActivation,
     Total,
     filled,
     number_of,
@@ -34,7 +34,7 @@ from lipcert.bounds.forms._facts import (
 )
 from lipcert.bounds.forms._patterns import (
     Emit,
-    Form,
+    Match,
     arguments_by_name,
     attention,
     larger,
@@ -51,14 +51,14 @@ _EXPONENTS = {"square": Fraction(2), "sqrt": HALF, "rsqrt": -HALF, "reciprocal":
 
 
 class Finder:
-    """The facts about the values of one network, and its forms."""
+    """The facts about the values of one network, and the matches in it."""
 
     def __init__(self, graph: Graph, device: torch.device):
         self.graph, self.device = graph, device
         self.facts: dict[Node, list[Fact]] = {}
 
-    def forms(self) -> Iterator[Form]:
-        """All forms, in the order in which they should be tried."""
+    def matches(self) -> Iterator[Match]:
+        """All matches, in the order in which they should be tried."""
         for node in self.graph.nodes:
             facts: list[Fact] = [Polynomial(node, (Fraction(0), Fraction(1)))]
             for fact in self._learned(node) if plain(node) else ():
@@ -144,7 +144,7 @@ class Finder:
         if isinstance(first, Polynomial) and isinstance(second, Mean) and second.kept and first.x is second.x:
             factor = first.only(1)
             if factor is not None and sign * second.factor == -factor:
-                return Centred(first.x, second.axes, factor)
+                return MinusMean(first.x, second.axes, factor)
         if isinstance(first, Energy) and isinstance(second, Polynomial):
             square = second.only(2)
             plain = first.e == 1 and not (first.centred or first.beta or first.low)
@@ -217,19 +217,19 @@ class Finder:
     def _energies(self, energy: Energy) -> Iterator[Energy]:
         """If x is another value minus its mean, the energy is also a centred energy of that value."""
         for fact in self.facts[energy.x]:
-            if isinstance(fact, Centred) and fact.axes == energy.axes:
+            if isinstance(fact, MinusMean) and fact.axes == energy.axes:
                 through = energy.through | fact.through | {energy.x}
                 alpha = energy.alpha * fact.factor**2
                 yield replace(energy, x=fact.x, centred=True, alpha=alpha, through=through)
         yield energy
 
-    def _ending_at(self, node: Node) -> Iterator[Form]:
-        """The forms that end with this operation."""
+    def _ending_at(self, node: Node) -> Iterator[Match]:
+        """The matches whose last operation is this one."""
         if node.op in ("mul", "div"):
             yield from self._normalised(node)
             yield from self._softmax(node)
             for fact in self.facts[node]:
-                if isinstance(fact, Activation) and fact.factor == 1:
+                if isinstance(fact, ScaledActivation) and fact.factor == 1:
                     yield _activation(node, fact)
         if node.op in ("add", "sub"):
             yield from larger(node)
@@ -244,27 +244,27 @@ class Finder:
         if node.op == "matmul":
             yield from attention(node)
 
-    def _normalised(self, node: Node) -> Iterator[Form]:
+    def _normalised(self, node: Node) -> Iterator[Match]:
         args = arguments(node)
         x, y = args.get("input"), args.get("other")
         if args.get("rounding_mode") is not None or not isinstance(x, Node) or not isinstance(y, Node):
             return
         pairs = [(x, y)] if node.op == "div" else [(x, y), (y, x)]
-        quotients: list[tuple[bool, Form]] = []
+        quotients: list[tuple[bool, Match]] = []
         for above, below in pairs:
             for top in self.facts[above]:
                 for bottom in self.facts[below]:
-                    form = self._quotient(node, top, bottom)
-                    if form is not None:
+                    match = self._quotient(node, top, bottom)
+                    if match is not None:
                         inside = top.through | bottom.through | ({above, below} - {top.x})
-                        quotients.append((isinstance(top, Centred), replace(form, inside=frozenset(inside))))
-        yield from (form for _, form in sorted(quotients, key=lambda pair: not pair[0]))
+                        quotients.append((isinstance(top, MinusMean), replace(match, inside=frozenset(inside))))
+        yield from (match for _, match in sorted(quotients, key=lambda pair: not pair[0]))
 
-    def _quotient(self, node: Node, top: Fact, bottom: Fact) -> Form | None:
+    def _quotient(self, node: Node, top: Fact, bottom: Fact) -> Match | None:
         """K x max(αS + β, low)^(−½)."""
         if not isinstance(bottom, Energy) or bottom.x is not top.x or not bottom.kept or node.shape != top.x.shape:
             return None
-        if isinstance(top, Centred):
+        if isinstance(top, MinusMean):
             factor = top.factor if top.axes == bottom.axes and bottom.centred else None
         else:
             factor = top.only(1) if isinstance(top, Polynomial) and not bottom.centred else None
@@ -276,7 +276,7 @@ class Finder:
             return self._standardised(node, bottom, scale) if bottom.beta > 0 else None
         return self._onto(node, bottom, scale) if not bottom.beta and not bottom.centred else None
 
-    def _standardised(self, node: Node, energy: Energy, scale: Fraction) -> Form | None:
+    def _standardised(self, node: Node, energy: Energy, scale: Fraction) -> Match | None:
         entries = math.prod(energy.x.shape[axis] for axis in energy.axes)
         eps = rounded_down(energy.beta / (energy.alpha * entries))
         gain = root_up(scale**2 / (energy.alpha * entries))
@@ -294,9 +294,9 @@ class Finder:
             normed = emit(name, function, (moved, (entries,)), named, moved.shape)
             return _move(emit, normed, *moves[1]) if moves[1] else normed
 
-        return Form(name, node, (energy.x,), frozenset(), build)
+        return Match(name, node, (energy.x,), frozenset(), build)
 
-    def _onto(self, node: Node, energy: Energy, scale: Fraction) -> Form | None:
+    def _onto(self, node: Node, energy: Energy, scale: Fraction) -> Match | None:
         """f·x/max(‖x‖, R) along one axis."""
         if len(energy.axes) != 1 or energy.low is None:
             return None
@@ -309,7 +309,7 @@ class Finder:
             module.radius = filled(root_up(square), 1, dtype, device)[0]
             module.weight.data = filled(root_up(factor / square), shape[axis], dtype, device)
             module.requires_grad_(False).eval()
-            return Form(
+            return Match(
                 RmsLayerProject,
                 node,
                 (energy.x,),
@@ -322,9 +322,9 @@ class Finder:
             normed = emit("normalize", F.normalize, (reads[0], 2.0, axis, floor), {}, shape)
             return normed if gain == 1 else emit("mul", torch.mul, (normed, gain), {}, shape)
 
-        return Form("normalize", node, (energy.x,), frozenset(), build) if floor > 0 else None
+        return Match("normalize", node, (energy.x,), frozenset(), build) if floor > 0 else None
 
-    def _softmax(self, node: Node) -> Iterator[Form]:
+    def _softmax(self, node: Node) -> Iterator[Match]:
         args = arguments(node)
         x, y = args.get("input"), args.get("other")
         if args.get("rounding_mode") is not None:
@@ -342,9 +342,9 @@ class Finder:
                     def build(emit: Emit, reads: Sequence[Node], axis: int = axis) -> Node:
                         return emit("softmax", torch.softmax, (reads[0], axis), {}, node.shape)
 
-                    yield Form("softmax", node, above.operands[:1], inside, build)
+                    yield Match("softmax", node, above.operands[:1], inside, build)
 
-    def _log_sum_exp(self, node: Node) -> Iterator[Form]:
+    def _log_sum_exp(self, node: Node) -> Iterator[Match]:
         """log Σ exp(z) along an axis."""
         if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
             return
@@ -357,7 +357,7 @@ class Finder:
                 def build(emit: Emit, reads: Sequence[Node], axis: int = axis, keepdim: bool = keepdim) -> Node:
                     return emit("logsumexp", torch.logsumexp, (reads[0], axis, keepdim), {}, node.shape)
 
-                yield Form("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
+                yield Match("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
 
 
 def _euclidean(node: Node, args: dict[str, Any]) -> bool:
@@ -412,20 +412,20 @@ def _near(number: Fraction, target: float) -> bool:
     return abs(number - Fraction(target)) <= ROUNDED * Fraction(target)
 
 
-def _activated(x: Node, linear: Fraction, function: Function) -> Activation | None:
+def _activated(x: Node, linear: Fraction, function: Function) -> ScaledActivation | None:
     """The activation that linear·x·(a + b·g(p)) equals, if any."""
     c = (*function.c, *[Fraction(0)] * (4 - len(function.c)))
     even = function.a == function.b != 0 and c[0] == c[2] == 0
     if function.g == "sigmoid" and function.a == 0 and c[1] == 1 and not any((c[0], *c[2:])):
-        return Activation("silu", x, linear * function.b)
+        return ScaledActivation("silu", x, linear * function.b)
     if function.g == "erf" and even and c[3] == 0 and _near(c[1], math.sqrt(0.5)):
-        return Activation("gelu", x, 2 * linear * function.a)
+        return ScaledActivation("gelu", x, 2 * linear * function.a)
     if function.g == "tanh" and even and _near(c[1], math.sqrt(2 / math.pi)) and _near(c[3] / c[1], 0.044715):
-        return Activation("gelu_tanh", x, 2 * linear * function.a)
+        return ScaledActivation("gelu_tanh", x, 2 * linear * function.a)
     return None
 
 
-def _activation(node: Node, fact: Activation) -> Form:
+def _activation(node: Node, fact: ScaledActivation) -> Match:
     kwargs = {"approximate": "tanh"} if fact.name == "gelu_tanh" else {}
     name, function = ("silu", F.silu) if fact.name == "silu" else ("gelu", F.gelu)
     inside = fact.through - {node, fact.x}
@@ -433,7 +433,7 @@ def _activation(node: Node, fact: Activation) -> Form:
     def build(emit: Emit, reads: Sequence[Node]) -> Node:
         return emit(name, function, (reads[0],), kwargs, node.shape)
 
-    return Form(name, node, (fact.x,), inside, build)
+    return Match(name, node, (fact.x,), inside, build)
 
 
 def _to_the_end(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, Any] | None:

@@ -1,4 +1,4 @@
-"""Forms that are recognised from their last operations, and the description of a form."""
+"""Groups that are recognised from their last operations alone, and the description of a match."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Emit = Callable[..., Node]
 
 
 @dataclass(frozen=True)
-class Form:
+class Match:
     """A group of operations that implements a single operation.
 
     Attributes:
@@ -57,7 +57,7 @@ def plain(node: Node) -> bool:
     return real and len(nodes) > 1 and all(x.dtype == node.dtype and x.single and x.shape for x in nodes)
 
 
-def larger(node: Node) -> Iterator[Form]:
+def larger(node: Node) -> Iterator[Match]:
     """b + relu(a − b) and a − relu(a − b)."""
     args = arguments(node)
     x, y = args.get("input"), args.get("other")
@@ -78,7 +78,7 @@ def larger(node: Node) -> Iterator[Form]:
         def build(emit: Emit, reads: Sequence[Node], name: str = name, function: Any = function) -> Node:
             return emit(name, function, tuple(reads), {}, node.shape)
 
-        yield Form(name, node, (a, b), frozenset((rectified, difference)), build)
+        yield Match(name, node, (a, b), frozenset((rectified, difference)), build)
 
 
 def _relu_of(node: Node) -> Node | None:
@@ -92,7 +92,7 @@ def _relu_of(node: Node) -> Node | None:
     return x if isinstance(x, Node) and plain(node) else None
 
 
-def max_min(node: Node) -> Iterator[Form]:
+def max_min(node: Node) -> Iterator[Match]:
     """cat(max(a, b), min(a, b)) for the two halves a, b of a value."""
     args = arguments(node)
     parts, dim = args.get("tensors"), args.get("dim", 0)
@@ -113,7 +113,7 @@ def max_min(node: Node) -> Iterator[Form]:
     def build(emit: Emit, reads: Sequence[Node]) -> Node:
         return emit(MaxMin, module, (reads[0],), {}, node.shape)
 
-    yield Form(MaxMin, node, (x,), inside, build)
+    yield Match(MaxMin, node, (x,), inside, build)
 
 
 def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
@@ -142,7 +142,7 @@ def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
     return next(((x, i) for i, part in enumerate((range(half), range(half, size))) if reached == part), None)
 
 
-def unshifted(node: Node) -> Iterator[Form]:
+def unshifted(node: Node) -> Iterator[Match]:
     """softmax(x − c) = softmax(x) if c is constant along the axis."""
     args = arguments(node)
     z, dim = args.get("input"), args.get("dim")
@@ -158,10 +158,10 @@ def unshifted(node: Node) -> Iterator[Form]:
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
             return emit("softmax", torch.softmax, (reads[0], dim), {}, node.shape)
 
-        yield Form("softmax", node, (x,), frozenset((z,)), build)
+        yield Match("softmax", node, (x,), frozenset((z,)), build)
 
 
-def shifted_back(node: Node) -> Iterator[Form]:
+def shifted_back(node: Node) -> Iterator[Match]:
     """c + logsumexp(x − c) = logsumexp(x) if c is constant along the axis, with keepdim."""
     args = arguments(node)
     pair = args.get("input"), args.get("other")
@@ -180,10 +180,10 @@ def shifted_back(node: Node) -> Iterator[Form]:
             def build(emit: Emit, reads: Sequence[Node], dim: int = dim) -> Node:
                 return emit("logsumexp", torch.logsumexp, (reads[0], dim, True), {}, node.shape)
 
-            yield Form("logsumexp", node, (x,), frozenset((log_sum, z)), build)
+            yield Match("logsumexp", node, (x,), frozenset((log_sum, z)), build)
 
 
-def attention(node: Node) -> Iterator[Form]:
+def attention(node: Node) -> Iterator[Match]:
     """softmax(s·q kᵀ + mask) v."""
     args = arguments(node)
     weights, value = args.get("input"), args.get("other")
@@ -237,7 +237,7 @@ def attention(node: Node) -> Iterator[Form]:
         named = {"attn_mask": reads[3] if isinstance(mask, Node) else mask, "scale": -rounded_down(-scale)}
         return emit("scaled_dot_product_attention", _attend, tuple(reads[:3]), named, node.shape)
 
-    yield Form("scaled_dot_product_attention", node, reads, frozenset(inside), build)
+    yield Match("scaled_dot_product_attention", node, reads, frozenset(inside), build)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
