@@ -29,6 +29,7 @@ def project(delta: Tensor, images: Tensor, eps: Tensor) -> Tensor:
     limit = torch.where(clipped == z, 1.0, clipped / torch.where(z == 0, 1.0, z))
     limit, order = limit.sort(dim=1)
     at_box, free = clipped.square().gather(1, order), z.square().gather(1, order)
+    # a and b of the docstring for t just below each limit: entries before it are at the box, the others still free.
     before = at_box.cumsum(1) - at_box
     after = free.flip(1).cumsum(1).flip(1)
     reached = before + limit.square() * after >= eps.square()[:, None]

@@ -77,6 +77,7 @@ class PGD:
             delta = project(size * start / start.norm(), images, eps)
             with torch.no_grad():
                 rival_logits = model(images).scatter(1, labels[:, None], -math.inf)
+            # Restart r climbs towards the class whose logit is the r-th largest of the others.
             rivals = rival_logits.argsort(1, descending=True)[:, min(restart, rival_logits.shape[1] - 1) - 1, None]
         for step in range(self.steps + 1):
             point = (images + delta).clamp(0, 1).detach().requires_grad_()

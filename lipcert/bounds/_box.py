@@ -59,6 +59,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def top(tensor: Tensor) -> Tensor:
     """The largest entry per image of a tensor (N, ...) with entries ≥ 0; 0 if it has none."""
+    # The appended 0 is the result where there are no entries, of which amax has none.
     return F.pad(flat(tensor), (0, 1)).amax(1)
 
 

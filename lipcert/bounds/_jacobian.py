@@ -102,6 +102,7 @@ def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weigh
     centred_length = (centred_length - gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
     short = 1 / torch.sqrt(centred_length.square() + least**2) if least else 1 / centred_length
     largest = 1.0 if weight is None else weight.detach().abs().max().item()
+    # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²): three terms of norm at most 1 each.
     gain = 3 * scale * largest * per_image(short)
     worse = gain * (1 + 8 * per_image((length * short).square() if centred else torch.ones_like(short)))
     return gain.amax(1), gamma(8 * tokens.shape[-1]) * worse.amax(1)

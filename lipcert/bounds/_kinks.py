@@ -119,6 +119,7 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
         """The bound for the λ at a place of the grid, and its derivative by λ."""
         multiplier = (scale * torch.exp2(place / _FINE))[:, None]
         tau = torch.minimum(weight / (2 * multiplier), most)
+        # τ − k may cancel; the last term is more than its rounding error.
         gained = weight * (tau - distance) - multiplier * tau.square() + _NOISE * weight * tau
         absorbed = torch.where(gained > 0, tau, 0.0).square().sum(1)
         return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - absorbed
@@ -130,6 +131,7 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
         for _ in range(_STEPS):
             middle = (low + high) / 2
             rising = value(middle)[1] >= 0
+            # Convex in λ: where the derivative is not negative, the minimum lies at or below the middle.
             low, high = torch.where(rising, low, middle), torch.where(rising, middle, high)
     reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
     # From the largest (τ − k)/τ² · w on, every maximum is 0.

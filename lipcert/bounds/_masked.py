@@ -81,6 +81,7 @@ class Core:
         if rows * columns > _DENSE_ENTRIES or min(rows, columns) > DENSE_SIDE:
             return None
         basis = torch.eye(columns, dtype=self.weight.dtype, device=self.weight.device)
+        # The unit vectors are a batch, so row i of the result is column i of the matrix.
         return self.operation(basis.reshape(columns, *self.input_shape), self.weight).reshape(columns, rows).mT
 
     @property
@@ -105,6 +106,7 @@ class Core:
         if self.exact:
             assert self.matrix is not None
             rows, columns = self.matrix.shape
+            # A linear layer acts on each token separately: one block for each, and the norm is the largest of a block.
             row_weights, column_weights = outer.reshape(len(outer), -1, rows), inner.reshape(len(inner), -1, columns)
             blocks = row_weights.shape[1]
             chunk = max(1, _CHUNK // (blocks * rows * columns))
@@ -123,6 +125,7 @@ class Core:
         return torch.cat([self._lanczos(a, b, draw) for a, b in pairs])
 
     def _pull(self, template: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        # The operation is linear, so its vector-Jacobian product at any point is the adjoint.
         pull: Any = torch.func.vjp(lambda x: self.operation(x, weight), torch.zeros_like(template))[1]
         return lambda u: pull(u)[0]
 
@@ -143,6 +146,7 @@ class Core:
             return (pull(u.reshape(outer.shape) * outer) * inner).reshape(len(u), -1)
 
         columns, rows = inner[0].numel(), outer[0].numel()
+        # ‖B‖ = ‖Bᵀ‖: Lanczos runs on the side with fewer entries.
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
         norms = lanczos_norm(
             forth, back, len(inner), size, draw=draw, tolerance=0.02, steps=_LANCZOS_STEPS, device=inner.device

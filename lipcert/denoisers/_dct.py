@@ -69,8 +69,10 @@ class DCT(Told):
         thresholded[:, 0] = coefficients[:, 0]  # the mean
         number = F.conv2d((thresholded != 0).to(thresholded.dtype), thresholded.new_ones(1, _SIDE**2, 1, 1))
         weights = number.clamp_(min=1).reciprocal_()
+        # The transform is orthonormal, so its inverse is the adjoint: flipped kernels with in- and outputs exchanged.
         sums = F.conv2d(thresholded.mul_(weights), kernels.flip(2, 3).transpose(0, 1))
         reach = _SIDE // _STRIDE
+        # An average times its number of terms: the sum of the weights of all blocks that cover a pixel.
         total = F.avg_pool2d(weights, reach, 1).mul_(reach**2)
         planes = F.pixel_shuffle(sums / total, _STRIDE)[..., :height, :width]
         return torch.einsum("kc,nkhw->nchw", self.colours, planes.reshape(count, channels, height, width))

@@ -161,6 +161,7 @@ def _written_out(
     hidden = None
     if isinstance(attn_mask, Tensor):
         hidden = (attn_mask == -math.inf).all(-1, keepdim=True)
+        # A row of −∞ alone would be NaN after the softmax; its result is set to 0 below.
         attn_mask = attn_mask.masked_fill(hidden, 0.0)
     if attn_mask is not None:
         logits = emit("add", operator.add, (logits, attn_mask), scores)
@@ -197,6 +198,7 @@ def cuts(graph: Graph) -> list[Node]:
                 reaches[operand] = max(reaches[operand], position[node])
     cut_nodes, open_until = [], 0
     for index, node in enumerate(graph.nodes):
+        # All nodes before this one have been read for the last time.
         if open_until <= index and node.single:
             cut_nodes.append(node)
         open_until = max(open_until, reaches[node])
@@ -233,6 +235,7 @@ class Replay:
         ancestors = 0
         for target in targets:
             ancestors |= self._reads.get(target, 0)
+        # The lowest bit first, so that bit i meets node i; zip stops at the highest bit that is set.
         bits = reversed(f"{ancestors & self._feeds[source]:b}")
         return [node for node, bit in zip(self.graph.nodes, bits, strict=False) if bit == "1"]
 

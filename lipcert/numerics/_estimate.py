@@ -193,5 +193,6 @@ def through(function: Callable[[float], Upper], number: Upper) -> Upper:
     ahead = function(float(number) * (1 + _SLOPE))
     if not ahead.finite or not value > 0 or value == ahead:
         return value
+    # The slope of log f over log x: value · (x/x₀)^exponent has the value and the derivative of f at x₀.
     exponent = (math.log(float(ahead)) - math.log(float(value))) / math.log1p(_SLOPE)
     return Estimated(float(value) * (number.tensor / float(number)) ** exponent)

@@ -230,6 +230,7 @@ class Roundoff:
             weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
             distances = torch.stack([row_distances(weight.detach().double(), y) for y in predicted.tolist()])
             head = local[output].reshape(len(images), -1)
+            # The rounding errors of logit j and of logit y both count.
             through = distances * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
             bounds = torch.minimum(bounds, through)
         bounds = at_most(bounds * OWN_ROUNDING)

@@ -47,9 +47,11 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
     steps = -(-numbers // _PER_STEP)
     key = np.array([seed, image], dtype=np.uint64)
     counter = draws.start * steps
+    # The counter has 256 bits in words of 64, the lowest first.
     bits = Philox(key=key, counter=np.array([counter % 2**64, counter // 2**64, 0, 0], dtype=np.uint64))
     for part in noise.split(max(1, _AT_ONCE // numbers)):
         words = bits.random_raw(len(part) * steps * 4)
+        # Each word of 64 bits is two signed integers of 32, the low half first on every machine.
         integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4"))
         if noise.is_cuda:  # pinned memory lets the copy run while the next bits are drawn
             integers = integers.pin_memory()

@@ -40,7 +40,7 @@ _ROUNDING_HALF = 0.05
 # Standard deviations of the noise in the test images; different images reveal networks that mix a batch.
 _SPREAD = (0.1, 0.5, 2.0)
 
-Wanted = Sequence[tuple[Tensor, int, range]]
+Requests = Sequence[tuple[Tensor, int, range]]
 
 
 class Smoothing:
@@ -193,7 +193,7 @@ class Smoothing:
                 f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
             )
 
-    def _classes(self, requests: Wanted) -> list[NDArray[np.int64]]:
+    def _classes(self, requests: Requests) -> list[NDArray[np.int64]]:
         """The class of each draw, -1 if a logit is NaN: one array per image."""
         per_image: list[list[NDArray[np.int64]]] = [[] for _ in requests]
         for pieces in _packed([draws for _, _, draws in requests], self.batch):

@@ -73,7 +73,7 @@ class Votes:
 
     Attributes:
         plan: the sampling plan.
-        wanted: the next draws; empty if the verdict is known.
+        requested: the next draws; empty if the verdict is known.
         chosen: the selected class; -1 before the selection.
         predicted: the class that is counted: the selected one, unless another one is claimed.
         count: number of draws of that class after the selection.
@@ -91,7 +91,7 @@ class Votes:
         self._claimed = claimed
 
     def take(self, classes: NDArray[np.int64]) -> None:
-        """Counts the wanted draws, given the class of each; -1 means no class."""
+        """Counts the requested draws, given the class of each; -1 means no class."""
         if self.predicted < 0:
             self._select(classes)
         else:
@@ -101,6 +101,7 @@ class Votes:
         plan = self.plan
         self.selected = last = self.requested.stop
         self._won += np.bincount(classes[classes >= 0], minlength=len(self._won))
+        # The 0 stands for a runner-up where there is one class only.
         second, first = np.sort([0, *self._won])[-2:]
         if last < SELECTION and first - second < _LEAD:
             self.requested = range(last, min(last + _STEP, SELECTION))

@@ -130,9 +130,12 @@ class L2SetAttention(L2Attention):
         if self.arrangement == "channels":
             return x.flatten(2).transpose(1, 2)
         if self.arrangement == "units":
+            # Hiera stores token a of unit u at position a · units + u.
             return x.unflatten(1, (self.area, -1)).transpose(1, 2).flatten(0, 1)
         (rows, columns), side = self._geometry(size)
+        # −n % side zeros complete the last window of an axis of n positions.
         image = F.pad(x.unflatten(1, (rows, columns)), (0, 0, 0, -columns % side, 0, -rows % side))
+        # (N, down, side, right, side, dim) → (N, down, right, side, side, dim): the tokens of a window are adjacent.
         cut = image.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)
         return cut.flatten(3, 4).flatten(0, 2)
 
@@ -249,6 +252,7 @@ class L2RotaryAttention(L2Attention):
         """
         self.refuse_mask(attn_mask, is_causal)
         z = self._turned(self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2), rope, 1)
+        # −‖z_i − z_j‖² without ‖z_i‖², which is constant along a row and cancels in the softmax.
         keys = z.square().sum(-1).unsqueeze(-2)
         logits = (z @ z.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
         arrived = self._turned(self.attn_drop(logits.softmax(-1)) @ z, rope, -1)

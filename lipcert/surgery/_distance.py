@@ -132,6 +132,7 @@ class _Average:
         value = start
         for _ in range(_NEWTON_STEPS):
             lhs, fall = self._condition(value, *arguments)
+            # Newton's step for lhs(V) − V = 0, whose derivative is −(1 + fall).
             value = value + (lhs - value) / (1 + fall)
         return value
 

@@ -83,6 +83,7 @@ def _normalisations(module: Any) -> list[Callable[[Tensor], Tensor] | None]:
     if isinstance(scale, Tensor):  # cosine attention has logits s·cos(q, k); here they are divided by √d afterwards
 
         def cosine(z: Tensor) -> Tensor:
+            # The limit is log 100, as in Swin v2. Queries and keys get √s each, and d^¼ for the later division by √d.
             factor = scale.detach().double().clamp(max=4.6051701859880918).exp().reshape(-1, 1).to(z.device)
             return F.normalize(z, dim=-1) * (factor.sqrt() * z.shape[-1] ** 0.25)
 

@@ -59,6 +59,7 @@ def _grown(p: Tensor, dim: int) -> Callable[[Tensor], Tensor]:
     odds = largest / (1 - largest).clamp_min(1e-300)
 
     def bound(r: Tensor) -> Tensor:
+        # exp(700) is finite in float64; the largest entry of a row is at least 1/n, so the quotient is 1 there.
         more = odds * torch.exp((steep * r[:, None]).clamp_max(700.0))
         return (more / (1 + more) * (1 + _HIDDEN)).nan_to_num(nan=1.0).clamp_max(1.0)
 

@@ -145,6 +145,7 @@ def conv_transpose(
         dilation=per_axis(dilation, dims),
         groups=groups,
     )
+    # A transposed weight is (inputs, outputs per group, …); here one row holds all weights of one output channel.
     per_output = (
         held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
     )

@@ -154,6 +154,7 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
     if not isinstance(y, Value):
         if y.dim() == 2:
             return dense(call, x, y.mT)
+        # Dense takes a stack of matrices and bounds the largest of their norms.
         norm = Dense(y.reshape(-1, *y.shape[-2:])).norm
         size = x.row_norm(-1) * norm
         return Value(call.shape, x.lip * norm * _copies_matmul(call, x), magnitude=size, rows=(-1, size))
@@ -269,6 +270,7 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     rho_x, rho_y = x.over(x.rho), y.over(y.rho)
     moved = x.nominal.norm(dim=-1, keepdim=True) * rho_y + rho_x * y.nominal.norm(dim=-2, keepdim=True) + rho_x * rho_y
     size = torch.minimum(at_most(x.size @ y.size + moved), at_most(x.most @ y.most))
+    # Only a constant factor is cast; its error meets the other factor's largest entries.
     cast = torch.zeros_like(size)
     if len(operands) == 1:
         cast = at_most(dx @ y.most if dx.dim() else x.most @ dy)

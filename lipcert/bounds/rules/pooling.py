@@ -173,6 +173,7 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     frame = F.pad(entries, (padding[1],) * 2 + (padding[0],) * 2, value=-1e300)
     windows = F.unfold(frame, size, dilation=dilation, stride=stride)
     counts = (windows >= low.reshape(len(entries), 1, -1)) & (high > low).reshape(len(entries), 1, -1)
+    # Folding adds up over the windows, which gives n_j for each entry.
     total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
     total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
     weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
@@ -196,12 +197,16 @@ class _Windows(Kinked):
         shared = 1
         for axis, places in reversed(list(enumerate(windows, 1))):
             size = x.shape[axis]
+            # Index ``size`` is the −∞ that is appended below.
             places = torch.where((places >= 0) & (places < size), places, size)
+            # The largest number of windows that share an entry along this axis; padding does not count.
             shared *= int(places.flatten().bincount(minlength=size + 1)[:size].max())
             padding = x.new_full((*x.shape[:axis], 1, *x.shape[axis + 1 :]), -math.inf)
             x = torch.cat([x, padding], axis).index_select(axis, places.flatten().to(x.device))
             x = x.unflatten(axis, places.shape)
+        # (images, windows, entries, windows, entries, …) with one pair per axis becomes (images, *windows, entries).
         entries = x.permute(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).flatten(dims + 1)
+        # A window of one entry has −∞ as its second, so it has no kink.
         top = torch.nn.functional.pad(entries, (0, 1), value=-math.inf).topk(2).values
         super().__init__((top[..., 0] - top[..., 1]).reshape(images, -1))
         self.spread = math.sqrt(2 * shared)
@@ -234,6 +239,7 @@ class AdaptiveMaxPool(_Windows):
         dims = int(str(node.op)[-2])
         windows = []
         for n, m in zip(operands[0].shape[-dims:], result.shape[-dims:], strict=True):
+            # ⌈(i + 1)n/m⌉ = −⌊−(i + 1)n/m⌋; position n counts as padding.
             first, end = torch.arange(m) * n // m, -(-(torch.arange(m) + 1) * n // m)
             places = first[:, None] + torch.arange(int((end - first).max()))
             windows.append(torch.where(places < end[:, None], places, n))

@@ -115,8 +115,8 @@ class SecantProjection(Remainder):
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         moved = rho[0]
-        local = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
-        bound = torch.minimum(local, 2 * moved)
+        kink_and_curvature = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
+        bound = torch.minimum(kink_and_curvature, 2 * moved)
         if len(rho) > 1:
             bound = torch.minimum(bound, Crossing(self.length, self.radius, self.bend, rho).norm())
         return self.weight.abs().max() * bound
@@ -129,8 +129,8 @@ class SecantProjection(Remainder):
         def bound(rho: Sequence[Tensor]) -> Tensor:
             moved = rho[0]
             curved = (size * self._curvature(moved)).amax(1) * moved.square()
-            local = self.bend.against(-along, moved, moved[:, None]) + curved
-            least = torch.minimum(local, 2 * size.norm(dim=1) * moved)
+            kink_and_curvature = self.bend.against(-along, moved, moved[:, None]) + curved
+            least = torch.minimum(kink_and_curvature, 2 * size.norm(dim=1) * moved)
             if len(rho) > 1:
                 crossing = Crossing(self.length, self.radius, self.bend, rho)
                 least = torch.minimum(least, crossing.against(size, along))

@@ -241,6 +241,7 @@ def _moved(
     cell = hidden = peaks[0][0].new_zeros(len(steps), len(peaks[0][0]))
     for t, (step, (peak, cell_peak)) in enumerate(zip(steps, peaks, strict=True)):
         alpha = u * hidden
+        # The impulse at time s = t enters through W.
         alpha[t] += w
         cell, result = _advance(step, alpha, cell, peak)
         hidden = result(cell_peak)

@@ -351,6 +351,7 @@ def check_written_once(shape: tuple[int, ...], index: Any) -> None:
     Raises:
         NoAnswer: a position occurs twice, or positions depend on the image.
     """
+    # Indexing the entries' numbers with the same index gives the positions that are written to.
     places = torch.arange(math.prod(shape)).reshape(shape)[_constant_index(index)].flatten()
     if len(places) != len(places.unique()):
         raise NoAnswer("positions that are written to twice")
@@ -380,6 +381,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     check_written_once(x.shape, index)
     if not isinstance(value, Value):
         value = Value.constant(torch.as_tensor(value, dtype=torch.float64))
+    # On the meta device indexing computes the shape only.
     places = torch.empty(x.shape, device="meta")[_to_meta(index)].numel()
     copies = Upper(-(-places // max(1, math.prod(value.shape)))).sqrt()
     floor = min(x.lowest, value.lowest)
