@@ -129,7 +129,7 @@ class Model(nn.Module):
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
         presumed: whether ``source`` was inferred from a module and must be checked before use.
-        guesses: further arguments of timm that the module shows, which may be those it was made with.
+        guesses: further arguments of ``timm.create_model`` that fit the module, but may not be those it was built with.
         real: whether casts between floating-point types inside the network are the identity, as in real arithmetic.
             True for a certifier's copy in float64; False for a network that runs unchanged.
     """

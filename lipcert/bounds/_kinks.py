@@ -188,4 +188,4 @@ class RadialKink(Radial):
         return lambda rho: curved(rho) + self.gain * kinked(rho)
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        return None  # the kink has no such form
+        return None  # the kink has no quadratic form

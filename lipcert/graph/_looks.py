@@ -1,4 +1,4 @@
-"""What was seen of one run of a network, and how two runs are compared."""
+"""The record of one run of a network, and how two runs are compared."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _change(a: Tensor, b: Tensor) -> str:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a dense tensor lies, storage first: tensors that live at the same time and agree in this are equal."""
+    """The memory of a dense tensor, storage first: tensors that live at the same time and agree in this are equal."""
     if tensor.layout != torch.strided:
         return ()
     place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()

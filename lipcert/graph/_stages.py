@@ -102,9 +102,9 @@ def _difference(node: Node) -> tuple[Node, Node] | None:
 
 
 def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node], Node]], Node | None]) -> Graph:
-    """The network with other operations in place of some.
+    """The network with some operations replaced.
 
-    ``written`` adds what stands for a node to the given list, and returns the last; None if the node stays.
+    ``written`` appends the replacement of a node to the list and returns its last operation; None keeps the node.
     """
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}

@@ -34,7 +34,7 @@ class Trace(TorchFunctionMode):
         digest: SHA-256 of the operations so far.
 
     Args:
-        identified: tensors that are identified otherwise: the image, parameters and buffers.
+        identified: tensors whose entries do not enter the digest: the image, parameters and buffers.
     """
 
     def __init__(self, identified: Iterator[Tensor]):
@@ -57,7 +57,7 @@ class Trace(TorchFunctionMode):
         return result
 
     def maker(self, tensor: Any) -> str:
-        """The name of the operation that computed a tensor, behind those that only move entries."""
+        """The name of the operation that computed a tensor, apart from those that only move entries."""
         return self._makers.get(id(tensor), (None, ""))[1]
 
     def _described(self, tree: Any) -> str:

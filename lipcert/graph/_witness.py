@@ -85,7 +85,7 @@ _WIDENING = (F.rms_norm, torch.rms_norm)
 
 
 class _Dependent:
-    """The memory that depends on the image, or on an image of the looks before."""
+    """The memory that depends on the image of this run, or on those of earlier runs."""
 
     def __init__(self, before: _Dependent | None = None) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
@@ -103,7 +103,7 @@ class _Dependent:
         return self.is_new(tensor) or tensor.untyped_storage()._cdata in self._before
 
     def is_new(self, tensor: Tensor) -> bool:
-        """Whether the memory depends on the image of this look."""
+        """Whether the memory depends on the image of this run."""
         return tensor.layout != torch.strided or tensor.untyped_storage()._cdata in self._storages
 
 

@@ -118,7 +118,7 @@ def matrix_rounding(
 
 
 def constant_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation.
+    """The arguments of an operation whose weight and bias are constants.
 
     Raises:
         NoAnswer: the weight or the bias depends on the image.
@@ -354,7 +354,7 @@ def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
 
 
 def roles(equation: str) -> tuple[str, str, str, str]:
-    """The axes of a product of two tensors: in both and the result, only left, only right, summed over.
+    """The axes of a product of two tensors: in both and the result, only in the first, only in the second, summed over.
 
     Raises:
         NoAnswer: not two tensors; an axis occurs twice in one of them, or only one tensor is summed over it.

@@ -369,7 +369,7 @@ class GroupNorm(ByGroup, Radial):
 
 
 def _tokens(node: Node, values: Mapping[Node, Tensor]) -> tuple[Tensor, bool, float, float, Tensor | None]:
-    """How LayerNorm and its kin normalise, as the arguments of :func:`normalising`.
+    """How LayerNorm, RMSNorm and GroupNorm normalise, as the arguments of :func:`normalising`.
 
     A token c of n entries is multiplied by √n and divided by the length of (c, √(n eps)). GroupNorm does that to each
     group.

@@ -253,7 +253,7 @@ def _moved(
 def _remainder_factors(
     steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """‖ε(h_t)‖/ρ² for all t, shape (T, N), and ‖ε(c_T)‖/ρ², shape (N,)."""
+    """Bounds on ‖ε(h_t)‖/ρ² for all t, shape (T, N), and on ‖ε(c_T)‖/ρ², shape (N,)."""
     factors = []
     cell = hidden = before = torch.zeros_like(alphas[0])
     for step, alpha, gamma in zip(steps, alphas, gammas, strict=True):

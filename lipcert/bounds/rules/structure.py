@@ -358,7 +358,7 @@ def check_written_once(shape: tuple[int, ...], index: Any) -> None:
 
 
 def _constant_index(index: Any) -> Any:
-    """The index on the CPU.
+    """An index that does not depend on the image, on the CPU.
 
     Raises:
         NoAnswer: it depends on the image.
