@@ -90,8 +90,10 @@ def evaluated(net: nn.Module) -> nn.Module:
     for path, part in net.named_modules():
         drops = getattr(part, "p", 0) if isinstance(part, _DropoutNd) else getattr(part, "drop_prob", 0)
         if part.training and (drops or (isinstance(part, _NormBase) and part.track_running_stats)):
-            what = f"{path or 'it'} is a {type(part).__name__}"
-            warnings.warn(f"the module was in training mode, and {what}; model.eval() was called", stacklevel=4)
+            part_in_training = f"{path or 'it'} is a {type(part).__name__}"
+            warnings.warn(
+                f"the module was in training mode, and {part_in_training}; model.eval() was called", stacklevel=4
+            )
             break
     try:
         return net.eval()
@@ -103,9 +105,9 @@ def outside_inference_mode(function: Function) -> Function:
     """A decorator that runs a function outside of ``torch.inference_mode()``, which prevents differentiation."""
 
     @functools.wraps(function)
-    def run(*args: Any, **given: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False):
-            return function(*args, **given)
+            return function(*args, **kwargs)
 
     return cast(Function, run)
 
@@ -127,7 +129,7 @@ class Model(nn.Module):
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
         presumed: whether ``source`` was inferred from a module and must be checked before use.
-        guesses: further arguments of timm that the module shows, which may be those it was made with.
+        guesses: further arguments of ``timm.create_model`` that fit the module, but may not be those it was built with.
         real: whether casts between floating-point types inside the network are the identity, as in real arithmetic.
             True for a certifier's copy in float64; False for a network that runs unchanged.
     """
@@ -207,9 +209,9 @@ class Model(nn.Module):
             InputError: the images are not valid; the message says what to do.
         """
         if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
-            wanted = ", ".join(str(n) for n in self.input_size)
+            expected = ", ".join(str(n) for n in self.input_size)
             raise InputError(
-                f"images must have shape (N, {wanted}), got {tuple(images.shape)}; resize them to the model's input"
+                f"images must have shape (N, {expected}), got {tuple(images.shape)}; resize them to the model's input"
             )
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")

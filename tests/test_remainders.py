@@ -360,7 +360,7 @@ def test_remainder_by_contracted_forms(key, index):
     for number, g in enumerate((plain, -plain, plain.abs(), site.result, -site.result)):
         for rho in RADII:
             radii = site.radii(rho)
-            given = site.given(radii)
+            given = site.per_operand(radii)
             likely = None if number % 2 else rho / 3 * seeded(*site.nominal[0].shape, seed=4)
             answer = site.rule.contracted(g, given, likely)
             assert (answer is not None) == (key in CONTRACTED)
@@ -388,9 +388,9 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
     """Along the direction in which M is largest, the second derivative takes that much."""
     site = Site(key, 0)
     g, rho = seeded(*site.result.shape, seed=3), 1e-4
-    answer = site.rule.contracted(g, site.given([rho]))
+    answer = site.rule.contracted(g, site.per_operand([rho]))
     found = site.worst(against(g), [rho], 60)
-    most = answer.bound(site.given([rho]), [form.norm * rho for form in answer.forms])
+    most = answer.bound(site.per_operand([rho]), [form.norm * rho for form in answer.forms])
     assert bool((found <= most * (1 + 1e-6)).all())
     assert bool((found[2:] > 0.2 * most[2:]).all())  # of points that are not next to 0, where curvature vanishes
 

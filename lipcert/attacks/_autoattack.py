@@ -86,9 +86,9 @@ class AutoAttack:
                 parts.append(SquareAttack(estimator=network, **square, **common))
             ensemble = Ensemble(estimator=network, attacks=parts, batch_size=len(images), eps_step=2 * eps, **common)
             with torch.enable_grad():
-                found = ensemble.generate(images.float().cpu().numpy(), labels.cpu().numpy())
+                adversarial = ensemble.generate(images.float().cpu().numpy(), labels.cpu().numpy())
         sizes = torch.full((len(images),), eps, dtype=images.dtype, device=images.device)
-        delta = project(torch.from_numpy(found).to(images) - images, images, sizes)
+        delta = project(torch.from_numpy(adversarial).to(images) - images, images, sizes)
         return check(model, images, labels, (images + delta).clamp(0, 1), sizes.double())
 
 

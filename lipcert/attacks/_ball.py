@@ -29,12 +29,13 @@ def project(delta: Tensor, images: Tensor, eps: Tensor) -> Tensor:
     limit = torch.where(clipped == z, 1.0, clipped / torch.where(z == 0, 1.0, z))
     limit, order = limit.sort(dim=1)
     at_box, free = clipped.square().gather(1, order), z.square().gather(1, order)
+    # a and b of the docstring for t just below each limit: entries before it are at the box, the others still free.
     before = at_box.cumsum(1) - at_box
     after = free.flip(1).cumsum(1).flip(1)
     reached = before + limit.square() * after >= eps.square()[:, None]
     first = reached.int().argmax(1, keepdim=True)
-    left = (eps.square()[:, None] - before.gather(1, first)).clamp_min(0)
-    t = (left / after.gather(1, first).clamp_min(torch.finfo(z.dtype).tiny)).sqrt().clamp_max(1)
+    remaining = (eps.square()[:, None] - before.gather(1, first)).clamp_min(0)
+    t = (remaining / after.gather(1, first).clamp_min(torch.finfo(z.dtype).tiny)).sqrt().clamp_max(1)
     inside = torch.where(reached.any(1, keepdim=True), torch.clamp(t * z, low, high), clipped)
     norm = inside.norm(dim=1)
     shrink = torch.where(norm > eps, eps / norm.clamp_min(torch.finfo(z.dtype).tiny), 1.0)

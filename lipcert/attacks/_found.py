@@ -51,8 +51,8 @@ class Adversarial:
 
 def lead(logits: Tensor, labels: Tensor) -> Tensor:
     """max_{j ≠ y} f_j − f_y, shape (N,): positive if the predicted class is not y; a tie does not count."""
-    own = logits.gather(1, labels[:, None])[:, 0]
-    return logits.scatter(1, labels[:, None], -math.inf).amax(1) - own
+    target = logits.gather(1, labels[:, None])[:, 0]
+    return logits.scatter(1, labels[:, None], -math.inf).amax(1) - target
 
 
 def distances(images: Tensor, perturbed: Tensor, leads: Tensor) -> Tensor:

@@ -76,8 +76,9 @@ class PGD:
             start = torch.randn(1, *images.shape[1:], generator=generator, dtype=torch.float64).to(images)
             delta = project(size * start / start.norm(), images, eps)
             with torch.no_grad():
-                others = model(images).scatter(1, labels[:, None], -math.inf)
-            rivals = others.argsort(1, descending=True)[:, min(restart, others.shape[1] - 1) - 1, None]
+                rival_logits = model(images).scatter(1, labels[:, None], -math.inf)
+            # Restart r climbs towards the class whose logit is the r-th largest of the others.
+            rivals = rival_logits.argsort(1, descending=True)[:, min(restart, rival_logits.shape[1] - 1) - 1, None]
         for step in range(self.steps + 1):
             point = (images + delta).clamp(0, 1).detach().requires_grad_()
             with torch.enable_grad():
@@ -158,7 +159,7 @@ def smallest(
     for _ in range(rounds):
         trial = torch.where(failed > 0, (failed * found.distance).sqrt(), 0.7 * found.distance)
         trial = torch.where(found.broken, trial, 2 * failed)
-        new = single(model, images, labels, trial)
-        failed = torch.where(new.broken, failed, trial)
-        found = found.with_closer(every, new.images, new.distance)
+        closer = single(model, images, labels, trial)
+        failed = torch.where(closer.broken, failed, trial)
+        found = found.with_closer(every, closer.images, closer.distance)
     return found

@@ -20,37 +20,37 @@ def arguments(node: Node) -> dict[str, Any]:
     Raises:
         NoAnswer: an argument is not in the signature, or is given twice.
     """
-    positional, known = SIGNATURES[str(node.op)]
-    given = dict(zip(positional, node.args, strict=False))
+    positional, allowed = SIGNATURES[str(node.op)]
+    by_name = dict(zip(positional, node.args, strict=False))
     if len(node.args) > len(positional):
         raise NoAnswer(f"{len(node.args)} positional arguments")
     for name, argument in named(node.kwargs).items():
-        if name in given or name not in known:
+        if name in by_name or name not in allowed:
             raise NoAnswer(f"the argument {name}")
-        given[name] = argument
-    return given
+        by_name[name] = argument
+    return by_name
 
 
-def named(given: Any) -> dict[str, Any]:
+def named(kwargs: Any) -> dict[str, Any]:
     """Keyword arguments under their canonical names.
 
     Raises:
         NoAnswer: two names for the same argument.
     """
-    found = {SYNONYMS.get(name, name): argument for name, argument in given.items()}
-    if len(found) != len(given):
+    renamed = {SYNONYMS.get(name, name): argument for name, argument in kwargs.items()}
+    if len(renamed) != len(kwargs):
         raise NoAnswer("two names for one argument")
-    return found
+    return renamed
 
 
-def by_operand(node: Node, known: Sequence[Known]) -> Callable[[Node], Known]:
-    """A function from operand to its entry of ``known``, which is in the order of ``node.operands``.
+def by_operand(node: Node, entries: Sequence[Known]) -> Callable[[Node], Known]:
+    """A function from operand to its entry of ``entries``, which is in the order of ``node.operands``.
 
     Call it once for each argument, in any order. For an operand that is passed twice, each call returns one of its
     entries.
     """
-    left = list(zip(node.operands, known, strict=True))
-    return lambda operand: left.pop([u for u, _ in left].index(operand))[1]
+    remaining = list(zip(node.operands, entries, strict=True))
+    return lambda operand: remaining.pop([u for u, _ in remaining].index(operand))[1]
 
 
 def replayed(node: Node, *tensors: Tensor) -> Tensor:
@@ -62,12 +62,12 @@ def replayed(node: Node, *tensors: Tensor) -> Tensor:
     """
     operands = list(dict.fromkeys(node.operands))
 
-    def one(*given: Tensor) -> Tensor:
-        known = dict(zip(operands, given, strict=True))
-        args, kwargs = map_nodes(known.__getitem__, (node.args, dict(node.kwargs)))
+    def replay(*tensors: Tensor) -> Tensor:
+        values = dict(zip(operands, tensors, strict=True))
+        args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
         return node.function(*args, **kwargs)
 
-    return torch.vmap(one)(*tensors)
+    return torch.vmap(replay)(*tensors)
 
 
 def per_axis(value: Any, dims: int) -> tuple[int, ...]:

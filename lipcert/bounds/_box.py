@@ -59,6 +59,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def top(tensor: Tensor) -> Tensor:
     """The largest entry per image of a tensor (N, ...) with entries ≥ 0; 0 if it has none."""
+    # The appended 0 is the result where there are no entries, of which amax has none.
     return F.pad(flat(tensor), (0, 1)).amax(1)
 
 
@@ -102,14 +103,14 @@ class Way:
         if self.core is None:
             return top(self.outer * inner) * INFLATE
         outer = self.outer.expand(len(inner), *self.core.output_shape)
-        found = torch.full((len(inner),), math.inf, dtype=torch.float64, device=inner.device)
+        norms = torch.full((len(inner),), math.inf, dtype=torch.float64, device=inner.device)
         pays = (flat(inner) == 0).any(1)
         if self.local:
             pays |= _varies(inner) | _varies(outer)
         if bool(pays.any()):
             draw = None if self.core.exact else self.base.walk.draw(node, pays)
-            found[pays] = self.core.norms(outer[pays], inner[pays], draw)
-        return found
+            norms[pays] = self.core.norms(outer[pays], inner[pays], draw)
+        return norms
 
 
 class State:
@@ -149,26 +150,26 @@ class State:
     def constant(self) -> Tensor:
         """K for each image, at most the global constant."""
         most = float(self.lip)
-        found = torch.full_like(self.walk.eps, most)
+        bound = torch.full_like(self.walk.eps, most)
         if self.sources:
             shares = torch.stack([source.share for source in self.sources]).amax(0)
-            found = torch.minimum(found, (shares * most).nan_to_num(nan=math.inf))
+            bound = torch.minimum(bound, (shares * most).nan_to_num(nan=math.inf))
         if self._constant is not None:
-            found = torch.minimum(found, self._constant().nan_to_num(nan=math.inf))
+            bound = torch.minimum(bound, self._constant().nan_to_num(nan=math.inf))
         if self.whole_way is not None:
             norm = self.whole_way.norm(self.node)
-            found = torch.minimum(found, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
-        return found
+            bound = torch.minimum(bound, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
+        return bound
 
     @cached_property
     def share(self) -> Tensor:
         """A q ≤ 1 with K ≤ q·L, for this value and for all values that the global analysis folded into it."""
         if self.lip == 0:
             return torch.zeros_like(self.walk.eps)
-        own = (self.constant / float(self.lip) * INFLATE).nan_to_num(nan=1.0).clamp_max(1.0)
+        share = (self.constant / float(self.lip) * INFLATE).nan_to_num(nan=1.0).clamp_max(1.0)
         if self.folded:
-            own = torch.stack([own, *(source.share for source in self.sources)]).amax(0)
-        return own
+            share = torch.stack([share, *(source.share for source in self.sources)]).amax(0)
+        return share
 
     @cached_property
     def moving(self) -> Tensor:
@@ -224,10 +225,10 @@ class Boxes:
 
     def sources(self, node: Node) -> list[Node]:
         """The operands; an operand with several results is replaced by its own operands."""
-        found: list[Node] = []
+        operands: list[Node] = []
         for operand in node.operands:
-            found += [operand] if operand.single or operand in self.lips else self.sources(operand)
-        return found
+            operands += [operand] if operand.single or operand in self.lips else self.sources(operand)
+        return operands
 
     @torch.no_grad()
     def nominal(self, images: Tensor) -> Nominal:
@@ -235,14 +236,14 @@ class Boxes:
         images = images[:, None]
         single = [node for node in self.graph.nodes if node in self.lips and node is not self.graph.input]
 
-        def one(image: Tensor) -> tuple[Tensor, ...]:
-            known = run(self.graph.nodes, {self.graph.input: image})
-            return tuple(known[node] for node in single)
+        def evaluated(image: Tensor) -> tuple[Tensor, ...]:
+            computed = run(self.graph.nodes, {self.graph.input: image})
+            return tuple(computed[node] for node in single)
 
-        values = {self.graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+        values = {self.graph.input: images, **dict(zip(single, torch.vmap(evaluated)(images), strict=True))}
         nominal = Nominal(values, {node: torch.zeros_like(value) for node, value in values.items()})
-        still = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
-        nominal.errors = {node: state.reach for node, state in still.states.items()}
+        centre = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
+        nominal.errors = {node: state.reach for node, state in centre.states.items()}
         return nominal
 
 
@@ -277,15 +278,15 @@ class Walk:
         charge: float = 0.0,
     ):
         self.boxes, self.nominal, self.eps, self.ledger, self.charge = boxes, nominal, eps, ledger, charge
-        self.still = not bool((eps > 0).any())
+        self.zero_radius = not bool((eps > 0).any())
         self.states: dict[Node, State] = {}
         for node in boxes.graph.nodes:
             if node is boxes.graph.input:
                 self.states[node] = self._pixels(node)
             elif node in boxes.lips:
                 operands = [self.states[source] for source in boxes.sources(node)]
-                known = RULES[node.op].box or unknown
-                self.states[node] = known(self, node, *operands)
+                answer = RULES[node.op].box or unknown
+                self.states[node] = answer(self, node, *operands)
 
     @property
     def output(self) -> State:
@@ -331,7 +332,7 @@ class Walk:
 
     def within(self, node: Node, up: Tensor, down: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
         """Intersects the box with |δv_i| ≤ reach_i around the exact nominal value, plus its rounding error."""
-        if self.still:
+        if self.zero_radius:
             return up, down
         reach = (reach + self.nominal.errors[node]) * INFLATE
         return torch.minimum(up, reach), torch.minimum(down, reach)
@@ -348,7 +349,7 @@ class Walk:
 def unknown(walk: Walk, node: Node, *operands: State) -> State:
     """For an operation with only a global constant: every entry moves by at most K·ε."""
     value, lip = walk.value(node), walk.boxes.lips[node]
-    if walk.still:
+    if walk.zero_radius:
         moved = torch.zeros_like(walk.eps)
         for x in operands:
             most = flat(x.reach).norm(dim=1) * ratio(lip, x.lip)
@@ -380,7 +381,7 @@ def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     up, down = core.interval(x.up, x.down)
     rounding = core.rounding(x.value)
     up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
-    if not walk.still:
+    if not walk.zero_radius:
         rows = core.row_norms(inner * base.moving)
         up, down = walk.within(node, up, down, rows * over(base.constant * walk.eps, rows))
     return walk.result(node, up, down, way=Way(base, core, inner, torch.ones_like(walk.value(node)), scales.local))

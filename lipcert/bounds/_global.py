@@ -51,15 +51,15 @@ class Analysis:
         """(operation, module path, reason) for every operation that makes the bound infinite; [] if it is finite."""
         if self.output.lip.finite:
             return []
-        found = []
+        obstacles = []
         for node in self.graph.nodes:
             value = self.values[node]
             operands = [self.values[operand] for operand in node.operands]
             if not isinstance(value, Value) or value.lip.finite:
                 continue
             if all(operand.lip.finite for operand in operands if isinstance(operand, Value)):
-                found.append((node.name, node.path, value.unbounded or "nothing bounds the values it multiplies"))
-        return found
+                obstacles.append((node.name, node.path, value.unbounded or "nothing bounds the values it multiplies"))
+        return obstacles
 
     def _budget(self) -> list[LayerBound]:
         """The path with the largest constants, from pixels to logits, with the gain of each of its operations.
@@ -100,22 +100,22 @@ class Analysis:
 
     def _inputs(self, node: Node) -> list[Value]:
         """The operands' values; for an operand with several results, the values of its own operands."""
-        found: list[Value] = []
+        inputs: list[Value] = []
         for operand in node.operands:
             value = self.values[operand]
-            found += [value] if isinstance(value, Value) else self._inputs(operand)
-        return found
+            inputs += [value] if isinstance(value, Value) else self._inputs(operand)
+        return inputs
 
     def _folded(self, node: Node, base: Value) -> list[Node]:
         """The operations between a value and a linear map of it, in the order of the network."""
-        found, left = {node}, [node]
-        while left:
-            for operand in left.pop().operands:
+        folded, pending = {node}, [node]
+        while pending:
+            for operand in pending.pop().operands:
                 value = self.values[operand]
-                if operand not in found and isinstance(value, Value) and value.base is base:
-                    found.add(operand)
-                    left.append(operand)
-        return [one for one in self.graph.nodes if one in found]
+                if operand not in folded and isinstance(value, Value) and value.base is base:
+                    folded.add(operand)
+                    pending.append(operand)
+        return [node for node in self.graph.nodes if node in folded]
 
 
 def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Analysis:
@@ -222,20 +222,20 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     with torch.no_grad():
         looks = examine(model, images) if batch.dtype != torch.float64 and not getattr(model, "real", False) else []
         if looks and torch.equal(looks[0].image, images):  # the capture ran these images, and in the same arithmetic
-            alone = torch.cat([seen.result for seen in looks])
+            alone = torch.cat([look.result for look in looks])
         else:
             alone = torch.cat([_counted(model, image[None].clone()) for image in batch])
-        for given, expected in ((batch, alone), (batch.flip(0), alone.flip(0))):
+        for inputs, expected in ((batch, alone), (batch.flip(0), alone.flip(0))):
             try:
-                together = _counted(model, given.clone())
+                together = _counted(model, inputs.clone())
             except Exception as error:
                 if isinstance(error, LipcertError) or is_out_of_memory(error):
                     raise
                 raise InputError(f"{problem} (several images: {first_line(error)})") from None
             # Logits that overflow for a single image may be finite in a batch, which sums in another order.
-            known = expected.isfinite()
+            finite = expected.isfinite()
             if together.shape != expected.shape or not close(
-                together.where(known, 0), expected.where(known, 0), tolerance
+                together.where(finite, 0), expected.where(finite, 0), tolerance
             ):
                 raise InputError(problem)
 

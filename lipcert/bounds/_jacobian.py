@@ -50,11 +50,11 @@ def column_sums(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor
     distinct = list(dict.fromkeys(node.operands))
     source = values[operand].detach().requires_grad_()
 
-    def one(*operands: Tensor) -> Any:
+    def evaluate(*operands: Tensor) -> Any:
         return run((node,), dict(zip(distinct, operands, strict=True)))[node]
 
     with torch.enable_grad():
-        result: Tensor = torch.vmap(one)(*(source if o is operand else values[o] for o in distinct))
+        result: Tensor = torch.vmap(evaluate)(*(source if o is operand else values[o] for o in distinct))
         (slope,) = torch.autograd.grad(result.sum(), source, allow_unused=True) if result.requires_grad else (None,)
     return per_image(torch.zeros_like(source) if slope is None else slope)
 
@@ -97,11 +97,12 @@ def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weigh
         weight: entrywise factors; None for 1.
     """
     length = tokens.norm(dim=-1)
-    rest = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length
+    centred_length = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length
     # The norm of the exact centred token is at least this.
-    rest = (rest - gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
-    short = 1 / torch.sqrt(rest.square() + least**2) if least else 1 / rest
+    centred_length = (centred_length - gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
+    short = 1 / torch.sqrt(centred_length.square() + least**2) if least else 1 / centred_length
     largest = 1.0 if weight is None else weight.detach().abs().max().item()
+    # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²): three terms of norm at most 1 each.
     gain = 3 * scale * largest * per_image(short)
     worse = gain * (1 + 8 * per_image((length * short).square() if centred else torch.ones_like(short)))
     return gain.amax(1), gamma(8 * tokens.shape[-1]) * worse.amax(1)

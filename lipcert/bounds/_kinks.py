@@ -119,9 +119,10 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
         """The bound for the λ at a place of the grid, and its derivative by λ."""
         multiplier = (scale * torch.exp2(place / _FINE))[:, None]
         tau = torch.minimum(weight / (2 * multiplier), most)
+        # τ − k may cancel; the last term is more than its rounding error.
         gained = weight * (tau - distance) - multiplier * tau.square() + _NOISE * weight * tau
-        taken = torch.where(gained > 0, tau, 0.0).square().sum(1)
-        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - taken
+        absorbed = torch.where(gained > 0, tau, 0.0).square().sum(1)
+        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - absorbed
 
     # The derivative is not negative from λ = ‖w‖/(2ρ) on.
     high = (_FINE * torch.log2(weight.norm(dim=1) / (2 * rho * scale).clamp_min(TINY))).clamp(-_SPAN, _SPAN).ceil()
@@ -130,6 +131,7 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
         for _ in range(_STEPS):
             middle = (low + high) / 2
             rising = value(middle)[1] >= 0
+            # Convex in λ: where the derivative is not negative, the minimum lies at or below the middle.
             low, high = torch.where(rising, low, middle), torch.where(rising, middle, high)
     reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
     # From the largest (τ − k)/τ² · w on, every maximum is 0.
@@ -186,4 +188,4 @@ class RadialKink(Radial):
         return lambda rho: curved(rho) + self.gain * kinked(rho)
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        return None  # the kink has no such form
+        return None  # the kink has no quadratic form

@@ -37,6 +37,7 @@ class MarginBounds:
             self.composed = output.map.composed
             self.constant = output.base.lip * COMPOSED
         else:
+            # √2, rounded up: sqrt rounds to nearest.
             self.constant = output.lip * math.nextafter(math.sqrt(2), 2)
         self.features = float(self.constant)
         self._cache: dict[int, Tensor] = {}
@@ -64,6 +65,7 @@ class MarginBounds:
             row = torch.full((self.classes,), self.features, dtype=torch.float64)
         else:
             distances = row_distances(self.weight, y, self.composed)
+            # 0 · ∞ = 0: two classes with equal rows have a constant margin.
             row = torch.where(distances > 0, distances * self.features, 0.0) * (1 + 2.0**-51)
         row[y] = 0.0
         return row.cpu()
@@ -93,9 +95,9 @@ def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits = logits.double()
     predicted = logits.argmax(dim=1)
-    found = logits.gather(1, predicted[:, None]) - logits
-    found.scatter_(1, predicted[:, None], math.inf)
-    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, found)
+    margin = logits.gather(1, predicted[:, None]) - logits
+    margin.scatter_(1, predicted[:, None], math.inf)
+    return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, margin)
 
 
 def radii(margin: Tensor, constants: Tensor) -> Tensor:

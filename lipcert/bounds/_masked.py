@@ -81,6 +81,7 @@ class Core:
         if rows * columns > _DENSE_ENTRIES or min(rows, columns) > DENSE_SIDE:
             return None
         basis = torch.eye(columns, dtype=self.weight.dtype, device=self.weight.device)
+        # The unit vectors are a batch, so row i of the result is column i of the matrix.
         return self.operation(basis.reshape(columns, *self.input_shape), self.weight).reshape(columns, rows).mT
 
     @property
@@ -105,16 +106,17 @@ class Core:
         if self.exact:
             assert self.matrix is not None
             rows, columns = self.matrix.shape
-            left, right = outer.reshape(len(outer), -1, rows), inner.reshape(len(inner), -1, columns)
-            each = left.shape[1]
-            chunk = max(1, _CHUNK // (each * rows * columns))
-            found = [
+            # A linear layer acts on each token separately: one block for each, and the norm is the largest of a block.
+            row_weights, column_weights = outer.reshape(len(outer), -1, rows), inner.reshape(len(inner), -1, columns)
+            blocks = row_weights.shape[1]
+            chunk = max(1, _CHUNK // (blocks * rows * columns))
+            bounds = [
                 verified_norms((a.unsqueeze(-1) * self.matrix * b.unsqueeze(-2)).reshape(-1, rows, columns))
-                .reshape(-1, each)
+                .reshape(-1, blocks)
                 .amax(1)
-                for a, b in zip(left.split(chunk), right.split(chunk), strict=True)
+                for a, b in zip(row_weights.split(chunk), column_weights.split(chunk), strict=True)
             ]
-            return torch.cat(found) * INFLATE
+            return torch.cat(bounds) * INFLATE
         if draw is None:
             return self._schur(outer, inner)
         size = min(math.prod(self.input_shape), math.prod(self.output_shape))
@@ -123,6 +125,7 @@ class Core:
         return torch.cat([self._lanczos(a, b, draw) for a, b in pairs])
 
     def _pull(self, template: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        # The operation is linear, so its vector-Jacobian product at any point is the adjoint.
         pull: Any = torch.func.vjp(lambda x: self.operation(x, weight), torch.zeros_like(template))[1]
         return lambda u: pull(u)[0]
 
@@ -143,34 +146,35 @@ class Core:
             return (pull(u.reshape(outer.shape) * outer) * inner).reshape(len(u), -1)
 
         columns, rows = inner[0].numel(), outer[0].numel()
+        # ‖B‖ = ‖Bᵀ‖: Lanczos runs on the side with fewer entries.
         forth, back, size = (product, adjoint, columns) if columns <= rows else (adjoint, product, rows)
-        found = lanczos_norm(
+        norms = lanczos_norm(
             forth, back, len(inner), size, draw=draw, tolerance=0.02, steps=_LANCZOS_STEPS, device=inner.device
         )
         # As for `rounding`; a sum of the adjoint has at most as many terms as the weight has entries per input channel.
         terms = max(self.fan_in, self.weight.numel() // self.weight.shape[1])
         error = (terms + 16) * 2.0**-52 * self._schur(outer, inner)
-        return (found + lanczos_error(_LANCZOS_STEPS) * error) * INFLATE
+        return (norms + lanczos_error(_LANCZOS_STEPS) * error) * INFLATE
 
 
 def core_of(node: Node) -> Core | None:
     """The operator of a captured linear layer or convolution whose weights do not depend on the image, or None."""
     if node.op not in ("linear", "matmul", "conv1d", "conv2d", "conv3d"):
         return None
-    given = arguments(node)
-    weight, bias = given.get("weight"), given.get("bias")
+    args = arguments(node)
+    weight, bias = args.get("weight"), args.get("bias")
     if node.op == "matmul":
-        right = given["other"]
+        right = args["other"]
         if not isinstance(right, Tensor) or right.dim() != 2 or len(node.operands[0].shape) < 2:
             return None
         return Core(node, right.detach().mT, None, F.linear, len(right))
-    if not isinstance(weight, Tensor) or isinstance(bias, Node) or not isinstance(given["input"], Node):
+    if not isinstance(weight, Tensor) or isinstance(bias, Node) or not isinstance(args["input"], Node):
         return None
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     if node.op == "linear":
         return Core(node, weight, bias, F.linear, weight.shape[1])
     function = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}[node.op]
-    geometry = {key: given[key] for key in ("stride", "padding", "dilation", "groups") if key in given}
+    geometry = {key: args[key] for key in ("stride", "padding", "dilation", "groups") if key in args}
 
     def convolve(x: Tensor, kernel: Tensor) -> Tensor:
         with torch.backends.cudnn.flags(enabled=False):  # cuDNN's transforms are not accurate for each entry

@@ -196,14 +196,14 @@ def registered(question: str, targets: tuple[Any, ...], answer: Answer) -> Answe
 def _register(question: str, targets: tuple[Any, ...], answer: Any, **flags: Any) -> None:
     for target in targets:
         key = key_of(target)
-        known = RULES.get(key, Rule(key))
-        methods = known.methods | {question: _methods(key)} if isinstance(key, type) else known.methods
-        RULES[key] = replace(known, **{question: answer}, **flags, methods=methods)
+        rule = RULES.get(key, Rule(key))
+        methods = rule.methods | {question: _methods(key)} if isinstance(key, type) else rule.methods
+        RULES[key] = replace(rule, **{question: answer}, **flags, methods=methods)
 
 
 def answers(question: str) -> dict[Any, Any]:
     """The answers to one question, by operation."""
-    return {key: found for key, rule in RULES.items() if (found := getattr(rule, question)) is not None}
+    return {key: answer for key, rule in RULES.items() if (answer := getattr(rule, question)) is not None}
 
 
 def coverage() -> str:
@@ -238,10 +238,10 @@ def answer_of(op: Any, question: str) -> Any:
     Raises:
         NoAnswer: there is no answer.
     """
-    found = getattr(RULES.get(op), question, None)
-    if found is None:
+    answer = getattr(RULES.get(op), question, None)
+    if answer is None:
         raise NoAnswer
-    return found
+    return answer
 
 
 # Operations that only move entries, so that what they claim of a value without entries is true of nothing.
@@ -323,11 +323,11 @@ def _altered(module: nn.Module) -> bool:
 
 def _hooked_globally() -> bool:
     """Whether global hooks are set, which run for every module."""
-    found = vars(torch.nn.modules.module)
-    return any(value for name, value in found.items() if name.startswith("_global_") and name.endswith("_hooks"))
+    namespace = vars(torch.nn.modules.module)
+    return any(value for name, value in namespace.items() if name.startswith("_global_") and name.endswith("_hooks"))
 
 
 def _methods(cls: type) -> dict[str, Any]:
     """The methods that the class and its bases below ``nn.Module`` define."""
-    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    return {name: value for base in reversed(own) for name, value in vars(base).items() if callable(value)}
+    classes = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return {name: value for base in reversed(classes) for name, value in vars(base).items() if callable(value)}

@@ -80,18 +80,18 @@ def aligned(tensor: Tensor, node: Node, images: bool) -> Tensor:
     return tensor.reshape(*lead, *[1] * (len(node.shape) - len(shape)), *shape)
 
 
-def each_of(node: Node, operands: Sequence[Operand], fmt: Format, *given: Any) -> list[tuple[Tensor, Tensor]]:
+def each_of(node: Node, operands: Sequence[Operand], fmt: Format, *terms: Any) -> list[tuple[Tensor, Tensor]]:
     """For each argument of an elementwise operation: bounds on its absolute entries, and its |cast error|."""
-    known = by_operand(node, operands)
-    found = []
-    for argument in given:
+    operand_of = by_operand(node, operands)
+    bounds = []
+    for argument in terms:
         if isinstance(argument, Node):
-            size = aligned(known(argument).most, node, images=True)
-            found.append((size, torch.zeros_like(size)))
+            size = aligned(operand_of(argument).most, node, images=True)
+            bounds.append((size, torch.zeros_like(size)))
         else:
             constant = torch.as_tensor(argument, dtype=torch.float64, device=operands[0].nominal.device).detach()
-            found.append((aligned(constant.abs(), node, False), aligned(fmt.cast(constant), node, False)))
-    return found
+            bounds.append((aligned(constant.abs(), node, False), aligned(fmt.cast(constant), node, False)))
+    return bounds
 
 
 def exact(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:

@@ -28,7 +28,7 @@ def eta(distance: Tensor, width: Tensor) -> Tensor:
 
 
 class Bend:
-    """κ of the head of this file for entries at distances k, shape (N, entries), and widths (N, 1)."""
+    """κ of the module docstring for entries at distances k, shape (N, entries), and widths (N, 1)."""
 
     def __init__(self, distance: Tensor, width: Tensor):
         self.k, self.far = distance, eta(distance, width)

@@ -169,15 +169,17 @@ class Conv:
         groups = self.geometry["groups"]
         if channels is None or channels.numel() != self.weight.shape[1] * groups:
             return None
+        # The weight is (outputs, inputs of a group): all outputs of a group read the same input channels.
         per_group = channels.reshape(groups, 1, -1).expand(groups, self.weight.shape[0] // groups, -1)
         return self._with(None, per_group.reshape(*self.weight.shape[:2], *[1] * (self.weight.dim() - 2)))
 
     def plus_identity(self) -> Conv | None:
         geometry = self.geometry
-        same = self.weight.shape[0] == self.weight.shape[1] * geometry["groups"] and all(
+        square = self.weight.shape[0] == self.weight.shape[1] * geometry["groups"] and all(
             s == 1 for s in geometry["stride"]
         )
-        centred = same and all(
+        # With d(k − 1)/2 zeros on both sides the middle tap meets the pixel itself, and x + Wx adds 1 to that tap.
+        centred = square and all(
             pair == (d * (k - 1) // 2,) * 2 and k % 2 == 1
             for pair, d, k in zip(geometry["padding"], geometry["dilation"], self.weight.shape[2:], strict=True)
         )
@@ -376,6 +378,7 @@ class Value:
 def rounded_down(number: Tensor | float) -> Tensor:
     """A lower bound on the exact value of a number computed by a few float64 operations without cancellation."""
     tensor = torch.as_tensor(number, dtype=torch.float64)
+    # 2⁻⁴⁵ = 256 · 2⁻⁵³ is more than a few roundings.
     return torch.where(tensor.isfinite(), tensor - tensor.abs() * 2.0**-45, tensor)
 
 

@@ -123,8 +123,10 @@ def check_rule(
         )
     jacobians = [float(torch.linalg.matrix_norm(_jacobian(module, x), 2)) for x in inputs]
     ascent = _ascend(module, inputs[jacobians.index(max(jacobians))], steps)
-    for what, value in (("quotient", quotient), ("jacobian", max(jacobians)), ("ascent", ascent)):
-        assert value <= bound * (1 + slack), f"the bound is {bound:.6g}, and the check by {what} has found {value:.6g}"
+    for quantity, value in (("quotient", quotient), ("jacobian", max(jacobians)), ("ascent", ascent)):
+        assert value <= bound * (1 + slack), (
+            f"the bound is {bound:.6g}, and the check by {quantity} has found {value:.6g}"
+        )
     images = torch.stack(inputs[:4])
     box = check_box(module, analysis, images, generator)
     graph = _captured(module, images[0], partial(kept_whole, question="remainder"))
@@ -169,17 +171,17 @@ def _ascend(module: nn.Module, x: Tensor, steps: int) -> float:
     best, stride = 0.0, 0.3
     with sdpa_kernel(SDPBackend.MATH):  # the other forms of attention have no second derivative
         for _ in range(steps + 1):
-            left, values, right = torch.linalg.svd(_jacobian(module, x), full_matrices=False)
+            u, values, vh = torch.linalg.svd(_jacobian(module, x), full_matrices=False)
             best = max(best, float(values[0]))
             point = x.clone().requires_grad_()
             result = module(point)
             if not result.requires_grad:
                 break
-            (first,) = torch.autograd.grad(result.flatten() @ left[:, 0], point, create_graph=True)
+            (first,) = torch.autograd.grad(result.flatten() @ u[:, 0], point, create_graph=True)
             if not first.requires_grad:
                 break
             try:
-                (second,) = torch.autograd.grad(first.flatten() @ right[0], point, allow_unused=True)
+                (second,) = torch.autograd.grad(first.flatten() @ vh[0], point, allow_unused=True)
             except RuntimeError as error:
                 if "not implemented" not in str(error):
                     raise
@@ -237,13 +239,13 @@ class Linearised:
     def __init__(self, node: Node, values: Sequence[Mapping[Node, Tensor]]):
         self.node = node
         self.distinct = list(dict.fromkeys(node.operands))
-        self.nominal = [torch.stack([known[operand] for known in values]) for operand in self.distinct]
-        self.result = torch.stack([known[node] for known in values])
+        self.nominal = [torch.stack([nominal[operand] for nominal in values]) for operand in self.distinct]
+        self.result = torch.stack([nominal[node] for nominal in values])
         self.positions = [self.distinct.index(operand) for operand in node.operands]
         self.size = 1 + self.result.abs().amax()
-        found = remainder_of(node)
+        rule = remainder_of(node)
         with torch.no_grad():
-            self.rule: Any = found and found(node, [self.nominal[i] for i in self.positions], self.result)
+            self.rule: Any = rule and rule(node, [self.nominal[i] for i in self.positions], self.result)
 
     @property
     def points(self) -> int:
@@ -253,10 +255,10 @@ class Linearised:
     def remainder(self, deltas: Sequence[Tensor]) -> Tensor:
         """R for deviations of the distinct operands, each of shape (several · N, *shape)."""
 
-        def one(*operands: Tensor) -> Any:
+        def evaluate(*operands: Tensor) -> Any:
             return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
 
-        function: Any = torch.vmap(one)
+        function: Any = torch.vmap(evaluate)
         nominal = tuple(repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True))
         base, linear = torch.func.jvp(function, nominal, tuple(deltas))[:2]
         moved: Tensor = function(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
@@ -293,9 +295,9 @@ class Linearised:
         deltas = within(self.starts(radii))
         for _ in range(steps):
             deltas = [delta.detach().requires_grad_() for delta in deltas]
-            found = self.remainder(deltas)
-            yield found.detach(), [delta.detach() for delta in deltas]
-            gradients = torch.autograd.grad(objective(found).sum(), deltas, allow_unused=True)
+            remainders = self.remainder(deltas)
+            yield remainders.detach(), [delta.detach() for delta in deltas]
+            gradients = torch.autograd.grad(objective(remainders).sum(), deltas, allow_unused=True)
             ahead = [
                 d.detach() if g is None else torch.where(torch.isfinite(g), g, d.detach())
                 for g, d in zip(gradients, deltas, strict=True)
@@ -304,14 +306,17 @@ class Linearised:
 
     def worst(self, objective: Callable[[Tensor], Tensor], radii: Sequence[float], steps: int) -> Tensor:
         """The largest objective(R) that ascent on the spheres of radius ρ finds, shape (N,)."""
-        found = [objective(rest).reshape(-1, self.points).amax(0) for rest, _ in self.ascent(objective, radii, steps)]
-        return torch.stack(found).amax(0).clamp_min(0)
+        largest = [
+            objective(remainder).reshape(-1, self.points).amax(0)
+            for remainder, _ in self.ascent(objective, radii, steps)
+        ]
+        return torch.stack(largest).amax(0).clamp_min(0)
 
     def radii(self, rho: float) -> list[float]:
         """ρ for the distinct operands: ρ for the first, 2ρ for the second, and so on."""
         return [rho * (1 + index) for index in range(len(self.distinct))]
 
-    def given(self, radii: Sequence[float]) -> list[Tensor]:
+    def per_operand(self, radii: Sequence[float]) -> list[Tensor]:
         """The radii in the form that rules expect: one tensor per operand, for all points."""
         return [self.result.new_full((self.points,), radii[i]) for i in self.positions]
 
@@ -322,7 +327,7 @@ class Linearised:
             AssertionError: ‖R‖ exceeds the bound.
         """
         radii = self.radii(rho)
-        bound = self.rule.norm(self.given(radii))
+        bound = self.rule.norm(self.per_operand(radii))
         assert bound.shape == (self.points,), f"{self.node.name}: a norm for each image, shape (N,), is expected"
         return self._within(self.worst(norms, radii, steps), bound, self.size + rho, "norm")
 
@@ -335,9 +340,9 @@ class Linearised:
         answer, shares = self.rule.against(direction), []
         for rho in rhos:
             radii = self.radii(rho)
-            found = self.worst(against(direction), radii, steps)
+            attained = self.worst(against(direction), radii, steps)
             size = (self.size + rho) * (1 + norms(direction))
-            shares.append(self._within(found, answer(self.given(radii)), size, "part against a direction"))
+            shares.append(self._within(attained, answer(self.per_operand(radii)), size, "part against a direction"))
         return max(shares)
 
     def check_linear(self, rho: float) -> None:
@@ -347,17 +352,19 @@ class Linearised:
             AssertionError: the operation is not linear.
         """
         deltas = self.starts(self.radii(rho))
-        found = norms(self.remainder(deltas))
+        attained = norms(self.remainder(deltas))
         allowed = 1e-9 * math.sqrt(self.result[0].numel()) * (self.size + sum(delta.abs().sum() for delta in deltas))
-        assert bool((found <= allowed).all()), f"{self.node.name} is registered as linear but is not"
+        assert bool((attained <= allowed).all()), f"{self.node.name} is registered as linear but is not"
 
-    def _within(self, found: Tensor, bound: Tensor, size: Tensor | float, what: str) -> float:
+    def _within(self, attained: Tensor, bound: Tensor, size: Tensor | float, quantity: str) -> float:
         """Checks values against bounds; returns the largest value as a fraction of its bound, if that is finite."""
-        holds = (found <= bound * _SLACK + 1e-14 * size) | bound.isinf()
-        worst = f"{float(found[~holds].max()):.6g}" if not holds.all() else ""
-        assert bool(holds.all()), f"the remainder of {self.node.name}: its {what} is {worst}, above the rule's bound"
+        holds = (attained <= bound * _SLACK + 1e-14 * size) | bound.isinf()
+        worst = f"{float(attained[~holds].max()):.6g}" if not holds.all() else ""
+        assert bool(holds.all()), (
+            f"the remainder of {self.node.name}: its {quantity} is {worst}, above the rule's bound"
+        )
         counted = bound.isfinite() & (bound > 1e-12 * size)
-        return float((found[counted] / bound[counted]).max()) if bool(counted.any()) else 0.0
+        return float((attained[counted] / bound[counted]).max()) if bool(counted.any()) else 0.0
 
 
 def repeated(value: Tensor, like: Tensor) -> Tensor:
@@ -365,14 +372,14 @@ def repeated(value: Tensor, like: Tensor) -> Tensor:
     return value.repeat(len(like) // len(value), *[1] * (value.dim() - 1))
 
 
-def norms(rest: Tensor) -> Tensor:
+def norms(remainder: Tensor) -> Tensor:
     """ℓ2 norms, shape (N,)."""
-    return rest.reshape(len(rest), -1).norm(dim=1)
+    return remainder.reshape(len(remainder), -1).norm(dim=1)
 
 
 def against(direction: Tensor) -> Callable[[Tensor], Tensor]:
     """The function R ↦ −⟨direction, R⟩."""
-    return lambda rest: -(rest * repeated(direction, rest)).reshape(len(rest), -1).sum(1)
+    return lambda remainder: -(remainder * repeated(direction, remainder)).reshape(len(remainder), -1).sum(1)
 
 
 def _of_length(delta: Tensor, radius: float) -> Tensor:
@@ -396,13 +403,13 @@ def _check_remainders(graph: Graph, images: Tensor) -> float | None:
         for node in graph.nodes[1:]:
             if not (node.single and all(operand.single for operand in node.operands)):
                 continue
-            found = Linearised(node, values)
-            if found.rule is None:
-                found.check_linear(1.0)
+            linearised = Linearised(node, values)
+            if linearised.rule is None:
+                linearised.check_linear(1.0)
                 continue
-            direction = _seeded(*found.result.shape, seed=3)
-            shares += [found.check_norm(rho, 3) for rho in _DEVIATIONS]
-            shares += [found.check_against(g, _DEVIATIONS, 3) for g in (direction, -direction)]
+            direction = _seeded(*linearised.result.shape, seed=3)
+            shares += [linearised.check_norm(rho, 3) for rho in _DEVIATIONS]
+            shares += [linearised.check_against(g, _DEVIATIONS, 3) for g in (direction, -direction)]
     except NoAnswer:
         return None
     return max(shares, default=0.0)
@@ -417,28 +424,28 @@ def _check_gains(graph: Graph, images: Tensor) -> float | None:
         rule = RULES[node.op].jacobian if node.op in RULES else None
         if rule is None or not rule.covers(node):
             continue
-        values = {o: torch.stack([known[o] for known in runs]) for o in (*node.operands, node)}
+        values = {o: torch.stack([values_at[o] for values_at in runs]) for o in (*node.operands, node)}
         for operand in dict.fromkeys(node.operands):
             places = [place for place, o in enumerate(node.operands) if o is operand]
             bounds = sum(rule.bounds(node, place, values)[0] for place in places)
-            for known, bound in zip(runs, torch.as_tensor(bounds).expand(len(runs)).tolist(), strict=True):
-                exact = float(torch.linalg.matrix_norm(_of_operand(node, operand, known).abs(), 2))
+            for values_at, bound in zip(runs, torch.as_tensor(bounds).expand(len(runs)).tolist(), strict=True):
+                exact = float(torch.linalg.matrix_norm(_of_operand(node, operand, values_at).abs(), 2))
                 assert exact <= bound * _SLACK, f"{node.name}: |J| has norm {exact:.6g}, and the bound is {bound:.6g}"
                 shares.append(exact / bound if bound else 1.0)
     return max(shares, default=None)
 
 
-def _of_operand(node: Node, operand: Node, known: Mapping[Node, Tensor]) -> Tensor:
+def _of_operand(node: Node, operand: Node, values: Mapping[Node, Tensor]) -> Tensor:
     """The Jacobian of an operation in one operand, shape (entries of the result, entries of the operand)."""
-    rest = {o: known[o] for o in node.operands if o is not operand}
-    found = torch.autograd.functional.jacobian(lambda x: run((node,), {**rest, operand: x})[node], known[operand])
-    return found.reshape(node.entries, operand.entries)
+    fixed = {o: values[o] for o in node.operands if o is not operand}
+    jacobian = torch.autograd.functional.jacobian(lambda x: run((node,), {**fixed, operand: x})[node], values[operand])
+    return jacobian.reshape(node.entries, operand.entries)
 
 
 def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Runs an operation in a format, with constants cast, on operands of shape (1, ...); returns float64."""
-    left = iter(operands)
-    args, kwargs = map_nodes(lambda _: next(left).to(dtype), (node.args, dict(node.kwargs)))
+    remaining = iter(operands)
+    args, kwargs = map_nodes(lambda _: next(remaining).to(dtype), (node.args, dict(node.kwargs)))
 
     def cast(tree: Any) -> Any:
         if isinstance(tree, Tensor) and tree.is_floating_point():
@@ -467,9 +474,9 @@ def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor
         NoAnswer: there is no rule.
     """
     operands = []
-    for there, here in zip(nominal, exact, strict=True):
-        away = (there - here).norm()[None] * (1 + 1e-12)
-        operands.append(Operand(there[None], away, torch.full_like(away, math.inf)))
+    for rounded, exact_values in zip(nominal, exact, strict=True):
+        away = (rounded - exact_values).norm()[None] * (1 + 1e-12)
+        operands.append(Operand(rounded[None], away, torch.full_like(away, math.inf)))
     bound = local_error(node, operands, fmt)[0].detach()
     error = (deployed(node, exact, fmt.dtype) - deployed(node, exact, torch.float64)).abs()
     assert bound.shape == error.shape, f"the rounding of {node.name}: a bound for each entry is expected"
@@ -491,9 +498,11 @@ def _check_rounding(module: nn.Module, images: Tensor) -> float | None:
                     continue
                 for dtype in DTYPES.values():
                     exact = {o: values[o].to(dtype).double() for o in node.operands}
-                    held = [exact[operand] for operand in node.operands]
+                    operands = [exact[operand] for operand in node.operands]
                     try:
-                        shares.append(check_rounding(node, held, [values[o] for o in node.operands], Format.of(dtype)))
+                        shares.append(
+                            check_rounding(node, operands, [values[o] for o in node.operands], Format.of(dtype))
+                        )
                     except NotImplementedError:  # torch has no such kernel on this device, so nothing is deployed
                         continue
     except NoAnswer:

@@ -65,12 +65,14 @@ class DCT(Told):
         planes = F.pad(planes, (edge, edge + width % _STRIDE, edge, edge + height % _STRIDE), mode="reflect")
         phases = F.pixel_unshuffle(planes, _STRIDE).contiguous(memory_format=torch.channels_last)
         coefficients = F.conv2d(phases, kernels)
-        kept = F.hardshrink(coefficients, threshold)
-        kept[:, 0] = coefficients[:, 0]  # the mean
-        number = F.conv2d((kept != 0).to(kept.dtype), kept.new_ones(1, _SIDE**2, 1, 1))
+        thresholded = F.hardshrink(coefficients, threshold)
+        thresholded[:, 0] = coefficients[:, 0]  # the mean
+        number = F.conv2d((thresholded != 0).to(thresholded.dtype), thresholded.new_ones(1, _SIDE**2, 1, 1))
         weights = number.clamp_(min=1).reciprocal_()
-        sums = F.conv2d(kept.mul_(weights), kernels.flip(2, 3).transpose(0, 1))
+        # The transform is orthonormal, so its inverse is the adjoint: flipped kernels with in- and outputs exchanged.
+        sums = F.conv2d(thresholded.mul_(weights), kernels.flip(2, 3).transpose(0, 1))
         reach = _SIDE // _STRIDE
+        # An average times its number of terms: the sum of the weights of all blocks that cover a pixel.
         total = F.avg_pool2d(weights, reach, 1).mul_(reach**2)
         planes = F.pixel_shuffle(sums / total, _STRIDE)[..., :height, :width]
         return torch.einsum("kc,nkhw->nchw", self.colours, planes.reshape(count, channels, height, width))

@@ -25,8 +25,8 @@ def denoiser_named(name: str, input_size: tuple[int, ...]) -> Told:
     """
     if name not in _NAMED:
         close = difflib.get_close_matches(name, NAMES, 1)
-        meant = f"did you mean {close[0]}? There are" if close else "choose one of"
-        raise InputError(f"there is no denoiser {name!r}; {meant} {', '.join(NAMES)}, or give MODULE:NAME of your own")
+        hint = f"did you mean {close[0]}? There are" if close else "choose one of"
+        raise InputError(f"there is no denoiser {name!r}; {hint} {', '.join(NAMES)}, or give MODULE:NAME of your own")
     return _NAMED[name](input_size)
 
 

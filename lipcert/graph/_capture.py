@@ -123,7 +123,7 @@ def _binary(name: str, reflected: bool) -> Callable[..., Any]:
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: self.recorder.call(function, (self, *others), {})
+    return lambda self, *operands: self.recorder.call(function, (self, *operands), {})
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
@@ -173,8 +173,8 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
     """Whether a write to one tensor may change the other. On the meta device all addresses are 0 and are ignored."""
-    one, other = first.untyped_storage(), second.untyped_storage()
-    return one._cdata == other._cdata or one.data_ptr() == other.data_ptr() != 0
+    a, b = first.untyped_storage(), second.untyped_storage()
+    return a._cdata == b._cdata or a.data_ptr() == b.data_ptr() != 0
 
 
 def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
@@ -226,9 +226,9 @@ class _Recorder:
             if not args or not isinstance(args[0], Tracked):
                 raise UnsupportedCode([(f"{name} into a tensor that does not depend on the image", self.path)])
             target = args[0]
-            for other in self.live.values():
-                if other is not target and _share_memory(other.tensor, target.tensor):
-                    other.overwritten_by = name
+            for value in self.live.values():
+                if value is not target and _share_memory(value.tensor, target.tensor):
+                    value.overwritten_by = name
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
             raise UnsupportedCode([(f"{name}(out=...)", self.path)])
@@ -258,8 +258,8 @@ class _Recorder:
             function = torch.clone
         apart = _APART.get(op, ())
         if apart and isinstance(outcome, tuple):
-            made = [Node(*part, node_args, node_kwargs, self.path) for part in apart]
-            return type(outcome)([self.wrap(part, node) for part, node in zip(outcome, made, strict=True)])
+            nodes = [Node(*part, node_args, node_kwargs, self.path) for part in apart]
+            return type(outcome)([self.wrap(part, node) for part, node in zip(outcome, nodes, strict=True)])
         if apart and len(node_args) + len(node_kwargs) == 1:  # the largest or smallest of all entries
             op, function = apart[0]
         wrapped = self.wrap(outcome, Node(op, function, node_args, node_kwargs, self.path))
@@ -287,15 +287,15 @@ class _Recorder:
             return result
         node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
         places = Node(
-            "argsort", lambda *given, **named: function(*given, **named)[1], node_args, node_kwargs, self.path
+            "argsort", lambda *positional, **named: function(*positional, **named)[1], node_args, node_kwargs, self.path
         )
         return type(outcome)((result, self.wrap(outcome[1], places)))
 
     def watch(self, module: nn.Module, images: Tensor) -> tuple[Any, Look]:
         """Returns the result of :meth:`run` and the kernels that ran."""
-        given = images.clone()
-        with watched(module, given, self.stack) as kernels:
-            return self.run(module, given), kernels.look
+        pixels = images.clone()
+        with watched(module, pixels, self.stack) as kernels:
+            return self.run(module, pixels), kernels.look
 
     def run(self, module: nn.Module, images: Tensor) -> Any:
         """Runs the module on a tracked value. The module may write to ``images``.
@@ -379,8 +379,8 @@ class _Recorder:
                 result=outcome.node,
                 dtype=outcome.tensor.dtype,
             )
-            known = {*node.operands, *node.inner}
-            if not {outcome.node, *(operand for part in node.inner for operand in part.operands)} <= known:
+            readable = {*node.operands, *node.inner}
+            if not {outcome.node, *(operand for part in node.inner for operand in part.operands)} <= readable:
                 raise UnsupportedCode([(f"{node.name} reading values that are not its inputs", self.path)])
             if any(value.node not in node.operands for value in inputs):
                 raise UnsupportedCode([(f"{node.name} writing into its input", self.path)])
@@ -497,8 +497,8 @@ def _lstm(
     batch_first: bool,
 ) -> Tensor:
     """One output of ``lstm``, computed step by step. Unlike torch's own, it runs under ``vmap``."""
-    ways, each = 2 if bidirectional else 1, 4 if biased else 2
-    if len(weights) != ways * each * layers:
+    ways, count = 2 if bidirectional else 1, 4 if biased else 2
+    if len(weights) != ways * count * layers:
         raise UnsupportedCode([("lstm with projections (proj_size)", "")])
     steps = x.unbind(1 if batch_first else 0)
     last_h, last_c = [], []
@@ -506,17 +506,17 @@ def _lstm(
         outputs = []
         for way in range(ways):
             index = layer * ways + way
-            parts = weights[index * each : (index + 1) * each]
+            parts = weights[index * count : (index + 1) * count]
             h, c = state[0][index], state[1][index]
-            found = []
+            hidden = []
             for step in steps[::-1] if way else steps:
                 gates = torch.nn.functional.linear(step, parts[0], *parts[2:3])
                 gates = gates + torch.nn.functional.linear(h, parts[1], *parts[3:4])
                 i, f, g, o = gates.chunk(4, -1)
                 c = f.sigmoid() * c + i.sigmoid() * g.tanh()
                 h = o.sigmoid() * c.tanh()
-                found.append(h)
-            outputs.append(found[::-1] if way else found)
+                hidden.append(h)
+            outputs.append(hidden[::-1] if way else hidden)
             last_h.append(h)
             last_c.append(c)
         steps = tuple(torch.cat(together, -1) for together in zip(*outputs, strict=True))
@@ -595,8 +595,8 @@ def capture(
         passed()
         as_captured(looks[0], captured)
         graph = recorder.graph(outcome)
-        for seen in looks:
-            if not close(graph.replay(seen.image), seen.result, _tolerance(truth, casts)):
+        for look in looks:
+            if not close(graph.replay(look.image), look.result, _tolerance(truth, casts)):
                 raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
     return graph
 
@@ -614,8 +614,8 @@ def _run(module: nn.Module, images: Tensor) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        given = f"{str(images.dtype)[6:]} images of shape {tuple(images.shape)}"
-        raise InputError(f"the model does not run on {given}: {first_line(error)}") from error
+        inputs = f"{str(images.dtype)[6:]} images of shape {tuple(images.shape)}"
+        raise InputError(f"the model does not run on {inputs}: {first_line(error)}") from error
 
 
 def _tolerance(result: Tensor, casts: bool) -> float:

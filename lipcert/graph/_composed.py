@@ -75,8 +75,8 @@ def _lp_pool(
 ) -> Tensor:
     """Norms of windows.
 
-    torch squares, averages, multiplies and takes the root one after the other: three roundings more than a norm has. A
-    copy stands for one.
+    torch squares, averages, multiplies and takes the root one after the other: three roundings more than a norm has.
+    Each copy adds one of them to the bound on rounding.
     """
     kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
     steps = kernel if stride is None else (stride,) * dims if isinstance(stride, int) else tuple(stride)
@@ -129,7 +129,7 @@ _PARTS: dict[str, Callable[..., Tensor]] = {
 
 
 def code_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """torch's own code of a function that is to be recorded call by call, without the call that hands it over whole."""
+    """torch's Python code of a function, without the dispatch to ``__torch_function__``: its calls are recorded."""
     return _opened(function) if function in _WRITTEN_IN_PYTHON else None
 
 
@@ -144,15 +144,15 @@ def _opened(function: Any) -> Callable[..., Any]:
 
 
 def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
-    """The same function of its parts; None if it is recorded as it is."""
-    found = _PARTS.get(op) if isinstance(op, str) else None
-    if found is None or (op.startswith("lp_pool") and not _of_squares(*args, **kwargs)):
+    """The function as a composition of other operations; None if it is recorded as one operation."""
+    parts = _PARTS.get(op) if isinstance(op, str) else None
+    if parts is None or (op.startswith("lp_pool") and not _of_squares(*args, **kwargs)):
         return None
     if op == "threshold" and _jumps(*args, **kwargs):
         return None
     if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
         return None
-    return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else found
+    return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else parts
 
 
 def _jumps(x: Any, threshold: Any = None, value: Any = None, *more: Any, **named: Any) -> bool:

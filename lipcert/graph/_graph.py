@@ -149,9 +149,9 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Node, ...]:
         """The nodes that this node reads, in argument order."""
-        found: list[Node] = []
-        map_nodes(found.append, (self.args, dict(self.kwargs)))
-        return tuple(found)
+        nodes: list[Node] = []
+        map_nodes(nodes.append, (self.args, dict(self.kwargs)))
+        return tuple(nodes)
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.shape} at {self.path or '(model)'}>"
@@ -192,11 +192,11 @@ class Graph:
                     stands_for[node] = resolve(node.result)
                     continue
                 args, kwargs = map_nodes(resolve, (node.args, dict(node.kwargs)))
-                same = all(
+                unchanged = all(
                     a is b
                     for a, b in zip(node.operands, Node(node.op, node.function, args, kwargs, "").operands, strict=True)
                 )
-                if same:
+                if unchanged:
                     nodes.append(node)
                 else:
                     copy = Node(node.op, node.function, args, kwargs, node.path, node.shape, dtype=node.dtype)

@@ -1,4 +1,4 @@
-"""What was seen of one run of a network, and how two runs are compared."""
+"""The record of one run of a network, and how two runs are compared."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def only_in(dtype: torch.dtype, found: Look) -> None:
         UnsupportedCode: an operation uses another type; names the first.
     """
     for step in found.steps:
-        for other in step.types - {dtype}:
-            raise UnsupportedCode([(f"{step.name} in {str(other)[6:]} in a network in {str(dtype)[6:]}", step.path)])
+        for dtype_used in step.types - {dtype}:
+            raise UnsupportedCode(
+                [(f"{step.name} in {str(dtype_used)[6:]} in a network in {str(dtype)[6:]}", step.path)]
+            )
 
 
 def across_types(first: Look, other: Look) -> None:
@@ -98,56 +100,56 @@ def differences(
     allowed = tolerance or (torch.finfo(torch.float32).eps if types else 0.0)
     if types:
         ours, theirs = ([step for step in steps if step.name not in _MOVING] for steps in (ours, theirs))
-    for one, two in zip(ours, theirs, strict=False):
-        if one.name != two.name:
-            return [(f"{two.name} in place of {one.name} {when}", two.path)]
-        if one.form != two.form and not (allowed and _alike(one.form, two.form, allowed)):
-            return [(f"{one.name} with {_first_difference(two.form, one.form)} {when}", two.path)]
-        if len(one.constants) != len(two.constants):
-            return [(f"{one.name} of other tensors {when}", two.path)]
-        for mine, its in zip(one.constants, two.constants, strict=True):
-            if _one_memory(mine, its):
+    for step, counterpart in zip(ours, theirs, strict=False):
+        if step.name != counterpart.name:
+            return [(f"{counterpart.name} in place of {step.name} {when}", counterpart.path)]
+        if step.form != counterpart.form and not (allowed and _alike(step.form, counterpart.form, allowed)):
+            return [(f"{step.name} with {_first_difference(counterpart.form, step.form)} {when}", counterpart.path)]
+        if len(step.constants) != len(counterpart.constants):
+            return [(f"{step.name} of other tensors {when}", counterpart.path)]
+        for mine, its in zip(step.constants, counterpart.constants, strict=True):
+            if _same_memory(mine, its):
                 continue
             if not (close(mine, its, tolerance or None) if allowed else same(mine, its)):
-                return [(f"{one.name} with constants that {_change(mine, its)} {when}", two.path)]
+                return [(f"{step.name} with constants that {_change(mine, its)} {when}", counterpart.path)]
     if len(ours) != len(theirs):
         step = (ours if len(ours) > len(theirs) else theirs)[min(len(ours), len(theirs))]
         return [(f"{step.name} {when} or not", step.path)]
     return []
 
 
-def _change(one: Tensor, two: Tensor) -> str:
+def _change(a: Tensor, b: Tensor) -> str:
     """How much a constant changes, in words."""
-    if one.shape != two.shape or not one.is_floating_point() or not two.is_floating_point():
+    if a.shape != b.shape or not a.is_floating_point() or not b.is_floating_point():
         return "change"
-    change = ((one.double() - two.double()).abs().max() / two.double().abs().max()).item()
+    change = ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
     return f"change by {change:.0e} of their largest entry" if 0 < change < math.inf else "change"
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a dense tensor lies, storage first: tensors that live at the same time and agree in this are equal."""
+    """The memory of a dense tensor, storage first: tensors that live at the same time and agree in this are equal."""
     if tensor.layout != torch.strided:
         return ()
     place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _one_memory(one: Tensor, two: Tensor) -> bool:
-    return one is two or bool(memory_of(one) and memory_of(one) == memory_of(two))
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or bool(memory_of(a) and memory_of(a) == memory_of(b))
 
 
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...], unit: float) -> bool:
+def _alike(form_a: tuple[Any, ...], form_b: tuple[Any, ...], unit: float) -> bool:
     """Whether two forms differ at most by a relative error in their numbers."""
-    both = [(*form[0], *form[1]) for form in (one, other)]
-    return len(both[0]) == len(both[1]) and all(
+    numbers = [(*form[0], *form[1]) for form in (form_a, form_b)]
+    return len(numbers[0]) == len(numbers[1]) and all(
         a == b or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= unit * abs(b))
-        for a, b in zip(*both, strict=True)
+        for a, b in zip(*numbers, strict=True)
     )
 
 
-def _first_difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+def _first_difference(form_a: tuple[Any, ...], form_b: tuple[Any, ...]) -> str:
     """A description of the first difference between two forms."""
-    for mine, its in zip((*one[0], *one[1]), (*other[0], *other[1]), strict=False):
+    for mine, its in zip((*form_a[0], *form_a[1]), (*form_b[0], *form_b[1]), strict=False):
         if mine != its:
             return f"{'size ' if isinstance(mine, tuple) else ''}{mine} in place of {its}"
     return "other arguments"

@@ -1,4 +1,4 @@
-"""Counting the passes through a network while it is read, for those who wait for a large one."""
+"""Counts forward passes while a network is captured, for reports of progress."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def passes(watch: Callable[[], None]) -> Iterator[None]:
 
 
 def passed() -> None:
-    """Says that images have been sent through the network once."""
+    """Reports one forward pass."""
     if (watch := _WATCH.get()) is not None:
         watch()

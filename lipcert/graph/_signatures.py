@@ -105,13 +105,13 @@ SYNONYMS = {
 
 
 def _signatures(text: str) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-    known = {}
+    signatures = {}
     for line in text.strip().splitlines():
         operations, _, names = line.partition(":")
         positional, _, named = names.partition("*")
         places = tuple(positional.split())
-        known.update(dict.fromkeys(operations.split(), (places, frozenset((*places, *named.split())))))
-    return known
+        signatures.update(dict.fromkeys(operations.split(), (places, frozenset((*places, *named.split())))))
+    return signatures
 
 
 # For each operation: the names of its positional arguments in order, and all names.
@@ -143,25 +143,25 @@ def placed(
         return args, kwargs
     ours = isinstance(op, str)
     places = _places(function, op)
-    left = {SYNONYMS.get(name, name) if name not in places else name: name for name in kwargs}
-    if len(left) != len(kwargs):
+    unplaced = {SYNONYMS.get(name, name) if name not in places else name: name for name in kwargs}
+    if len(unplaced) != len(kwargs):
         return args, kwargs
     by_place = [*args]
     for name in places[len(args) :]:
-        if name not in left or not (ours or any(operand(kwargs[other]) for other in left.values())):
+        if name not in unplaced or not (ours or any(operand(kwargs[other]) for other in unplaced.values())):
             break
-        by_place.append(kwargs[left.pop(name)])
-    order = sorted(left, key=lambda name: places.index(name) if name in places else len(places))
-    return tuple(by_place), {left[name]: kwargs[left[name]] for name in order}
+        by_place.append(kwargs[unplaced.pop(name)])
+    order = sorted(unplaced, key=lambda name: places.index(name) if name in places else len(places))
+    return tuple(by_place), {unplaced[name]: kwargs[unplaced[name]] for name in order}
 
 
 def _places(function: Callable[..., Any], op: Any) -> tuple[str, ...]:
     """The names of a function's positional arguments in order; empty where they are not known."""
     if isinstance(op, str):
         bare = getattr(function, "__name__", op).strip("_")
-        known = _PLACES.get(op if op == "unfold_axis" else bare, _PLACES.get(op))
-        if known is not None:
-            return known
+        places = _PLACES.get(op if op == "unfold_axis" else bare, _PLACES.get(op))
+        if places is not None:
+            return places
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in function without a signature

@@ -28,10 +28,10 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
     ``device`` is the device of the network, for causal masks; the CPU by default.
     """
 
-    def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
+    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
         if node.op != "scaled_dot_product_attention":
             return None
-        args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+        args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
         return _written_out(node, nodes, device, *args, **kwargs)
 
     return _rewritten(graph, written)
@@ -43,9 +43,9 @@ def explicit_maxima(graph: Graph) -> Graph:
     Operations on the same two values share the relu, also where a network has such a relu itself, so that their
     remainders are not counted one by one.
     """
-    known: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
+    relus: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
 
-    def written(node: Node, nodes: list[Node], now: Callable[[Node], Node]) -> Node | None:
+    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
         def emit(op: str, function: Any, *args: Node) -> Node:
             nodes.append(Node(op, function, args, {}, node.path, node.shape, dtype=node.dtype))
             return nodes[-1]
@@ -55,13 +55,13 @@ def explicit_maxima(graph: Graph) -> Graph:
             return None
         first, second = node.operands if pair is None else pair
         key = _part(first), _part(second)
-        if pair is None and key[::-1] in known:
+        if pair is None and key[::-1] in relus:
             key = key[::-1]
-        if key not in known:
-            a, b = now(first), now(second)
-            difference = emit("sub", operator.sub, a, b) if pair is None else now(node.operands[0])
-            known[key] = a, b, emit("relu", torch.relu, difference)
-        a, b, more = known[key]
+        if key not in relus:
+            a, b = replacement(first), replacement(second)
+            difference = emit("sub", operator.sub, a, b) if pair is None else replacement(node.operands[0])
+            relus[key] = a, b, emit("relu", torch.relu, difference)
+        a, b, more = relus[key]
         if pair is not None:
             return more
         larger = node.op in ("max", "maximum")
@@ -102,29 +102,29 @@ def _difference(node: Node) -> tuple[Node, Node] | None:
 
 
 def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node], Node]], Node | None]) -> Graph:
-    """The network with other operations in place of some.
+    """The network with some operations replaced.
 
-    ``written`` adds what stands for a node to the given list, and returns the last; None if the node stays.
+    ``written`` appends the replacement of a node to the list and returns its last operation; None keeps the node.
     """
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}
 
-    def now(node: Node) -> Node:
+    def replacement(node: Node) -> Node:
         return stands_for.get(node, node)
 
     for node in graph.nodes:
-        instead = written(node, nodes, now)
+        instead = written(node, nodes, replacement)
         if instead is None:
             instead = node
             if any(operand in stands_for for operand in node.operands):
-                args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+                args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
                 instead = Node(
                     node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
                 )
             nodes.append(instead)
         if instead is not node:
             stands_for[node] = instead
-    return Graph(graph.input, now(graph.output), tuple(nodes))
+    return Graph(graph.input, replacement(graph.output), tuple(nodes))
 
 
 def _written_out(
@@ -141,9 +141,9 @@ def _written_out(
     enable_gqa: bool = False,
 ) -> Node:
     def emit(op: str, function: Any, args: tuple[Any, ...], shape: Sequence[int]) -> Node:
-        made = Node(op, function, args, {}, node.path, tuple(shape))
-        nodes.append(made)
-        return made
+        emitted = Node(op, function, args, {}, node.path, tuple(shape))
+        nodes.append(emitted)
+        return emitted
 
     if enable_gqa:  # a group of queries shares its keys and values
         key, value = (_repeated(x, query.shape[-3] // x.shape[-3], emit) for x in (key, value))
@@ -156,11 +156,12 @@ def _written_out(
     if is_causal:
         attn_mask = torch.ones(scores[-2:], dtype=torch.bool, device=device).tril()
     if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool:
-        still = torch.zeros(attn_mask.shape, dtype=torch.float64, device=attn_mask.device)
-        attn_mask = still.masked_fill(~attn_mask, -math.inf)
+        zeros = torch.zeros(attn_mask.shape, dtype=torch.float64, device=attn_mask.device)
+        attn_mask = zeros.masked_fill(~attn_mask, -math.inf)
     hidden = None
     if isinstance(attn_mask, Tensor):
         hidden = (attn_mask == -math.inf).all(-1, keepdim=True)
+        # A row of −∞ alone would be NaN after the softmax; its result is set to 0 below.
         attn_mask = attn_mask.masked_fill(hidden, 0.0)
     if attn_mask is not None:
         logits = emit("add", operator.add, (logits, attn_mask), scores)
@@ -195,12 +196,13 @@ def cuts(graph: Graph) -> list[Node]:
         for operand in node.operands:
             if operand in reaches:
                 reaches[operand] = max(reaches[operand], position[node])
-    found, open_until = [], 0
+    cut_nodes, open_until = [], 0
     for index, node in enumerate(graph.nodes):
+        # All nodes before this one have been read for the last time.
         if open_until <= index and node.single:
-            found.append(node)
+            cut_nodes.append(node)
         open_until = max(open_until, reaches[node])
-    return found
+    return cut_nodes
 
 
 class Replay:
@@ -230,10 +232,11 @@ class Replay:
 
     def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
         """The operations on the paths from ``source`` to ``targets``, in order, without ``source``."""
-        wanted = 0
+        ancestors = 0
         for target in targets:
-            wanted |= self._reads.get(target, 0)
-        bits = reversed(f"{wanted & self._feeds[source]:b}")
+            ancestors |= self._reads.get(target, 0)
+        # The lowest bit first, so that bit i meets node i; zip stops at the highest bit that is set.
+        bits = reversed(f"{ancestors & self._feeds[source]:b}")
         return [node for node, bit in zip(self.graph.nodes, bits, strict=False) if bit == "1"]
 
     def __call__(
@@ -256,12 +259,12 @@ class Replay:
         """
         path = self.between(source, targets) if path is None else path
         inside = {source, *path}
-        given = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
+        outside = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
 
-        def one(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
-            known: dict[Node, Any] = dict(zip(given, fixed, strict=True))
-            known[source] = image
-            run(path, known)
-            return tuple(known[target] for target in targets)
+        def replayed(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
+            computed: dict[Node, Any] = dict(zip(outside, fixed, strict=True))
+            computed[source] = image
+            run(path, computed)
+            return tuple(computed[target] for target in targets)
 
-        return list(torch.vmap(one)(value, *(values[node] for node in given)))
+        return list(torch.vmap(replayed)(value, *(values[node] for node in outside)))

@@ -34,13 +34,13 @@ class Trace(TorchFunctionMode):
         digest: SHA-256 of the operations so far.
 
     Args:
-        known: tensors that are identified otherwise: the image, parameters and buffers.
+        identified: tensors whose entries do not enter the digest: the image, parameters and buffers.
     """
 
-    def __init__(self, known: Iterator[Tensor]):
+    def __init__(self, identified: Iterator[Tensor]):
         super().__init__()
         self.digest = hashlib.sha256()
-        self._made: dict[int, tuple[Any, str]] = {id(tensor): (tensor, "") for tensor in known}
+        self._makers: dict[int, tuple[Any, str]] = {id(tensor): (tensor, "") for tensor in identified}
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,19 +50,19 @@ class Trace(TorchFunctionMode):
         self.digest.update(f"{name}({self._described((args, kwargs))})\n".encode())
         result = function(*args, **kwargs)
         op = canonical(function)
-        made = self.maker(args[0]) if op in _PASSING and args else op if isinstance(op, str) else name
+        maker = self.maker(args[0]) if op in _PASSING and args else op if isinstance(op, str) else name
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, Tensor):
-                self._made[id(part)] = part, made
+                self._makers[id(part)] = part, maker
         return result
 
     def maker(self, tensor: Any) -> str:
-        """The name of the operation that computed a tensor, behind those that only move entries."""
-        return self._made.get(id(tensor), (None, ""))[1]
+        """The name of the operation that computed a tensor, apart from those that only move entries."""
+        return self._makers.get(id(tensor), (None, ""))[1]
 
     def _described(self, tree: Any) -> str:
         if isinstance(tree, Tensor):
-            content = "" if id(tree) in self._made else hashlib.sha256(_content(tree)).hexdigest()
+            content = "" if id(tree) in self._makers else hashlib.sha256(_content(tree)).hexdigest()
             return f"{tuple(tree.shape)} {tree.dtype} {content}"
         if isinstance(tree, np.ndarray):
             return f"{tree.shape} {tree.dtype} {hashlib.sha256(np.ascontiguousarray(tree).tobytes()).hexdigest()}"
@@ -95,9 +95,9 @@ def identity_of_code(model: Model) -> tuple[str, list[list[float]]]:
     digest, logits = hashlib.sha256(), []
     for image in examples(start.to(model.device, model.dtype)):
         with _tracing(model, image) as trace:
-            found = model(image)
+            result = model(image)
         digest.update(trace.digest.digest())
-        logits.append(found.flatten().tolist())
+        logits.append(result.flatten().tolist())
     return digest.hexdigest(), logits
 
 
@@ -110,10 +110,10 @@ def outputs_of(model: Model) -> int:
             in a sigmoid, or where its configuration names the problem type ``multi_label_classification``.
     """
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
-    seen: list[Any] = []
-    with model.net.register_forward_hook(lambda _, __, result: seen.append(result)), _tracing(model, image) as trace:
+    results: list[Any] = []
+    with model.net.register_forward_hook(lambda _, __, result: results.append(result)), _tracing(model, image) as trace:
         model(image)
-    result = seen[-1] if seen else None
+    result = results[-1] if results else None
     count = result.shape[1] if isinstance(result, Tensor) and result.dim() == 2 else 0
     last = trace.maker(result)
     ends = f"it ends in {last}" if last in _OF_LABELS else ""
@@ -122,7 +122,7 @@ def outputs_of(model: Model) -> int:
             f"the network's one output is a probability (it ends in {last}), which is positive whatever the class; let "
             "the network return the logit before that, which is positive for class 1 alone"
         )
-    if count > 1 and (why := ends or _said_to_be_labels(model.net)):
+    if count > 1 and (why := ends or _multi_label_config(model.net)):
         raise InputError(
             f"the network's {count} outputs are labels of which several may hold at once ({why}), so there is no one "
             "class to certify; if the classes exclude each other, let the network return logits, without a sigmoid"
@@ -130,11 +130,11 @@ def outputs_of(model: Model) -> int:
     return count
 
 
-def _said_to_be_labels(net: Any) -> str:
+def _multi_label_config(net: Any) -> str:
     """Where a network's configuration says that its outputs are labels; empty if it does not."""
     for name in ("config", "pretrained_cfg", "default_cfg"):
-        known = getattr(net, name, None)
-        kind = known.get("problem_type") if isinstance(known, Mapping) else getattr(known, "problem_type", None)
+        config = getattr(net, name, None)
+        kind = config.get("problem_type") if isinstance(config, Mapping) else getattr(config, "problem_type", None)
         if kind == "multi_label_classification":
             return f"its {name} names the problem type {kind}"
     return ""

@@ -85,26 +85,26 @@ _WIDENING = (F.rms_norm, torch.rms_norm)
 
 
 class _Dependent:
-    """The memory that depends on the image, or on an image of the looks before."""
+    """The memory that depends on the image of this run, or on those of earlier runs."""
 
     def __init__(self, before: _Dependent | None = None) -> None:
-        self._known: dict[int, StorageWeakRef] = {}
-        known: dict[int, StorageWeakRef] = {} if before is None else before._before | before._known
+        self._storages: dict[int, StorageWeakRef] = {}
+        earlier: dict[int, StorageWeakRef] = {} if before is None else before._before | before._storages
         self._before: dict[int, StorageWeakRef] = {
-            place: storage for place, storage in known.items() if not storage.expired()
+            place: storage for place, storage in earlier.items() if not storage.expired()
         }
 
     def add(self, tensor: Tensor) -> None:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            self._known[storage._cdata] = StorageWeakRef(storage)
+            self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self.is_new(tensor) or tensor.untyped_storage()._cdata in self._before
 
     def is_new(self, tensor: Tensor) -> bool:
-        """Whether the memory depends on the image of this look."""
-        return tensor.layout != torch.strided or tensor.untyped_storage()._cdata in self._known
+        """Whether the memory depends on the image of this run."""
+        return tensor.layout != torch.strided or tensor.untyped_storage()._cdata in self._storages
 
 
 # What depended on images in a module's last look. Code may have kept some of it, in the module or elsewhere.
@@ -127,16 +127,16 @@ class _Kernels(TorchDispatchMode):
         self.precision = matmul_precision()
         self.widening = False
 
-    def problem(self, what: str) -> None:
-        self.look.problems.append((what, (self.stack or [""])[-1]))
+    def problem(self, description: str) -> None:
+        self.look.problems.append((description, (self.stack or [""])[-1]))
 
     def recorded(self, constant: Tensor) -> Tensor:
         """An alias of the constant if it lies in a parameter or buffer, which nothing may write to; else a copy."""
         return constant.detach() if self.is_held(constant) else constant.clone()
 
-    def computed(self, outcome: Any, given: list[Tensor], written: list[Tensor]) -> Any:
+    def computed(self, outcome: Any, arguments: list[Tensor], written: list[Tensor]) -> Any:
         """The result of a kernel on weights alone, marked as such, and with noise unless it is a view."""
-        before = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout == torch.strided}
+        before = {tensor.untyped_storage()._cdata for tensor in arguments if tensor.layout == torch.strided}
 
         def marked(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
@@ -164,8 +164,8 @@ class _Kernels(TorchDispatchMode):
             self.problem(f"{kernel}, which is not an operation on tensors")
             return kernel(*args, **kwargs)
         name = kernel.__name__.split(".")[0]
-        given = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         touched = [tensor for tensor in tensors if tensor in self.dependent]
         if (
             touched
@@ -192,15 +192,15 @@ class _Kernels(TorchDispatchMode):
         if any(self.is_held(tensor) for tensor in written):
             self.problem(f"{name}, which writes to a parameter or buffer")
         if touched:
-            made = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
-            if any(tensor.layout != torch.strided for tensor in made):
+            results = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+            if any(tensor.layout != torch.strided for tensor in results):
                 self.problem(f"{name}, whose result is not a dense tensor")
-            for tensor in (*made, *written):
+            for tensor in (*results, *written):
                 self.dependent.add(tensor)
-            sizes = tuple(tuple(t.shape) if t.layout == torch.strided else () for t in (*tensors, *made))
+            sizes = tuple(tuple(t.shape) if t.layout == torch.strided else () for t in (*tensors, *results))
             if not self.widening:
-                step.types = frozenset(t.dtype for t in (*touched, *made, *written) if t.is_floating_point())
-            step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
+                step.types = frozenset(t.dtype for t in (*touched, *results, *written) if t.is_floating_point())
+            step.form = (sizes, tuple(_number(leaf) for leaf in leaves if _counts(leaf)))
             self.look.steps.append(step)
         elif any(tensor.layout == torch.strided and tensor in self.weights for tensor in tensors):
             return self.computed(outcome, tensors, written)
@@ -221,7 +221,7 @@ class _Functions(TorchFunctionMode):
         dependent = self.kernels.dependent
         if name in _READING_MEMORY and args and isinstance(args[0], Tensor) and args[0] in dependent:
             self.kernels.problem(f"Tensor.{name}, which reads values that depend on the image")
-        lists = [given for given in args if isinstance(given, (list, tuple))] if name in _READING_LISTS else []
+        lists = [argument for argument in args if isinstance(argument, (list, tuple))] if name in _READING_LISTS else []
         if any(isinstance(leaf, Tensor) and leaf in dependent for leaf in tree_leaves(lists)):
             self.kernels.problem(f"{name} of a list, which reads values that depend on the image")
         self.kernels.widening = function in _WIDENING
@@ -237,8 +237,8 @@ def _draws_nothing(kernel: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
     argument, harmless = _DROPPING[name]
     for place, parameter in enumerate(kernel._schema.arguments):
         if parameter.name == argument:
-            given = args[place] if place < len(args) else kwargs.get(argument, parameter.default_value)
-            return given is None or given == harmless
+            value = args[place] if place < len(args) else kwargs.get(argument, parameter.default_value)
+            return value is None or value == harmless
     return False
 
 
@@ -258,12 +258,12 @@ def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     parameters = kernel._schema.arguments
     if not kernel._schema.is_mutable and not any(parameter.name in _STATISTICS for parameter in parameters):
         return []
-    given = {parameter.name: kwargs.get(parameter.name) for parameter in parameters} | dict(
+    values = {parameter.name: kwargs.get(parameter.name) for parameter in parameters} | dict(
         zip((parameter.name for parameter in parameters), args, strict=False)
     )
-    updated = _STATISTICS if given.get("training", kernel.__name__ not in _KEEPING_STATISTICS) else ()
+    updated = _STATISTICS if values.get("training", kernel.__name__ not in _KEEPING_STATISTICS) else ()
     return [
-        given[parameter.name]
+        values[parameter.name]
         for parameter in parameters
         if parameter.name in updated or (parameter.alias_info is not None and parameter.alias_info.is_write)
     ]
@@ -287,7 +287,7 @@ def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
 
     With ``noise``, constants that it computes from its weights get relative errors of about that size.
     """
-    given, stack = image.clone(), [""]
+    pixels, stack = image.clone(), [""]
     paths = {child: path for path, child in module.named_modules()}
 
     def entered(original: Callable[..., Any], child: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -298,30 +298,30 @@ def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
             stack.pop()
 
     with (
-        watched(module, given, stack, noise) as kernels,
+        watched(module, pixels, stack, noise) as kernels,
         module_calls(entered),
         _no_threads(kernels),
         _Functions(kernels),
     ):
-        kernels.look.result = module(given)
+        kernels.look.result = module(pixels)
     passed()
-    kernels.look.kept = {place for place, tensor in _held(module) if kernels.dependent.is_new(tensor)}
+    kernels.look.kept = {place for place, tensor in _tensors_held(module) if kernels.dependent.is_new(tensor)}
     return kernels.look
 
 
 @contextmanager
-def watched(module: nn.Module, given: Tensor, stack: list[str], noise: float = 0.0) -> Iterator[_Kernels]:
-    """Records, inside the ``with`` block, the kernel calls with an argument that depends on ``given``.
+def watched(module: nn.Module, pixels: Tensor, stack: list[str], noise: float = 0.0) -> Iterator[_Kernels]:
+    """Records, inside the ``with`` block, the kernel calls with an argument that depends on ``pixels``.
 
     Args:
         module: the network.
-        given: the input, shape (1, C, H, W); the block must use this tensor object.
+        pixels: the input, shape (1, C, H, W); the block must use this tensor object.
         stack: module paths; the last entry is the module that is running.
         noise: as for :func:`look`.
     """
     dependent = _DEPENDENT[module] = _Dependent(_DEPENDENT.get(module))
-    dependent.add(given)
-    kernels = _Kernels(Look(given.clone()), module, dependent, stack, noise)
+    dependent.add(pixels)
+    kernels = _Kernels(Look(pixels.clone()), module, dependent, stack, noise)
     with torch.no_grad(), _one_kernel_for_all_types(), kernels:
         yield kernels
 
@@ -385,11 +385,11 @@ def first_run(module: nn.Module, image: Tensor) -> Any:
     Raises:
         UnsupportedCode: the module keeps values of this image and does not replace them for the next image.
     """
-    found = look(module, image)
-    stale = found.kept - look(module, image).kept if found.kept else ()
+    record = look(module, image)
+    stale = record.kept - look(module, image).kept if record.kept else ()
     if stale:
         raise UnsupportedCode([("values of an image that are kept for the next one", place) for place in stale])
-    return found.result
+    return record.result
 
 
 _EXAMINED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Look]]] = weakref.WeakKeyDictionary()
@@ -410,8 +410,8 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
         UnsupportedCode: the code does something that the module docstring lists; names the module path.
     """
     made_of = _state(module), image.shape, image.dtype, image.device, real
-    known, looks = _EXAMINED.get(module, (None, []))
-    if known != made_of:
+    cached, looks = _EXAMINED.get(module, (None, []))
+    if cached != made_of:
         with RealArithmetic() if real else nullcontext():
             looks = _examined(module, image)
         _EXAMINED[module] = made_of, looks
@@ -422,7 +422,7 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
     chance = random_states()
     try:
         with frozen(module):
-            first, *others = [look(module, example) for example in examples(image)]
+            first, *further = [look(module, example) for example in examples(image)]
             state = _state(module)
             again = look(module, image)
             disturbed = look(module, image, _NOISE) if first.computes and image.dtype == torch.float64 else None
@@ -435,9 +435,9 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
             raise
         why = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise UnsupportedCode([(f"code that fails for some {str(image.dtype)[6:]} images ({why})", "")]) from error
-    problems = list(dict.fromkeys(problem for found in (first, *others, again) for problem in found.problems))
-    for found in (*others, again):
-        problems += differences(first, found, "for another image")
+    problems = list(dict.fromkeys(problem for record in (first, *further, again) for problem in record.problems))
+    for record in (*further, again):
+        problems += differences(first, record, "for another image")
     if disturbed is not None:
         when = "if rounding errors are larger; large numbers may cancel where the constants are computed"
         problems += differences(first, disturbed, when, tolerance=_MOVED)
@@ -455,9 +455,9 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         raise UnsupportedCode(problems[:8])
     if not _same_with_gradients(module, image, plain):
         raise UnsupportedCode([("forward code that depends on whether gradients are enabled", "")])
-    for found in others:
-        found.steps = []  # equal to those of the first
-    return [first, *others]
+    for record in further:
+        record.steps = []  # equal to those of the first
+    return [first, *further]
 
 
 @contextmanager
@@ -478,12 +478,12 @@ def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> boo
     for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
         try:
             with mode:
-                found = module(image.clone().requires_grad_() * 1 if gradients else image.clone())
+                result = module(image.clone().requires_grad_() * 1 if gradients else image.clone())
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             continue
-        if not close(found.detach(), plain, kernel_tolerance(plain)):
+        if not close(result.detach(), plain, kernel_tolerance(plain)):
             return False
     return True
 
@@ -502,9 +502,9 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
     """
     first, *_ = examine(module, image, real)
     with RealArithmetic() if real else nullcontext():
-        found = look(module, image)
-        problems = found.problems + differences(first, found, "for another image")
-        if not close(graph.replay(image), found.result, kernel_tolerance(found.result)):
+        record = look(module, image)
+        problems = record.problems + differences(first, record, "for another image")
+        if not close(graph.replay(image), record.result, kernel_tolerance(record.result)):
             problems.append(("forward code that behaves differently when it is captured", ""))
     if problems:
         raise UnsupportedCode(problems)
@@ -521,7 +521,7 @@ def as_captured(first: Look, captured: Look) -> None:
         raise UnsupportedCode(problems)
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors_held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All (attribute path, tensor) pairs that the module's parts hold."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -533,16 +533,16 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _state(module: nn.Module) -> dict[str, Any]:
     """The module's state: its numbers and texts, the versions of its parameters and buffers, its numbers of hooks."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name != "_modules":
                 leaves = [_number(leaf) for leaf in tree_leaves(value) if _counts(leaf)]
-                found[f"{path}.{name}"] = leaves[:1000]
-        found[path] = type(part), *(len(hooks) for hooks in _hooks(part))
+                state[f"{path}.{name}"] = leaves[:1000]
+        state[path] = type(part), *(len(hooks) for hooks in _hooks(part))
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            found[f"{path}.{name}"] = (id(tensor), write_count(tensor))
-    return found
+            state[f"{path}.{name}"] = (id(tensor), write_count(tensor))
+    return state
 
 
 def _hooks(module: nn.Module) -> list[Any]:

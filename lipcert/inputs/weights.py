@@ -53,7 +53,7 @@ FOREIGN_SUFFIXES = frozenset(suffix for _, suffix, _ in _FOREIGN)
 
 
 @dataclass
-class Checkpoint:
+class StoredWeights:
     """What a checkpoint file holds.
 
     Attributes:
@@ -69,7 +69,7 @@ class Checkpoint:
     pixels: dict[str, Any] = field(default_factory=dict)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     """Reads a checkpoint file.
 
     Args:
@@ -100,7 +100,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         (given[key] for key in ("arch", "architecture", "model_name") if _is_architecture(given.get(key))), None
     )
     arguments, pixels, named = _of_training(given)
-    return Checkpoint(_tensors(content, path), name or named, arguments, pixels)
+    return StoredWeights(_tensors(content, path), name or named, arguments, pixels)
 
 
 def _is_architecture(name: Any) -> bool:
@@ -307,7 +307,7 @@ def check_finite(net: nn.Module, origin: str) -> None:
         raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
 
 
-def _read_safetensors(path: Path) -> Checkpoint:
+def _read_safetensors(path: Path) -> StoredWeights:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata, keys = file.metadata() or {}, list(file.keys())
@@ -317,7 +317,7 @@ def _read_safetensors(path: Path) -> Checkpoint:
     if not keys:
         raise LoadError(f"{path} holds no state dict; expected names and tensors")
     name = metadata.get("architecture")
-    return Checkpoint(_Lazy(path, keys), name if name and timm.is_model(name) else None)
+    return StoredWeights(_Lazy(path, keys), name if name and timm.is_model(name) else None)
 
 
 class _Lazy(Mapping[str, Tensor]):

@@ -69,9 +69,11 @@ def configuration(size: int) -> dict[str, Any]:
     }
 
 
-def build(network: Callable[..., nn.Module], name: str, pretrained: bool, given: dict[str, Any], **own: Any) -> Any:
-    """Builds a model as timm does; ``given`` arguments of the caller override ``own`` ones of the named model."""
-    return build_model_with_cfg(network, name, pretrained, **{**own, **given})
+def build(
+    network: Callable[..., nn.Module], name: str, pretrained: bool, overrides: dict[str, Any], **defaults: Any
+) -> Any:
+    """Builds a model as timm does; the caller's ``overrides`` replace the ``defaults`` of the named model."""
+    return build_model_with_cfg(network, name, pretrained, **{**defaults, **overrides})
 
 
 def classify(network: Any, x: Tensor, mirror: bool) -> Tensor:

@@ -28,26 +28,34 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def certvit_mnist(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """Patches of 7, 6 blocks of width 128, for grey images of 28×28."""
-    own = {"img_size": 28, "in_chans": 1, "patch_size": 7, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_ratio": 4}
-    return build(VisionTransformer, "certvit_mnist", pretrained, kwargs, **own, **_COMMON)
+    architecture = {
+        "img_size": 28,
+        "in_chans": 1,
+        "patch_size": 7,
+        "embed_dim": 128,
+        "depth": 6,
+        "num_heads": 4,
+        "mlp_ratio": 4,
+    }
+    return build(VisionTransformer, "certvit_mnist", pretrained, kwargs, **architecture, **_COMMON)
 
 
 @register_model
 def certvit_cifar10(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """Patches of 4, 6 blocks of width 192, for images of 32×32."""
-    own = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "mlp_ratio": 3}
-    return build(VisionTransformer, "certvit_cifar10", pretrained, kwargs, **own, **_COMMON)
+    architecture = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "mlp_ratio": 3}
+    return build(VisionTransformer, "certvit_cifar10", pretrained, kwargs, **architecture, **_COMMON)
 
 
 @register_model
 def certvit_cifar100(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """Patches of 4, 12 blocks of width 192, for images of 32×32."""
-    own = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3, "mlp_ratio": 3}
-    return build(VisionTransformer, "certvit_cifar100", pretrained, kwargs, **own, **_COMMON)
+    architecture = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3, "mlp_ratio": 3}
+    return build(VisionTransformer, "certvit_cifar100", pretrained, kwargs, **architecture, **_COMMON)
 
 
 @register_model
 def certvit_tinyimagenet(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """Patches of 4, 12 blocks of width 384, for images of 64×64."""
-    own = {"img_size": 64, "patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 3}
-    return build(VisionTransformer, "certvit_tinyimagenet", pretrained, kwargs, **own, **_COMMON)
+    architecture = {"img_size": 64, "patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 3}
+    return build(VisionTransformer, "certvit_tinyimagenet", pretrained, kwargs, **architecture, **_COMMON)

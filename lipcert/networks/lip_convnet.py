@@ -96,5 +96,5 @@ def lip_convnet_6c2f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
 @register_model
 def lip_convnet_8c2f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
     """8C2F for images of 64×64."""
-    own = {"convolutions": _8C, "dense": (256,), "img_size": 64, "num_classes": 200}
-    return build(LipConvNet, "lip_convnet_8c2f", pretrained, kwargs, **own)
+    architecture = {"convolutions": _8C, "dense": (256,), "img_size": 64, "num_classes": 200}
+    return build(LipConvNet, "lip_convnet_8c2f", pretrained, kwargs, **architecture)

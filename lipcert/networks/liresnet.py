@@ -187,12 +187,19 @@ def liresnet_l12w512(pretrained: bool = False, **kwargs: Any) -> LiResNet:
 @register_model
 def liresnet_l12w512_64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
     """The paper's L12W512 for images of 64×64."""
-    own = {"depth": 12, "width": 512, "stem": (7, 4, 3), "img_size": 64, "num_classes": 200}
-    return build(LiResNet, "liresnet_l12w512_64", pretrained, kwargs, **own)
+    architecture = {"depth": 12, "width": 512, "stem": (7, 4, 3), "img_size": 64, "num_classes": 200}
+    return build(LiResNet, "liresnet_l12w512_64", pretrained, kwargs, **architecture)
 
 
 @register_model
 def liresnet_l12w588_224(pretrained: bool = False, **kwargs: Any) -> LiResNet:
     """The paper's L12W588 for images of 224×224."""
-    own = {"depth": 12, "width": 588, "num_features": 4096, "stem": (14, 14, 0), "img_size": 224, "num_classes": 1000}
-    return build(LiResNet, "liresnet_l12w588_224", pretrained, kwargs, **own)
+    architecture = {
+        "depth": 12,
+        "width": 588,
+        "num_features": 4096,
+        "stem": (14, 14, 0),
+        "img_size": 224,
+        "num_classes": 1000,
+    }
+    return build(LiResNet, "liresnet_l12w588_224", pretrained, kwargs, **architecture)

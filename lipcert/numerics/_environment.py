@@ -58,18 +58,18 @@ _GRAIN = 2**15
 
 def assumptions(dtype: str) -> list[str]:
     """The assumptions of a certificate for ``dtype``, or for real arithmetic."""
-    found = [*ASSUMED["real"], *(ASSUMED["deployed"] if dtype != "real" else ())]
-    return found + list(ASSUMED["half"] if dtype in ("float16", "bfloat16") else ())
+    texts = [*ASSUMED["real"], *(ASSUMED["deployed"] if dtype != "real" else ())]
+    return texts + list(ASSUMED["half"] if dtype in ("float16", "bfloat16") else ())
 
 
 def environment_settings() -> dict[str, Any]:
     """The torch settings on which certificates depend, by name; settings that this version lacks are omitted."""
-    found = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
-    found |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
-    found["torch.get_float32_matmul_precision()"] = matmul_precision()
-    found["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
-    found["torch.get_default_dtype()"] = str(torch.get_default_dtype()).removeprefix("torch.")
-    return {name: value for name, value in found.items() if value is not None}
+    settings = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
+    settings |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
+    settings["torch.get_float32_matmul_precision()"] = matmul_precision()
+    settings["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
+    settings["torch.get_default_dtype()"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def check_environment(device: torch.device, dtype: str = "real") -> None:
@@ -83,8 +83,8 @@ def check_environment(device: torch.device, dtype: str = "real") -> None:
         InputError: an assumption is violated; the message contains the fix.
     """
     for reason, remedy in _broken(device, dtype):
-        what = "certificates" if dtype == "real" else f"certificates for {dtype}"
-        raise InputError(f"{what} do not hold in this process: {reason}; {remedy}")
+        kind = "certificates" if dtype == "real" else f"certificates for {dtype}"
+        raise InputError(f"{kind} do not hold in this process: {reason}; {remedy}")
 
 
 def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
@@ -122,21 +122,21 @@ def _fewer_bits(device: torch.device) -> Iterator[tuple[str, str]]:
         if _setting(name):
             yield f"torch.backends.{name} is on", f"torch.backends.{name} = False"
     for name in _CUDA if device.type == "cuda" else _CPU:
-        found = _setting(f"{name}.fp32_precision")
-        if found is not None and found not in _EXACT:
+        setting = _setting(f"{name}.fp32_precision")
+        if setting is not None and setting not in _EXACT:
             line = f"torch.backends.{name}.fp32_precision"
-            yield f"{line} is {found}", f'{line} = "ieee"'
+            yield f"{line} is {setting}", f'{line} = "ieee"'
 
 
 def _setting(name: str) -> Any:
     """A setting below ``torch.backends``; None if this version does not have it or cannot read it."""
-    found: Any = torch.backends
+    value: Any = torch.backends
     try:
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (AttributeError, RuntimeError):  # torch refuses to mix its older and its newer names
         return None
-    return found
+    return value
 
 
 def _autocast(kind: str) -> bool:
@@ -164,9 +164,9 @@ def _flushes(device: torch.device) -> bool:
 def _rounds_to_nearest(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether 1 + ulp/4 rounds to 1 and 1 + 3 ulp/4 to the next number, for both signs."""
     ulp = torch.finfo(dtype).eps
-    one = torch.tensor([1.0, -1.0], dtype=dtype, device=device)
-    return bool(torch.equal(one + one * (ulp / 4), one)) and bool(
-        torch.equal(one + one * (0.75 * ulp) - one, one * ulp)
+    signs = torch.tensor([1.0, -1.0], dtype=dtype, device=device)
+    return bool(torch.equal(signs + signs * (ulp / 4), signs)) and bool(
+        torch.equal(signs + signs * (0.75 * ulp) - signs, signs * ulp)
     )
 
 

@@ -104,12 +104,12 @@ class Estimator:
         weight = weight.to(self.dtype)
         fixed = weight.detach()
         width = min(self.width, math.prod(shape[1:]))
-        known = self.place < len(self.vectors) and self.vectors[self.place].shape == (width, *shape)
-        if known:
+        warm = self.place < len(self.vectors) and self.vectors[self.place].shape == (width, *shape)
+        if warm:
             v = self.vectors[self.place]
         else:
             v = _orthonormal(torch.randn(width, *shape, generator=self.generator).to(fixed))
-        for _ in range(self.steps if known else max(self.steps, _FIRST_STEPS)):
+        for _ in range(self.steps if warm else max(self.steps, _FIRST_STEPS)):
             with torch.enable_grad():
                 start = v.detach().requires_grad_()
                 result = apply(start, fixed)
@@ -187,11 +187,12 @@ def or_estimated(estimate: Callable[..., Upper]) -> Callable[[Callable[..., Uppe
 
 def through(function: Callable[[float], Upper], number: Upper) -> Upper:
     """function(number); for an estimate, with a gradient computed from a difference quotient."""
-    here = function(float(number))
-    if not isinstance(number, Estimated) or not here.finite or not number > 0:
-        return here
-    there = function(float(number) * (1 + _SLOPE))
-    if not there.finite or not here > 0 or here == there:
-        return here
-    exponent = (math.log(float(there)) - math.log(float(here))) / math.log1p(_SLOPE)
-    return Estimated(float(here) * (number.tensor / float(number)) ** exponent)
+    value = function(float(number))
+    if not isinstance(number, Estimated) or not value.finite or not number > 0:
+        return value
+    ahead = function(float(number) * (1 + _SLOPE))
+    if not ahead.finite or not value > 0 or value == ahead:
+        return value
+    # The slope of log f over log x: value · (x/x₀)^exponent has the value and the derivative of f at x₀.
+    exponent = (math.log(float(ahead)) - math.log(float(value))) / math.log1p(_SLOPE)
+    return Estimated(float(value) * (number.tensor / float(number)) ** exponent)

@@ -45,11 +45,11 @@ class Format:
         """
         if isinstance(dtype, Format):
             return dtype
-        found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if found not in DTYPES.values():
+        resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if resolved not in DTYPES.values():
             raise InputError(f"no rounding bounds for dtype {dtype}; choose one of {', '.join(DTYPES)}")
-        assert isinstance(found, torch.dtype)
-        return cls(found)
+        assert isinstance(resolved, torch.dtype)
+        return cls(resolved)
 
     @property
     def unit(self) -> float:
@@ -126,8 +126,8 @@ class Format:
         exact = torch.as_tensor(constant, dtype=torch.float64).detach()
         if address(exact) in self.computed:
             return self.computed[address(exact)][1]
-        held = exact.to(self.dtype).double()
-        error = torch.where(held == exact, 0.0, (held - exact).abs() + 2.0**-23 * exact.abs() + 2.0**-149)
+        rounded = exact.to(self.dtype).double()
+        error = torch.where(rounded == exact, 0.0, (rounded - exact).abs() + 2.0**-23 * exact.abs() + 2.0**-149)
         flushed = (exact != 0) & (exact.abs() < torch.finfo(self.dtype).smallest_normal)
         return at_most(torch.where(flushed, error + self.smallest, error))
 

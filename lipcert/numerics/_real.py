@@ -48,12 +48,12 @@ def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwar
     """
     function, args, kwargs = spelled_out(function, args, kwargs)
     met = set(_types((args, kwargs)))
-    named = [given for given in (*args, *kwargs.values()) if _floating(given)]
+    named = [argument for argument in (*args, *kwargs.values()) if _floating(argument)]
     if met and named and getattr(function, "__name__", "") not in _SAME_BITS:
         if function is Tensor.to and torch.finfo(named[0]).bits < 32:
             args = (args[0].clone(), *args[1:])
-        args = tuple(torch.float64 if _floating(given) else given for given in args)
-        kwargs = {key: torch.float64 if _floating(given) else given for key, given in kwargs.items()}
+        args = tuple(torch.float64 if _floating(argument) else argument for argument in args)
+        kwargs = {key: torch.float64 if _floating(argument) else argument for key, argument in kwargs.items()}
     if torch.float64 in met and any(map(_floating, met - {torch.float64})) and not _writes(function, kwargs):
         args, kwargs = _widened(args), _widened(kwargs)
     return function, args, kwargs
@@ -64,10 +64,10 @@ def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if function in _NAMED_AFTER_TYPES:
         return Tensor.to, (*args, _NAMED_AFTER_TYPES[function]), kwargs
     if function is Tensor.type_as or function is Tensor.to:
-        rest = dict(kwargs)
-        other: Any = args[1] if len(args) > 1 else rest.pop("other", None)
-        if isinstance(getattr(other, "dtype", None), torch.dtype):
-            return Tensor.to, (args[0], other.device, other.dtype, *args[2:]), rest
+        remaining = dict(kwargs)
+        target: Any = args[1] if len(args) > 1 else remaining.pop("other", None)
+        if isinstance(getattr(target, "dtype", None), torch.dtype):
+            return Tensor.to, (args[0], target.device, target.dtype, *args[2:]), remaining
     if function is Tensor.type and len(args) > 1 and not isinstance(args[1], torch.dtype):
         return Tensor.to, (args[0], *_place_and_type(args[1]), *args[2:]), kwargs
     if function is Tensor.type and len(args) + len(kwargs) > 1:
@@ -75,13 +75,13 @@ def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return function, args, kwargs
 
 
-def _floating(given: Any) -> bool:
-    return isinstance(given, torch.dtype) and given.is_floating_point
+def _floating(argument: Any) -> bool:
+    return isinstance(argument, torch.dtype) and argument.is_floating_point
 
 
-def _place_and_type(given: Any) -> tuple[str, torch.dtype]:
+def _place_and_type(tensor_class: Any) -> tuple[str, torch.dtype]:
     """Device and type of a tensor class such as ``torch.cuda.FloatTensor``, or of its name."""
-    name = given if isinstance(given, str) else f"{given.__module__}.{given.__name__}"
+    name = tensor_class if isinstance(tensor_class, str) else f"{tensor_class.__module__}.{tensor_class.__name__}"
     _, *place, kind = name.split(".")
     return (place or ["cpu"])[0], getattr(torch, kind).dtype
 

@@ -44,10 +44,10 @@ class Upper:
         return Upper(_UP.add(self._value, Upper(other)._value))
 
     def __mul__(self, other: Number) -> Upper:
-        left, right = self._value, Upper(other)._value
-        if not left or not right:  # 0 · ∞ = 0: a constant map stays constant
+        a, b = self._value, Upper(other)._value
+        if not a or not b:  # 0 · ∞ = 0: a constant map stays constant
             return Upper(0)
-        return Upper(_UP.multiply(left, right))
+        return Upper(_UP.multiply(a, b))
 
     def __truediv__(self, divisor: float | int) -> Upper:
         exact = Decimal(divisor)

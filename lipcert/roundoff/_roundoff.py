@@ -64,24 +64,24 @@ class Gains:
     def __init__(self, graph: Graph, model: Model, fmt: Format):
         self.values = global_values(graph)
         self._gains: dict[Node, dict[Node, float]] = {}
-        known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        stored = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
         computed: dict[Address, tuple[Tensor, Tensor]] = {}
         self.format = replace(fmt, computed=computed)
         with torch.no_grad():
             nominal = evaluate(graph, _example(model)[:, None])
-            still = torch.zeros(1, dtype=torch.float64, device=model.device)
+            zero = torch.zeros(1, dtype=torch.float64, device=model.device)
             for node in graph.nodes:
                 if node is graph.input or passes(node):
                     continue
                 try:
                     # In float64 itself the network is the one with these constants as float64 has them.
-                    for constant in () if fmt == REAL else _constants(node, known):
+                    for constant in () if fmt == REAL else _constants(node, stored):
                         error = computed_error(constant, node.path, model, fmt)
                         if error is None:
                             raise NoAnswer("a constant that the network computes")
                         computed[address(constant)] = constant, error
-                    operands = [Operand(nominal[u], still, torch.full_like(still, math.inf)) for u in node.operands]
+                    operands = [Operand(nominal[u], zero, torch.full_like(zero, math.inf)) for u in node.operands]
                     local_error(node, operands, self.format)
                 except NoAnswer as reason:
                     missing.append(refusal(node, reason))
@@ -113,10 +113,10 @@ class Gains:
         if value.base is self.values[operand] and value.map is not None and len(set(node.operands)) == 1:
             return float(value.map.norm)
 
-        def known(u: Node) -> Value:
+        def value_of(u: Node) -> Value:
             return self.widened(u, 1 if u is operand else 0)
 
-        args, kwargs = map_nodes(known, (node.args, dict(node.kwargs)))
+        args, kwargs = map_nodes(value_of, (node.args, dict(node.kwargs)))
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
@@ -125,8 +125,8 @@ class Gains:
             return math.inf
 
 
-def _constants(node: Node, known: set[int]) -> list[Tensor]:
-    """The constants of an operation that the network computes, because their storage is not ``known``.
+def _constants(node: Node, stored: set[int]) -> list[Tensor]:
+    """The constants of an operation that the network computes, because their storage is not ``stored``.
 
     Raises:
         NoAnswer: the result is in another type than float64.
@@ -135,7 +135,7 @@ def _constants(node: Node, known: set[int]) -> list[Tensor]:
         raise NoAnswer(f"a result in {node.dtype}")
     constants: list[Tensor] = []
     _tensors((node.args, dict(node.kwargs)), constants)
-    return [constant for constant in constants if constant.untyped_storage().data_ptr() not in known]
+    return [constant for constant in constants if constant.untyped_storage().data_ptr() not in stored]
 
 
 def passes(node: Node) -> bool:
@@ -143,15 +143,15 @@ def passes(node: Node) -> bool:
     return node.op == "part" or node.op in PIECES
 
 
-def _tensors(tree: object, found: list[Tensor]) -> None:
+def _tensors(tree: object, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         if tree.is_floating_point():
-            found.append(tree)
+            tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            _tensors(item, found)
+            _tensors(item, tensors)
     elif isinstance(tree, dict):
-        _tensors(list(tree.values()), found)
+        _tensors(list(tree.values()), tensors)
 
 
 def error_norm(error: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Roundoff:
         self.format = Format.of(dtype)
         self.model = model
         if graph is None:
-            graph = capture(model, _example(model), _whole, casts=self.format != REAL)
+            graph = capture(model, _example(model), _has_rounding_rule, casts=self.format != REAL)
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
@@ -225,21 +225,22 @@ class Roundoff:
         predicted = predicted.to(self.model.device)
         errors, local = self._errors(images, radius.to(self.model.device, torch.float64))
         output = self.graph.output
-        found = math.sqrt(2) * errors[output][:, None].expand(-1, output.shape[-1])
+        bounds = math.sqrt(2) * errors[output][:, None].expand(-1, output.shape[-1])
         if output.op == "linear" and len(output.shape) == 2:
             weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
             distances = torch.stack([row_distances(weight.detach().double(), y) for y in predicted.tolist()])
             head = local[output].reshape(len(images), -1)
+            # The rounding errors of logit j and of logit y both count.
             through = distances * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
-            found = torch.minimum(found, through)
-        found = at_most(found * OWN_ROUNDING)
-        return found.scatter(1, predicted[:, None], 0.0)
+            bounds = torch.minimum(bounds, through)
+        bounds = at_most(bounds * OWN_ROUNDING)
+        return bounds.scatter(1, predicted[:, None], 0.0)
 
     @torch.no_grad()
     def values(self, images: Tensor) -> Tensor:
         """Upper bounds on ‖ĥ − h‖ of the output at images in [0, 1], float64, shape (N,); ∞ if there is no bound."""
-        still = torch.zeros(len(images), dtype=torch.float64, device=self.model.device)
-        errors, _ = self._errors(images, still)
+        zero = torch.zeros(len(images), dtype=torch.float64, device=self.model.device)
+        errors, _ = self._errors(images, zero)
         return at_most(errors[self.graph.output] * OWN_ROUNDING)
 
     def entry(self, images: Tensor, radius: Tensor) -> Tensor:
@@ -281,7 +282,7 @@ def _times(gain: float, error: Tensor) -> Tensor:
     return torch.where(error > 0, gain * error, 0.0) if gain > 0 else torch.zeros_like(error)
 
 
-def _whole(module: nn.Module) -> bool:
+def _has_rounding_rule(module: nn.Module) -> bool:
     return kept_whole(module, "rounding") and rule_for(type(module)) is not None
 
 
@@ -294,8 +295,8 @@ def evaluate(graph: Graph, images: Tensor) -> dict[Node, Tensor]:
     """Values of all nodes with one result, each of shape (N, *node.shape), for images of shape (N, 1, C, H, W)."""
     single = [node for node in graph.nodes if node.single and node is not graph.input]
 
-    def one(image: Tensor) -> tuple[Tensor, ...]:
-        known = run(graph.nodes, {graph.input: image})
-        return tuple(known[node] for node in single)
+    def evaluated(image: Tensor) -> tuple[Tensor, ...]:
+        computed = run(graph.nodes, {graph.input: image})
+        return tuple(computed[node] for node in single)
 
-    return {graph.input: images, **dict(zip(single, torch.vmap(one)(images), strict=True))}
+    return {graph.input: images, **dict(zip(single, torch.vmap(evaluated)(images), strict=True))}

@@ -1,4 +1,4 @@
-"""What a command or a call is asked for: fields with help texts and checks, without torch."""
+"""The settings of commands and library calls: fields with help texts and checks, without torch."""
 
 from lipcert.settings._certify import (
     AUTO,

@@ -147,12 +147,12 @@ class CertifySettings:
 
     def __post_init__(self) -> None:
         plain(self)
-        given, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
+        typed, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
         if not (isinstance(eps, Real) and not isinstance(eps, bool) and math.isfinite(eps) and eps > 0):
             raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
-        for one in fields(self):
-            if one.metadata.get("choices"):
-                one_of(one.name, getattr(self, one.name), one.metadata["choices"])
+        for entry in fields(self):
+            if entry.metadata.get("choices"):
+                one_of(entry.name, getattr(self, entry.name), entry.metadata["choices"])
         linearised = self.method == STAGED or self.method in LINEARISED
         if self.at is not None and (not linearised or self.dtype != "real" or self.attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
@@ -167,7 +167,7 @@ class CertifySettings:
         if not (isinstance(self.delta, Real) and 0 < self.delta < 1):
             raise InputError(f"delta must be a probability between 0 and 1, got {self.delta}")
         self._check_smoothing()
-        object.__setattr__(self, "eps_typed", given if isinstance(given, str) else f"{float(eps):.9g}")
+        object.__setattr__(self, "eps_typed", typed if isinstance(typed, str) else f"{float(eps):.9g}")
         object.__setattr__(self, "eps", float(eps))
         if isinstance(self.attack, str):
             from lipcert.attacks import attack_named  # imports torch
@@ -177,14 +177,14 @@ class CertifySettings:
     def _check_smoothing(self) -> None:
         """Refuses noise settings that are not valid, or that the method does not use."""
         if self.method != SMOOTHING:
-            given = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
-            if given:
-                raise InputError(f"{', '.join(given)}: for method {SMOOTHING} only; {self.method} draws no noise")
+            names = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
+            if names:
+                raise InputError(f"{', '.join(names)}: for method {SMOOTHING} only; {self.method} draws no noise")
             return
         if self.rigor != RIGORS[0] or self.attack is not None:
-            what = "an attack" if self.attack is not None else f"rigor {self.rigor}"
+            setting = "an attack" if self.attack is not None else f"rigor {self.rigor}"
             raise InputError(
-                f"{what} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
+                f"{setting} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
             )
         if self.sigma == AUTO and self.smooth_at is not None:
             raise InputError(f"sigma {AUTO} is for noise on the pixels; with smooth_at give sigma a number")
@@ -203,8 +203,8 @@ class CertifySettings:
         except ValueError:
             sigma = math.nan
         if not 0 < sigma < math.inf:
-            got = "" if self.sigma is None else f", got {self.sigma}"
-            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{got}")
+            suffix = "" if self.sigma is None else f", got {self.sigma}"
+            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{suffix}")
         return sigma
 
     @property

@@ -118,9 +118,9 @@ class ConstrainSettings:
         """Checks the numbers, and that options of the engine faithful are for it."""
         faithful = ("beta", "relaxation", "projection_epochs")
         if self.engine != "faithful":
-            given = [name for name in faithful if getattr(self, name) is not None]
-            if given or self.point != POINTS[0]:
-                raise InputError(f"{', '.join(given) or 'point'}: for the engine faithful only")
+            names = [name for name in faithful if getattr(self, name) is not None]
+            if names or self.point != POINTS[0]:
+                raise InputError(f"{', '.join(names) or 'point'}: for the engine faithful only")
         for name, low, high in (("eta", 0, math.inf), ("beta", 0, 1), ("relaxation", 0, 2)):
             value = getattr(self, name)
             if value is not None and not low < value < high:

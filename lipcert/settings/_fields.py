@@ -46,11 +46,11 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
-        meant = f"did you mean {close[0]}? There are" if close else "choose one of"
-        raise InputError(f"there is no {name} {value!r}; {meant} {', '.join(choices)}")
+        hint = f"did you mean {close[0]}? There are" if close else "choose one of"
+        raise InputError(f"there is no {name} {value!r}; {hint} {', '.join(choices)}")
 
 
-def settings_of(kind: Callable[..., S], *arguments: Any, **given: Any) -> S:
+def settings_of(kind: Callable[..., S], *arguments: Any, **options: Any) -> S:
     """Creates settings; reports unknown or missing arguments in one line.
 
     Raises:
@@ -58,13 +58,15 @@ def settings_of(kind: Callable[..., S], *arguments: Any, **given: Any) -> S:
     """
     signature = inspect.signature(kind)
     try:
-        signature.bind(*arguments, **given)
+        signature.bind(*arguments, **options)
     except TypeError as error:
-        close = [name for wrong in given for name in difflib.get_close_matches(wrong, signature.parameters, 1)]
-        meant = [name for name in close if name not in given]
-        hint = f"did you mean {meant[0]}?" if meant else f"the arguments are {', '.join(signature.parameters)}"
+        close = [name for wrong in options for name in difflib.get_close_matches(wrong, signature.parameters, 1)]
+        suggestions = [name for name in close if name not in options]
+        hint = (
+            f"did you mean {suggestions[0]}?" if suggestions else f"the arguments are {', '.join(signature.parameters)}"
+        )
         raise InputError(f"{error}; {hint}") from error
-    return kind(*arguments, **given)
+    return kind(*arguments, **options)
 
 
 def takes(kind: type) -> Callable[[F], F]:
@@ -72,13 +74,13 @@ def takes(kind: type) -> Callable[[F], F]:
 
     def shown(function: F) -> F:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         more = [
             p.replace(kind=p.KEYWORD_ONLY)
             for p in inspect.signature(kind).parameters.values()
             if p.name not in signature.parameters
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*parameters, *more])  # type: ignore[attr-defined]
         return function
 
     return shown
@@ -86,7 +88,7 @@ def takes(kind: type) -> Callable[[F], F]:
 
 def plain(settings: Any) -> None:
     """Replaces numbers of NumPy and torch, which JSON cannot represent, by Python numbers."""
-    for one in fields(settings):
-        value = getattr(settings, one.name)
+    for entry in fields(settings):
+        value = getattr(settings, entry.name)
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-            object.__setattr__(settings, one.name, value.item())
+            object.__setattr__(settings, entry.name, value.item())

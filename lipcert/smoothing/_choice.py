@@ -73,17 +73,19 @@ def choose_sigma(
             f"sigma auto is chosen on images that are not certified, at least {_LEAST}, and there are {len(images)}; "
             "certify fewer with --limit, or give sigma a number"
         )
-    asked = eps
-    if not isinstance(asked, CertifySettings):
-        asked = settings_of(CertifySettings, *(() if eps is None else (eps,)), method=SMOOTHING, sigma=AUTO, **settings)
+    request = eps
+    if not isinstance(request, CertifySettings):
+        request = settings_of(
+            CertifySettings, *(() if eps is None else (eps,)), method=SMOOTHING, sigma=AUTO, **settings
+        )
     numbers = range(len(images)) if indices is None else indices
     model.check_images(images)
     shares: dict[float, float] = {}
 
     def share(step: int) -> float:
-        sigma = float(f"{_RATIOS[step] * asked.eps:.2g}")
+        sigma = float(f"{_RATIOS[step] * request.eps:.2g}")
         if sigma not in shares:
-            shares[sigma] = _share(Smoothing(model, replace(asked, sigma=sigma)), images, labels, numbers)
+            shares[sigma] = _share(Smoothing(model, replace(request, sigma=sigma)), images, labels, numbers)
             if progress is not None:
                 progress(f"sigma {sigma:g}: about {100 * shares[sigma]:.0f} % certified")
         return shares[sigma]

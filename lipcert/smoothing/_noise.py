@@ -43,19 +43,21 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
         Standard normal numbers, float32, shape (len(draws), *shape).
     """
     numbers = math.prod(shape)
-    found = torch.empty(len(draws), numbers, device=device)
+    noise = torch.empty(len(draws), numbers, device=device)
     steps = -(-numbers // _PER_STEP)
     key = np.array([seed, image], dtype=np.uint64)
     counter = draws.start * steps
+    # The counter has 256 bits in words of 64, the lowest first.
     bits = Philox(key=key, counter=np.array([counter % 2**64, counter // 2**64, 0, 0], dtype=np.uint64))
-    for part in found.split(max(1, _AT_ONCE // numbers)):
+    for part in noise.split(max(1, _AT_ONCE // numbers)):
         words = bits.random_raw(len(part) * steps * 4)
+        # Each word of 64 bits is two signed integers of 32, the low half first on every machine.
         integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4"))
-        if found.is_cuda:  # pinned memory lets the copy run while the next bits are drawn
+        if noise.is_cuda:  # pinned memory lets the copy run while the next bits are drawn
             integers = integers.pin_memory()
         integers = integers.to(device, non_blocking=True)
         part.copy_(_box_muller(integers.view(len(part), 2, -1)).flatten(1)[:, :numbers])
-    return found.view(len(draws), *shape)
+    return noise.view(len(draws), *shape)
 
 
 def _box_muller(integers: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class Prefix:
         self._model = model
         modules = dict(model.net.named_modules())
         if not path or path.removeprefix("net.") not in modules:
-            known = ", ".join(name for name in modules if name and name.count(".") < 2)
-            raise InputError(f"there is no module smooth_at={path!r}; the network has {known}")
+            names = ", ".join(name for name in modules if name and name.count(".") < 2)
+            raise InputError(f"there is no module smooth_at={path!r}; the network has {names}")
         self._path = path.removeprefix("net.")
         real = copy.deepcopy(model).double()
         real.real = True
@@ -61,18 +61,18 @@ class Prefix:
 
     def _node(self, real: Model, graph: Any, path: str) -> Node:
         """The node of the module's output, through which all later values depend on the image."""
-        seen: list[Any] = []
+        results: list[Any] = []
         images = torch.rand(2, *real.input_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        handle = real.net.get_submodule(self._path).register_forward_hook(lambda _, __, output: seen.append(output))
+        handle = real.net.get_submodule(self._path).register_forward_hook(lambda _, __, output: results.append(output))
         with handle, torch.no_grad():
             real(images.to(real.device))
             alone = [run(graph.nodes, {graph.input: image[None].to(real.device)}) for image in images]
-        if len(seen) != 1 or not isinstance(seen[0], Tensor):
+        if len(results) != 1 or not isinstance(results[0], Tensor):
             raise InputError(f"smooth_at={path!r} must be a module that runs once and returns one tensor")
         inside = [n for n in graph.nodes if f"{n.path.removeprefix('net.')}.".startswith(f"{self._path}.") and n.single]
         if inside and inside[-1] in cuts(graph) and inside[-1].shape[:1] == (1,):
             value = torch.cat([values[inside[-1]] for values in alone])
-            if value.shape == seen[0].shape and (value - seen[0]).abs().max() <= _SAME * seen[0].abs().max():
+            if value.shape == results[0].shape and (value - results[0]).abs().max() <= _SAME * results[0].abs().max():
                 return inside[-1]
         raise InputError(
             f"what follows smooth_at={path!r} depends on the image in other ways than through its output; take a "

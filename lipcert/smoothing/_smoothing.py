@@ -40,7 +40,7 @@ _ROUNDING_HALF = 0.05
 # Standard deviations of the noise in the test images; different images reveal networks that mix a batch.
 _SPREAD = (0.1, 0.5, 2.0)
 
-Wanted = Sequence[tuple[Tensor, int, range]]
+Requests = Sequence[tuple[Tensor, int, range]]
 
 
 class Smoothing:
@@ -145,8 +145,8 @@ class Smoothing:
     def classes_of(self, images: Tensor, indices: Sequence[int], draws: range) -> list[Tensor]:
         """The class of each of these draws, -1 for none: one int64 tensor per image; nothing is certified."""
         pixels = images.to(self.model.device, torch.float32)
-        wanted = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
-        return [torch.from_numpy(classes) for classes in self._classes(wanted)]
+        requests = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
+        return [torch.from_numpy(classes) for classes in self._classes(requests)]
 
     def _run(
         self, images: Tensor, labels: Tensor | None, numbers: Sequence[int], votes: list[Votes]
@@ -156,12 +156,12 @@ class Smoothing:
             self._check_labels(labels, len(images))
         pixels = images.to(self.model.device, torch.float32)
         drawn = 0
-        while still := [i for i, vote in enumerate(votes) if vote.wanted]:
+        while pending := [i for i, vote in enumerate(votes) if vote.requested]:
             if self.watch is not None:
-                self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(still)))
-            drawn += sum(len(votes[i].wanted) for i in still)
-            wanted = [(pixels[i], numbers[i], votes[i].wanted) for i in still]
-            for i, classes in zip(still, self._classes(wanted), strict=True):
+                self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(pending)))
+            drawn += sum(len(votes[i].requested) for i in pending)
+            requests = [(pixels[i], numbers[i], votes[i].requested) for i in pending]
+            for i, classes in zip(pending, self._classes(requests), strict=True):
                 votes[i].take(classes)
         radii = torch.tensor([self.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
         return SmoothedCertificates(
@@ -193,20 +193,20 @@ class Smoothing:
                 f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
             )
 
-    def _classes(self, wanted: Wanted) -> list[NDArray[np.int64]]:
+    def _classes(self, requests: Requests) -> list[NDArray[np.int64]]:
         """The class of each draw, -1 if a logit is NaN: one array per image."""
-        found: list[list[NDArray[np.int64]]] = [[] for _ in wanted]
-        for pieces in _packed([draws for _, _, draws in wanted], self.batch):
-            noise = [self._noise(wanted[i][1], draws) for i, draws in pieces]
-            images = [wanted[i][0].expand(len(draws), *wanted[i][0].shape) for i, draws in pieces]
+        per_image: list[list[NDArray[np.int64]]] = [[] for _ in requests]
+        for pieces in _packed([draws for _, _, draws in requests], self.batch):
+            noise = [self._noise(requests[i][1], draws) for i, draws in pieces]
+            images = [requests[i][0].expand(len(draws), *requests[i][0].shape) for i, draws in pieces]
             if self.prefix is None:
                 noisy = _together([drawn.add_(image) for drawn, image in zip(noise, images, strict=True)])
                 classes = self._predict(noisy).cpu()
             else:
                 classes = self._predict(_together(images), _together(noise)).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
-                found[i].append(part.numpy())
-        return [np.concatenate(parts) for parts in found]
+                per_image[i].append(part.numpy())
+        return [np.concatenate(parts) for parts in per_image]
 
     def _noise(self, index: int, draws: range) -> Tensor:
         shape = self.model.input_size if self.prefix is None else self.prefix.shape
@@ -294,10 +294,10 @@ def _fastest_format(model: Model) -> torch.memory_format:
 
     A ``view`` in the network's code may not accept the strides.
     """
-    there = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    converted = copy.deepcopy(model).to(memory_format=torch.channels_last)
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     try:
-        there(image.to(memory_format=torch.channels_last))
+        converted(image.to(memory_format=torch.channels_last))
     except RuntimeError:
         return torch.contiguous_format
     return torch.channels_last

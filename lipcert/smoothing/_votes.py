@@ -73,7 +73,7 @@ class Votes:
 
     Attributes:
         plan: the sampling plan.
-        wanted: the next draws; empty if the verdict is known.
+        requested: the next draws; empty if the verdict is known.
         chosen: the selected class; -1 before the selection.
         predicted: the class that is counted: the selected one, unless another one is claimed.
         count: number of draws of that class after the selection.
@@ -87,11 +87,11 @@ class Votes:
         self.chosen = self.predicted = -1
         self.count = self.samples = self.selected = 0
         self._won = np.zeros(classes, dtype=np.int64)
-        self.wanted = range(SELECTION if plan.all_samples else min(_STEP, SELECTION))
+        self.requested = range(SELECTION if plan.all_samples else min(_STEP, SELECTION))
         self._claimed = claimed
 
     def take(self, classes: NDArray[np.int64]) -> None:
-        """Counts the wanted draws, given the class of each; -1 means no class."""
+        """Counts the requested draws, given the class of each; -1 means no class."""
         if self.predicted < 0:
             self._select(classes)
         else:
@@ -99,11 +99,12 @@ class Votes:
 
     def _select(self, classes: NDArray[np.int64]) -> None:
         plan = self.plan
-        self.selected = last = self.wanted.stop
+        self.selected = last = self.requested.stop
         self._won += np.bincount(classes[classes >= 0], minlength=len(self._won))
+        # The 0 stands for a runner-up where there is one class only.
         second, first = np.sort([0, *self._won])[-2:]
         if last < SELECTION and first - second < _LEAD:
-            self.wanted = range(last, min(last + _STEP, SELECTION))
+            self.requested = range(last, min(last + _STEP, SELECTION))
             return
         self.chosen = self.predicted = int(self._won.argmax())
         if self._claimed is None:
@@ -114,7 +115,7 @@ class Votes:
 
     def _count(self, classes: NDArray[np.int64]) -> None:
         plan = self.plan
-        self.samples += len(self.wanted)
+        self.samples += len(self.requested)
         self.count += int((classes == self.predicted).sum())
         decided = self._claimed is not None or plan.all_samples or plan.decides(self.count, self.samples)
         self._want(0 if decided else max(_STEP, self.samples // 4))
@@ -122,4 +123,4 @@ class Votes:
     def _want(self, more: int) -> None:
         """Requests ``more`` samples, up to the maximum; they are numbered after the draws for the selection."""
         start = SELECTION + self.samples
-        self.wanted = range(start, min(start + more, SELECTION + self.plan.samples))
+        self.requested = range(start, min(start + more, SELECTION + self.plan.samples))

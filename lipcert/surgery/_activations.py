@@ -200,10 +200,10 @@ def _threshold(value: float | Tensor, name: str) -> nn.Parameter:
 
 
 def _check_broadcast(threshold: Tensor, shape: tuple[int, ...]) -> None:
-    own = tuple(threshold.shape)
-    fits = len(own) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
+    sizes = tuple(threshold.shape)
+    fits = len(sizes) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(sizes), reversed(shape), strict=False))
     if not fits:
-        raise InputError(f"a threshold of shape {own} does not broadcast over a sample of shape {tuple(shape)}")
+        raise InputError(f"a threshold of shape {sizes} does not broadcast over a sample of shape {tuple(shape)}")
 
 
 def _half(input_shape: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -106,19 +106,19 @@ def adapt(
     model.check_images(images)
     if len(images) < 2:
         raise InputError(f"adaptation needs at least 2 images, one of them held out, got {len(images)}")
-    fit, held = parted(images)
+    fit, held_out = parted(images)
     pairs = _pairs(model, pretrained)
     places = Counter(id(parameter) for _, parameter in model.net.named_parameters(remove_duplicate=False))
     layers: list[AdaptedLayer] = []
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     with _evaluating(model), _evaluating(pretrained):
-        wanted = _logits(pretrained, held)
-        before = _moved(_logits(model, held), wanted)
+        targets = _logits(pretrained, held_out)
+        before = _moved(_logits(model, held_out), targets)
         try:
             for path, new, old in pairs:
-                own = {name: w.detach().clone() for name, w in _trained(new).items() if places[id(w)] == 1}
-                calls = [_calls(pretrained, old, part) for part in (fit, held)]
-                layer, weights = _fit(path, new, own, *calls)
+                trainable = {name: w.detach().clone() for name, w in _trained(new).items() if places[id(w)] == 1}
+                calls = [_calls(pretrained, old, part) for part in (fit, held_out)]
+                layer, weights = _fit(path, new, trainable, *calls)
                 layers.append(layer)
                 for name, weight in weights.items():
                     owner, attribute = _place(new, name)
@@ -126,7 +126,7 @@ def adapt(
                     setattr(owner, attribute, nn.Parameter(weight, getattr(owner, attribute).requires_grad))
                 if progress is not None:
                     progress(len(layers), len(pairs))
-            after = _moved(_logits(model, held), wanted)
+            after = _moved(_logits(model, held_out), targets)
         except BaseException:
             _restore(originals)
             raise
@@ -134,7 +134,7 @@ def adapt(
         _restore(originals)
         layers = [AdaptedLayer(layer.path, layer.error_before, layer.error_before, False) for layer in layers]
         after = before
-    return Adaptation(len(fit), len(held), tuple(layers), before, after)
+    return Adaptation(len(fit), len(held_out), tuple(layers), before, after)
 
 
 def parted(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,21 +144,23 @@ def parted(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(model: Model, pretrained: Model) -> list[tuple[str, L2Attention, nn.Module]]:
-    old = dict(pretrained.net.named_modules())
-    new = [(path, module) for path, module in model.net.named_modules() if isinstance(module, L2Attention)]
-    foreign = [path for path, _ in new if path not in old]
+    originals = dict(pretrained.net.named_modules())
+    replacements = [(path, module) for path, module in model.net.named_modules() if isinstance(module, L2Attention)]
+    foreign = [path for path, _ in replacements if path not in originals]
     if foreign:
         raise InputError(f"the pretrained model has no module {foreign[0]}; pass the model as it was before convert")
-    return [(path, module, old[path]) for path, module in new if not isinstance(old[path], L2Attention)]
+    return [
+        (path, module, originals[path]) for path, module in replacements if not isinstance(originals[path], L2Attention)
+    ]
 
 
 def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Call]:
     """Records the inputs and outputs of an attention of the pretrained network, one call per batch of images."""
-    found: list[_Call] = []
+    calls: list[_Call] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, Tensor):
-            found.append(_Call(args, kwargs, output))
+            calls.append(_Call(args, kwargs, output))
         raise _Reached
 
     handle = attention.register_forward_hook(keep, with_kwargs=True)
@@ -170,14 +172,14 @@ def _calls(pretrained: Model, attention: nn.Module, images: Tensor) -> list[_Cal
                 continue
     finally:
         handle.remove()
-    return found
+    return calls
 
 
 def _fit(
-    path: str, new: L2Attention, weights: dict[str, Tensor], fit: list[_Call], held: list[_Call]
+    path: str, new: L2Attention, weights: dict[str, Tensor], fit: list[_Call], held_out: list[_Call]
 ) -> tuple[AdaptedLayer, dict[str, Tensor]]:
     """The layer's entry of the report and its new weights by name; none if the held-out error did not decrease."""
-    before = _error(new, weights, held)
+    before = _error(new, weights, held_out)
     if not (weights and fit and math.isfinite(before)):
         return AdaptedLayer(path, before, before, False), {}
     energy = torch.stack([call.output.float().square().mean() for call in fit]).mean().clamp(min=1e-30)
@@ -193,7 +195,7 @@ def _fit(
             optimizer.step()
             schedule.step()
     weights = {name: weight.detach() for name, weight in weights.items()}
-    after = _error(new, weights, held)
+    after = _error(new, weights, held_out)
     if not after < before:
         return AdaptedLayer(path, before, before, False), {}
     return AdaptedLayer(path, before, after, True), weights
@@ -202,12 +204,12 @@ def _fit(
 @torch.no_grad()
 def _error(new: L2Attention, weights: dict[str, Tensor], calls: list[_Call]) -> float:
     """The relative error of the outputs over all calls; NaN without calls."""
-    away = whole = 0.0
+    away = total = 0.0
     for call in calls:
         out = functional_call(new, weights, call.args, call.kwargs)
         away += float((out - call.output).double().square().sum())
-        whole += float(call.output.double().square().sum())
-    return math.sqrt(away / whole) if whole else math.nan
+        total += float(call.output.double().square().sum())
+    return math.sqrt(away / total) if total else math.nan
 
 
 def _trained(new: L2Attention) -> dict[str, nn.Parameter]:
@@ -232,9 +234,9 @@ def _logits(model: Model, images: Tensor) -> Tensor:
     return torch.cat([model(part.to(model.device, model.dtype)).double() for part in images.split(_BATCH)])
 
 
-def _moved(logits: Tensor, wanted: Tensor) -> float:
-    lengths = torch.linalg.vector_norm(wanted, dim=1).clamp(min=1e-30)
-    return float((torch.linalg.vector_norm(logits - wanted, dim=1) / lengths).median())
+def _moved(logits: Tensor, reference: Tensor) -> float:
+    lengths = torch.linalg.vector_norm(reference, dim=1).clamp(min=1e-30)
+    return float((torch.linalg.vector_norm(logits - reference, dim=1) / lengths).median())
 
 
 @contextmanager

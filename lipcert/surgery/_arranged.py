@@ -110,10 +110,10 @@ class L2SetAttention(L2Attention):
             The result in the same arrangement.
         """
         bias = self.position_bias()
-        for given in (_by_window(mask), shared_rel_pos, shared_rel_pos_bias):
-            if given is not None:
-                given = given.repeat(x.shape[0] // given.shape[0], 1, 1, 1) if given.shape[0] > 1 else given
-                bias = given if bias is None else bias + given
+        for term in (_by_window(mask), shared_rel_pos, shared_rel_pos_bias):
+            if term is not None:
+                term = term.repeat(x.shape[0] // term.shape[0], 1, 1, 1) if term.shape[0] > 1 else term
+                bias = term if bias is None else bias + term
         out = self.attend(self._sets(x, size), bias)
         return out[:, :1] if self.first else self._back(out, x, size)
 
@@ -130,9 +130,12 @@ class L2SetAttention(L2Attention):
         if self.arrangement == "channels":
             return x.flatten(2).transpose(1, 2)
         if self.arrangement == "units":
+            # Hiera stores token a of unit u at position a · units + u.
             return x.unflatten(1, (self.area, -1)).transpose(1, 2).flatten(0, 1)
         (rows, columns), side = self._geometry(size)
+        # −n % side zeros complete the last window of an axis of n positions.
         image = F.pad(x.unflatten(1, (rows, columns)), (0, 0, 0, -columns % side, 0, -rows % side))
+        # (N, down, side, right, side, dim) → (N, down, right, side, side, dim): the tokens of a window are adjacent.
         cut = image.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)
         return cut.flatten(3, 4).flatten(0, 2)
 
@@ -249,6 +252,7 @@ class L2RotaryAttention(L2Attention):
         """
         self.refuse_mask(attn_mask, is_causal)
         z = self._turned(self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2), rope, 1)
+        # −‖z_i − z_j‖² without ‖z_i‖², which is constant along a row and cancels in the softmax.
         keys = z.square().sum(-1).unsqueeze(-2)
         logits = (z @ z.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
         arrived = self._turned(self.attn_drop(logits.softmax(-1)) @ z, rope, -1)
@@ -259,15 +263,15 @@ class L2RotaryAttention(L2Attention):
         if rope is None:
             return y
         sine, cosine = rope.to(y.dtype).chunk(2, -1)
-        front, rest = y[:, :, : self.prefix], y[:, :, self.prefix :]
+        front, tail = y[:, :, : self.prefix], y[:, :, self.prefix :]
         if self.by_halves:
-            low, high = rest.chunk(2, -1)
+            low, high = tail.chunk(2, -1)
             (s1, s2), (c1, c2) = sine.chunk(2, -1), cosine.chunk(2, -1)
             parts = _rotated(low, high, (c1, c2), (s1, s2), way)
             return torch.cat((front, torch.cat(parts, -1)), 2)
         parts = _rotated(
-            rest[..., ::2],
-            rest[..., 1::2],
+            tail[..., ::2],
+            tail[..., 1::2],
             (cosine[..., ::2], cosine[..., 1::2]),
             (sine[..., ::2], sine[..., 1::2]),
             way,

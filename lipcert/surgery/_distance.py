@@ -102,14 +102,14 @@ def attention_gain(weights: Tensor, low: float, high: float, reach: float = math
     levels, counts = _levels(weights)
     # A last level of weight 0 represents z_ii: every column contains it once, and its constant a₀ is ν.
     levels, counts = torch.cat((levels, zero)), pad(counts, (0, 1), value=1.0)
-    own = levels == 0
+    diagonal = levels == 0
     start = _SLOPES * float(share)
-    values = (average.approach(start, levels, _PEAKS, _NUS, _SLOPES, _NUS * own) + 1 / _NUS) / 2
+    values = (average.approach(start, levels, _PEAKS, _NUS, _SLOPES, _NUS * diagonal) + 1 / _NUS) / 2
     best = values.min(1)
     theta = int((best.values.square() @ counts.T).amax(1).argmin())
     picks = best.indices[theta]
     nu, slope = _NUS[0, picks, 0], _SLOPES[theta, picks, 0]
-    bounds = average.bound(start[theta, picks, 0], levels, _PEAKS[theta, picks, 0], nu, slope, nu * own)
+    bounds = average.bound(start[theta, picks, 0], levels, _PEAKS[theta, picks, 0], nu, slope, nu * diagonal)
     squares = [float(((bound + Upper(1) / n) / 2) ** 2) for bound, n in zip(bounds, nu.tolist(), strict=True)]
     worst = float((counts @ torch.tensor(squares, dtype=torch.float64)).max())
     return share * 2 + (Upper(worst) * (1 + 1e-9)).sqrt()
@@ -131,13 +131,14 @@ class _Average:
         """An approximate V, by Newton's method on the condition; all arguments broadcast."""
         value = start
         for _ in range(_NEWTON_STEPS):
-            left, fall = self._left(value, *arguments)
-            value = value + (left - value) / (1 + fall)
+            lhs, fall = self._condition(value, *arguments)
+            # Newton's step for lhs(V) − V = 0, whose derivative is −(1 + fall).
+            value = value + (lhs - value) / (1 + fall)
         return value
 
     def bound(self, start: Tensor, *arguments: Tensor) -> list[Upper]:
         """A V that verifiably meets the condition, for each entry of the arguments of shape (n,)."""
-        found = []
+        bounds = []
         rows = zip(*(part.tolist() for part in (self.approach(start, *arguments), *arguments)), strict=True)
         with localcontext(_EXACT):
             for row in rows:
@@ -146,10 +147,10 @@ class _Average:
                 while not self._holds(value, *numbers):
                     value += step * max(value, _STEP)
                     step *= 2
-                found.append(Upper(value))
-        return found
+                bounds.append(Upper(value))
+        return bounds
 
-    def _left(
+    def _condition(
         self, value: Tensor, level: Tensor, peak: Tensor, a: Tensor, slope: Tensor, constant: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The left side of the condition on V, and its rate of decrease in V, in float64."""
@@ -159,9 +160,11 @@ class _Average:
             decay = (-t).exp()
             return (w * t + a - value) * decay, decay
 
-        (own, own_decay), (others, decay) = psi(peak, a), psi(slope, 0.0)
-        count = torch.where(others > 0, self.high - level, (self.low - level).clamp(min=0))
-        return constant + level * own.clamp(min=0) + count * others, level * own_decay * (own > 0) + count * decay
+        (peak_term, peak_decay), (slope_term, decay) = psi(peak, a), psi(slope, 0.0)
+        count = torch.where(slope_term > 0, self.high - level, (self.low - level).clamp(min=0))
+        return constant + level * peak_term.clamp(min=0) + count * slope_term, level * peak_decay * (
+            peak_term > 0
+        ) + count * decay
 
     def _holds(
         self, value: Decimal, level: Decimal, peak: Decimal, a: Decimal, slope: Decimal, constant: Decimal
@@ -174,10 +177,10 @@ class _Average:
             decay = (-t).exp()
             return (w * t + a - value) * decay, (w * t + a + value) * decay
 
-        (own, own_size), (others, others_size) = psi(peak, a), psi(slope, Decimal(0))
-        count = Decimal(self.high) - level if others > 0 else max(Decimal(self.low) - level, Decimal(0))
-        left = constant + level * max(own, Decimal(0)) + count * others
-        return left + _SPARE * (constant + level * own_size + count * others_size) <= value
+        (peak_term, peak_size), (slope_term, slope_size) = psi(peak, a), psi(slope, Decimal(0))
+        count = Decimal(self.high) - level if slope_term > 0 else max(Decimal(self.low) - level, Decimal(0))
+        lhs = constant + level * max(peak_term, Decimal(0)) + count * slope_term
+        return lhs + _SPARE * (constant + level * peak_size + count * slope_size) <= value
 
 
 def _levels(weights: Tensor) -> tuple[Tensor, Tensor]:

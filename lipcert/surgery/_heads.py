@@ -83,15 +83,16 @@ def _normalisations(module: Any) -> list[Callable[[Tensor], Tensor] | None]:
     if isinstance(scale, Tensor):  # cosine attention has logits s·cos(q, k); here they are divided by √d afterwards
 
         def cosine(z: Tensor) -> Tensor:
+            # The limit is log 100, as in Swin v2. Queries and keys get √s each, and d^¼ for the later division by √d.
             factor = scale.detach().double().clamp(max=4.6051701859880918).exp().reshape(-1, 1).to(z.device)
             return F.normalize(z, dim=-1) * (factor.sqrt() * z.shape[-1] ** 0.25)
 
         return [cosine, cosine]
-    found: list[Callable[[Tensor], Tensor] | None] = []
+    norms: list[Callable[[Tensor], Tensor] | None] = []
     for name in ("q_norm", "k_norm"):
         norm = getattr(module, name, None)
-        found.append(None if norm is None or isinstance(norm, nn.Identity) else _in_double(norm))
-    return found
+        norms.append(None if norm is None or isinstance(norm, nn.Identity) else _in_double(norm))
+    return norms
 
 
 def _in_double(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -152,11 +153,11 @@ def _two_and_one(pair: str, single: str, value_in_pair: bool) -> Callable[[Any],
 
     def read(module: Any) -> _Maps:
         heads = module.num_heads
-        two, one = getattr(module, pair), getattr(module, single)
+        two, third = getattr(module, pair), getattr(module, single)
         weights = list(_flat(two).unflatten(0, (2, heads, -1)))
         biases = [None, None] if two.bias is None else list(two.bias.unflatten(0, (2, heads, -1)))
-        alone = _flat(one).unflatten(0, (heads, -1))
-        alone_bias = None if one.bias is None else one.bias.unflatten(0, (heads, -1))
+        alone = _flat(third).unflatten(0, (heads, -1))
+        alone_bias = None if third.bias is None else third.bias.unflatten(0, (heads, -1))
         if value_in_pair:
             return _Maps([alone, *weights], [alone_bias, *biases])
         return _Maps([*weights, alone], [*biases, alone_bias])

@@ -41,10 +41,12 @@ def initialise_attention(new: L2Attention, old: Heads, tokens: Tensor | None = N
     queries, keys, values = old.queries, old.keys, old.values
     mean, root = _moments(tokens, queries, dim)
     basis, triangle = torch.linalg.qr(root.T @ torch.cat((queries, keys), -1))
-    left, right = triangle.split(width, -1)
-    form = left @ right.transpose(-1, -2)
+    q_part, k_part = triangle.split(width, -1)
+    # This is Cᵀ Q Kᵀ C in an orthonormal basis of the columns of Cᵀ[Q, K].
+    form = q_part @ k_part.transpose(-1, -2)
     eigenvalues, vectors = torch.linalg.eigh((form + form.transpose(-1, -2)) / 4)
     top = min(width, eigenvalues.shape[-1])
+    # eigh sorts upwards; negative eigenvalues have no counterpart in W Wᵀ.
     strength = eigenvalues[:, -top:].clamp(min=0)
     whitened = torch.zeros(heads, dim, width).to(queries)
     whitened[..., :top] = basis @ vectors[..., -top:] * strength.sqrt().unsqueeze(1)

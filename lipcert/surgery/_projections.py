@@ -82,8 +82,8 @@ class _Projection(nn.Module):
             InputError: if the channels are not where they should be, or the radius is not a positive number.
         """
         if not input_shape or input_shape[0 if self.channels_first else -1] != self.dim:
-            wanted = f"({self.dim}, ...)" if self.channels_first else f"(..., {self.dim})"
-            raise InputError(f"{type(self).__name__} takes {wanted}, got {tuple(input_shape)}")
+            expected = f"({self.dim}, ...)" if self.channels_first else f"(..., {self.dim})"
+            raise InputError(f"{type(self).__name__} takes {expected}, got {tuple(input_shape)}")
         self._checked_radius()
         return Bound.deterministic(_largest(self.weight), "max|weight|", f"lipcert.surgery.{type(self).__name__}")
 

@@ -188,9 +188,9 @@ def plan(
 
 
 def _distance_attention(old: Any) -> L2Attention:
-    form = ATTENTIONS[class_name(old)]
+    replacement = ATTENTIONS[class_name(old)]
     proj = old.proj
-    heads, dim, width, value_width, value_bias = sizes_of(old, form.packing)
+    heads, dim, width, value_width, value_bias = sizes_of(old, replacement.packing)
     arguments: dict[str, Any] = {
         "head_dim": width,
         "value_dim": value_width,
@@ -201,22 +201,28 @@ def _distance_attention(old: Any) -> L2Attention:
         "dtype": proj.weight.dtype,
     }
     new: L2Attention
-    if form.now == "L2WindowAttention":
+    if replacement.now == "L2WindowAttention":
         new = L2WindowAttention(dim, heads, window_size=old.window_size, **arguments)
         new.relative_position_bias_table = old.relative_position_bias_table
-    elif form.now == "L2RotaryAttention":
+    elif replacement.now == "L2RotaryAttention":
         new = L2RotaryAttention(
             dim, heads, prefix=old.num_prefix_tokens, by_halves=getattr(old, "rotate_half", False), **arguments
         )
-    elif form.now == "L2SetAttention":
-        area = form.area(old)
-        arrangement = "tokens" if form.arrangement == "units" and area is None else form.arrangement
+    elif replacement.now == "L2SetAttention":
+        area = replacement.area(old)
+        arrangement = "tokens" if replacement.arrangement == "units" and area is None else replacement.arrangement
         new = L2SetAttention(
-            dim, heads, arrangement=arrangement, area=area, first=form.first, bias=form.bias(old), **arguments
+            dim,
+            heads,
+            arrangement=arrangement,
+            area=area,
+            first=replacement.first,
+            bias=replacement.bias(old),
+            **arguments,
         )
     else:
         new = L2Attention(dim, heads, **arguments)
-    if form.channel_last_heads:
+    if replacement.channel_last_heads:
         new.proj.weight = nn.Parameter(proj.weight.detach().unflatten(1, (-1, heads)).transpose(1, 2).flatten(1))
     elif isinstance(proj, _ConvNd):
         new.proj.weight = nn.Parameter(proj.weight.detach().flatten(1))
@@ -236,11 +242,11 @@ def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
         "device": reference.device,
         "dtype": reference.dtype,
     }
-    form: Any = PROJECTIONS[kind][_form(norm)]
+    projection: Any = PROJECTIONS[kind][_form(norm)]
     if how == "group":
-        new = form(norm.num_channels, groups=norm.num_groups, **arguments)
+        new = projection(norm.num_channels, groups=norm.num_groups, **arguments)
     else:
-        new = form(norm.normalized_shape[0], channels_first=how.endswith("channels"), **arguments)
+        new = projection(norm.normalized_shape[0], channels_first=how.endswith("channels"), **arguments)
     if weight is not None:
         new.weight.data.copy_(weight)
     if new.bias is not None:
@@ -257,7 +263,7 @@ def _form(norm: nn.Module) -> str:
 def _before_attention(parent: nn.Module, name: str) -> bool:
     """Whether the next child of the parent, but for identities, is attention."""
     names = list(parent._modules)
-    later = (parent._modules[each] for each in names[names.index(name) + 1 :])
+    later = (parent._modules[name_after] for name_after in names[names.index(name) + 1 :])
     following = next((child for child in later if child is not None and not isinstance(child, nn.Identity)), None)
     return following is not None and attention_reason(following) is not None
 

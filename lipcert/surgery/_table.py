@@ -19,7 +19,7 @@ Refusal = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
-class Form:
+class Replacement:
     """The replacement of a softmax attention class by L2 attention.
 
     Attributes:
@@ -94,43 +94,43 @@ def _global_queries(module: Any) -> str:
 
 _SET = "L2SetAttention"
 
-ATTENTIONS: dict[str, Form] = {
-    "timm.layers.attention.Attention": Form("L2Attention", refuse=_plain),
-    "timm.models.vision_transformer.Attention": Form("L2Attention", refuse=_plain),
-    "timm.models.convit.MHSA": Form("L2Attention"),
-    "timm.models.swin_transformer.WindowAttention": Form("L2WindowAttention"),
-    "timm.layers.attention.AttentionRope": Form("L2RotaryAttention", "fused or not", refuse=_plain),
-    "timm.models.eva.EvaAttention": Form("L2RotaryAttention", "fused or not", refuse=_plain),
-    "timm.models.beit.Attention": Form(_SET, bias=_beit_bias),
-    "timm.models.cait.ClassAttn": Form(_SET, "q, k, v", first=True),
-    "timm.models.crossvit.CrossAttention": Form(_SET, "wq, wk, wv", first=True),
-    "timm.models.volo.ClassAttention": Form(_SET, "q, kv", first=True),
-    "timm.models.volo.Attention": Form(_SET, arrangement="grid"),
-    "timm.models.davit.WindowAttention": Form(_SET),
-    "timm.models.maxxvit.Attention2d": Form(_SET, "either first", "channels", bias=_rel_pos),
-    "timm.models.maxxvit.AttentionCl": Form(_SET, "either first", "grid", bias=_rel_pos),
-    "timm.layers.attention2d.Attention2d": Form(_SET, "either first", "channels"),
-    "timm.models.swin_transformer_v2.WindowAttention": Form(_SET, bias=_swin_v2_bias),
-    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": Form(
+ATTENTIONS: dict[str, Replacement] = {
+    "timm.layers.attention.Attention": Replacement("L2Attention", refuse=_plain),
+    "timm.models.vision_transformer.Attention": Replacement("L2Attention", refuse=_plain),
+    "timm.models.convit.MHSA": Replacement("L2Attention"),
+    "timm.models.swin_transformer.WindowAttention": Replacement("L2WindowAttention"),
+    "timm.layers.attention.AttentionRope": Replacement("L2RotaryAttention", "fused or not", refuse=_plain),
+    "timm.models.eva.EvaAttention": Replacement("L2RotaryAttention", "fused or not", refuse=_plain),
+    "timm.models.beit.Attention": Replacement(_SET, bias=_beit_bias),
+    "timm.models.cait.ClassAttn": Replacement(_SET, "q, k, v", first=True),
+    "timm.models.crossvit.CrossAttention": Replacement(_SET, "wq, wk, wv", first=True),
+    "timm.models.volo.ClassAttention": Replacement(_SET, "q, kv", first=True),
+    "timm.models.volo.Attention": Replacement(_SET, arrangement="grid"),
+    "timm.models.davit.WindowAttention": Replacement(_SET),
+    "timm.models.maxxvit.Attention2d": Replacement(_SET, "either first", "channels", bias=_rel_pos),
+    "timm.models.maxxvit.AttentionCl": Replacement(_SET, "either first", "grid", bias=_rel_pos),
+    "timm.layers.attention2d.Attention2d": Replacement(_SET, "either first", "channels"),
+    "timm.models.swin_transformer_v2.WindowAttention": Replacement(_SET, bias=_swin_v2_bias),
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": Replacement(
         _SET, bias=lambda module: PairBias(module.meta_mlp, module.relative_coordinates_log), refuse=_sequential
     ),
-    "timm.models.vision_transformer_relpos.RelPosAttention": Form(_SET, bias=_rel_pos),
-    "timm.models.gcvit.WindowAttentionGlobal": Form(_SET, bias=_rel_pos, refuse=_global_queries),
-    "timm.models.hiera.MaskUnitAttention": Form(
+    "timm.models.vision_transformer_relpos.RelPosAttention": Replacement(_SET, bias=_rel_pos),
+    "timm.models.gcvit.WindowAttentionGlobal": Replacement(_SET, bias=_rel_pos, refuse=_global_queries),
+    "timm.models.hiera.MaskUnitAttention": Replacement(
         _SET,
         arrangement="units",
         area=lambda module: module.window_size if module.use_mask_unit_attn else None,
         refuse=_pooled,
     ),
-    "timm.models.hieradet_sam2.MultiScaleAttention": Form(_SET, arrangement="grid", refuse=_pooled),
-    "timm.models.vision_transformer_sam.Attention": Form(_SET, arrangement="grid", refuse=_sam),
-    "timm.models.metaformer.Attention": Form(_SET),
-    "timm.models.nest.Attention": Form(_SET, channel_last_heads=True),
-    "timm.models.tnt.Attention": Form(_SET, "qk, v"),
-    "timm.models.twins.LocallyGroupedAttn": Form(_SET, arrangement="windows", area=lambda module: module.ws**2),
-    "timm.models.visformer.Attention": Form(_SET, arrangement="channels"),
-    "timm.models.fastvit.Attention": Form(_SET, arrangement="channels"),
-    "timm.models.efficientformer.Attention": Form(_SET, "heads first", bias=_head_table),
+    "timm.models.hieradet_sam2.MultiScaleAttention": Replacement(_SET, arrangement="grid", refuse=_pooled),
+    "timm.models.vision_transformer_sam.Attention": Replacement(_SET, arrangement="grid", refuse=_sam),
+    "timm.models.metaformer.Attention": Replacement(_SET),
+    "timm.models.nest.Attention": Replacement(_SET, channel_last_heads=True),
+    "timm.models.tnt.Attention": Replacement(_SET, "qk, v"),
+    "timm.models.twins.LocallyGroupedAttn": Replacement(_SET, arrangement="windows", area=lambda module: module.ws**2),
+    "timm.models.visformer.Attention": Replacement(_SET, arrangement="channels"),
+    "timm.models.fastvit.Attention": Replacement(_SET, arrangement="channels"),
+    "timm.models.efficientformer.Attention": Replacement(_SET, "heads first", bias=_head_table),
 }
 
 _CHANNELS = "attends among channels: there is no pair of tokens with a distance"
@@ -273,8 +273,8 @@ def attention_reason(module: nn.Module) -> str | None:
     """
     name = class_name(module)
     if name in ATTENTIONS:
-        form = ATTENTIONS[name]
-        return form.refuse(module) or _unreadable(module)
+        replacement = ATTENTIONS[name]
+        return replacement.refuse(module) or _unreadable(module)
     if name in KEPT:
         return KEPT[name]
     parts = [part for part in module.modules() if part is not module]
@@ -307,9 +307,9 @@ def _called_attention(module: nn.Module) -> bool:
 def _unreadable(module: Any) -> str:
     """The reason why a module's linear maps cannot be read; "" if they are plain linear layers or 1×1 convolutions."""
     layers = [getattr(module, name, None) for name in ("qkv", "q", "k", "v", "kv", "qk", "proj")]
-    known = (nn.Linear, nn.Conv2d)
+    linear = (nn.Linear, nn.Conv2d)
     for layer in layers:
-        if isinstance(layer, nn.Module) and (not isinstance(layer, known) or not _pointwise(layer)):
+        if isinstance(layer, nn.Module) and (not isinstance(layer, linear) or not _pointwise(layer)):
             return f"its maps are {type(layer).__name__}s, not plain linear maps"
     return ""
 

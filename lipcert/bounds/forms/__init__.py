@@ -6,7 +6,7 @@ over the real numbers, composed of identities of single operations. Let S = Σ x
 minus its mean over them (*centred*). The facts that the search derives about a value are that it equals
 
 * Σ_k c_k xᵏ, entry by entry (:class:`Polynomial`),
-* the mean of x, or x minus it (:class:`Mean`, :class:`Centred`),
+* the mean of x, or x minus it (:class:`Mean`, :class:`MinusMean`),
 * k·max(αS + β, low)^e (:class:`Energy`): variances, norms and their roots, with constants added or clamped before the
   root,
 * a + b·g(Σ_k c_k xᵏ) for g = exp, erf, tanh, sigmoid (:class:`Function`).
@@ -26,7 +26,7 @@ only enlarge Lipschitz constants and ranges. √½ and √(2/π) may be off by 2
 operations that are not equal are left as they are: eps outside the root, an uncentred x over its standard deviation, a
 sum along another axis. A factor that is detached from the gradient counts in full, because it depends on the image.
 
-A form is replaced only if no other operation reads the intermediate values, if all of them have one floating-point
+A group is replaced only if no other operation reads its intermediate values, if all of them have one floating-point
 type, and if the network then gives the same result on several images. The identities hold for real numbers: bounds on
 rounding in a deployed type use the original operations (:mod:`lipcert.roundoff`).
 """
@@ -42,10 +42,10 @@ from torch import Tensor
 
 from lipcert.bounds._registry import rule_for
 from lipcert.bounds.forms._finder import Finder
-from lipcert.bounds.forms._patterns import Form
+from lipcert.bounds.forms._patterns import Match
 from lipcert.graph import Graph, Node, close, map_nodes, needed
 
-_ROUNDS = 4  # forms can contain forms
+_ROUNDS = 4  # one match can be an operation of another
 
 
 def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Graph:
@@ -56,35 +56,39 @@ def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Gr
         question: "lipschitz" or "remainder": the question that the replacement's rule must answer.
         images: the two networks are compared on these, each of shape (1, C, H, W).
     """
-    graph = found = needed(graph)
+    graph = rewritten = needed(graph)
     names: list[str] = []
     for _ in range(_ROUNDS):
-        found, new = _rewritten(found, question, images[0].device if images else torch.device("cpu"))
-        if not new:
+        rewritten, added = _rewritten(rewritten, question, images[0].device if images else torch.device("cpu"))
+        if not added:
             break
-        names += new
+        names += added
     tolerance = 1e-10 if graph.input.dtype == torch.float64 else 1e-4
     with torch.no_grad():
-        if not names or not all(close(found.replay(image), graph.replay(image), tolerance) for image in images):
+        if not names or not all(close(rewritten.replay(image), graph.replay(image), tolerance) for image in images):
             return graph
-    return replace(found, forms=tuple(names))
+    return replace(rewritten, forms=tuple(names))
 
 
 def _rewritten(graph: Graph, question: str, device: torch.device) -> tuple[Graph, list[str]]:
-    """Replaces the forms whose intermediate values are not read elsewhere; returns the graph and their names."""
-    choices: dict[Node, list[Form]] = {}
-    for form in Finder(graph, device).forms():
-        if getattr(rule_for(form.name), question, None) is not None:
-            choices.setdefault(form.node, []).append(form)
+    """Replaces the matches whose intermediate values are not read elsewhere; returns the graph and their names."""
+    choices: dict[Node, list[Match]] = {}
+    for match in Finder(graph, device).matches():
+        if getattr(rule_for(match.name), question, None) is not None:
+            choices.setdefault(match.node, []).append(match)
     while choices:
-        found, now = _replaced(graph, {node: forms[0] for node, forms in choices.items()})
-        left = set(found.nodes)
-        open_ = [node for node, forms in choices.items() if any(now(part) in left for part in forms[0].inside)]
+        rewritten, replacement = _replaced(graph, {node: matches[0] for node, matches in choices.items()})
+        remaining = set(rewritten.nodes)
+        open_ = [
+            node
+            for node, matches in choices.items()
+            if any(replacement(part) in remaining for part in matches[0].inside)
+        ]
         if not open_:
-            return found, [f"{_name(forms[0].name)} at {node.path}" for node, forms in choices.items()]
+            return rewritten, [f"{_name(matches[0].name)} at {node.path}" for node, matches in choices.items()]
         for node in open_:
             choices[node].pop(0)
-        choices = {node: forms for node, forms in choices.items() if forms}
+        choices = {node: matches for node, matches in choices.items() if matches}
     return graph, []
 
 
@@ -92,28 +96,28 @@ def _name(key: Any) -> str:
     return key if isinstance(key, str) else key.__name__
 
 
-def _replaced(graph: Graph, forms: dict[Node, Form]) -> tuple[Graph, Callable[[Node], Node]]:
-    """The network with each form in place of its last operation, and the map from old nodes to new ones."""
+def _replaced(graph: Graph, matches: dict[Node, Match]) -> tuple[Graph, Callable[[Node], Node]]:
+    """The network with the single operation in place of each match, and the map from old nodes to new ones."""
     stands_for: dict[Node, Node] = {}
     nodes: list[Node] = []
 
-    def now(node: Node) -> Node:
+    def replacement(node: Node) -> Node:
         return stands_for.get(node, node)
 
     for node in graph.nodes:
-        if node in forms:
+        if node in matches:
 
             def emit(op: Any, function: Any, args: Any, kwargs: Any, shape: Any, like: Node = node) -> Node:
                 nodes.append(Node(op, function, args, kwargs, like.path, tuple(shape), dtype=like.dtype))
                 return nodes[-1]
 
-            stands_for[node] = forms[node].build(emit, [now(read) for read in forms[node].reads])
+            stands_for[node] = matches[node].build(emit, [replacement(read) for read in matches[node].reads])
         elif any(operand in stands_for for operand in node.operands):
-            args, kwargs = map_nodes(now, (node.args, dict(node.kwargs)))
+            args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
             stands_for[node] = Node(
                 node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
             )
             nodes.append(stands_for[node])
         else:
             nodes.append(node)
-    return needed(Graph(graph.input, now(graph.output), tuple(nodes))), now
+    return needed(Graph(graph.input, replacement(graph.output), tuple(nodes))), replacement

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds.forms._facts import Polynomial, number_of
-from lipcert.bounds.forms._patterns import Emit, Form
+from lipcert.bounds.forms._patterns import Emit, Match
 from lipcert.graph import Node
 
 _COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal": 1, "less": -1, "less_equal": -1}
@@ -22,7 +22,7 @@ _COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal"
 Line = tuple[Fraction, Fraction]
 
 
-def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Form]:
+def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Match]:
     """``where``, ``masked_fill`` and products with a mask, whose mask compares x with a number."""
     read = _read(node)
     if read is None or node.dtype is None or not node.dtype.is_floating_point:
@@ -38,16 +38,16 @@ def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Form]:
     (high, up, ups), (low, down, downs) = lines[0], lines[1]
     if high + up * threshold != low + down * threshold:
         return
-    found = _activation((high, up), (low, down), threshold)
-    if found is not None:
-        name, function, arguments, sign = found
+    activation = _activation((high, up), (low, down), threshold)
+    if activation is not None:
+        name, function, arguments, sign = activation
 
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
             operand = emit("neg", torch.neg, (reads[0],), {}, node.shape) if sign < 0 else reads[0]
-            made = emit(name, function, (operand, *arguments), {}, node.shape)
-            return emit("neg", torch.neg, (made,), {}, node.shape) if sign < 0 else made
+            result = emit(name, function, (operand, *arguments), {}, node.shape)
+            return emit("neg", torch.neg, (result,), {}, node.shape) if sign < 0 else result
 
-        yield Form(name, node, (x,), frozenset({mask, *between, *ups, *downs} - {x}), build)
+        yield Match(name, node, (x,), frozenset({mask, *between, *ups, *downs} - {x}), build)
 
 
 def _activation(
@@ -84,7 +84,7 @@ def _line(
 
 def _read(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
     """(comparison, value where it holds, value elsewhere, operations between)."""
-    if node.kwargs or not all(isinstance(given, (Node, Tensor, int, float)) for given in node.args):
+    if node.kwargs or not all(isinstance(argument, (Node, Tensor, int, float)) for argument in node.args):
         return None
     if node.op == "where" and len(node.args) == 3:
         mask, true, false = node.args
@@ -98,15 +98,15 @@ def _read(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
         false = 0
     else:
         return None
-    found, between = _mask(mask)
-    return None if found is None else (found, true, false, between)
+    comparison, between = _mask(mask)
+    return None if comparison is None else (comparison, true, false, between)
 
 
-def _mask(given: Any) -> tuple[Node | None, tuple[Node, ...]]:
+def _mask(value: Any) -> tuple[Node | None, tuple[Node, ...]]:
     """The comparison behind a mask, and the casts between."""
     between: list[Node] = []
-    while isinstance(given, Node) and given.op == "identity" and given.args:
-        between.append(given)
-        given = given.args[0]
-    found = given if isinstance(given, Node) and given.op in _COMPARED and given.args else None
-    return found, tuple(between)
+    while isinstance(value, Node) and value.op == "identity" and value.args:
+        between.append(value)
+        value = value.args[0]
+    comparison = value if isinstance(value, Node) and value.op in _COMPARED and value.args else None
+    return comparison, tuple(between)

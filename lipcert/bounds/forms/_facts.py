@@ -41,8 +41,8 @@ class Polynomial:
 
     def only(self, degree: int) -> Fraction | None:
         """The coefficient of this degree, if it is positive and all others are 0; otherwise None."""
-        rest = [c for k, c in enumerate(self.c) if k != degree]
-        return self.c[degree] if len(self.c) > degree and self.c[degree] > 0 and not any(rest) else None
+        others = [c for k, c in enumerate(self.c) if k != degree]
+        return self.c[degree] if len(self.c) > degree and self.c[degree] > 0 and not any(others) else None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Centred:
+class MinusMean:
     """factor · (x minus its mean over axes)."""
 
     x: Node
@@ -68,7 +68,7 @@ class Centred:
     factor: Fraction
     through: frozenset[Node] = frozenset()
 
-    def scaled(self, factor: Fraction) -> Centred:
+    def scaled(self, factor: Fraction) -> MinusMean:
         return replace(self, factor=factor * self.factor)
 
 
@@ -139,7 +139,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Activation:
+class ScaledActivation:
     """factor · activation(x), for the activation called ``name``."""
 
     name: str
@@ -147,7 +147,7 @@ class Activation:
     factor: Fraction
     through: frozenset[Node] = frozenset()
 
-    def scaled(self, factor: Fraction) -> Activation:
+    def scaled(self, factor: Fraction) -> ScaledActivation:
         return replace(self, factor=factor * self.factor)
 
 
@@ -165,26 +165,26 @@ class Total:
         return replace(self, e=-self.e) if exponent == -1 else None
 
 
-Fact = Polynomial | Mean | Centred | Energy | Function | Activation | Total
+Fact = Polynomial | Mean | MinusMean | Energy | Function | ScaledActivation | Total
 
 
-def times(one: tuple[Fraction, ...], two: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
-    found = [Fraction(0)] * (len(one) + len(two) - 1)
-    for i, a in enumerate(one):
-        for j, b in enumerate(two):
-            found[i + j] += a * b
-    return tuple(found)
+def times(p: tuple[Fraction, ...], q: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
+    product = [Fraction(0)] * (len(p) + len(q) - 1)
+    for i, a in enumerate(p):
+        for j, b in enumerate(q):
+            product[i + j] += a * b
+    return tuple(product)
 
 
-def number_of(given: Any) -> Fraction | None:
+def number_of(constant: Any) -> Fraction | None:
     """The value of a constant with a single finite entry; None for everything else."""
-    if isinstance(given, Tensor):
-        if given.numel() != 1 or given.is_meta or not given.is_floating_point():
+    if isinstance(constant, Tensor):
+        if constant.numel() != 1 or constant.is_meta or not constant.is_floating_point():
             return None
-        given = given.item()
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
+        constant = constant.item()
+    if isinstance(constant, bool) or not isinstance(constant, (int, float)) or not math.isfinite(constant):
         return None
-    return Fraction(given)
+    return Fraction(constant)
 
 
 def rounded_down(number: Fraction) -> float:

@@ -1,4 +1,4 @@
-"""Derives facts about each value of a network, and the forms that follow from them."""
+"""Derives facts about each value of a network, and finds the groups of operations that they identify."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lipcert.bounds.forms._choices import chosen
 from lipcert.bounds.forms._facts import (
     HALF,
     ROUNDED,
-    Activation,
-    Centred,
     Energy,
     Fact,
     Function,
     Mean,
+    MinusMean,
     Polynomial,
+    ScaledActivation,
     Total,
     filled,
     number_of,
@@ -34,9 +34,9 @@ from lipcert.bounds.forms._facts import (
 )
 from lipcert.bounds.forms._patterns import (
     Emit,
-    Form,
+    Match,
+    arguments_by_name,
     attention,
-    given_by_name,
     larger,
     max_min,
     plain,
@@ -51,76 +51,76 @@ _EXPONENTS = {"square": Fraction(2), "sqrt": HALF, "rsqrt": -HALF, "reciprocal":
 
 
 class Finder:
-    """The facts about the values of one network, and its forms."""
+    """The facts about the values of one network, and the matches in it."""
 
     def __init__(self, graph: Graph, device: torch.device):
         self.graph, self.device = graph, device
         self.facts: dict[Node, list[Fact]] = {}
 
-    def forms(self) -> Iterator[Form]:
-        """All forms, in the order in which they should be tried."""
+    def matches(self) -> Iterator[Match]:
+        """All matches, in the order in which they should be tried."""
         for node in self.graph.nodes:
-            known: list[Fact] = [Polynomial(node, (Fraction(0), Fraction(1)))]
+            facts: list[Fact] = [Polynomial(node, (Fraction(0), Fraction(1)))]
             for fact in self._learned(node) if plain(node) else ():
-                known.append(replace(fact, through=fact.through | {node}))
-            self.facts[node] = known[:_FACTS]
+                facts.append(replace(fact, through=fact.through | {node}))
+            self.facts[node] = facts[:_FACTS]
             if plain(node):
-                yield from self._found(node)
+                yield from self._ending_at(node)
             if node.op in ("where", "masked_fill", "mul"):
                 yield from chosen(node, self.facts)
 
     def _learned(self, node: Node) -> Iterator[Fact]:
         """The facts about the result of one operation; ``through`` does not contain the operation yet."""
         try:
-            given = given_by_name(node)
+            args = arguments_by_name(node)
         except NoAnswer:
             return
-        op, x, other = node.op, given.get("input"), given.get("other")
+        op, x, y = node.op, args.get("input"), args.get("other")
         if op in ("add", "sub", "rsub", "mul", "div"):
-            yield from self._arithmetic(node, given)
+            yield from self._arithmetic(node, args)
         elif not isinstance(x, Node) or x not in self.facts:
             return
         elif op in ("identity", "reshape", "getitem", "expand"):
             yield from self._rearranged(node, x)
         elif op in ("sum", "mean", "var", "norm", "linalg_vector_norm"):
-            yield from self._reduced(node, x, given)
+            yield from self._reduced(node, x, args)
         elif op == "neg":
-            yield from self._each(x, "scaled", Fraction(-1))
+            yield from self._transformed(x, "scaled", Fraction(-1))
         elif op in _EXPONENTS or op == "pow":
-            exponent = _EXPONENTS.get(op) if op != "pow" else number_of(given.get("exponent"))
+            exponent = _EXPONENTS.get(op) if op != "pow" else number_of(args.get("exponent"))
             if exponent is not None and x.shape == node.shape:
-                yield from self._each(x, "power", exponent)
+                yield from self._transformed(x, "power", exponent)
         elif op in ("clamp", "maximum", "max"):
-            bound = number_of(other if op in ("maximum", "max") else given.get("min"))
-            if bound is not None and given.get("max") is None and x.shape == node.shape:
-                yield from self._each(x, "at_least", bound)
+            bound = number_of(y if op in ("maximum", "max") else args.get("min"))
+            if bound is not None and args.get("max") is None and x.shape == node.shape:
+                yield from self._transformed(x, "at_least", bound)
         elif op in ("exp", "erf", "tanh", "sigmoid"):
             for fact in self.facts[x]:
                 if isinstance(fact, Polynomial):
                     yield Function(str(op), fact.x, fact.c, through=fact.through)
 
-    def _each(self, node: Node, method: str, *args: Any) -> Iterator[Fact]:
+    def _transformed(self, node: Node, method: str, *args: Any) -> Iterator[Fact]:
         for fact in self.facts[node]:
-            found = getattr(fact, method)(*args) if hasattr(fact, method) else None
-            if found is not None:
-                yield found
+            changed = getattr(fact, method)(*args) if hasattr(fact, method) else None
+            if changed is not None:
+                yield changed
 
-    def _arithmetic(self, node: Node, given: dict[str, Any]) -> Iterator[Fact]:
-        op, one, two = node.op, given.get("input"), given.get("other")
-        alpha = number_of(given.get("alpha", 1))
-        if alpha is None or given.get("rounding_mode") is not None:
+    def _arithmetic(self, node: Node, args: dict[str, Any]) -> Iterator[Fact]:
+        op, x, y = node.op, args.get("input"), args.get("other")
+        alpha = number_of(args.get("alpha", 1))
+        if alpha is None or args.get("rounding_mode") is not None:
             return
         if op == "rsub":
-            op, one, two = "sub", two, one
+            op, x, y = "sub", y, x
         sign = -alpha if op == "sub" else alpha
-        a, b = number_of(one), number_of(two)
-        if isinstance(one, Node) and b is not None and one.shape == node.shape:
+        a, b = number_of(x), number_of(y)
+        if isinstance(x, Node) and b is not None and x.shape == node.shape:
             if op in ("add", "sub"):
-                yield from self._each(one, "shifted", sign * b)
+                yield from self._transformed(x, "shifted", sign * b)
             elif op == "mul" or b:
-                yield from self._each(one, "scaled", b if op == "mul" else 1 / b)
-        elif isinstance(two, Node) and a is not None and two.shape == node.shape:
-            for fact in self.facts[two]:
+                yield from self._transformed(x, "scaled", b if op == "mul" else 1 / b)
+        elif isinstance(y, Node) and a is not None and y.shape == node.shape:
+            for fact in self.facts[y]:
                 changed: Any = fact
                 if op == "div":
                     changed = fact.power(Fraction(-1)) if hasattr(fact, "power") else None
@@ -129,14 +129,14 @@ class Finder:
                     changed = changed.shifted(a) if hasattr(changed, "shifted") else None
                 if changed is not None:
                     yield changed
-        elif isinstance(one, Node) and isinstance(two, Node):
-            for first in self.facts[one]:
-                for second in self.facts[two]:
-                    joined = _joined(str(op), first, second, sign, one.shape == two.shape == node.shape)
+        elif isinstance(x, Node) and isinstance(y, Node):
+            for first in self.facts[x]:
+                for second in self.facts[y]:
+                    joined = _joined(str(op), first, second, sign, x.shape == y.shape == node.shape)
                     if joined is None and op in ("add", "sub"):
-                        joined = self._centred(first, second, sign) if one.shape == node.shape else None
+                        joined = self._centred(first, second, sign) if x.shape == node.shape else None
                     if joined is not None:
-                        through = first.through | second.through | joined.through | ({one, two} - {joined.x})
+                        through = first.through | second.through | joined.through | ({x, y} - {joined.x})
                         yield replace(joined, through=through)
 
     def _centred(self, first: Fact, second: Fact, sign: Fraction) -> Fact | None:
@@ -144,7 +144,7 @@ class Finder:
         if isinstance(first, Polynomial) and isinstance(second, Mean) and second.kept and first.x is second.x:
             factor = first.only(1)
             if factor is not None and sign * second.factor == -factor:
-                return Centred(first.x, second.axes, factor)
+                return MinusMean(first.x, second.axes, factor)
         if isinstance(first, Energy) and isinstance(second, Polynomial):
             square = second.only(2)
             plain = first.e == 1 and not (first.centred or first.beta or first.low)
@@ -166,64 +166,70 @@ class Finder:
             return
         for fact in self.facts[x]:
             if isinstance(fact, (Mean, Energy, Total)):
-                kept = _kept(fact.x.shape, fact.axes)
+                shape = _keepdim_shape(fact.x.shape, fact.axes)
                 if node.op == "expand":
-                    same = len(node.shape) == len(kept) and all(
+                    fits = len(node.shape) == len(shape) and all(
                         m == n or (d in fact.axes and m == fact.x.shape[d])
-                        for d, (m, n) in enumerate(zip(node.shape, kept, strict=True))
+                        for d, (m, n) in enumerate(zip(node.shape, shape, strict=True))
                     )
-                    if fact.kept and same:
+                    if fact.kept and fits:
                         yield fact
-                elif node.shape == kept:
+                elif node.shape == shape:
                     yield replace(fact, kept=True)
 
-    def _reduced(self, node: Node, x: Node, given: dict[str, Any]) -> Iterator[Fact]:
-        dims = given.get("dim")
+    def _reduced(self, node: Node, x: Node, args: dict[str, Any]) -> Iterator[Fact]:
+        dims = args.get("dim")
         dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
-        if not isinstance(dims, (tuple, list)) or not dims or given.get("dtype") or given.get("out") is not None:
+        if not isinstance(dims, (tuple, list)) or not dims or args.get("dtype") or args.get("out") is not None:
             return
         axes = tuple(sorted({d % len(x.shape) for d in dims}))
         count = math.prod(x.shape[axis] for axis in axes)
-        kept = bool(given.get("keepdim", False))
-        if 0 in axes or not count or node.shape != (_kept(x.shape, axes) if kept else _without(x.shape, axes)):
+        keepdim = bool(args.get("keepdim", False))
+        if (
+            0 in axes
+            or not count
+            or node.shape != (_keepdim_shape(x.shape, axes) if keepdim else _reduced_shape(x.shape, axes))
+        ):
             return
         share = Fraction(1, count) if node.op == "mean" else Fraction(1)
         if node.op == "sum" and x.op == "exp" and len(axes) == 1:
-            yield Total(x, axes, kept, through=frozenset((x,)))
+            yield Total(x, axes, keepdim, through=frozenset((x,)))
         for fact in self.facts[x]:
             if not isinstance(fact, Polynomial):
                 continue
             linear, square = fact.only(1), fact.only(2)
             if node.op in ("sum", "mean"):
                 if linear is not None:
-                    yield Mean(fact.x, axes, linear * share * count, kept, fact.through)
+                    yield Mean(fact.x, axes, linear * share * count, keepdim, fact.through)
                 if square is not None:
-                    yield from self._energies(Energy(fact.x, axes, False, kept, square * share, through=fact.through))
+                    yield from self._energies(
+                        Energy(fact.x, axes, False, keepdim, square * share, through=fact.through)
+                    )
             elif node.op == "var" and linear is not None:
-                correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+                correction = args.get("correction", 1 if args.get("unbiased", True) else 0)
                 divisor = count - Fraction(1 if correction is None else correction)
                 if divisor > 0:
-                    yield Energy(fact.x, axes, True, kept, linear**2 / divisor, through=fact.through)
-            elif node.op != "var" and linear is not None and len(axes) == 1 and _euclidean(node, given):
-                whole = Energy(fact.x, axes, False, kept, linear**2, through=fact.through)
-                yield from (replace(one, e=HALF) for one in self._energies(whole))
+                    yield Energy(fact.x, axes, True, keepdim, linear**2 / divisor, through=fact.through)
+            elif node.op != "var" and linear is not None and len(axes) == 1 and _euclidean(node, args):
+                energy = Energy(fact.x, axes, False, keepdim, linear**2, through=fact.through)
+                yield from (replace(candidate, e=HALF) for candidate in self._energies(energy))
 
     def _energies(self, energy: Energy) -> Iterator[Energy]:
         """If x is another value minus its mean, the energy is also a centred energy of that value."""
         for fact in self.facts[energy.x]:
-            if isinstance(fact, Centred) and fact.axes == energy.axes:
+            if isinstance(fact, MinusMean) and fact.axes == energy.axes:
                 through = energy.through | fact.through | {energy.x}
                 alpha = energy.alpha * fact.factor**2
                 yield replace(energy, x=fact.x, centred=True, alpha=alpha, through=through)
         yield energy
 
-    def _found(self, node: Node) -> Iterator[Form]:
-        """The forms that end with this operation."""
+    def _ending_at(self, node: Node) -> Iterator[Match]:
+        """The matches whose last operation is this one."""
         if node.op in ("mul", "div"):
             yield from self._normalised(node)
             yield from self._softmax(node)
             for fact in self.facts[node]:
-                if isinstance(fact, Activation) and fact.factor == 1:
+                if isinstance(fact, ScaledActivation) and fact.factor == 1:
                     yield _activation(node, fact)
         if node.op in ("add", "sub"):
             yield from larger(node)
@@ -238,27 +244,27 @@ class Finder:
         if node.op == "matmul":
             yield from attention(node)
 
-    def _normalised(self, node: Node) -> Iterator[Form]:
-        given = arguments(node)
-        one, two = given.get("input"), given.get("other")
-        if given.get("rounding_mode") is not None or not isinstance(one, Node) or not isinstance(two, Node):
+    def _normalised(self, node: Node) -> Iterator[Match]:
+        args = arguments(node)
+        x, y = args.get("input"), args.get("other")
+        if args.get("rounding_mode") is not None or not isinstance(x, Node) or not isinstance(y, Node):
             return
-        pairs = [(one, two)] if node.op == "div" else [(one, two), (two, one)]
-        found: list[tuple[bool, Form]] = []
+        pairs = [(x, y)] if node.op == "div" else [(x, y), (y, x)]
+        quotients: list[tuple[bool, Match]] = []
         for above, below in pairs:
             for top in self.facts[above]:
                 for bottom in self.facts[below]:
-                    form = self._quotient(node, top, bottom)
-                    if form is not None:
+                    match = self._quotient(node, top, bottom)
+                    if match is not None:
                         inside = top.through | bottom.through | ({above, below} - {top.x})
-                        found.append((isinstance(top, Centred), replace(form, inside=frozenset(inside))))
-        yield from (form for _, form in sorted(found, key=lambda pair: not pair[0]))
+                        quotients.append((isinstance(top, MinusMean), replace(match, inside=frozenset(inside))))
+        yield from (match for _, match in sorted(quotients, key=lambda pair: not pair[0]))
 
-    def _quotient(self, node: Node, top: Fact, bottom: Fact) -> Form | None:
+    def _quotient(self, node: Node, top: Fact, bottom: Fact) -> Match | None:
         """K x max(αS + β, low)^(−½)."""
         if not isinstance(bottom, Energy) or bottom.x is not top.x or not bottom.kept or node.shape != top.x.shape:
             return None
-        if isinstance(top, Centred):
+        if isinstance(top, MinusMean):
             factor = top.factor if top.axes == bottom.axes and bottom.centred else None
         else:
             factor = top.only(1) if isinstance(top, Polynomial) and not bottom.centred else None
@@ -270,7 +276,7 @@ class Finder:
             return self._standardised(node, bottom, scale) if bottom.beta > 0 else None
         return self._onto(node, bottom, scale) if not bottom.beta and not bottom.centred else None
 
-    def _standardised(self, node: Node, energy: Energy, scale: Fraction) -> Form | None:
+    def _standardised(self, node: Node, energy: Energy, scale: Fraction) -> Match | None:
         entries = math.prod(energy.x.shape[axis] for axis in energy.axes)
         eps = rounded_down(energy.beta / (energy.alpha * entries))
         gain = root_up(scale**2 / (energy.alpha * entries))
@@ -285,12 +291,12 @@ class Finder:
             if gain != 1:
                 named["weight"] = filled(gain, entries, dtype, device)
             moved = _move(emit, reads[0], *moves[0]) if moves[0] else reads[0]
-            made = emit(name, function, (moved, (entries,)), named, moved.shape)
-            return _move(emit, made, *moves[1]) if moves[1] else made
+            normed = emit(name, function, (moved, (entries,)), named, moved.shape)
+            return _move(emit, normed, *moves[1]) if moves[1] else normed
 
-        return Form(name, node, (energy.x,), frozenset(), build)
+        return Match(name, node, (energy.x,), frozenset(), build)
 
-    def _onto(self, node: Node, energy: Energy, scale: Fraction) -> Form | None:
+    def _onto(self, node: Node, energy: Energy, scale: Fraction) -> Match | None:
         """f·x/max(‖x‖, R) along one axis."""
         if len(energy.axes) != 1 or energy.low is None:
             return None
@@ -303,7 +309,7 @@ class Finder:
             module.radius = filled(root_up(square), 1, dtype, device)[0]
             module.weight.data = filled(root_up(factor / square), shape[axis], dtype, device)
             module.requires_grad_(False).eval()
-            return Form(
+            return Match(
                 RmsLayerProject,
                 node,
                 (energy.x,),
@@ -313,17 +319,17 @@ class Finder:
         floor, gain = root_down(square), root_up(factor)
 
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
-            made = emit("normalize", F.normalize, (reads[0], 2.0, axis, floor), {}, shape)
-            return made if gain == 1 else emit("mul", torch.mul, (made, gain), {}, shape)
+            normed = emit("normalize", F.normalize, (reads[0], 2.0, axis, floor), {}, shape)
+            return normed if gain == 1 else emit("mul", torch.mul, (normed, gain), {}, shape)
 
-        return Form("normalize", node, (energy.x,), frozenset(), build) if floor > 0 else None
+        return Match("normalize", node, (energy.x,), frozenset(), build) if floor > 0 else None
 
-    def _softmax(self, node: Node) -> Iterator[Form]:
-        given = arguments(node)
-        one, two = given.get("input"), given.get("other")
-        if given.get("rounding_mode") is not None:
+    def _softmax(self, node: Node) -> Iterator[Match]:
+        args = arguments(node)
+        x, y = args.get("input"), args.get("other")
+        if args.get("rounding_mode") is not None:
             return
-        for above, below in ((one, two), (two, one)) if node.op == "mul" else ((one, two),):
+        for above, below in ((x, y), (y, x)) if node.op == "mul" else ((x, y),):
             if not isinstance(above, Node) or not isinstance(below, Node) or above.op != "exp" or not plain(above):
                 continue
             for fact in self.facts[below]:
@@ -336,34 +342,34 @@ class Finder:
                     def build(emit: Emit, reads: Sequence[Node], axis: int = axis) -> Node:
                         return emit("softmax", torch.softmax, (reads[0], axis), {}, node.shape)
 
-                    yield Form("softmax", node, above.operands[:1], inside, build)
+                    yield Match("softmax", node, above.operands[:1], inside, build)
 
-    def _log_sum_exp(self, node: Node) -> Iterator[Form]:
+    def _log_sum_exp(self, node: Node) -> Iterator[Match]:
         """log Σ exp(z) along an axis."""
         if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
             return
         for fact in self.facts[node.args[0]]:
             if isinstance(fact, Total) and fact.e == 1 and plain(fact.x):
-                (axis,), kept = fact.axes, fact.kept
-                if node.shape != (_kept if kept else _without)(fact.x.shape, fact.axes):
+                (axis,), keepdim = fact.axes, fact.kept
+                if node.shape != (_keepdim_shape if keepdim else _reduced_shape)(fact.x.shape, fact.axes):
                     continue
 
-                def build(emit: Emit, reads: Sequence[Node], axis: int = axis, kept: bool = kept) -> Node:
-                    return emit("logsumexp", torch.logsumexp, (reads[0], axis, kept), {}, node.shape)
+                def build(emit: Emit, reads: Sequence[Node], axis: int = axis, keepdim: bool = keepdim) -> Node:
+                    return emit("logsumexp", torch.logsumexp, (reads[0], axis, keepdim), {}, node.shape)
 
-                yield Form("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
+                yield Match("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
 
 
-def _euclidean(node: Node, given: dict[str, Any]) -> bool:
+def _euclidean(node: Node, args: dict[str, Any]) -> bool:
     """Whether a norm is the ℓ2 norm."""
-    return given.get("p" if node.op == "norm" else "ord", 2) in ("fro", 2, None)
+    return args.get("p" if node.op == "norm" else "ord", 2) in ("fro", 2, None)
 
 
-def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+def _keepdim_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if d in axes else n for d, n in enumerate(shape))
 
 
-def _without(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+def _reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for d, n in enumerate(shape) if d not in axes)
 
 
@@ -378,8 +384,8 @@ def _adds_axes(node: Node) -> bool:
     if len(node.args) != 2 or node.kwargs:
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    whole = [item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in index]
-    return all(whole)
+    entire = [item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in index]
+    return all(entire)
 
 
 def _joined(op: str, first: Fact, second: Fact, sign: Fraction, same_shape: bool) -> Fact | None:
@@ -402,24 +408,24 @@ def _joined(op: str, first: Fact, second: Fact, sign: Fraction, same_shape: bool
     return None
 
 
-def _near(number: Fraction, wanted: float) -> bool:
-    return abs(number - Fraction(wanted)) <= ROUNDED * Fraction(wanted)
+def _near(number: Fraction, target: float) -> bool:
+    return abs(number - Fraction(target)) <= ROUNDED * Fraction(target)
 
 
-def _activated(x: Node, linear: Fraction, function: Function) -> Activation | None:
+def _activated(x: Node, linear: Fraction, function: Function) -> ScaledActivation | None:
     """The activation that linear·x·(a + b·g(p)) equals, if any."""
     c = (*function.c, *[Fraction(0)] * (4 - len(function.c)))
     even = function.a == function.b != 0 and c[0] == c[2] == 0
     if function.g == "sigmoid" and function.a == 0 and c[1] == 1 and not any((c[0], *c[2:])):
-        return Activation("silu", x, linear * function.b)
+        return ScaledActivation("silu", x, linear * function.b)
     if function.g == "erf" and even and c[3] == 0 and _near(c[1], math.sqrt(0.5)):
-        return Activation("gelu", x, 2 * linear * function.a)
+        return ScaledActivation("gelu", x, 2 * linear * function.a)
     if function.g == "tanh" and even and _near(c[1], math.sqrt(2 / math.pi)) and _near(c[3] / c[1], 0.044715):
-        return Activation("gelu_tanh", x, 2 * linear * function.a)
+        return ScaledActivation("gelu_tanh", x, 2 * linear * function.a)
     return None
 
 
-def _activation(node: Node, fact: Activation) -> Form:
+def _activation(node: Node, fact: ScaledActivation) -> Match:
     kwargs = {"approximate": "tanh"} if fact.name == "gelu_tanh" else {}
     name, function = ("silu", F.silu) if fact.name == "silu" else ("gelu", F.gelu)
     inside = fact.through - {node, fact.x}
@@ -427,7 +433,7 @@ def _activation(node: Node, fact: Activation) -> Form:
     def build(emit: Emit, reads: Sequence[Node]) -> Node:
         return emit(name, function, (reads[0],), kwargs, node.shape)
 
-    return Form(name, node, (fact.x,), inside, build)
+    return Match(name, node, (fact.x,), inside, build)
 
 
 def _to_the_end(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, Any] | None:

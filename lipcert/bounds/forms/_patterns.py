@@ -1,4 +1,4 @@
-"""Forms that are recognised from their last operations, and the description of a form."""
+"""Groups that are recognised from their last operations alone, and the description of a match."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Emit = Callable[..., Node]
 
 
 @dataclass(frozen=True)
-class Form:
+class Match:
     """A group of operations that implements a single operation.
 
     Attributes:
@@ -39,7 +39,7 @@ class Form:
     build: Callable[[Emit, Sequence[Node]], Node]
 
 
-def given_by_name(node: Node) -> dict[str, Any]:
+def arguments_by_name(node: Node) -> dict[str, Any]:
     """The arguments by name; only the operand for operations without a signature."""
     if node.op in SIGNATURES:
         return arguments(node)
@@ -53,49 +53,49 @@ def given_by_name(node: Node) -> dict[str, Any]:
 def plain(node: Node) -> bool:
     """Whether an operation has one real result of the same type as its operands, and no value involved is a scalar."""
     real = node.single and node.dtype is not None and node.dtype.is_floating_point and isinstance(node.op, str)
-    both = (node, *node.operands)
-    return real and len(both) > 1 and all(x.dtype == node.dtype and x.single and x.shape for x in both)
+    nodes = (node, *node.operands)
+    return real and len(nodes) > 1 and all(x.dtype == node.dtype and x.single and x.shape for x in nodes)
 
 
-def larger(node: Node) -> Iterator[Form]:
+def larger(node: Node) -> Iterator[Match]:
     """b + relu(a − b) and a − relu(a − b)."""
-    given = arguments(node)
-    one, two = given.get("input"), given.get("other")
-    if given.get("alpha", 1) != 1 or not isinstance(one, Node) or not isinstance(two, Node):
+    args = arguments(node)
+    x, y = args.get("input"), args.get("other")
+    if args.get("alpha", 1) != 1 or not isinstance(x, Node) or not isinstance(y, Node):
         return
-    for kept, bent in ((one, two), (two, one)) if node.op == "add" else ((one, two),):
-        difference = _relu_of(bent)
+    for term, rectified in ((x, y), (y, x)) if node.op == "add" else ((x, y),):
+        difference = _relu_of(rectified)
         if difference is None or difference.op != "sub" or difference.shape != node.shape or not plain(difference):
             continue
         between = arguments(difference)
         a, b = between.get("input"), between.get("other")
         if between.get("alpha", 1) != 1 or not isinstance(a, Node) or not isinstance(b, Node):
             continue
-        if a.shape != node.shape or b.shape != node.shape or kept is not (b if node.op == "add" else a):
+        if a.shape != node.shape or b.shape != node.shape or term is not (b if node.op == "add" else a):
             continue
         name, function = ("maximum", torch.maximum) if node.op == "add" else ("minimum", torch.minimum)
 
         def build(emit: Emit, reads: Sequence[Node], name: str = name, function: Any = function) -> Node:
             return emit(name, function, tuple(reads), {}, node.shape)
 
-        yield Form(name, node, (a, b), frozenset((bent, difference)), build)
+        yield Match(name, node, (a, b), frozenset((rectified, difference)), build)
 
 
 def _relu_of(node: Node) -> Node | None:
     if node.op == "relu":
         x = node.args[0] if node.args else node.kwargs.get("input")
     elif node.op == "clamp":
-        given = arguments(node)
-        x = given.get("input") if number_of(given.get("min")) == 0 and given.get("max") is None else None
+        args = arguments(node)
+        x = args.get("input") if number_of(args.get("min")) == 0 and args.get("max") is None else None
     else:
         return None
     return x if isinstance(x, Node) and plain(node) else None
 
 
-def max_min(node: Node) -> Iterator[Form]:
+def max_min(node: Node) -> Iterator[Match]:
     """cat(max(a, b), min(a, b)) for the two halves a, b of a value."""
-    given = arguments(node)
-    parts, dim = given.get("tensors"), given.get("dim", 0)
+    args = arguments(node)
+    parts, dim = args.get("tensors"), args.get("dim", 0)
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
         return
     high, low = parts
@@ -113,7 +113,7 @@ def max_min(node: Node) -> Iterator[Form]:
     def build(emit: Emit, reads: Sequence[Node]) -> Node:
         return emit(MaxMin, module, (reads[0],), {}, node.shape)
 
-    yield Form(MaxMin, node, (x,), inside, build)
+    yield Match(MaxMin, node, (x,), inside, build)
 
 
 def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
@@ -135,17 +135,17 @@ def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
         place = index.index(Ellipsis)
         index = (*index[:place], *[slice(None)] * (len(x.shape) - len(index) + 1), *index[place + 1 :])
     size, half = x.shape[axis], x.shape[axis] // 2
-    whole = [isinstance(item, slice) and (item == slice(None) or d == axis) for d, item in enumerate(index)]
-    if size % 2 or not all(whole) or len(index) <= axis:
+    full = [isinstance(item, slice) and (item == slice(None) or d == axis) for d, item in enumerate(index)]
+    if size % 2 or not all(full) or len(index) <= axis:
         return None
     reached: object = range(size)[index[axis]]
     return next(((x, i) for i, part in enumerate((range(half), range(half, size))) if reached == part), None)
 
 
-def unshifted(node: Node) -> Iterator[Form]:
+def unshifted(node: Node) -> Iterator[Match]:
     """softmax(x − c) = softmax(x) if c is constant along the axis."""
-    given = arguments(node)
-    z, dim = given.get("input"), given.get("dim")
+    args = arguments(node)
+    z, dim = args.get("input"), args.get("dim")
     if not isinstance(z, Node) or z.op not in ("sub", "add") or not isinstance(dim, int) or z.dtype != node.dtype:
         return
     between = arguments(z)
@@ -158,35 +158,35 @@ def unshifted(node: Node) -> Iterator[Form]:
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
             return emit("softmax", torch.softmax, (reads[0], dim), {}, node.shape)
 
-        yield Form("softmax", node, (x,), frozenset((z,)), build)
+        yield Match("softmax", node, (x,), frozenset((z,)), build)
 
 
-def shifted_back(node: Node) -> Iterator[Form]:
+def shifted_back(node: Node) -> Iterator[Match]:
     """c + logsumexp(x − c) = logsumexp(x) if c is constant along the axis, with keepdim."""
-    given = arguments(node)
-    pair = given.get("input"), given.get("other")
-    for whole, c in (pair, pair[::-1]):
-        if not isinstance(whole, Node) or not isinstance(c, Node) or whole.op != "logsumexp":
+    args = arguments(node)
+    pair = args.get("input"), args.get("other")
+    for log_sum, c in (pair, pair[::-1]):
+        if not isinstance(log_sum, Node) or not isinstance(c, Node) or log_sum.op != "logsumexp":
             continue
-        of = arguments(whole)
+        of = arguments(log_sum)
         z, dim = of.get("input"), of.get("dim")
         if not isinstance(z, Node) or z.op != "sub" or not isinstance(dim, int) or not of.get("keepdim", False):
             continue
         between = arguments(z)
         x = between.get("input")
-        same = between.get("other") is c and between.get("alpha", 1) == given.get("alpha", 1) == 1
-        if same and isinstance(x, Node) and x.shape == z.shape and x.dtype == z.dtype and c.shape == whole.shape:
+        cancels = between.get("other") is c and between.get("alpha", 1) == args.get("alpha", 1) == 1
+        if cancels and isinstance(x, Node) and x.shape == z.shape and x.dtype == z.dtype and c.shape == log_sum.shape:
 
             def build(emit: Emit, reads: Sequence[Node], dim: int = dim) -> Node:
                 return emit("logsumexp", torch.logsumexp, (reads[0], dim, True), {}, node.shape)
 
-            yield Form("logsumexp", node, (x,), frozenset((whole, z)), build)
+            yield Match("logsumexp", node, (x,), frozenset((log_sum, z)), build)
 
 
-def attention(node: Node) -> Iterator[Form]:
+def attention(node: Node) -> Iterator[Match]:
     """softmax(s·q kᵀ + mask) v."""
-    given = arguments(node)
-    weights, value = given.get("input"), given.get("other")
+    args = arguments(node)
+    weights, value = args.get("input"), args.get("other")
     if not isinstance(weights, Node) or not isinstance(value, Node):
         return
     inside = {weights}
@@ -206,11 +206,11 @@ def attention(node: Node) -> Iterator[Form]:
     if scores.op == "add":
         inside.add(scores)
         shifted = arguments(scores)
-        left, right = shifted.get("input"), shifted.get("other")
-        product = left if isinstance(left, Node) and left.op in ("mul", "div", "matmul") else None
-        if product is None or shifted.get("alpha", 1) != 1 or not isinstance(right, (Tensor, Node)):
+        term, bias = shifted.get("input"), shifted.get("other")
+        product = term if isinstance(term, Node) and term.op in ("mul", "div", "matmul") else None
+        if product is None or shifted.get("alpha", 1) != 1 or not isinstance(bias, (Tensor, Node)):
             return
-        mask, scores = right, product
+        mask, scores = bias, product
     scale = Fraction(1)
     if scores.op in ("mul", "div"):
         inside.add(scores)
@@ -237,7 +237,7 @@ def attention(node: Node) -> Iterator[Form]:
         named = {"attn_mask": reads[3] if isinstance(mask, Node) else mask, "scale": -rounded_down(-scale)}
         return emit("scaled_dot_product_attention", _attend, tuple(reads[:3]), named, node.shape)
 
-    yield Form("scaled_dot_product_attention", node, reads, frozenset(inside), build)
+    yield Match("scaled_dot_product_attention", node, reads, frozenset(inside), build)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -252,13 +252,13 @@ def _turned(node: Node) -> Node | None:
     x = node.args[0] if node.args else None
     if node.op not in ("transpose", "permute") or not isinstance(x, Node) or node.kwargs:
         return None
-    given = [d for arg in node.args[1:] for d in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    axes = [d for arg in node.args[1:] for d in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     order = list(range(dims))
     if node.op == "permute":
-        order = [d % dims for d in given]
-    elif not given and dims > 1:
+        order = [d % dims for d in axes]
+    elif not axes and dims > 1:
         order[-2:] = order[:-3:-1]
-    elif len(given) == 2:
-        one, two = (d % dims for d in given)
-        order[one], order[two] = order[two], order[one]
+    elif len(axes) == 2:
+        first, second = (d % dims for d in axes)
+        order[first], order[second] = order[second], order[first]
     return x if order == [*range(dims - 2), dims - 1, dims - 2] else None

@@ -152,9 +152,9 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
     magnitude = x.magnitude + _size(constant) * abs(alpha)
     rows = None
     if x.rows is not None and x.rows[0] == len(x.shape) - 1 and isinstance(constant, Tensor) and constant.dim():
-        own = Value.constant(constant)
-        if own.shape[-1] == x.shape[-1] == call.shape[-1]:
-            rows = (-1, x.rows[1] + own.row_norm(-1) * abs(alpha))
+        offset = Value.constant(constant)
+        if offset.shape[-1] == x.shape[-1] == call.shape[-1]:
+            rows = (-1, x.rows[1] + offset.row_norm(-1) * abs(alpha))
     if call.shape != x.shape:
         return Value(call.shape, x.lip * _copies(call, x), magnitude=magnitude, rows=rows)
     if x.base is not None:
@@ -165,9 +165,9 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
 @box("add", "sub", "rsub")
 def sum_box(walk: Walk, node: Node, *operands: State) -> State:
     """x ± αy. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, or the constant of the folded map; a constant only shifts."""
-    given = arguments(node)
-    alpha = float(given.get("alpha", 1))
-    first, second = given.get("input"), given.get("other")
+    args = arguments(node)
+    alpha = float(args.get("alpha", 1))
+    first, second = args.get("input"), args.get("other")
     signs = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[node.op]
     moving = [(x, sign) for x, sign in ((first, signs[0]), (second, signs[1])) if isinstance(x, Node)]
     if not moving:
@@ -187,6 +187,7 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
     for x, sign in states:
         size = abs(sign)
         rise, fall = (x.up, x.down) if sign >= 0 else (x.down, x.up)
+        # Broadcasting aligns axes from the right, so axes of size 1 go between the image axis and the others.
         form = (len(x.value), *[1] * (len(node.shape) + 1 - x.value.dim()), *x.value.shape[1:])
         up, down = up + rise.reshape(form) * size, down + fall.reshape(form) * size
         rounding = rounding + x.value.abs().reshape(form) * size * 2.0**-48
@@ -205,10 +206,10 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
 @rounding("add", "sub", "rsub")
 def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """x ± αy: one rounding error, three with α. Adding −∞, as masks do, is exact."""
-    given = arguments(node)
-    alpha = abs(float(given.get("alpha", 1)))
-    first, second = (given["input"], given["other"]) if node.op != "rsub" else (given["other"], given["input"])
-    (x, dx), (y, dy) = each_of(node, operands, fmt, given["input"], given["other"])
+    args = arguments(node)
+    alpha = abs(float(args.get("alpha", 1)))
+    first, second = (args["input"], args["other"]) if node.op != "rsub" else (args["other"], args["input"])
+    (x, dx), (y, dy) = each_of(node, operands, fmt, args["input"], args["other"])
     masked = torch.zeros_like(zeros(node, operands), dtype=torch.bool)
     for constant in (first, second):
         if isinstance(constant, Tensor):
@@ -226,14 +227,14 @@ def mul(call: Call, x: Any, y: Any) -> Value:
     δ(xy) = y' δx + x δy with y' the perturbed y, which lies in the same range.
     """
     if isinstance(x, Value) and isinstance(y, Value):
-        for one, other in ((x, y), (y, x)):
-            if (normalised := standardised(call, one, other, "inverse")) is not None:
+        for factor, other in ((x, y), (y, x)):
+            if (normalised := standardised(call, factor, other, "inverse")) is not None:
                 return normalised
         lip = y.magnitude * x.lip * _copies(call, x) + x.magnitude * y.lip * _copies(call, y)
         rows = None
-        for one, other in ((x, y), (y, x)):
-            if one.rows is not None and one.shape == call.shape:
-                rows = (one.rows[0], one.rows[1] * other.magnitude)
+        for factor, other in ((x, y), (y, x)):
+            if factor.rows is not None and factor.shape == call.shape:
+                rows = (factor.rows[0], factor.rows[1] * other.magnitude)
         result = Value(call.shape, lip, magnitude=x.magnitude * y.magnitude, rows=rows)
         if x is y:
             result.origin = Origin("square", x)
@@ -307,10 +308,10 @@ def mul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bound
 
 
 def _constant_denominator(node: Node) -> bool:
-    given = arguments(node)
-    if given.get("rounding_mode"):
+    args = arguments(node)
+    if args.get("rounding_mode"):
         raise NoAnswer("rounds")
-    return len(node.operands) == 1 and isinstance(given["input"], Node)
+    return len(node.operands) == 1 and isinstance(args["input"], Node)
 
 
 @rule("div", linear=_constant_denominator)
@@ -377,13 +378,13 @@ class Quotient(Remainder):
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        below = given.get("other")
+        args = arguments(node)
+        below = args.get("other")
         if not isinstance(below, Node):
             raise NoAnswer("a constant denominator")
         entries = math.prod(node.shape)
         # The indices of a and b in node.operands.
-        self.above = node.operands.index(given["input"]) if isinstance(given["input"], Node) else None
+        self.above = node.operands.index(args["input"]) if isinstance(args["input"], Node) else None
         self.below = node.operands.index(below)
         self.copies = [math.sqrt(entries / max(1, math.prod(operand.shape))) for operand in node.operands]
         axes = (len(node.shape) - len(below.shape)) * (1,)
@@ -432,8 +433,8 @@ def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
 @box("mul", "div")
 def times_box(walk: Walk, node: Node, *operands: State) -> State:
     """Products and quotients with a constant scale the deviations."""
-    given = arguments(node)
-    first, second = given["input"], given["other"]
+    args = arguments(node)
+    first, second = args["input"], args["other"]
     if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
         return unknown(walk, node, *operands)
     factor = _constant_factor(node, operands[0], second if isinstance(first, Node) else first)
@@ -448,17 +449,17 @@ def times_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tens
 
     |ŷ| ≥ |y| − ρ for a denominator that depends on the image.
     """
-    given = arguments(node)
+    args = arguments(node)
     if node.op == "mul":
-        (x, dx), (y, dy) = each_of(node, operands, fmt, given["input"], given["other"])
+        (x, dx), (y, dy) = each_of(node, operands, fmt, args["input"], args["other"])
         return fmt.rounded(x * y, 2) + (x * dy + dx * y + dx * dy) * (1 + 4 * fmt.unit) + zeros(node, operands)
-    if given.get("rounding_mode"):
+    if args.get("rounding_mode"):
         raise NoAnswer("a quotient that is rounded to a whole number")
-    (x, dx), (c, dc) = each_of(node, operands, fmt, given["input"], given["other"])
+    (x, dx), (c, dc) = each_of(node, operands, fmt, args["input"], args["other"])
     x = x + dx
     low = c - dc
-    if isinstance(given["other"], Node):
-        denominator = operands[node.operands.index(given["other"])]
+    if isinstance(args["other"], Node):
+        denominator = operands[node.operands.index(args["other"])]
         low = aligned((denominator.size - denominator.over(denominator.rho)).clamp_min(0), node, images=True)
     quotient = torch.where(low > 0, x / low, math.inf)
     # 1/c may be rounded separately, and may fall below the normal range.
@@ -485,9 +486,9 @@ def addcmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     The first product may be of any two factors. Its underflow error is multiplied by the third factor. If it may
     overflow, there is no bound, even if the result is small.
     """
-    given = arguments(node)
-    alpha = abs(float(given.get("value", 1)))
-    (x, dx), (y, dy), (z, dz) = each_of(node, operands, fmt, given["input"], given["tensor1"], given["tensor2"])
+    args = arguments(node)
+    alpha = abs(float(args.get("value", 1)))
+    (x, dx), (y, dy), (z, dz) = each_of(node, operands, fmt, args["input"], args["tensor1"], args["tensor2"])
     cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
     y, z = y + dy, z + dz
     underflow = 4 * fmt.smallest * (alpha + y + z)

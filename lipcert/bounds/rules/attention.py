@@ -59,6 +59,7 @@ def _grown(p: Tensor, dim: int) -> Callable[[Tensor], Tensor]:
     odds = largest / (1 - largest).clamp_min(1e-300)
 
     def bound(r: Tensor) -> Tensor:
+        # exp(700) is finite in float64; the largest entry of a row is at least 1/n, so the quotient is 1 there.
         more = odds * torch.exp((steep * r[:, None]).clamp_max(700.0))
         return (more / (1 + more) * (1 + _HIDDEN)).nan_to_num(nan=1.0).clamp_max(1.0)
 
@@ -176,8 +177,8 @@ def softmax_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tenso
     others = p.scatter(-1, place_of, 0.0)
     first, second, square = largest[..., 0], others.amax(-1), others.square().sum(-1)
     a, d, b = first * others.sum(-1), (second - square).clamp_min(0), first * square.sqrt()
-    found = torch.maximum((a + d) / 2 + torch.hypot((a - d) / 2, b), second)
-    return per_image(found).amax(1).clamp_max(0.5) * (1 + 1e-9)
+    norm = torch.maximum((a + d) / 2 + torch.hypot((a - d) / 2, b), second)
+    return per_image(norm).amax(1).clamp_max(0.5) * (1 + 1e-9)
 
 
 @jacobian("softmax", norm=softmax_norm)
@@ -197,10 +198,10 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     operation, the second is that of the format, to which P may be cast before it multiplies the values. If a row
     deviates by w, p_i grows by a factor of at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are exactly 0.
     """
-    given = arguments(node)
-    if given.get("dim") is None or given.get("dtype") is not None:
+    args = arguments(node)
+    if args.get("dim") is None or args.get("dtype") is not None:
         raise NoAnswer("softmax without dim, or in another format")
-    axis = given["dim"] % len(node.shape) + 1
+    axis = args["dim"] % len(node.shape) + 1
     x = operands[0]
     masked = x.nominal == -math.inf
     length = x.nominal.shape[axis]
@@ -231,8 +232,8 @@ class LogSumExp(Remainder):
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        dim = given.get("dim")
+        args = arguments(node)
+        dim = args.get("dim")
         if not isinstance(dim, int):
             raise NoAnswer("several dimensions")
         axis = dim % len(node.operands[0].shape) + 1
@@ -311,5 +312,5 @@ def _may_hide_rows(mask: Any) -> bool:
         return False
     if isinstance(mask, Value):
         return not mask.magnitude.finite
-    seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    return not bool(seen.any(-1).all())
+    visible = mask if mask.dtype == torch.bool else mask > -math.inf
+    return not bool(visible.any(-1).all())

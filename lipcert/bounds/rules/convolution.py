@@ -27,7 +27,7 @@ from lipcert.bounds._registry import (
 from lipcert.bounds._remainder import Bilinear, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
-from lipcert.bounds.rules.linear import matrix_rounding, still_arguments
+from lipcert.bounds.rules.linear import constant_arguments, matrix_rounding
 from lipcert.graph import Node
 from lipcert.norms import conv_transpose_norm
 from lipcert.numerics import Format, Upper, held
@@ -94,8 +94,8 @@ class DynamicConvolution(Bilinear):
     """w ∗ x with both depending on the image: K = √T, as in :func:`_conv_by_values`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        x, weight = given.get("input"), given.get("weight")
+        args = arguments(node)
+        x, weight = args.get("input"), args.get("weight")
         if not isinstance(x, Node) or not isinstance(weight, Node):
             raise NoAnswer("a bias that depends on the image, and not both the input and the weight")
         self.factor = math.sqrt(math.prod(weight.shape[2:]))
@@ -113,9 +113,9 @@ def convolution_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) 
 @rounding("conv1d", "conv2d", "conv3d")
 def conv_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`matrix_rounding`, sums over a kernel and its input channels."""
-    given = still_arguments(node)
-    geometry: dict[str, Any] = {k: given[k] for k in ("stride", "padding", "dilation", "groups") if k in given}
-    return _convolution_rounding(node, operands[0], given, geometry, fmt, given["weight"].flatten(1).shape[1])
+    args = constant_arguments(node)
+    geometry: dict[str, Any] = {k: args[k] for k in ("stride", "padding", "dilation", "groups") if k in args}
+    return _convolution_rounding(node, operands[0], args, geometry, fmt, args["weight"].flatten(1).shape[1])
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand)
@@ -145,6 +145,7 @@ def conv_transpose(
         dilation=per_axis(dilation, dims),
         groups=groups,
     )
+    # A transposed weight is (inputs, outputs per group, …); here one row holds all weights of one output channel.
     per_output = (
         held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
     )
@@ -159,20 +160,20 @@ def conv_transpose_rounding(node: Node, operands: Sequence[Operand], fmt: Format
     Kernels add up overlapping results in the format itself, so no wider accumulator is assumed.
     """
     fmt = replace(fmt, sums=fmt.dtype)
-    given = still_arguments(node)
+    args = constant_arguments(node)
     names = ("stride", "padding", "output_padding", "groups", "dilation")
-    geometry: dict[str, Any] = {k: given[k] for k in names if k in given}
-    weight = given["weight"]
-    terms = weight.shape[0] // int(given.get("groups", 1)) * math.prod(weight.shape[2:])
-    return _convolution_rounding(node, operands[0], given, geometry, fmt, terms)
+    geometry: dict[str, Any] = {k: args[k] for k in names if k in args}
+    weight = args["weight"]
+    terms = weight.shape[0] // int(args.get("groups", 1)) * math.prod(weight.shape[2:])
+    return _convolution_rounding(node, operands[0], args, geometry, fmt, terms)
 
 
 def _convolution_rounding(
-    node: Node, x: Operand, given: dict[str, Any], geometry: dict[str, Any], fmt: Format, terms: int
+    node: Node, x: Operand, args: dict[str, Any], geometry: dict[str, Any], fmt: Format, terms: int
 ) -> Tensor:
     transposed = "transpose" in str(node.op)
     function = getattr(F, str(node.op))
-    dims = given["weight"].dim() - 2
+    dims = args["weight"].dim() - 2
     if x.nominal.dim() != dims + 3:
         raise NoAnswer("an input without batch axis")
 
@@ -185,4 +186,4 @@ def _convolution_rounding(
             weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
         return weight.flatten(1).norm(order, dim=1).reshape(-1, *[1] * dims)
 
-    return matrix_rounding(node, x, given["weight"], given.get("bias"), terms, apply, rows, fmt)
+    return matrix_rounding(node, x, args["weight"], args.get("bias"), terms, apply, rows, fmt)

@@ -117,24 +117,24 @@ def matrix_rounding(
     return fmt.safe(fmt.sum(size + cast, terms, result + cast) + cast, torch.maximum(size, largest))
 
 
-def still_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation.
+def constant_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operation whose weight and bias are constants.
 
     Raises:
         NoAnswer: the weight or the bias depends on the image.
     """
-    given = arguments(node)
-    if isinstance(given["weight"], Node) or isinstance(given.get("bias"), Node):
+    args = arguments(node)
+    if isinstance(args["weight"], Node) or isinstance(args.get("bias"), Node):
         raise NoAnswer("weights that depend on the image")
-    return given
+    return args
 
 
 @rounding("linear")
 def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`matrix_rounding`, sums of ``in_features`` products."""
-    given = still_arguments(node)
+    args = constant_arguments(node)
     return matrix_rounding(
-        node, operands[0], given["weight"], given.get("bias"), given["weight"].shape[-1], F.linear,
+        node, operands[0], args["weight"], args.get("bias"), args["weight"].shape[-1], F.linear,
         lambda weight, order: weight.norm(order, dim=-1), fmt,
     )  # fmt: skip
 
@@ -154,6 +154,7 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
     if not isinstance(y, Value):
         if y.dim() == 2:
             return dense(call, x, y.mT)
+        # Dense takes a stack of matrices and bounds the largest of their norms.
         norm = Dense(y.reshape(-1, *y.shape[-2:])).norm
         size = x.row_norm(-1) * norm
         return Value(call.shape, x.lip * norm * _copies_matmul(call, x), magnitude=size, rows=(-1, size))
@@ -251,16 +252,16 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     If both depend on the image, the rounding errors are relative to |X̂||Ŷ|, because fused attention may multiply
     queries and keys by the root of its scale before their product.
     """
-    given, known = arguments(node), by_operand(node, operands)
+    args, operand_of = arguments(node), by_operand(node, operands)
     parts: list[tuple[Operand, Tensor]] = []
-    for argument in (given["input"], given["other"]):
+    for argument in (args["input"], args["other"]):
         if isinstance(argument, Node):
-            operand = known(argument)
+            operand = operand_of(argument)
             parts.append((operand, torch.zeros((), dtype=torch.float64, device=operand.nominal.device)))
         else:
             constant = argument.detach().double()
-            still = Operand(constant[None], constant.new_zeros(1), constant.abs().amax()[None])
-            parts.append((still, fmt.cast(constant)[None]))
+            fixed = Operand(constant[None], constant.new_zeros(1), constant.abs().amax()[None])
+            parts.append((fixed, fmt.cast(constant)[None]))
     (x, dx), (y, dy) = parts
     dims = {part.nominal.dim() for part, _ in parts}
     if len(dims) != 1 and (len(operands) == 2 or operands[0].nominal.dim() < max(dims)) or min(dims) < 3:
@@ -269,6 +270,7 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     rho_x, rho_y = x.over(x.rho), y.over(y.rho)
     moved = x.nominal.norm(dim=-1, keepdim=True) * rho_y + rho_x * y.nominal.norm(dim=-2, keepdim=True) + rho_x * rho_y
     size = torch.minimum(at_most(x.size @ y.size + moved), at_most(x.most @ y.most))
+    # Only a constant factor is cast; its error meets the other factor's largest entries.
     cast = torch.zeros_like(size)
     if len(operands) == 1:
         cast = at_most(dx @ y.most if dx.dim() else x.most @ dy)
@@ -296,13 +298,13 @@ def einsum(call: Call, equation: str, *tensors: Any) -> Value:
     def size(axes: str) -> int:
         return math.prod(wide[axis] for axis in axes)
 
-    left = _arranged(x, a, (batch, rows, summed), wide)
-    right = _arranged(y, b, (batch, summed, columns), wide)
+    lhs = _arranged(x, a, (batch, rows, summed), wide)
+    rhs = _arranged(y, b, (batch, summed, columns), wide)
     product = Call((size(batch), size(rows), size(columns)), call.path)
-    if isinstance(left, Tensor):
-        norm = Dense(left).norm
-        return Value(call.shape, right.lip * norm, magnitude=right.row_norm(-2) * norm)
-    result = matmul(product, left, right)
+    if isinstance(lhs, Tensor):
+        norm = Dense(lhs).norm
+        return Value(call.shape, rhs.lip * norm, magnitude=rhs.row_norm(-2) * norm)
+    result = matmul(product, lhs, rhs)
     return Value(call.shape, result.lip, magnitude=result.magnitude, floor=result.lowest)
 
 
@@ -312,13 +314,13 @@ def terms(equation: str) -> tuple[str, str]:
     Raises:
         NoAnswer: not two tensors, or axes that are not named.
     """
-    left, _, output = equation.replace(" ", "").partition("->")
-    both = left.split(",")
-    if len(both) != 2 or "." in equation or "->" not in equation:
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    if len(labels) != 2 or "." in equation or "->" not in equation:
         raise NoAnswer(f"einsum {equation}")
-    if any(len(set(term)) != len(term) for term in (*both, output)):
+    if any(len(set(term)) != len(term) for term in (*labels, output)):
         raise NoAnswer(f"einsum {equation}")
-    return both[0], both[1]
+    return labels[0], labels[1]
 
 
 def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
@@ -330,14 +332,14 @@ def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
         NoAnswer: as :func:`roles`.
     """
     roles(equation)
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for term, operand in zip(terms(equation), operands, strict=True):
         for axis, size in zip(term, operand.shape, strict=True):
-            if found.get(axis, 1) == 1:
-                found[axis] = size
-            elif size not in (1, found[axis]):
+            if lengths.get(axis, 1) == 1:
+                lengths[axis] = size
+            elif size not in (1, lengths[axis]):
                 raise NoAnswer(f"einsum {equation}")
-    return found
+    return lengths
 
 
 def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
@@ -347,25 +349,25 @@ def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
         NoAnswer: as :func:`roles`.
     """
     wide = sizes(equation, operands)
-    both = zip(terms(equation), operands, strict=True)
-    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in both]
+    pairs = zip(terms(equation), operands, strict=True)
+    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in pairs]
 
 
 def roles(equation: str) -> tuple[str, str, str, str]:
-    """The axes of a product of two tensors: in both and the result, only left, only right, summed over.
+    """The axes of a product of two tensors: in both and the result, only in the first, only in the second, summed over.
 
     Raises:
         NoAnswer: not two tensors; an axis occurs twice in one of them, or only one tensor is summed over it.
     """
     a, b = terms(equation)
     output = equation.replace(" ", "").partition("->")[2]
-    both = [axis for axis in a if axis in b]
-    batch = "".join(axis for axis in both if axis in output)
+    shared = [axis for axis in a if axis in b]
+    batch = "".join(axis for axis in shared if axis in output)
     rows = "".join(axis for axis in a if axis not in b)
     columns = "".join(axis for axis in b if axis not in a)
     if set(rows + columns) - set(output):
         raise NoAnswer(f"einsum {equation}")
-    return batch, rows, columns, "".join(axis for axis in both if axis not in output)
+    return batch, rows, columns, "".join(axis for axis in shared if axis not in output)
 
 
 def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:

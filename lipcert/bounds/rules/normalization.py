@@ -61,12 +61,12 @@ def batch_norm(
 @box("batch_norm")
 def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
     """In evaluation mode a scale per channel, with rounding errors relative to x·scale and to the shift."""
-    given = arguments(node)
-    scale = (given["running_var"].double() + given.get("eps", 1e-5)).rsqrt()
-    if given.get("weight") is not None:
-        scale = scale * given["weight"].detach().double()
+    args = arguments(node)
+    scale = (args["running_var"].double() + args.get("eps", 1e-5)).rsqrt()
+    if args.get("weight") is not None:
+        scale = scale * args["weight"].detach().double()
     scale = scale.reshape(1, 1, -1, *[1] * (x.value.dim() - 3))
-    shift = given["running_mean"].double().reshape(scale.shape) * scale
+    shift = args["running_mean"].double().reshape(scale.shape) * scale
     state = scaled(walk, node, x, scale)
     slack = shift.abs() * 2.0**-48
     return walk.result(node, state.up, state.down, way=state.way, rounding=slack.expand_as(x.value))
@@ -79,21 +79,21 @@ def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
     Either way α has a relative error of 10u plus the errors of the casts of var, eps and γ, and the sum an error of 4u
     relative to its terms.
     """
-    given = arguments(node)
+    args = arguments(node)
     x = operands[0]
     form = (-1, *[1] * (x.nominal.dim() - 3))
 
     def constant(name: str, default: float) -> tuple[Tensor, Tensor]:
-        value = given.get(name)
-        value = torch.full_like(given["running_var"], default) if value is None else value
+        value = args.get(name)
+        value = torch.full_like(args["running_var"], default) if value is None else value
         return value.detach().double().abs().reshape(form), fmt.cast(value).reshape(form)
 
     mean, d_mean = constant("running_mean", 0.0)
     (gain, d_gain), (shift, d_shift) = constant("weight", 1.0), constant("bias", 0.0)
-    eps = float(given.get("eps", 1e-5))
+    eps = float(args.get("eps", 1e-5))
     # With its sign: a negative variance makes the sum with eps smaller.
-    var = given["running_var"].detach().double().reshape(form)
-    d_var = fmt.cast(given["running_var"]).reshape(form)
+    var = args["running_var"].detach().double().reshape(form)
+    d_var = fmt.cast(args["running_var"]).reshape(form)
     t = (d_var + fmt.cast(eps).item() + 4 * fmt.smallest) / (var + eps)
     t = torch.where(t < 0.5, t, math.inf) + 16 * fmt.unit
     alpha = gain * (var + eps).rsqrt()
@@ -256,27 +256,27 @@ class LayerNorm(Radial):
     """The case R = √(d·eps), gain √d/R of :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        if len(given["normalized_shape"]) != 1:
+        args = arguments(node)
+        if len(args["normalized_shape"]) != 1:
             raise NoAnswer("several normalised dimensions")
-        size, eps = given["normalized_shape"][0], given.get("eps", 1e-5)
+        size, eps = args["normalized_shape"][0], args.get("eps", 1e-5)
         if not eps > 0:
             raise NoAnswer("eps = 0")
         h = operands[0]
         radius = math.sqrt(size * eps)
-        super().__init__(h, radius, math.sqrt(size) / radius, given.get("weight"), -1, centred=True)
+        super().__init__(h, radius, math.sqrt(size) / radius, args.get("weight"), -1, centred=True)
 
 
 @rounding("layer_norm")
 def layer_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_standardized_rounding` over the normalised axes, then scale and bias."""
-    given = arguments(node)
-    dims = len(given["normalized_shape"])
+    args = arguments(node)
+    dims = len(args["normalized_shape"])
     x = operands[0]
     tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
     rho = x.rho.reshape(-1, *[1] * (tokens.dim() - 1))
-    size, error = _standardized_rounding(tokens, rho, most, float(given.get("eps", 1e-5)), fmt)
-    weight, bias = (None if given.get(k) is None else given[k].flatten() for k in ("weight", "bias"))
+    size, error = _standardized_rounding(tokens, rho, most, float(args.get("eps", 1e-5)), fmt)
+    weight, bias = (None if args.get(k) is None else args[k].flatten() for k in ("weight", "bias"))
     return affine_rounding(size, error, weight, bias, fmt).reshape(x.nominal.shape)
 
 
@@ -296,25 +296,25 @@ class RootMeanSquare(Radial):
     """√d h/√(‖h‖² + d·eps): LayerNorm without centring; see :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        if len(given["normalized_shape"]) != 1:
+        args = arguments(node)
+        if len(args["normalized_shape"]) != 1:
             raise NoAnswer("several normalised dimensions")
-        size, eps = given["normalized_shape"][0], given.get("eps")
+        size, eps = args["normalized_shape"][0], args.get("eps")
         if eps is None:
             eps = torch.finfo(operands[0].dtype).eps
         if not eps > 0:
             raise NoAnswer("eps = 0")
         radius = math.sqrt(size * eps)
-        super().__init__(operands[0], radius, math.sqrt(size) / radius, given.get("weight"), -1)
+        super().__init__(operands[0], radius, math.sqrt(size) / radius, args.get("weight"), -1)
 
 
 @rounding("rms_norm")
 def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """weight ∘ z/√(mean z² + eps). A mean of squares has a relative error of γ, because its terms have one sign."""
-    given = arguments(node)
-    if given.get("eps") is None:
+    args = arguments(node)
+    if args.get("eps") is None:
         raise NoAnswer("an eps that depends on the format")
-    dims, eps = len(given["normalized_shape"]), float(given["eps"])
+    dims, eps = len(args["normalized_shape"]), float(args["eps"])
     x = operands[0]
     tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
     d = tokens.shape[-1]
@@ -324,7 +324,7 @@ def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
     t = inverse_root_error(fmt.sum_gamma(d + EXTRA) + fmt.gamma(4) + underflow / least, fmt)
     size = torch.minimum(most * least.rsqrt(), torch.full_like(least, math.sqrt(d)))
     error = fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), square.expand(size.shape))
-    weight = None if given.get("weight") is None else given["weight"].flatten()
+    weight = None if args.get("weight") is None else args["weight"].flatten()
     return affine_rounding(size, error, weight, None, fmt).reshape(x.nominal.shape)
 
 
@@ -358,32 +358,32 @@ class GroupNorm(ByGroup, Radial):
     """LayerNorm of every group; see :class:`Radial`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        self.groups = given["num_groups"]
-        eps = given.get("eps", 1e-5)
+        args = arguments(node)
+        self.groups = args["num_groups"]
+        eps = args.get("eps", 1e-5)
         if not eps > 0:
             raise NoAnswer("eps = 0")
         size = math.prod(operands[0].shape[2:]) // self.groups
         radius = math.sqrt(size * eps)
-        super().__init__(operands[0], radius, math.sqrt(size) / radius, given.get("weight"), 2, centred=True)
+        super().__init__(operands[0], radius, math.sqrt(size) / radius, args.get("weight"), 2, centred=True)
 
 
 def _tokens(node: Node, values: Mapping[Node, Tensor]) -> tuple[Tensor, bool, float, float, Tensor | None]:
-    """How LayerNorm and its kin normalise, as the arguments of :func:`normalising`.
+    """How LayerNorm, RMSNorm and GroupNorm normalise, as the arguments of :func:`normalising`.
 
     A token c of n entries is multiplied by √n and divided by the length of (c, √(n eps)). GroupNorm does that to each
     group.
     """
-    given, x = arguments(node), values[node.operands[0]]
+    args, x = arguments(node), values[node.operands[0]]
     centred = node.op != "rms_norm"
     if node.op == "group_norm":
-        tokens = x.reshape(*x.shape[:2], given["num_groups"], -1)
+        tokens = x.reshape(*x.shape[:2], args["num_groups"], -1)
     else:
-        tokens = x.flatten(-len(given["normalized_shape"]))
-    eps = given.get("eps", 1e-5 if centred else None)
+        tokens = x.flatten(-len(args["normalized_shape"]))
+    eps = args.get("eps", 1e-5 if centred else None)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     count = tokens.shape[-1]
-    return tokens, centred, math.sqrt(count * eps), math.sqrt(count), given.get("weight")
+    return tokens, centred, math.sqrt(count * eps), math.sqrt(count), args.get("weight")
 
 
 def layer_norm_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor | float:
@@ -400,14 +400,14 @@ def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -
 @rounding("group_norm")
 def group_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`_standardized_rounding` over the channels of a group and all positions, then scale and bias by channel."""
-    given = arguments(node)
+    args = arguments(node)
     x = operands[0]
-    shape = (*x.nominal.shape[:2], given["num_groups"], -1)
+    shape = (*x.nominal.shape[:2], args["num_groups"], -1)
     rho = x.rho.reshape(-1, 1, 1, 1)
-    eps = float(given.get("eps", 1e-5))
+    eps = float(args.get("eps", 1e-5))
     size, error = _standardized_rounding(x.nominal.reshape(shape), rho, x.most.reshape(shape), eps, fmt)
     form = (-1, *[1] * (x.nominal.dim() - 3))
-    weight, bias = (None if given.get(k) is None else given[k].reshape(form) for k in ("weight", "bias"))
+    weight, bias = (None if args.get(k) is None else args[k].reshape(form) for k in ("weight", "bias"))
     return affine_rounding(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
 
 
@@ -428,9 +428,9 @@ class Normalized(RadialKink):
     """h/max(‖h‖, eps) is 1/eps times the projection onto the ball of radius eps; see :class:`RadialKink`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        dim, eps = given.get("dim", 1), given.get("eps", 1e-12)
-        if given.get("p", 2.0) != 2.0 or not isinstance(dim, int) or not eps > 0:
+        args = arguments(node)
+        dim, eps = args.get("dim", 1), args.get("eps", 1e-12)
+        if args.get("p", 2.0) != 2.0 or not isinstance(dim, int) or not eps > 0:
             raise NoAnswer("p is not 2, several dimensions, or eps = 0")
         axis = dim % len(node.shape) + 1
         super().__init__(operands[0], eps, None, axis, gain=1 / eps)
@@ -439,12 +439,12 @@ class Normalized(RadialKink):
 @jacobian("normalize")
 def normalize_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """Tokens along one axis, divided by their length."""
-    given = arguments(node)
-    axis = given.get("dim", 1)
-    if not isinstance(axis, int) or given.get("p", 2.0) != 2:
+    args = arguments(node)
+    axis = args.get("dim", 1)
+    if not isinstance(axis, int) or args.get("p", 2.0) != 2:
         raise NoAnswer("another norm than that along one axis")
     tokens = values[node.operands[0]].movedim(axis + 1 if axis >= 0 else axis, -1)
-    return normalising(tokens, False, float(given.get("eps", 1e-12)), 1.0, None)
+    return normalising(tokens, False, float(args.get("eps", 1e-12)), 1.0, None)
 
 
 @rounding("normalize")
@@ -454,12 +454,12 @@ def normalize_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> 
     The root of n² + a differs from n by at most min(√a, a/n). The error γ of the sum, which the root halves, and the
     error of the root are relative to n.
     """
-    given = arguments(node)
-    eps = float(given.get("eps", 1e-12))
-    if given.get("p", 2.0) != 2.0 or not isinstance(given.get("dim", 1), int):
+    args = arguments(node)
+    eps = float(args.get("eps", 1e-12))
+    if args.get("p", 2.0) != 2.0 or not isinstance(args.get("dim", 1), int):
         raise NoAnswer("another norm than that along one axis")
     x = operands[0]
-    axis = given.get("dim", 1) % len(node.shape) + 1
+    axis = args.get("dim", 1) % len(node.shape) + 1
     low, square = _length_bounds(x.nominal, x.most, x.over(x.rho), axis)
     least = low.clamp_min(eps)
     count = x.nominal.shape[axis] + EXTRA

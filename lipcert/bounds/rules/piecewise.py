@@ -125,8 +125,8 @@ jacobian(F.tanhshrink, absolute=1.0)(saturating)
 
 
 def _sorted_along(node: Node) -> int:
-    given: dict[str, Any] = arguments(node)
-    return int(given.get("dim", -1)) % max(1, len(node.shape))
+    args: dict[str, Any] = arguments(node)
+    return int(args.get("dim", -1)) % max(1, len(node.shape))
 
 
 @rule("sort")
@@ -229,10 +229,10 @@ def log_softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -
     at least 1, so its logarithm, at most log n, has that absolute error and that of the function. Three roundings of
     results of at most 2 max|x| + log n follow.
     """
-    given = arguments(node)
-    if given.get("dim") is None or given.get("dtype") is not None:
+    args = arguments(node)
+    if args.get("dim") is None or args.get("dtype") is not None:
         raise NoAnswer("log_softmax without dim, or in another format")
-    axis = given["dim"] % len(node.shape) + 1
+    axis = args["dim"] % len(node.shape) + 1
     x = operands[0]
     size = x.most.amax(axis, keepdim=True)
     length = x.nominal.shape[axis]

@@ -82,12 +82,12 @@ def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     """
     dims = int(str(node.op)[-2])
     fmt = replace(fmt, sums=fmt.dtype) if dims == 3 else fmt
-    given = arguments(node)
+    args = arguments(node)
     positions = math.prod(
-        per_axis(given["kernel_size"], dims) if "kernel_size" in given else node.operands[0].shape[-dims:]
+        per_axis(args["kernel_size"], dims) if "kernel_size" in args else node.operands[0].shape[-dims:]
     )
     size = replayed(node, operands[0].most).abs()
-    total = size * max(positions, abs(given.get("divisor_override") or 0))
+    total = size * max(positions, abs(args.get("divisor_override") or 0))
     return fmt.safe(fmt.sum(size, positions, size), total)
 
 
@@ -160,19 +160,20 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     windows with a variable result in which j can be the largest. Then ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
     """
     up, down, low, high = monotone(walk, node, x)
-    given = arguments(node)
-    if given.get("ceil_mode") or len(node.shape) != 4:
+    args = arguments(node)
+    if args.get("ceil_mode") or len(node.shape) != 4:
         return walk.result(node, up, down, (x,))
     size, padding, dilation = (
-        per_axis(given.get(k) or d, 2) for k, d in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
+        per_axis(args.get(k) or d, 2) for k, d in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
     )
-    stride = per_axis(given.get("stride") or given["kernel_size"], 2)
+    stride = per_axis(args.get("stride") or args["kernel_size"], 2)
     image = tuple(x.value.shape[-2:])
     padded = (image[0] + 2 * padding[0], image[1] + 2 * padding[1])
     entries = x.high.reshape(-1, 1, *image)
     frame = F.pad(entries, (padding[1],) * 2 + (padding[0],) * 2, value=-1e300)
     windows = F.unfold(frame, size, dilation=dilation, stride=stride)
     counts = (windows >= low.reshape(len(entries), 1, -1)) & (high > low).reshape(len(entries), 1, -1)
+    # Folding adds up over the windows, which gives n_j for each entry.
     total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
     total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
     weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
@@ -196,12 +197,16 @@ class _Windows(Kinked):
         shared = 1
         for axis, places in reversed(list(enumerate(windows, 1))):
             size = x.shape[axis]
+            # Index ``size`` is the −∞ that is appended below.
             places = torch.where((places >= 0) & (places < size), places, size)
+            # The largest number of windows that share an entry along this axis; padding does not count.
             shared *= int(places.flatten().bincount(minlength=size + 1)[:size].max())
             padding = x.new_full((*x.shape[:axis], 1, *x.shape[axis + 1 :]), -math.inf)
             x = torch.cat([x, padding], axis).index_select(axis, places.flatten().to(x.device))
             x = x.unflatten(axis, places.shape)
+        # (images, windows, entries, windows, entries, …) with one pair per axis becomes (images, *windows, entries).
         entries = x.permute(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).flatten(dims + 1)
+        # A window of one entry has −∞ as its second, so it has no kink.
         top = torch.nn.functional.pad(entries, (0, 1), value=-math.inf).topk(2).values
         super().__init__((top[..., 0] - top[..., 1]).reshape(images, -1))
         self.spread = math.sqrt(2 * shared)
@@ -212,15 +217,15 @@ class MaxPool(_Windows):
     """Max pooling, with the windows of :func:`covered`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
+        args = arguments(node)
         dims = int(str(node.op)[-2])
         kernel, stride, padding, dilation = (
             per_axis(value, dims)
             for value in (
-                given["kernel_size"],
-                given.get("stride") or given["kernel_size"],
-                given.get("padding", 0),
-                given.get("dilation", 1),
+                args["kernel_size"],
+                args.get("stride") or args["kernel_size"],
+                args.get("padding", 0),
+                args.get("dilation", 1),
             )
         )
         super().__init__(operands[0], covered(result.shape[-dims:], kernel, stride, padding, dilation))
@@ -234,6 +239,7 @@ class AdaptiveMaxPool(_Windows):
         dims = int(str(node.op)[-2])
         windows = []
         for n, m in zip(operands[0].shape[-dims:], result.shape[-dims:], strict=True):
+            # ⌈(i + 1)n/m⌉ = −⌊−(i + 1)n/m⌋; position n counts as padding.
             first, end = torch.arange(m) * n // m, -(-(torch.arange(m) + 1) * n // m)
             places = first[:, None] + torch.arange(int((end - first).max()))
             windows.append(torch.where(places < end[:, None], places, n))
@@ -270,10 +276,10 @@ class Extreme(Kinked):
     spread = math.sqrt(2)
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
+        args = arguments(node)
         if not node.shape:
             raise NoAnswer("the largest or smallest of all entries")
-        dim = given.get("dim")
+        dim = args.get("dim")
         shape = node.operands[0].shape
         dims = range(len(shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
         inside = sorted({d % len(shape) + 1 for d in dims})
@@ -330,8 +336,8 @@ class Larger(Kinked):
     """max(a, b) entry by entry: R ≤ (|δa − δb| − |a − b|)₊, and |δa − δb| ≤ √2 ‖(δa, δb)‖; b may be constant."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        pair = [given.get("input"), given.get("other")]
+        args = arguments(node)
+        pair = [args.get("input"), args.get("other")]
         values = iter(operands)
         sides = [next(values) if isinstance(item, Node) else torch.as_tensor(item).detach().double() for item in pair]
         if any(operand.shape != node.shape for operand in node.operands):

@@ -32,8 +32,8 @@ def power(call: Call, x: Any, exponent: Any) -> Value:
     p = float(exponent)
     if p == 2:
         return _with_copies(call, x, square(call, x))
-    whole = p == int(p) if math.isfinite(p) else False
-    if not math.isfinite(p) or p == 0 or (not whole and not x.lowest >= 0) or (p < 0 and x.lowest < 0):
+    integer = p == int(p) if math.isfinite(p) else False
+    if not math.isfinite(p) or p == 0 or (not integer and not x.lowest >= 0) or (p < 0 and x.lowest < 0):
         raise NoAnswer(f"exponent {p:g} of a value that may be negative")
     if p >= 1:
         factor = _power(x.magnitude, p - 1) * p

@@ -115,8 +115,8 @@ class SecantProjection(Remainder):
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         moved = rho[0]
-        bent = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
-        bound = torch.minimum(bent, 2 * moved)
+        kink_and_curvature = self.bend.norm(moved, moved[:, None]) + self._curvature(moved).amax(1) * moved.square()
+        bound = torch.minimum(kink_and_curvature, 2 * moved)
         if len(rho) > 1:
             bound = torch.minimum(bound, Crossing(self.length, self.radius, self.bend, rho).norm())
         return self.weight.abs().max() * bound
@@ -129,12 +129,12 @@ class SecantProjection(Remainder):
         def bound(rho: Sequence[Tensor]) -> Tensor:
             moved = rho[0]
             curved = (size * self._curvature(moved)).amax(1) * moved.square()
-            bent = self.bend.against(-along, moved, moved[:, None]) + curved
-            found = torch.minimum(bent, 2 * size.norm(dim=1) * moved)
+            kink_and_curvature = self.bend.against(-along, moved, moved[:, None]) + curved
+            least = torch.minimum(kink_and_curvature, 2 * size.norm(dim=1) * moved)
             if len(rho) > 1:
                 crossing = Crossing(self.length, self.radius, self.bend, rho)
-                found = torch.minimum(found, crossing.against(size, along))
-            return found
+                least = torch.minimum(least, crossing.against(size, along))
+            return least
 
         return bound
 
@@ -162,8 +162,8 @@ class Crossing:
     def __init__(self, n: Tensor, radius: float, bend: Bend, rho: Sequence[Tensor]):
         self.rho, self.along, peak = rho
         self.bend = bend
-        rest = n * (1 - 1e-12) - peak[:, None]
-        self.turned = torch.where(rest > 0, self.rho[:, None] ** 2 / (2 * rest), math.inf)
+        least_length = n * (1 - 1e-12) - peak[:, None]
+        self.turned = torch.where(least_length > 0, self.rho[:, None] ** 2 / (2 * least_length), math.inf)
         self.moved = torch.minimum(peak[:, None] + self.turned, self.rho[:, None])
         low, high = (n - self.moved).clamp_min(TINY), n + self.moved
         slope = torch.where(n < radius, 1 - bend.far, bend.far)

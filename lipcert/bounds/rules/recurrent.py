@@ -72,12 +72,12 @@ def ways_of(
     Raises:
         NoAnswer: several layers, projections, or an input without a batch axis.
     """
-    each, ways = 4 if biased else 2, 2 if bidirectional else 1
+    count, ways = 4 if biased else 2, 2 if bidirectional else 1
     if layers != 1 or len(shape) != 3:
         raise NoAnswer("more than one layer, or no batch axis")
-    if len(weights) != each * ways:
+    if len(weights) != count * ways:
         raise NoAnswer("projections")
-    return [weights[first : first + each] for first in range(0, len(weights), each)]
+    return [weights[first : first + count] for first in range(0, len(weights), count)]
 
 
 def _responses(w: Upper, u: Upper, start: Upper, steps: int) -> tuple[Upper, Upper]:
@@ -150,17 +150,17 @@ class Recurrence(Remainder):
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        if len(operands) != 1 or given["input"] is not node.operands[0]:
+        args = arguments(node)
+        if len(operands) != 1 or args["input"] is not node.operands[0]:
             raise NoAnswer("a state or weights that depend on the image")
         ways = ways_of(
-            node.operands[0].shape, given["params"], given["has_biases"], given["num_layers"], given["bidirectional"]
+            node.operands[0].shape, args["params"], args["has_biases"], args["num_layers"], args["bidirectional"]
         )
-        x = operands[0].movedim(2, 0) if given["batch_first"] else operands[0].movedim(1, 0)  # (T, N, batch, channels)
+        x = operands[0].movedim(2, 0) if args["batch_first"] else operands[0].movedim(1, 0)  # (T, N, batch, channels)
         self.op = node.op
         self.norms = [tuple(float(dense_norm(weight)) for weight in way[:2]) for way in ways]
         self.steps = [
-            _run(x.flip(0) if index else x, way, given["hx"][0][index], given["hx"][1][index])
+            _run(x.flip(0) if index else x, way, args["hx"][0][index], args["hx"][1][index])
             for index, way in enumerate(ways)
         ]
 
@@ -168,7 +168,7 @@ class Recurrence(Remainder):
         total = torch.zeros_like(rho[0])
         for (w, u), steps in zip(self.norms, self.steps, strict=True):
             peaks = _peaks(steps, w, u, rho[0])
-            hidden, cell = _left_out(steps, u, *_moved(steps, peaks, w, u))
+            hidden, cell = _remainder_factors(steps, u, *_moved(steps, peaks, w, u))
             last = {"lstm_last_hidden": hidden[-1].square(), "lstm_last_cell": cell.square()}
             total = total + last.get(str(self.op), hidden.square().sum(0))
         return total.sqrt() * rho[0] ** 2
@@ -183,8 +183,8 @@ def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
     weights = [tensor.detach().double() for tensor in way]
     h, c = (tensor.detach().double().expand(x.shape[1], *tensor.shape) for tensor in (h, c))
     steps = []
-    for each in x.double():
-        a = F.linear(each, weights[0], *weights[2:3]) + F.linear(h, weights[1], *weights[3:4])
+    for entry in x.double():
+        a = F.linear(entry, weights[0], *weights[2:3]) + F.linear(h, weights[1], *weights[3:4])
         i, f, g, o = a.chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         slope_i, slope_f, slope_o, slope_g = i * (1 - i), f * (1 - f), o * (1 - o), 1 - g**2
@@ -193,8 +193,10 @@ def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
         slope_c = 1 - tanh**2
         h = o * tanh
         kappa = torch.stack([before * slope_f, i * slope_g, g * slope_i]).norm(dim=0)
-        found = (i, f, o, g, before, tanh, slope_i, slope_f, slope_o, slope_g, slope_c)
-        steps.append(_Step(*(per_image(value).abs().amax(1) for value in (*found, kappa, o * slope_c, tanh * slope_o))))
+        factors = (i, f, o, g, before, tanh, slope_i, slope_f, slope_o, slope_g, slope_c)
+        steps.append(
+            _Step(*(per_image(value).abs().amax(1) for value in (*factors, kappa, o * slope_c, tanh * slope_o)))
+        )
     return steps
 
 
@@ -239,6 +241,7 @@ def _moved(
     cell = hidden = peaks[0][0].new_zeros(len(steps), len(peaks[0][0]))
     for t, (step, (peak, cell_peak)) in enumerate(zip(steps, peaks, strict=True)):
         alpha = u * hidden
+        # The impulse at time s = t enters through W.
         alpha[t] += w
         cell, result = _advance(step, alpha, cell, peak)
         hidden = result(cell_peak)
@@ -247,9 +250,11 @@ def _moved(
     return alphas, gammas
 
 
-def _left_out(steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """‖ε(h_t)‖/ρ² for all t, shape (T, N), and ‖ε(c_T)‖/ρ², shape (N,)."""
-    found = []
+def _remainder_factors(
+    steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Bounds on ‖ε(h_t)‖/ρ² for all t, shape (T, N), and on ‖ε(c_T)‖/ρ², shape (N,)."""
+    factors = []
     cell = hidden = before = torch.zeros_like(alphas[0])
     for step, alpha, gamma in zip(steps, alphas, gammas, strict=True):
         curved = torch.maximum(_SIGMOID / 2 * step.c, torch.maximum(_TANH / 2 * step.i, _SIGMOID / 2 * step.g) + 0.125)
@@ -257,5 +262,5 @@ def _left_out(steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[T
         source = _TANH / 2 * step.o * gamma**2 + _SIGMOID / 2 * step.tanh * alpha**2 + alpha * gamma / 4
         hidden = step.result * cell + step.gate * u * hidden + source
         before = gamma
-        found.append(hidden)
-    return torch.stack(found), cell
+        factors.append(hidden)
+    return torch.stack(factors), cell

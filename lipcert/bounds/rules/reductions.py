@@ -70,7 +70,7 @@ box("mean", "sum")(nonnegative)
 @rounding("sum", "mean")
 def sum_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """A sum of n terms in any order, and for a mean a division by n."""
-    if any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+    if any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
         raise NoAnswer("a sum in another format")
     x = operands[0]
     count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape))
@@ -85,9 +85,9 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
     if isinstance(dim, bool):
         raise NoAnswer("arguments in an old form")
     dims = reduced(x, dim)
-    given = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
+    options = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
     size = math.prod(x.shape[d] for d in dims)
-    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+    correction = options.get("correction", 1 if options.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
     divisor = size - int(correction)
     if divisor < 1 or correction != int(correction):
@@ -105,12 +105,12 @@ def _divisor(node: Node) -> float:
     Raises:
         NoAnswer: d is not positive, or the arguments are in an old form.
     """
-    given = arguments(node)
+    args = arguments(node)
     shape = node.operands[0].shape
-    size = math.prod(shape[d] for d in reduced(Value(shape, 0), given.get("dim")))
-    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+    size = math.prod(shape[d] for d in reduced(Value(shape, 0), args.get("dim")))
+    correction = args.get("correction", 1 if args.get("unbiased", True) else 0)
     divisor = size - float(1 if correction is None else correction)
-    if isinstance(given.get("dim"), bool) or not divisor > 0:
+    if isinstance(args.get("dim"), bool) or not divisor > 0:
         raise NoAnswer(f"the variance of {size} entries, or arguments in an old form")
     return divisor
 
@@ -159,8 +159,8 @@ class Length(Remainder):
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        given = arguments(node)
-        if given.get("ord", given.get("p", "fro")) not in ("fro", 2, None):
+        args = arguments(node)
+        if args.get("ord", args.get("p", "fro")) not in ("fro", 2, None):
             raise NoAnswer("p is not 2")
         self.length = per_image(result)
 
@@ -172,10 +172,10 @@ class Length(Remainder):
 
     def against(self, direction: Tensor) -> Against:
         weight = per_image(direction).abs()
-        whole = weight.norm(dim=1)
+        size = weight.norm(dim=1)
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
-            return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * whole * rho[0])
+            return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * size * rho[0])
 
         return bound
 
@@ -189,8 +189,8 @@ def length_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bo
 @rounding("norm", "linalg_vector_norm")
 def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """‖x‖ over some axes: the relative errors of the sum of squares and of the root, and the root of the underflow."""
-    given = arguments(node)
-    if given.get("ord", given.get("p", 2)) not in ("fro", 2, None):
+    args = arguments(node)
+    if args.get("ord", args.get("p", 2)) not in ("fro", 2, None):
         raise NoAnswer("another norm than ‖·‖₂")
     x = operands[0]
     count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape)) + EXTRA

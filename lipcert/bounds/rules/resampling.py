@@ -47,6 +47,7 @@ def interpolate(
         ones[axis] = n
         units = torch.eye(n, dtype=torch.float64).reshape(n, 1, *ones)
         rows = F.interpolate(units, target, factors, mode, align_corners, recompute_scale_factor, antialias=antialias)
+        # Row i holds the result for unit vector i.
         matrix = rows.reshape(n, m).mT
         error = Upper(n * m).sqrt() * ((n + m) * 2.0**-50)
         norm = norm * (dense_norm(matrix) + error)

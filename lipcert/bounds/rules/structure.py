@@ -43,8 +43,8 @@ def identity_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
 
 def _outside_training(node: Node) -> bool:
-    given = arguments(node)
-    if given.get("training", True) and given.get("p", 0.5):
+    args = arguments(node)
+    if args.get("training", True) and args.get("p", 0.5):
         raise NoAnswer("it is random, training=True")
     return True
 
@@ -58,7 +58,7 @@ def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace
 
 
 def _same_numbers(node: Node) -> bool:
-    if any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+    if any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
         raise NoAnswer("another reading of the same bits")
     return True
 
@@ -294,12 +294,12 @@ def piece(call: Call, parts: Any, index: int) -> Value:
 @box("part")
 def part_box(walk: Walk, node: Node, *operands: State) -> State:
     """One part of a value that was split."""
-    whole = node.args[0]
-    source = whole.args[0] if isinstance(whole, Node) and whole.args else None
-    if not (isinstance(whole, Node) and whole.op in PIECES and source in walk.states and len(operands) == 1):
+    split = node.args[0]
+    source = split.args[0] if isinstance(split, Node) and split.args else None
+    if not (isinstance(split, Node) and split.op in PIECES and source in walk.states and len(operands) == 1):
         return unknown(walk, node, *operands)
     pick = Node(
-        "part", lambda x, *a, **k: whole.function(x, *a, **k)[node.args[1]], whole.args, whole.kwargs, node.path
+        "part", lambda x, *a, **k: split.function(x, *a, **k)[node.args[1]], split.args, split.kwargs, node.path
     )
     up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
     return walk.result(node, up, down, operands)
@@ -329,12 +329,12 @@ def _smallest(tensor: Value | Tensor) -> float:
 @rounding("cat", "stack")
 def cat_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Entries are exact, but constants among them are rounded to the deployed format."""
-    given = arguments(node)
-    axis = given.get("dim", 0)
+    args = arguments(node)
+    axis = args.get("dim", 0)
     device = operands[0].nominal.device
     parts = [
         torch.zeros(t.shape, dtype=torch.float64, device=device) if isinstance(t, Node) else fmt.cast(t)
-        for t in given["tensors"]
+        for t in args["tensors"]
     ]
     joined = torch.cat(parts, axis) if node.op == "cat" else torch.stack(parts, axis)
     return joined.expand(len(operands[0].nominal), *node.shape)
@@ -351,19 +351,20 @@ def check_written_once(shape: tuple[int, ...], index: Any) -> None:
     Raises:
         NoAnswer: a position occurs twice, or positions depend on the image.
     """
-    places = torch.arange(math.prod(shape)).reshape(shape)[_still(index)].flatten()
+    # Indexing the entries' numbers with the same index gives the positions that are written to.
+    places = torch.arange(math.prod(shape)).reshape(shape)[_constant_index(index)].flatten()
     if len(places) != len(places.unique()):
         raise NoAnswer("positions that are written to twice")
 
 
-def _still(index: Any) -> Any:
-    """The index on the CPU.
+def _constant_index(index: Any) -> Any:
+    """An index that does not depend on the image, on the CPU.
 
     Raises:
         NoAnswer: it depends on the image.
     """
     if isinstance(index, (tuple, list)):
-        return type(index)(map(_still, index))
+        return type(index)(map(_constant_index, index))
     if isinstance(index, Tensor):
         return index.cpu()
     if isinstance(index, (int, slice, type(None), type(Ellipsis))):
@@ -380,6 +381,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     check_written_once(x.shape, index)
     if not isinstance(value, Value):
         value = Value.constant(torch.as_tensor(value, dtype=torch.float64))
+    # On the meta device indexing computes the shape only.
     places = torch.empty(x.shape, device="meta")[_to_meta(index)].numel()
     copies = Upper(-(-places // max(1, math.prod(value.shape)))).sqrt()
     floor = min(x.lowest, value.lowest)
@@ -449,8 +451,8 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
 @rounding("pad", "constant_pad_nd")
 def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Entries are exact, but the constant is rounded to the deployed format."""
-    given = arguments(node)
-    return zeros(node, operands) + fmt.cast(float(given.get("value") or 0.0)).item()
+    args = arguments(node)
+    return zeros(node, operands) + fmt.cast(float(args.get("value") or 0.0)).item()
 
 
 box(
