@@ -23,7 +23,7 @@ LAYERS: dict[str, dict[str, float]] = {
     "improvements, checks": {"training": 2.5, "certvit": 3.5},
     "certificates": {"certifier": 0.9, "smoothing": 4.5},
     "analysis": {"roundoff": 0, "bounds": 1},
-    "models, settings": {"networks": 0, "inputs": 2.2, "settings": 3.2, "attacks": 5.5},
+    "models, settings": {"inputs": 2.2, "networks": 2.7, "settings": 3.2, "attacks": 5.5},
     "structure": {"surgery": 1, "graph": 2, "norms": 2.95, "denoisers": 3.9, "model": 4.8},
     "numerics": {"numerics": 2.3},
 }

@@ -25,7 +25,7 @@ _LOCAL, _BOXES = "lipcert.training._local", "lipcert.bounds._box"
 Entry = tuple[str, str, str | None]
 PAPERS: dict[str, tuple[Entry, ...]] = {
     "CertViT: Gupta and Verma, arXiv 2302.10287": (
-        ("definition 1, equation 1", "Lipschitz constant", "lipcert.numerics"),
+        ("definition 1, equation 1", "Lipschitz constant", "lipcert.numerics._bound"),
         ("equation 2", "product of the layers' norms", "lipcert.bounds._global"),
         ("equations 3 to 8", "activations as proximity operators, distance to ∂f(y)", "lipcert.certvit.relu"),
         ("problem 2, equations 9, 10 and 11, proposition 3", "least norm at a given error", "lipcert.certvit.solve"),
@@ -44,12 +44,12 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     ),
     "LiResNet: Hu, Zou, Wang, Leino and Fredrikson, arXiv 2301.12549": (
         ("definition 1", "ε-local robustness", "lipcert.bounds._margins"),
-        ("definition 2", "Lipschitz constant", "lipcert.numerics"),
+        ("definition 2", "Lipschitz constant", "lipcert.numerics._bound"),
         ("equation 1", "the logit ⊥, constants of margins", "lipcert.bounds._margins"),
         ("equation 2, definition 3", "the loss EMMA", "lipcert.training._losses"),
     ),
     "Local-Lip: Huang, Zhang, Shi, Kolter and Anandkumar, arXiv 2111.01395": (
-        ("definition 1", "Lipschitz constant", "lipcert.numerics"),
+        ("definition 1", "Lipschitz constant", "lipcert.numerics._bound"),
         ("equations 1 and 2", "product of the layers' norms", "lipcert.bounds._global"),
         ("equations 3 to 6 and 9 to 11", "units that are constant on the ball, the local bound", _BOXES),
         ("proposition 1, equation 7", "norm of the masked operator", "lipcert.bounds._masked"),
@@ -66,7 +66,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         ("equations 21 to 23", "the box after a layer", _BOXES),
         ("equations 21 to 26", "worst logits and losses in training", _LOCAL),
         ("equation 27", "schedule of the learning rate", "lipcert.training._finetune"),
-        ("equations 28 and 29", "schedules of ε and λ", "lipcert.settings"),
+        ("equations 28 and 29", "schedules of ε and λ", "lipcert.settings._finetune"),
     ),
 }
 _KINDS = "equation|definition|theorem|lemma|proposition|algorithm|problem"

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lipcert import __version__
 from lipcert.errors import InputError, first_line
+from lipcert.settings import version
 
 from ._commands import SETTINGS, Commands
 from ._errors import one_line_errors
@@ -18,7 +18,7 @@ app = typer.Typer(name="lipcert", cls=Commands, no_args_is_help=True, **SETTINGS
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lipcert {__version__}")
+        typer.echo(f"lipcert {version()}")
         raise typer.Exit
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import huggingface_hub.constants
 
-from lipcert import __version__
 from lipcert.errors import InputError
-from lipcert.settings import DTYPES
+from lipcert.settings import DTYPES, version
 
 from ._errors import one_line_errors
 from ._options import AsJson
@@ -35,7 +34,7 @@ def doctor(as_json: AsJson = False) -> None:
         from lipcert.numerics import assumptions
 
         facts = [
-            ("lipcert", __version__),
+            ("lipcert", version()),
             ("python", f"{platform.python_version()} on {platform.platform()}"),
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),

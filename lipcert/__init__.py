@@ -57,12 +57,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above instead
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from importlib import metadata  # takes longer than everything else here
-
-            try:
-                value: Any = metadata.version("lipcert")
-            except metadata.PackageNotFoundError:
-                value = "unknown"  # a checkout that is not installed
+            value: Any = importlib.import_module("lipcert.settings").version()
         elif name in _HOMES:
             importlib.import_module("lipcert.inputs.loading")  # makes models of timm's modules
             value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -27,7 +27,7 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     assert inside in seen
     assert not architecture.private(inside)
     assert architecture.private(inside._replace(module="lipcert.norms._dense")) == "lipcert.graph._graph"
-    assert architecture.private(architecture.Import("lipcert.norms._dense", "lipcert.inputs.data", "_read")) == ""
+    assert architecture.private(architecture.Import("lipcert.norms._dense", "lipcert.model", "_read")) == ""
     assert architecture.private(architecture.Import("lipcert.norms._dense", "lipcert.certvit.solve", "_x"))
 
 

@@ -19,7 +19,6 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from lipcert import __version__
 from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.inputs.construction import check_described
@@ -27,6 +26,7 @@ from lipcert.inputs.files import replacing
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
 from lipcert.inputs.weights import check_finite
 from lipcert.model import Model, checked
+from lipcert.settings import version
 from lipcert.surgery import swap
 
 FORMAT = 1
@@ -82,7 +82,7 @@ def save(
     check_rebuilds(model)
     content = {
         "format": FORMAT,
-        "lipcert": __version__,
+        "lipcert": version(),
         "timm": timm.__version__,
         "source": model.source,
         "data_config": model.data_config,

@@ -31,8 +31,7 @@ from torch import Tensor
 from lipcert.norms._conv import _Axis, _polyphase, _torus_norm, conv_norm
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._scale import as_float64, normalise
-from lipcert.numerics import Upper
-from lipcert.numerics._estimate import Estimator, or_estimated
+from lipcert.numerics import Estimator, Upper, or_estimated
 
 _DENSE_SIDE = 512
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)

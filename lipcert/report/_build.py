@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from lipcert import __version__
 from lipcert.report import _figures
 from lipcert.report._curves import families, span
 from lipcert.report._images import examples
 from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._words import about, above, known, listed, promises, radius, right, share, wilson
 from lipcert.results import Run, Tally
+from lipcert.settings import version
 
 Eps = Sequence[tuple[float, str]]
 
@@ -355,7 +355,7 @@ def _made(run: Run) -> list[str]:
         *([("global Lipschitz bound", _global(bound))] if bound else []),
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{run.seconds:.1f}"),
-        ("lipcert", f"{summary.get('lipcert', '–')}; this report: {__version__}"),
+        ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
         *((str(key), _in_words(value)) for key, value in summary.get("environment", {}).items()),
     ]
     command = summary.get("command")

@@ -10,13 +10,13 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from lipcert import __version__
 from lipcert.errors import InputError
 from lipcert.inputs.checkpoints import checkpoints
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
 from lipcert.results import Run
+from lipcert.settings import version
 
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
@@ -81,7 +81,7 @@ def model_info(run: Run) -> dict[str, Any]:
         **({"clean_acc": percent(run.correct)} if run.labelled else {}),
         **({f"certified_{'acc' if run.labelled else 'share'}": percent(run.certified_at(run.eps))}),
         **attacked,
-        "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {__version__}",
+        "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {version()}",
     }
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 
-from lipcert import __version__
 from lipcert.graph import ONE_LOGIT, identity_of_code
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.preprocessing import preprocessing
 from lipcert.model import Model
 from lipcert.numerics import Bound, assumptions, environment_settings
+from lipcert.settings import version
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
@@ -59,7 +59,7 @@ def describe(
             **images.lists,
         },
         "preprocessing": preprocessing(model, files=not images.stored),
-        "lipcert": __version__,
+        "lipcert": version(),
         "limit": images.limit,
         "command": command,
         "bound": None if bound is None else _described(bound),

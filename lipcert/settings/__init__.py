@@ -14,6 +14,7 @@ from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, ConstrainSetting
 from lipcert.settings._fields import one_of, option, settings_of, takes
 from lipcert.settings._finetune import GLOBAL, LOCAL, LOSSES, SCHEDULES, FinetuneSettings, MaxNorm
 from lipcert.settings._methods import DETERMINISTIC, FACTS, LINEARISED, METHODS, SINGLE, SMOOTHING, STAGED, MethodFacts
+from lipcert.settings._version import version
 
 __all__ = [
     "AUTO",
@@ -45,4 +46,5 @@ __all__ = [
     "parse_eps",
     "settings_of",
     "takes",
+    "version",
 ]
