@@ -44,18 +44,14 @@ class Known:
 def advise(known: Known) -> str:
     """The next command, which runs as it is apart from names in capitals, and its reason if that is not obvious."""
     data = ["--data", known.data or "IMAGES"]
-    if known.certified:
+    loose = known.log10 is not None and known.log10 > LOOSE
+    if known.certified or (known.images and not loose):
         if known.rows is None:
             return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
         target = known.rows / "report.html" if known.rows.is_dir() else known.rows.with_suffix(".html")
         return command("report", known.rows, "--html", target)
-    loose = known.log10 is not None and known.log10 > LOOSE
-    if loose or known.images:
-        reason = (
-            "certifies the smoothed classifier, since this network's own bounds are too loose"
-            if loose
-            else "certifies the smoothed classifier, if training for margins (lipcert finetune) is not wanted"
-        )
+    if loose:
+        reason = "certifies the smoothed classifier, since this network's own bounds are too loose"
         front = ["--denoiser", "natural"] if known.channels == _COLOURS and not known.denoised else []
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100"]
         return f"{command('certify', *known.model, *data, '--eps', known.eps, *sampled, *front)}, which {reason}"

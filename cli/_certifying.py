@@ -246,8 +246,6 @@ def _certify_with(
         _triage(loaded, settings, images)
     with progress("reading the network") as update:
         certifier = certifier_for(loaded, settings, progress=update)
-    if isinstance(certifier, Certifier):
-        _show_methods(certifier)
     for stage, reason in certifier.notes.items():
         say(f"note: {stage}: {reason}")
     description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
@@ -255,6 +253,8 @@ def _certify_with(
         description["sigma_choice"] = choice
 
     def started(rows: int) -> None:
+        if isinstance(certifier, Certifier):
+            _show_methods(certifier)
         show_preprocessing(images, loaded)
         if rows:
             say(f"{out}: continuing after {rows} images")
@@ -306,8 +306,9 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
 
 def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time of each method, and why others are skipped."""
-    costs = [f"{name} {_duration(method.work / RATE)}" for name, method in certifier.methods.items()]
-    say(f"methods, at most per image: {', '.join(costs)}")
+    if certifier.method == STAGED:
+        costs = [f"{name} {_duration(method.work / RATE)}" for name, method in certifier.methods.items()]
+        say(f"methods, at most per image: {', '.join(costs)}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)

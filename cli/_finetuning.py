@@ -126,7 +126,7 @@ def run(
             measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
             print_json({"written": str(path), **facts, f"{measured}_on_training_images": accuracy})
             return
-        following = advise(Known([str(path)], loaded.input_size[0], _text(asked.eps), trained=True))
+        following = advise(Known([str(path)], loaded.input_size[0], _text(asked.eps), data="TEST", trained=True))
         if asked.sigma:
             noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"]
             following = command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)
