@@ -170,7 +170,7 @@ class Smoothing:
             radius=radii,
             certified=radii > self.plan.eps,
             method=(SMOOTHING,) * len(votes),
-            rigor=(Rigor(self.plan.alpha),) * len(votes),
+            rigor=(Rigor(self.plan.alpha, self.plan.alpha),) * len(votes),
             labels=None if labels is None else labels.cpu(),
             eps=self.plan.eps,
             dtype=self.dtype,
