@@ -6,8 +6,8 @@ Routes, each from the same ImageNet weights:
 
 * ``noise``: fine-tuned under noise, certified by smoothing.
 * ``smooth``: ReLU6 replaced by GELU, fine-tuned by ``adversarial``, certified by ``staged``, which tries the methods.
-* ``student``: a LiResNet of width 16 at 32 pixels, taught by the network of ``noise``, certified by ``gloro``; beside it
-  the same training without a teacher.
+* ``student``: a LiResNet of width 16 at 32 pixels, taught by the network of ``noise``, certified by ``gloro``; and the
+  same training without a teacher.
 * ``vit``: the global bound of ``vit_base_patch16_224`` with random weights after ``convert --norm smooth``, after
   ``constrain`` on a few images, and after one update of ``finetune --max-norm 1``.
 
@@ -80,7 +80,8 @@ def noise(steps: Steps, args: argparse.Namespace) -> dict[str, Any]:
 
 def smooth(steps: Steps, args: argparse.Namespace) -> dict[str, Any]:
     """With smooth activations, certified by the staged certificate."""
-    steps("smooth", "finetune", *lite(args, "num_classes=10 act_layer=gelu"), "--loss", "adversarial", "--eps", "36/255")
+    network = lite(args, "num_classes=10 act_layer=gelu")
+    steps("smooth", "finetune", *network, "--loss", "adversarial", "--eps", "36/255")
     return {"log10_bound": bound(steps, "smooth"), **certified(steps, args, "smooth", "--attack")}
 
 
