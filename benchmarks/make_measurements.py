@@ -466,14 +466,17 @@ def _from_pretrained() -> str:
     ]
     columns += ["core minutes, training", "certifying"]
     text = (
-        "EfficientNet-Lite0 with ImageNet weights, fine-tuned on a part of CIFAR-10 at 64 pixels, and LiResNets of width 16\n"
-        "at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. Right is the\n"
-        "smoothed classifier for the first one."
+        "EfficientNet-Lite0 with ImageNet weights, fine-tuned on a part of CIFAR-10 at 64 pixels, and LiResNets of width\n"
+        "16 at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. Of the\n"
+        "first, the smoothed classifier is right."
     )
     if "vit" in found:
         bounds = found["vit"]["log10_bound"]
-        steps = (("converted", "`convert --norm smooth`"), ("constrained", "`constrain`"))
-        steps += (("updated", "one update of `finetune --max-norm 1`"),)
+        steps = (
+            ("converted", "`convert --norm smooth`"),
+            ("constrained", "`constrain`"),
+            ("updated", "one update of `finetune --max-norm 1`"),
+        )
         said = ", ".join(f"{_power(bounds[key])} after {name}" for key, name in steps if key in bounds)
         text += f"\n\nThe global bound of `vit_base_patch16_224` with random weights: {said}."
     return section("Fine-tuning of a pretrained network", columns, rows, text)
