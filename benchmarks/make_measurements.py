@@ -454,21 +454,12 @@ def _from_pretrained() -> str:
             power = _power(row["log10_bound"]) if "log10_bound" in row else "–"
             spent = [f"{minutes[part]:.1f}" if part in minutes else "–" for part in (step, f"certify {step}")]
             rows.append([name, trained, row["images"], *shares, beyond, method, power, *spent])
-    columns = [
-        "network",
-        "images × epochs",
-        "test images",
-        "right",
-        "certified at 36/255",
-        "at 0.25",
-        "method",
-        "bound",
-    ]
-    columns += ["core minutes, training", "certifying"]
+    columns = ["network", "images × epochs", "test images", "right", "certified at 36/255", "at 0.25", "method"]
+    columns += ["bound", "core minutes, training", "certifying"]
     text = (
-        "EfficientNet-Lite0 with ImageNet weights, fine-tuned on a part of CIFAR-10 at 64 pixels, and LiResNets of width\n"
-        "16 at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. Of the\n"
-        "first, the smoothed classifier is right."
+        "EfficientNet-Lite0 with ImageNet weights, fine-tuned on a part of CIFAR-10 at 64 pixels, and LiResNets of\n"
+        "width 16 at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. Of\n"
+        "the first, the smoothed classifier is right."
     )
     if "vit" in found:
         bounds = found["vit"]["log10_bound"]
