@@ -67,7 +67,7 @@ def lite(args: argparse.Namespace, arguments: str) -> list[str | Path]:
     return [
         "tf_efficientnet_lite0", "--checkpoint", args.checkpoint, "--input-size", "64", "--crop-pct", "1",
         "--model-args", arguments, "--channels-last", "--crop", "flip", "--data", args.data / "train.tar",
-        "--limit", str(args.images), "--epochs", str(args.epochs), "--lr", "1e-3", "--batch-size", "64",
+        "--limit", str(args.images), "--epochs", str(args.epochs), "--batch-size", "64",
     ]  # fmt: skip
 
 

@@ -806,7 +806,7 @@ def test_the_command_takes_a_teacher_and_weights_for_other_classes(folder) -> No
     arguments = " ".join(f"{key}={value}" for key, value in ARGUMENTS.items())
     named = ("vit_tiny_patch16_224", "--checkpoint", "seven.pth", "--model-args", arguments, "--loss", "ce")
     taught = ("--lr", "1e-12", "--teacher", "small.lipcert.safetensors", "--out", "t.safetensors")
-    with pytest.warns(UserWarning, match="head.weight is for 7 classes, and the model has 10: it is new and random"):
+    with pytest.warns(UserWarning, match="head.weight is for 7 classes, and the model has 10: it starts at zero"):
         run(*named, *SHORT, *taught)
     trained = load_artifact("t.safetensors")
     assert trained.recipe[-1]["teacher"] == weights_hash(load_artifact("small.lipcert.safetensors"))

@@ -59,7 +59,7 @@ def load(
         features: whether to accept a network without a classifier; its features then replace the logits. It can be
             inspected but not certified.
         new_head: whether the classifier of ``checkpoint`` may be for another number of classes than ``num_classes``;
-            the model then gets a random one, to be trained.
+            the model's is then zero, to be trained.
         **timm_arguments: passed to ``timm.create_model``, such as ``num_classes``, ``img_size``, ``patch_size``.
 
     Returns:

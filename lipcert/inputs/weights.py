@@ -160,7 +160,9 @@ def load_weights(
 ) -> dict[str, list[float]]:
     """Copies a state dict into a network. Names must match exactly, up to a prefix that they share; shapes exactly.
 
-    With ``new_head`` a classifier for another number of classes keeps the network's weights; a warning says so.
+    With ``new_head`` a classifier for another number of classes is set to zero, and a warning says so. From zero, the
+    first updates train it alone: a random one, with large gradients, destroys what the other layers have learned
+    (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1).
 
     A warning says so where a prefix was stripped that training wrappers do not write by themselves, where timm's own
     remapping of names was needed, and which tensors are outside the network.
@@ -206,12 +208,14 @@ def load_weights(
         )
     with torch.no_grad():
         for key, value in own.items():  # one by one, so that not all tensors of the file are in memory at once
-            if key in inside and key not in heads:
+            if key in heads:
+                value.zero_()
+            elif key in inside:
                 value.copy_(state[inside[key]])
     for key, (before, after) in heads.items():
         if key.endswith("weight"):
             warnings.warn(
-                f"{file}: {key} is for {before} classes, and the model has {after}: it is new and random", stacklevel=2
+                f"{file}: {key} is for {before} classes, and the model has {after}: it starts at zero", stacklevel=2
             )
     pixels, used = _normaliser(state, outside)
     unread = [key for key in outside if key not in used and key != "n_averaged"]
