@@ -39,6 +39,13 @@ def finetune(
     weights: Callable[..., Weights],
     data: LabelledData,
     model: ModelName = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="Learn the predictions of this model, too: an artifact of the same classes, or a timm name.",
+            show_default=False,
+        ),
+    ] = None,
     classes: Classes = None,
     labels: Labels = None,
     batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 64,
@@ -89,6 +96,7 @@ def finetune(
         asked,
         asked_pixels,
         model,
+        teacher,
         _finetuning.TrainingImages(
             data, limit, batch_size, augment, crop, randaugment, cutout, mix, mix_ratio if mix else None
         ),

@@ -63,6 +63,7 @@ def run(
     asked: FinetuneSettings,
     pixels: Preprocessing,
     model: str | None,
+    teacher: str | None,
     of: TrainingImages,
     *,
     lists: Mapping[str, Any],
@@ -76,12 +77,13 @@ def run(
     _ = of.augmentation  # checks its settings before the model is read
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, weights, device=device)
+        loaded = load_model(model, weights, new_head=True, device=device)
         pixels.apply(loaded)
         path = out or default_name(str(source), "finetuned")
         check_out(path, [Path(source), *weights.files], loaded, "finetune", force)
         unfinished = path.with_name(f"{path.name}.checkpoint")
-        check_trainable(loaded, asked)
+        taught = None if teacher is None else load_model(teacher, Weights(), device=device)
+        check_trainable(loaded, asked, taught)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
 
         total = None if images.length is None else images.length * asked.epochs
@@ -107,7 +109,15 @@ def run(
             update(0, total, f"epoch 1 of {asked.epochs}")
             try:
                 wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
-                train(loaded, batches, origin=asdict(of), checkpoint=unfinished, progress=finished, **wanted)
+                train(
+                    loaded,
+                    batches,
+                    teacher=taught,
+                    origin=asdict(of),
+                    checkpoint=unfinished,
+                    progress=finished,
+                    **wanted,
+                )
             except KeyboardInterrupt as error:
                 kept = (
                     f"the same command continues from {unfinished}" if unfinished.exists() else "no epoch was finished"

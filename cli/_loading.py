@@ -25,6 +25,7 @@ def load_model(
     features: bool = False,
     denoiser: str | None = None,
     device: str = "cpu",
+    new_head: bool = False,
 ) -> Model:
     """The model of a command on its device; reports which one it is if the user named none."""
     arguments = parse_model_args(weights.model_args)
@@ -34,8 +35,14 @@ def load_model(
         say(f"model: {which}")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
-        pretrained, checkpoint = not weights.no_pretrained, weights.checkpoint
-        loaded = load(source, pretrained=pretrained, checkpoint=checkpoint, features=features, **arguments)
+        loaded = load(
+            source,
+            pretrained=not weights.no_pretrained,
+            checkpoint=weights.checkpoint,
+            features=features,
+            new_head=new_head,
+            **arguments,
+        )
     if denoiser is not None:
         made = _made(denoiser) if ":" in denoiser else denoiser
         loaded = Denoised(loaded, made, denoiser)

@@ -151,6 +151,8 @@ def run_shell(line: str) -> None:
 def test_every_block_runs(page, workplace):
     if page.endswith("many-machines.md"):
         save_artifacts()
+    if page.endswith("from-a-pretrained-checkpoint.md"):
+        save_file(timm.create_model("tf_efficientnet_lite0").state_dict(), "lite0.safetensors")
     space: dict[str, object] = {"__name__": "__main__"}
     for language, content in blocks(page):
         assert language in RUNNABLE | {"text"}, f"{page} has a block of the language {language!r}"

@@ -20,7 +20,7 @@ import lipcert
 from lipcert.bounds import MarginBounds, analyze
 from lipcert.cli import app
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.inputs.artifact import load_artifact, read_metadata
+from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
 from lipcert.inputs.data import open_images
 from lipcert.settings import GLOBAL, SCHEDULES
 from lipcert.training import (
@@ -38,6 +38,7 @@ from lipcert.training import (
     fixed_loss,
     gloro_loss,
     hold_projections,
+    teacher_loss,
     trades_loss,
     twice_differentiable,
 )
@@ -199,6 +200,13 @@ def test_trades_loss_is_cross_entropy_and_divergence() -> None:
     bounded = torch.stack(rows).log_softmax(1)[:, :5]
     divergence = F.kl_div(bounded, logits.softmax(1), reduction="batchmean")
     torch.testing.assert_close(loss, F.cross_entropy(logits, labels) + 1.7 * divergence)
+
+
+def test_teacher_loss_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]), torch.tensor([[0.5, 0.5, 1e-6], [0.7, 0.2, 0.1]])
+    expected = (q / q.sum(1, keepdim=True) * (q / q.sum(1, keepdim=True) / p).log()).sum(1).mean()
+    torch.testing.assert_close(teacher_loss(p.log() + 3, q.log()), expected)
+    assert teacher_loss(q.log(), q.log() - 2).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_gloro_fixed_and_lmt_losses_by_hand() -> None:
@@ -552,6 +560,59 @@ def test_a_checkpoint_remembers_where_the_images_are_from(loader, tmp_path) -> N
     lipcert.finetune(vit(), loader[:1], **ways, origin={"--data": "a", "--limit": None})
 
 
+def disagreement(student: lipcert.Model, teacher: lipcert.Model, images: Tensor) -> float:
+    """The divergence from the predictions of a teacher whose images are twice as large."""
+    wanted = teacher(F.interpolate(images, scale_factor=2, mode="bicubic", antialias=True).clamp(0, 1))
+    return teacher_loss(student(images), wanted).item()
+
+
+@pytest.mark.parametrize("loss", ["ce", "adversarial", "noise", "emma"])
+def test_a_teacher_of_another_size_is_learned_from(loss: str, loader) -> None:
+    """Its predictions disagree with the labels, and the student's come close to it only if it is listened to."""
+    torch.manual_seed(1)
+    given = {"mean": (0.3,) * 3, "std": (0.4,) * 3, "input_size": (3, 16, 16)}
+    teacher = lipcert.load("vit_tiny_patch16_224", pretrained=False, **given, **(ARGUMENTS | {"img_size": 16}))
+    with torch.no_grad():
+        teacher.net.head.bias += torch.linspace(0, 4, 10)
+    before = copy.deepcopy(teacher)
+    asked = {"loss": loss, "epochs": 3, "lr": 1e-2, "sigma": 0.1 if loss == "noise" else None}
+    students = [
+        lipcert.finetune(vit(), loader[:4], teacher=teacher, teacher_weight=weight, **asked) for weight in (0.0, 10.0)
+    ]
+    ignoring, listening = (disagreement(student, teacher, loader[5][0]) for student in students)
+    assert listening < 0.5 * ignoring
+    assert same(teacher, before)
+    assert students[0].recipe[-1]["teacher"] == weights_hash(teacher)
+    if loss != "noise":  # what the teacher draws nothing from is what training without it does
+        assert same(students[0], lipcert.finetune(vit(), loader[:4], **asked))
+
+
+def test_a_checkpoint_belongs_to_its_teacher(loader, tmp_path) -> None:
+    ways = {"epochs": 1, "loss": "ce", "checkpoint": tmp_path / "c"}
+    teacher = vit(norm="project")
+    lipcert.finetune(vit(), loader[:1], teacher=teacher, **ways)
+    for other in (None, vit("keep", "project")):
+        with pytest.raises(InputError, match="another teacher;"):
+            lipcert.finetune(vit(), loader[:1], teacher=other, **ways)
+    lipcert.finetune(vit(), loader[:1], teacher=teacher, **ways)
+
+
+def test_teachers_that_cannot_teach(loader) -> None:
+    model = vit()
+    of_one = {"in_chans": 1, "mean": (0.3,), "std": (0.4,), "input_size": (1, 8, 8)}
+    grey = lipcert.load("vit_tiny_patch16_224", pretrained=False, **of_one, **ARGUMENTS)
+    for teacher, message in (
+        (model, "the model itself"),
+        (vit(num_classes=3), "the teacher has 3 classes and the model 10"),
+        (grey, "images of 1 channels and the model of 3"),
+        ("vit", "model is a str"),
+    ):
+        with pytest.raises(InputError, match=message):
+            lipcert.finetune(model, loader[:1], loss="ce", teacher=teacher)
+    with pytest.raises(InputError, match="teacher_weight must be a number from 0"):
+        lipcert.finetune(model, loader[:1], loss="ce", teacher=vit(norm="project"), teacher_weight=-1)
+
+
 @pytest.mark.parametrize("loss", ["ce", "trades", "emma"])
 def test_the_forward_pass_runs_in_bfloat16_and_nothing_else_does(loss: str, loader) -> None:
     model, exact = vit(), vit()
@@ -737,6 +798,24 @@ def test_the_command_writes_an_artifact(folder) -> None:
     assert not same(trained, load_artifact("small.lipcert.safetensors"))
     assert (folder / "small.lipcert.safetensors").read_bytes() == before
     assert not list(folder.glob("*.checkpoint"))
+
+
+def test_the_command_takes_a_teacher_and_weights_for_other_classes(folder) -> None:
+    fresh = vit(norm="keep", attention="keep", num_classes=7)
+    torch.save(fresh.net.state_dict(), "seven.pth")
+    arguments = " ".join(f"{key}={value}" for key, value in ARGUMENTS.items())
+    named = ("vit_tiny_patch16_224", "--checkpoint", "seven.pth", "--model-args", arguments, "--loss", "ce")
+    taught = ("--lr", "1e-12", "--teacher", "small.lipcert.safetensors", "--out", "t.safetensors")
+    with pytest.warns(UserWarning, match="head.weight is for 7 classes, and the model has 10: it starts at zero"):
+        run(*named, *SHORT, *taught)
+    trained = load_artifact("t.safetensors")
+    assert trained.recipe[-1]["teacher"] == weights_hash(load_artifact("small.lipcert.safetensors"))
+    torch.testing.assert_close(trained.net.blocks[0].mlp.fc1.weight, fresh.net.blocks[0].mlp.fc1.weight)
+    assert trained.net.head.weight.shape == (10, 16)
+    seven = arguments.replace("num_classes=10", "num_classes=7")
+    wrong = (*named[:4], seven, *named[5:], *SHORT, "--teacher", "small.lipcert.safetensors", "--out", "w.safetensors")
+    assert "the teacher has 10 classes and the model 7" in run(*wrong, code=2).stderr
+    assert "there is no file none.safetensors" in run(*named, *SHORT, "--teacher", "none.safetensors", code=2).stderr
 
 
 def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:

@@ -129,6 +129,27 @@ def test_names_in_timms_order_are_remapped_and_it_is_said(net, tmp_path):
         load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
 
 
+def test_a_new_head_is_for_other_classes_alone(net, tmp_path):
+    file, given = tmp_path / "w.pth", {**GIVEN, "num_classes": 5}
+    torch.save(net.state_dict(), file)
+    with pytest.raises(LoadError, match=r"fc\.weight is \(\d+, \d+\) in the file and \(5, \d+\)"):
+        load(NAME, checkpoint=file, **given)
+    with pytest.warns(UserWarning, match=r"fc\.weight is for \d+ classes, and the model has 5: it starts at zero"):
+        model = load(NAME, checkpoint=file, new_head=True, **given)
+    head = {key for key in net.state_dict() if key.startswith("fc.")}
+    assert len(head) == 2
+    for key, value in net.state_dict().items():
+        loaded = model.net.state_dict()[key]
+        assert not loaded.any() if key in head else torch.equal(loaded, value)
+    state = {**net.state_dict(), "fc.weight": net.state_dict()["fc.weight"][:, 1:]}
+    torch.save(state, file)
+    with pytest.raises(LoadError, match="fc.weight is"):
+        load(NAME, checkpoint=file, new_head=True, **given)
+    torch.save({key: value for key, value in state.items() if key not in head}, file)
+    with pytest.raises(LoadError, match="tensors missing"):
+        load(NAME, checkpoint=file, new_head=True, **given)
+
+
 def test_a_position_embedding_is_not_resized(tmp_path):
     torch.save(timm.create_model("test_vit", img_size=64, num_classes=2).state_dict(), tmp_path / "w.pth")
     with pytest.raises(LoadError, match=r"pos_embed is \(1, \d+, 64\) in the file"):

@@ -38,6 +38,7 @@ def load(
     std: Sequence[float] | None = None,
     input_size: Sequence[int] | None = None,
     features: bool = False,
+    new_head: bool = False,
     **timm_arguments: Any,
 ) -> Model:
     """Loads a model for conversion and certification, in evaluation mode.
@@ -57,6 +58,8 @@ def load(
         input_size: (C, H, W) of one image, likewise.
         features: whether to accept a network without a classifier; its features then replace the logits. It can be
             inspected but not certified.
+        new_head: whether the classifier of ``checkpoint`` may be for another number of classes than ``num_classes``;
+            the model's is then zero, to be trained.
         **timm_arguments: passed to ``timm.create_model``, such as ``num_classes``, ``img_size``, ``patch_size``.
 
     Returns:
@@ -104,7 +107,7 @@ def load(
         checkpoint, name = name, _architecture(name)
     if checkpoint is not None and is_artifact(checkpoint):
         raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
-    return _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features)
+    return _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features, new_head)
 
 
 def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
@@ -148,6 +151,7 @@ def _from_name(
     pixels: dict[str, Any],
     arguments: dict[str, Any],
     features: bool,
+    new_head: bool,
 ) -> Model:
     if arguments.get("num_classes") == 0 and not features:
         raise InputError(f"{name} with num_classes=0 has no logits to certify; give the number of classes")
@@ -159,12 +163,13 @@ def _from_name(
         load_npz(net, checkpoint, name)
         return _wrap(net, name, str(checkpoint), pixels, arguments, rebuild_recipe(name, arguments), features)
     content = read_checkpoint(checkpoint)
+    new_head = new_head and "num_classes" in arguments
     arguments = {**content.arguments, **arguments}
     size = content.pixels.get("size")
     if size is not None and "img_size" not in arguments and takes_size(name):
         arguments["img_size"] = size[0] if size[0] == size[1] else size
     net = create_net(name, pretrained=False, arguments=arguments)
-    of_normaliser = load_weights(net, content.state, file=checkpoint, name=name)
+    of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head)
     known = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
     if size is not None and "img_size" not in arguments:
         known["input_size"] = (arguments.get("in_chans", 3), *size)

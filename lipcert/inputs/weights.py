@@ -156,9 +156,13 @@ def _is_simple(value: Any) -> bool:
 
 
 def load_weights(
-    net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str
+    net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str, new_head: bool = False
 ) -> dict[str, list[float]]:
     """Copies a state dict into a network. Names must match exactly, up to a prefix that they share; shapes exactly.
+
+    With ``new_head`` a classifier for another number of classes is set to zero, and a warning says so. From zero, the
+    first updates train it alone: a random one, with large gradients, destroys what the other layers have learned
+    (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1).
 
     A warning says so where a prefix was stripped that training wrappers do not write by themselves, where timm's own
     remapping of names was needed, and which tensors are outside the network.
@@ -180,10 +184,11 @@ def load_weights(
         warnings.warn(f"{file}: its names are not timm's; {how}", stacklevel=2)
         state, inside, extra = renamed, {key: key for key in renamed}, [key for key in renamed if key not in own]
     missing = [key for key in (needed if prefix or not extra else own) if key not in inside]
+    heads = _other_heads(net, {key: state[inside[key]] for key in own if key in inside}) if new_head else {}
     shapes = [
         f"{key} is {tuple(state[inside[key]].shape)} in the file and {tuple(value.shape)} in the model"
         for key, value in own.items()
-        if key in inside and state[inside[key]].shape != value.shape
+        if key in inside and key not in heads and state[inside[key]].shape != value.shape
     ]
     kinds = [
         f"{key} holds {state[inside[key]].dtype} and not numbers like the model's {value.dtype}"
@@ -203,8 +208,15 @@ def load_weights(
         )
     with torch.no_grad():
         for key, value in own.items():  # one by one, so that not all tensors of the file are in memory at once
-            if key in inside:
+            if key in heads:
+                value.zero_()
+            elif key in inside:
                 value.copy_(state[inside[key]])
+    for key, (before, after) in heads.items():
+        if key.endswith("weight"):
+            warnings.warn(
+                f"{file}: {key} is for {before} classes, and the model has {after}: it starts at zero", stacklevel=2
+            )
     pixels, used = _normaliser(state, outside)
     unread = [key for key in outside if key not in used and key != "n_averaged"]
     if unread:
@@ -217,6 +229,18 @@ def load_weights(
             f"{file}: the normalisation is that of {used[0].rpartition('.')[0]} in it: {numbers}", stacklevel=2
         )
     return pixels
+
+
+def _other_heads(net: nn.Module, state: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """The tensors of the network's classifier that differ in the number of classes alone: that of the file, and its."""
+    named = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
+    places = tuple(f"{place}." for place in ([named] if isinstance(named, str) else named))
+    return {
+        key: (len(state[key]), len(value))
+        for key, value in net.state_dict().items()
+        if key.startswith(places) and key in state and state[key].shape != value.shape
+        if state[key].shape[1:] == value.shape[1:]
+    }
 
 
 def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathLike[str]) -> str:

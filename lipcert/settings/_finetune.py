@@ -77,6 +77,9 @@ class FinetuneSettings:
     consistency: float = option(
         "Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, float, group=_LOSS
     )
+    teacher_weight: float = option(
+        "Weight of the divergence from the predictions of --teacher.", 1.0, float, group=_LOSS
+    )
     max_norm: MaxNorm | None = option(
         "Limit the spectral norm of each layer to this value; '*.fc1=1.2' for the layers of a pattern.",
         None,
@@ -171,7 +174,8 @@ class FinetuneSettings:
             for value in values:
                 if value is not None and not 0 < value < _LARGEST:
                     raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
-        for name, value in (("weight", self.weight), ("consistency", self.consistency)):
+        for name in ("weight", "consistency", "teacher_weight"):
+            value = getattr(self, name)
             if not 0 <= value < _LARGEST:
                 raise InputError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value}")
         if (self.loss == "noise") is (self.sigma is None):

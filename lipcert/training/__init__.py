@@ -17,6 +17,7 @@ from lipcert.training._losses import (
     fixed_loss,
     gloro_loss,
     noise_loss,
+    teacher_loss,
     trades_loss,
     twice_differentiable,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "hold_projections",
     "local_loss",
     "noise_loss",
+    "teacher_loss",
     "trades_loss",
     "twice_differentiable",
 ]

@@ -39,6 +39,7 @@ from lipcert.training._losses import (
     fixed_loss,
     gloro_loss,
     noise_loss,
+    teacher_loss,
     trades_loss,
     twice_differentiable,
 )
@@ -87,6 +88,7 @@ def finetune(
     loader: Iterable[tuple[Tensor, Tensor]],
     eps: float = 36 / 255,
     *,
+    teacher: Model | nn.Module | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[Epoch], None] | None = None,
@@ -122,6 +124,10 @@ def finetune(
         loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,). Every epoch iterates
             over it, so it must be reusable, such as a DataLoader or a list.
         eps: ε in ℓ2 on pixels.
+        teacher: a model of the same classes, whose predictions the model learns, too: ``teacher_weight`` times
+            :func:`lipcert.training.teacher_loss` is added to the loss, for the model's logits as they are in it (noisy
+            with ``"noise"``, and divided by the temperature). The teacher gets the images without noise, resized if its
+            input has another size. The recipe records the hash of its weights.
         checkpoint: a file that is written after each epoch. The same call resumes from it after an interruption, with
             the state of torch's random generator at that time.
         origin: a description of the loader, such as the data set and the batch size, as values for JSON. The recipe
@@ -142,6 +148,7 @@ def finetune(
             * sparsity: the weight of the sparsity loss in ``"local-b"`` and ``"local-g"``.
             * sigma: the standard deviation of the noise in ``"noise"``, equal to that of the certification.
             * consistency: the weight of the agreement of two predictions under noise in ``"noise"``, such as 10.
+            * teacher_weight: the weight of the divergence from the teacher's predictions.
             * max_norm: limits the spectral norm of each weight matrix, and the scales of projections, by one number or
               by numbers for patterns of paths; see :class:`lipcert.training.NormHold`.
             * optimizer: ``"adamw"``; ``"nadam"``, with Lookahead, for the losses with the global bound; ``"muon"``,
@@ -170,14 +177,16 @@ def finetune(
     """
     asked = settings_of(FinetuneSettings, eps=eps, **settings)
     model = checked(model)
-    check_trainable(model, asked)
+    teacher = None if teacher is None else checked(teacher).eval()
+    check_trainable(model, asked, teacher)
     if model.presumed and model.source:
         try:
             check_rebuilds(model)
         except InputError as error:
             warnings.warn(f"the trained model cannot be saved as it is: {error}", stacklevel=2)
     path = None if checkpoint is None else Path(checkpoint)
-    mark = {**asked.described(), "model": weights_hash(model), **(origin or {})}
+    taught = {} if teacher is None else {"teacher": weights_hash(teacher)}
+    mark = {**asked.described(), "model": weights_hash(model), "teacher": None, **taught, **(origin or {})}
     processes = Processes.connected()
     if any(other != mark for other in processes.gather(mark)):
         raise InputError("the processes of this run were given different models or settings")
@@ -192,7 +201,7 @@ def finetune(
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        run = _Run(model, loader, processes, asked)
+        run = _Run(model, loader, processes, asked, teacher)
         if state is not None:
             run.restore(state)
             good = _copy(model.state_dict())
@@ -214,12 +223,12 @@ def finetune(
     run.optimizer.zero_grad()
     if run.average is not None:
         model.load_state_dict(run.average.module.state_dict())
-    model.recipe.append({"step": "finetune", **asked.described(), "seed": seed, **(origin or {})})
+    model.recipe.append({"step": "finetune", **asked.described(), "seed": seed, **taught, **(origin or {})})
     return model
 
 
-def check_trainable(model: Model, asked: FinetuneSettings) -> None:
-    """Checks that :func:`finetune` can train the model with these settings.
+def check_trainable(model: Model, asked: FinetuneSettings, teacher: Model | None = None) -> None:
+    """Checks that :func:`finetune` can train the model with these settings, and with this teacher.
 
     Raises:
         InputError: it cannot; the message states the reason.
@@ -233,6 +242,19 @@ def check_trainable(model: Model, asked: FinetuneSettings) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("all parameters are frozen (requires_grad is False), so there is nothing to train")
     _others(model, asked.only)
+    if teacher is None:
+        return
+    if teacher is model:
+        raise InputError("the teacher is the model itself, which training changes; load it a second time")
+    if teacher.input_size[0] != model.input_size[0]:
+        raise InputError(
+            f"the teacher takes images of {teacher.input_size[0]} channels and the model of {model.input_size[0]}"
+        )
+    known, wanted = number_of_classes(teacher), number_of_classes(model)
+    if known != wanted:
+        raise InputError(
+            f"the teacher has {known} classes and the model {wanted}; fine-tune the teacher to these classes first"
+        )
 
 
 def _others(model: Model, only: str | None) -> list[nn.Parameter]:
@@ -273,12 +295,18 @@ class _Run:
     """The state of a training run."""
 
     def __init__(
-        self, model: Model, loader: Iterable[tuple[Tensor, Tensor]], processes: Processes, asked: FinetuneSettings
+        self,
+        model: Model,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        processes: Processes,
+        asked: FinetuneSettings,
+        teacher: Model | None = None,
     ):
         self.model = model
         self.loader = loader
         self.processes = processes
         self.asked = asked
+        self.teacher = teacher
         both = asked.temperature if isinstance(asked.temperature, (tuple, list)) else (asked.temperature,) * 2
         self.temperatures = tuple(both)
         self.classes = number_of_classes(model)
@@ -367,6 +395,10 @@ class _Run:
         if not len(labels):
             return _Seen(0.0, 0, 0)
         loss, logits = self._forward(images, labels, eps)
+        if self.teacher is not None:
+            student = logits if logits.requires_grad else self._logits(images)
+            soft = teacher_loss(student / self.temperature, self._taught(images))
+            loss = loss + self.asked.teacher_weight * soft
         try:
             (loss * share).backward(retain_graph=share < 1)  # the batches share the graph of the bound
         except RuntimeError as error:
@@ -437,11 +469,23 @@ class _Run:
         return losses[self.asked.loss](scaled, labels, constants, eps), logits
 
     def _logits(self, images: Tensor) -> Tensor:
+        return self._logits_of(self.model, images)
+
+    def _logits_of(self, model: Model, images: Tensor) -> Tensor:
         if self.asked.channels_last:
             images = images.to(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.asked.amp is not None):
-            logits: Tensor = self.model(images)
+            logits: Tensor = model(images)
         return logits.to(self.model.dtype)
+
+    @torch.no_grad()
+    def _taught(self, images: Tensor) -> Tensor:
+        """The teacher's logits of images of the model's size."""
+        teacher = cast(Model, self.teacher)
+        size = teacher.input_size[1:]
+        if images.shape[2:] != size:
+            images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
+        return self._logits_of(teacher, images.to(teacher.device, teacher.dtype)).to(images.device)
 
     def _diverged(self, what: str) -> InputError:
         return InputError(

@@ -174,6 +174,21 @@ def noise_loss(
     return loss, logits[: len(labels)]
 
 
+def teacher_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+    """The mean Kullback-Leibler divergence KL(q ‖ p) of a student's probabilities p from those of its teacher, q.
+
+    Source: Hinton, Vinyals and Dean, "Distilling the knowledge in a neural network" (arXiv 1503.02531), section 2.
+
+    Args:
+        logits: those of the student, divided by its temperature, shape (N, classes).
+        wanted: those of the teacher, of the same shape.
+
+    Returns:
+        The loss.
+    """
+    return F.kl_div(logits.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+
+
 def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
     """Cross-entropy of f_j + ε_j K_yj, where ε_j ≤ ε is the distance (f_y − f_j)/K_yj at which class j can win.
 
