@@ -5,7 +5,7 @@ from lipcert.norms._dense import dense_norm
 from lipcert.norms._explicit import explicit_norm, explicit_row_norms, explicit_rows, row_norms, written_row_norms
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm
-from lipcert.norms._verify import verified_norms
+from lipcert.norms._verify import dot_error, factor, verified_norms
 from lipcert.norms.budget import Budget, Draw, Ledger, Rigor
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "conv_norm",
     "conv_transpose_norm",
     "dense_norm",
+    "dot_error",
     "explicit_norm",
     "explicit_row_norms",
     "explicit_rows",
+    "factor",
     "gram_norm",
     "lanczos_error",
     "lanczos_norm",
