@@ -31,12 +31,14 @@ def radii(seed: int, count: int) -> dict[str, list[str]]:
     return {" ".join(key): [x.hex() for x in found.tolist()] for key, found in certify(case, classes).items()}
 
 
-def distance(before: list[str] | None, now: list[str] | None) -> float:
-    """The largest relative difference of the radii of a network; ∞ where one of the two has none."""
+def distance(before: list[str] | None, now: list[str] | None, smaller: bool = False) -> float:
+    """The largest relative difference of the radii of a network, or of smaller ones; ∞ where one of the two has none."""
     if before is None or now is None or len(before) != len(now):
         return 0.0 if before == now else math.inf
     pairs = [(float.fromhex(old), float.fromhex(new)) for old, new in zip(before, now, strict=True)]
-    return max((abs(old - new) / max(old, new) for old, new in pairs if old != new), default=0.0)
+    return max(
+        (abs(old - new) / max(old, new) for old, new in pairs if new < old or (old < new and not smaller)), default=0.0
+    )
 
 
 def main() -> int:
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="record the radii in this file")
     parser.add_argument("--compare", type=Path, help="compare the radii with those in this file")
     parser.add_argument("--tolerance", type=float, default=0.0, help="the largest relative difference of two radii")
+    parser.add_argument("--smaller", action="store_true", help="radii may grow; only smaller ones are differences")
     parser.add_argument("--networks", type=int, default=500)
     parser.add_argument("--images", type=int, default=2, help="images per network")
     args = parser.parse_args()
@@ -61,7 +64,7 @@ def main() -> int:
     for row in map(json.loads, args.compare.read_text().splitlines()[: args.networks]):
         now = radii(row["seed"], row["images"])
         for key in sorted({*now, *row["radii"]}):
-            apart = distance(row["radii"].get(key), now.get(key))
+            apart = distance(row["radii"].get(key), now.get(key), args.smaller)
             largest = max(largest, apart if apart < math.inf else 0.0)
             if apart > args.tolerance:
                 different += 1

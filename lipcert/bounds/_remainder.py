@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from torch import Tensor
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, check_entries, registered
 from lipcert.graph import Node
 from lipcert.numerics import UNIT, at_most
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Against = Callable[[Sequence[Tensor]], Tensor]
 RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")
@@ -85,6 +88,10 @@ class Remainder(ABC):
         the ``rho`` of all answers: on the norm over all tokens, and on the largest absolute value.
         """
         return 0
+
+    def only(self, index: Tensor) -> Self | None:
+        """The rule at the images with the given indices, for rules that take long to make; None to make it anew."""
+        return None
 
     def uncertain(self, noise: Tensor) -> Tensor:
         """Whether rounding errors of norm at most ``noise``, shape (N,), may make the Jacobian jump, shape (N,)."""
@@ -173,6 +180,10 @@ class Form:
 
     def __call__(self, deviation: Tensor) -> Tensor:
         return self.function(deviation, *self.tensors)
+
+    def is_diagonal(self, shape: tuple[int, ...]) -> bool:
+        """Whether M multiplies each entry of a deviation of this shape, per image, with a number of its own."""
+        return self.function is torch.mul and self.tensors[0].shape[1:] == shape
 
     def only(self, index: Tensor | slice) -> Form:
         """The same for the images with the given indices."""

@@ -6,7 +6,7 @@ from lipcert.norms._explicit import explicit_norm, explicit_row_norms, explicit_
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm
 from lipcert.norms._padded import Border, padded_conv_norm
-from lipcert.norms._verify import verified_norms
+from lipcert.norms._verify import dot_error, factor, verified_norms
 from lipcert.norms.budget import Budget, Draw, Ledger, Rigor
 
 __all__ = [
@@ -18,9 +18,11 @@ __all__ = [
     "conv_norm",
     "conv_transpose_norm",
     "dense_norm",
+    "dot_error",
     "explicit_norm",
     "explicit_row_norms",
     "explicit_rows",
+    "factor",
     "gram_norm",
     "lanczos_error",
     "lanczos_norm",

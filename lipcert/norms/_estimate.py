@@ -66,3 +66,31 @@ def _lanczos(gram: Tensor) -> float:
 def _start(gram: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(gram.shape[-1], generator=generator, dtype=torch.float64).to(gram)
+
+
+def estimates(gram: Tensor, steps: int = 16) -> Tensor:
+    """Lower estimates, up to rounding, of the largest eigenvalue of each matrix, from Lanczos.
+
+    Args:
+        gram: shape (B, n, n), symmetric, positive semidefinite.
+        steps: the number of products.
+
+    Returns:
+        Shape (B,); at least the largest diagonal entry.
+    """
+    count, size = gram.shape[:2]
+    steps = min(size, steps)
+    basis, images = gram.new_zeros(count, size, steps), gram.new_zeros(count, size, steps)
+    vector = _start(gram).expand(count, size)
+    for step in range(steps):
+        length = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+        vector = vector / length.clamp_min(torch.finfo(torch.float64).tiny)
+        basis[:, :, step] = vector
+        images[:, :, step] = image = (gram @ vector[:, :, None])[:, :, 0]
+        known = basis[:, :, : step + 1]
+        for _ in range(2):
+            image = image - (known @ (known.mT @ image[:, :, None]))[:, :, 0]
+        vector = image
+    projected = basis.mT @ images
+    ritz = torch.linalg.eigvalsh((projected + projected.mT) / 2)[:, -1]
+    return torch.maximum(ritz.nan_to_num(nan=0.0), gram.diagonal(dim1=1, dim2=2).amax(1))

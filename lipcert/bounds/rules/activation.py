@@ -6,10 +6,11 @@ rounded up; the tests check them against the derivatives in 50 digits.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,9 @@ from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
 from lipcert.graph import Node
 from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -205,17 +209,23 @@ class LogSigmoid(Smooth):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        self.a = self.z.abs()
+        self.a, self.whole, self.slope = self.size, F.logsigmoid(self.size), torch.sigmoid(-self.size)
         low, high = self.a, 2 * self.a
         for _ in range(40):
             middle = (low + high) / 2
-            rises = middle * (torch.sigmoid(middle - self.a) - torch.sigmoid(-self.a)) > 2 * self._lost(middle)
+            rises = middle * (torch.sigmoid(middle - self.a) - self.slope) > 2 * self._lost(middle)
             low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
         self.highest = high
 
+    def only(self, index: Tensor) -> Self:
+        part = copy.copy(self)
+        for name in ("z", "size", "a", "whole", "slope", "highest"):
+            setattr(part, name, getattr(self, name)[index])
+        return part
+
     def _lost(self, t: Tensor) -> Tensor:
         """B(t)."""
-        return F.logsigmoid(self.a) - F.logsigmoid(self.a - t) - torch.sigmoid(-self.a) * t
+        return self.whole - F.logsigmoid(self.a - t) - self.slope * t
 
     def envelope(self, distance: Tensor) -> Tensor:
         return 0.25 / torch.cosh(distance / 2).square()

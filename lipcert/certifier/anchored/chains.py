@@ -172,8 +172,14 @@ def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:
 
 
 def work(path: Iterable[Node]) -> float:
-    """An estimate of the floating-point operations that these operations take for one image."""
-    return sum(map(_work, path))
+    """An estimate of the floating-point operations that these operations take for one image, calls included."""
+    return sum(work_and_calls(path))
+
+
+def work_and_calls(path: Iterable[Node]) -> tuple[float, float]:
+    """The floating-point operations for one image, and what their calls take, in the same unit."""
+    nodes = list(path)
+    return sum(map(_work, nodes)), _CALL * len(nodes)
 
 
 def _work(node: Node) -> float:
@@ -181,5 +187,5 @@ def _work(node: Node) -> float:
     weights = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor) and arg.dim() > 1]
     if node.op in ("linear", "matmul") or (isinstance(node.op, str) and node.op.startswith("conv")):
         inner = math.prod(weights[0].shape[1:]) if weights else (node.operands[0].shape or (1,))[-1]
-        return _CALL + 2.0 * entries * inner
-    return _CALL + 10.0 * entries
+        return 2.0 * entries * inner
+    return 10.0 * entries

@@ -87,7 +87,7 @@ class Candidate(NamedTuple):
 
     @property
     def worth(self) -> float:
-        return self.counts / self.cost
+        return self.counts / max(self.cost, 1.0)
 
 
 class Choice(NamedTuple):
@@ -209,9 +209,8 @@ class _Estimates(NormFinder):
         options = NormOptions(tolerance=_ROUGHLY, seed=finder.options.seed)
         super().__init__(finder.network, finder.plan, options)
         self.usual, self._charge = finder.options.tolerance, _CHANCE
-        self.jacobians = Jacobians(
-            finder.network, tolerance=_ROUGHLY, deterministic=False, seed=finder.options.seed, probes=_PROBES
-        )
+        self.jacobians = finder.jacobians.within(_ROUGHLY)
+        self.jacobians.probes = _PROBES
         self.known: dict[NormKey, Tensor] = {}
         self.links: dict[Link, Tensor] = {}
         self.iterative: set[NormKey] = set()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form, per_image
-from lipcert.certifier.anchored.chains import Pair
-from lipcert.certifier.anchored.network import Network
+from lipcert.certifier.anchored.chains import Pair, work, work_and_calls
+from lipcert.certifier.anchored.matrices import Groups, Matrix, groups_of
+from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
 from lipcert.norms import (
@@ -40,19 +41,51 @@ _LONG = 4096
 _COLUMN_PROBES = 512
 # The columns of M G are computed in full, for one rival class at a time, if there are at most this many rows.
 _FORM_ROWS = 1024
-# The usual number of products for Lanczos.
+# The usual number of products for Lanczos, and what it takes besides, in floating-point operations.
 _PASSES = 100
+SEARCH = 1e8
+# How many times as many floating-point operations a second products of matrices reach as products with vectors.
+_FASTER = 4.0
+# The number of unit vectors in one product.
+TOGETHER = 64
+# Matrices have at most this many entries for each image; those that are 0 do not count in matrices for all images.
+_ENTRIES = 2**24
 # The largest number of entries of the Gram matrices of blocks of rows, per image; larger blocks are not bounded
 # separately.
 GRAMS = 2**25
 # The largest number of entries of the Jacobians computed at once, 1 GiB.
 _MOST = 2**27
+# The number of entries of all values in one product, so that they stay in the cache.
+_CACHED = 2**22
 
 
 def passes_for(a: Node, b: Node, peak: bool) -> int:
     """The usual number of products for ‖G(a → b)‖, or with ``peak`` for the largest norm of a row."""
     few = min(a.entries, b.entries, _PROBES)
     return few if peak or few <= _FEW else _PASSES
+
+
+def writing(network: Network, a: Node, b: Node) -> float:
+    """An estimate of the floating-point operations of an image for G(a → b) as a matrix and its norm.
+
+    Many products at once take fewer calls, and reach several times as many operations a second.
+    """
+    if network.affine_path(a, b):
+        return 0.0
+    a = (network.entrance(b) if a is network.source else None) or a
+    few, many = sorted((a.entries, b.entries))
+    each, calls = work_and_calls(network.replay.between(a, [b]))
+    return few * (each / _FASTER + calls / TOGETHER) + (2 * few**2 * many + 20 * few**3) / _FASTER
+
+
+def worth_writing(network: Network, a: Node, b: Node) -> bool:
+    """Whether that is little more than a single norm takes otherwise: matrices serve for several."""
+    return writing(network, a, b) <= 2 * (_PASSES * work(network.replay.between(a, [b])) + SEARCH)
+
+
+def writes_few(few: int, many: int) -> bool:
+    """Whether a matrix is computed in any case, because it has few rows or columns."""
+    return few <= _FEW and few * many <= _ENTRIES
 
 
 def writes_rows(rows: float, *, formed: bool = False) -> bool:
@@ -81,6 +114,11 @@ class Jacobians:
     def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int, probes: int = _PROBES):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
         self.probes = probes
+        self.constants: dict[Pair, Matrix] = {}
+        self.factors: dict[Pair, Matrix] = {}
+        self.groups: dict[Pair, Groups | None] = {}
+        self._written: dict[Pair, bool] = {}
+        self._entrance: list[Matrix | None] = []
 
     def within(self, tolerance: float) -> Jacobians:
         """The same with another tolerance."""
@@ -105,6 +143,39 @@ class Jacobians:
     def writes_out(self, a: Node, rows: int) -> bool:
         """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
         return self.deterministic or min(a.entries, rows) <= _FEW
+
+    def writes(self, a: Node, b: Node) -> bool:
+        """Whether G(a → b) is computed as a matrix (:mod:`.matrices`), from which all its norms follow."""
+        b = self.network.root(b)
+        if (a, b) not in self._written:
+            self._written[a, b] = self._worthwhile(a, b)
+        return self._written[a, b]
+
+    def _worthwhile(self, a: Node, b: Node) -> bool:
+        network = self.network
+        few, many = sorted((a.entries, b.entries))
+        if not few:
+            return False
+        first = self.first(b) if a is network.source else None
+        if first is not None:
+            return b is first or self.writes(first, b)
+        if few * many > _ENTRIES * (1 if not network.affine_path(a, b) else 4):
+            return False
+        return few <= _FEW or self.deterministic or worth_writing(network, a, b)
+
+    def first(self, b: Node) -> Node | None:
+        """The start c of the first stage, if the perturbed value counts with a factor of its Jacobian there."""
+        start = self.network.entrance(b)
+        return start if start is not None and self.entrance() is not None else None
+
+    def through(self, a: Node, b: Node) -> Node | None:
+        """The value c with G(a → b) = G(c → b) G(a → c) where a product of these is what is computed; else None."""
+        found = self.first(b) if a is self.network.source and self.writes(a, b) else None
+        return None if found is b else found
+
+    def error_of(self, a: Node, b: Node) -> float:
+        """The same for the norm of G(a → b), whichever way it is found."""
+        return written_error(a.entries, b.entries) if self.writes(a, b) else self.error_factor(a, b.entries)
 
     def error_factor(self, a: Node, rows: int) -> float:
         """The error of :meth:`norm` for a matrix with these rows, in units of a bound S on that of a product.
@@ -155,9 +226,7 @@ class Jacobians:
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
         if not pulled.requires_grad:
-            chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
-            if torch.autograd.grad(target, source, chance.to(target), retain_graph=True)[0].any():
-                raise UnsupportedOperation([(f"{b.name} after a derivative that cannot be differentiated", b.path)])
+            self._check_zero(b, target, source)
 
         def adjoint(u: Tensor) -> Tensor:
             u = u.reshape(*u.shape[:-1], *target.shape[1:])
@@ -172,6 +241,117 @@ class Jacobians:
             return result.reshape(*result.shape[: v.dim() - source.dim() + 1], -1)
 
         return LinearOperator(product, adjoint)
+
+    def entrance(self) -> Matrix | None:
+        """A factor of G(x → c) for the start c of the first stage; None if it has no groups and is too large."""
+        if not self._entrance:
+            network = self.network
+            values = network.values(an_image(network.model)[:, None])
+            found = self._sparse(network.source, network.stages[0].start, values)
+            self._entrance.append(None if found is None else found.reduced())
+        return self._entrance[0]
+
+    def _sparse(self, a: Node, b: Node, values: Values) -> Matrix | None:
+        """G(a → b), the same for all images, from the entries that are not 0; None if these are too many."""
+        adjoint = self.operator(a, b, values, several=True).adjoint
+        places, entries, count = [], [], 0
+        for rows in torch.arange(b.entries, device=values[b].device).split(TOGETHER):
+            some = adjoint(_unit_vectors(rows, b.entries, 1))[:, 0]
+            found = some.nonzero()
+            entries.append(some[found[:, 0], found[:, 1]])
+            places.append(torch.stack((rows[found[:, 0]], found[:, 1])))
+            count += len(found)
+            if count > 4 * _ENTRIES:
+                return None
+        (row, column), value = torch.cat(places, 1), torch.cat(entries)
+        groups = groups_of(row, column, (b.entries, a.entries))
+        if groups is None:
+            if a.entries * b.entries > 4 * _ENTRIES:
+                return None
+            dense = value.new_zeros(1, b.entries, a.entries)
+            dense[0, row, column] = value
+            return Matrix.of(dense, None)
+        where = [torch.empty_like(part.flatten()) for part in groups]
+        for place, part in zip(where, groups, strict=True):
+            place[part.flatten()] = torch.arange(part.shape[1], device=part.device).repeat(len(part))
+        block = torch.empty_like(where[0])
+        block[groups.rows.flatten()] = torch.arange(len(groups.rows), device=block.device).repeat_interleave(
+            groups.rows.shape[1]
+        )
+        blocks = value.new_zeros(1, len(groups.rows), groups.rows.shape[1], groups.columns.shape[1])
+        blocks[0, block[row], where[0][row], where[1][column]] = value
+        return Matrix(blocks, groups, blocks.new_zeros(1))
+
+    def matrices(self, a: Node, targets: Sequence[Node], values: Values) -> list[Matrix]:
+        """G(a → u) for some values u, at the images of the values: by columns, or by rows where these are fewer."""
+        by_rows = [u for u in targets if u.entries < a.entries]
+        by_columns = [u for u in targets if u.entries >= a.entries]
+        dense = dict(zip(by_columns, self._columns(a, by_columns, values), strict=True)) if by_columns else {}
+        for u in by_rows:
+            adjoint = self.operator(a, u, values, several=True).adjoint
+            units = torch.arange(u.entries, device=values[a].device).split(TOGETHER)
+            found = [adjoint(_unit_vectors(rows, u.entries, len(values[a]))) for rows in units]
+            dense[u] = torch.cat(found).movedim(0, 1)
+        return [Matrix.of(dense[u], self.groups_at(a, u, dense[u])) for u in targets]
+
+    def groups_at(self, a: Node, u: Node, dense: Tensor) -> Groups | None:
+        """The groups of the rows and columns of G(a → u), from the first of the matrices that was seen."""
+        if (a, u) not in self.groups:
+            rows, columns = dense[0].nonzero().unbind(1)
+            self.groups[a, u] = groups_of(rows, columns, (dense.shape[1], dense.shape[2]))
+        return self.groups[a, u]
+
+    def _columns(self, a: Node, targets: Sequence[Node], values: Values) -> list[Tensor]:
+        """All columns of G(a → u), shape (N, entries of u, entries of a), for every u, in the same products."""
+        images = len(values[a])
+        found = [values[a].new_empty(images, u.entries, a.entries) for u in targets]
+        each = sum(math.prod(node.shape) for node in self.network.replay.between(a, targets))
+        together = max(1, _CACHED // (TOGETHER * each))
+        for i, part in _parts(values, images, together):
+            product = self._products(a, targets, part)
+            for columns in torch.arange(a.entries, device=values[a].device).split(TOGETHER):
+                moved = product(_unit_vectors(columns, a.entries, len(part[a])))
+                for whole, one in zip(found, moved, strict=True):
+                    if one is None:
+                        whole[i : i + together, :, columns] = 0
+                    else:
+                        whole[i : i + together, :, columns] = one.flatten(2).movedim(0, 2)
+        return found
+
+    def _products(self, a: Node, targets: Sequence[Node], values: Values) -> Callable[[Tensor], list[Tensor | None]]:
+        """v ↦ G(a → u) v for every u, for several v at once; None for 0. As for :meth:`operator`."""
+        source = values[a].detach().requires_grad_()
+        with torch.enable_grad():
+            reached = self.network.replay(a, source, targets, dict(values))
+            weights = [torch.zeros_like(target, requires_grad=True) for target in reached]
+            (pulled,) = torch.autograd.grad(reached, source, weights, create_graph=True)
+        probe = torch.zeros_like(source)
+        depends: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if pulled.requires_grad:
+            depends = torch.autograd.grad(pulled, weights, probe, retain_graph=True, allow_unused=True)
+        for u, target, moved in zip(targets, reached, depends, strict=True):
+            if moved is None:
+                self._check_zero(u, target, source)
+        used = [weight for weight, moved in zip(weights, depends, strict=True) if moved is not None]
+
+        def product(v: Tensor) -> list[Tensor | None]:
+            v = v.reshape(*v.shape[:-1], *source.shape[1:])
+            grads = torch.autograd.grad(pulled, used, v, retain_graph=True, is_grads_batched=True) if used else ()
+            left = iter(grads)
+            return [None if moved is None else next(left) for moved in depends]
+
+        return product
+
+    def _check_zero(self, b: Node, target: Tensor, source: Tensor) -> None:
+        """Checks on a random vector that a derivative which autograd takes for 0 is 0.
+
+        Raises:
+            UnsupportedOperation: it is not.
+        """
+        chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
+        (found,) = torch.autograd.grad(target, source, chance.to(target), retain_graph=True, allow_unused=True)
+        if found is not None and found.any():
+            raise UnsupportedOperation([(f"{b.name} after a derivative that cannot be differentiated", b.path)])
 
     def norm(
         self,
@@ -269,6 +449,13 @@ def rows_of(b: Node, values: Values, form: Form | None) -> int:
     return b.entries if form is None else form(values[b])[0].numel()
 
 
+def _unit_vectors(places: Tensor, entries: int, images: int) -> Tensor:
+    """Unit vectors with the 1 at these places, shape (places, images, entries)."""
+    unit = torch.zeros(len(places), entries, dtype=torch.float64, device=places.device)
+    unit[torch.arange(len(places), device=places.device), places] = 1.0
+    return unit[:, None].expand(-1, images, -1)
+
+
 def _parts(values: Values, images: int, together: int) -> Iterator[tuple[int, dict[Node, Tensor]]]:
     """Splits the values into parts of ``together`` images; yields each part with the index of its first image."""
     for i in range(0, images, together):
@@ -295,12 +482,15 @@ def margin_gradients(
         predicted: the classes y, shape (N,).
         linear: b_u for values u of the network, each of shape (N, *u.shape).
     """
-    graph, source, widths = network.graph, network.source, network.widths
+    graph, source = network.graph, network.source
+    path = network.replay.between(source, [graph.output])
+    inside = {source, *path}
+    given = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
 
-    def one(image: Tensor, start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        known: dict[Node, Tensor] = {graph.input: image, source: start, **dict(zip(widths, rest, strict=False))}
-        extra = dict(zip(nodes, rest[len(widths) :], strict=True))
-        for node in graph.nodes:
+    def one(start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        known: dict[Node, Tensor] = {source: start, **dict(zip(given, rest, strict=False))}
+        extra = dict(zip(nodes, rest[len(given) :], strict=True))
+        for node in path:
             run((node,), known)
             if node in extra:
                 known[node] = known[node] + extra[node]
@@ -309,8 +499,7 @@ def margin_gradients(
     start = values[source].detach().requires_grad_()
     added = [torch.zeros_like(values[node], requires_grad=True) for node in nodes]
     with torch.enable_grad():
-        given = [values[node] for node in widths]
-        logits, *bent = torch.vmap(one)(values[graph.input], start, *given, *added)
+        logits, *bent = torch.vmap(one)(start, *(values[node] for node in given), *added)
         logits = logits.reshape(len(start), -1)
         margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
         pulled = [torch.ones_like(margin), *(-slope for slope in linear.values())]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
-from lipcert.certifier.anchored.jacobians import margin_gradients
+from lipcert.certifier.anchored.jacobians import margin_gradients, written_error
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
@@ -55,29 +55,80 @@ _ADDED = 1e-13
 _ENTRIES = 2**25
 
 
-def spreads(at: Linearization, predicted: Tensor) -> Tensor | None:
-    """Upper bounds on ‖w_y − w_j‖ for a linear head with rows w, shape (N, classes); None without a linear head."""
-    if at.network.head is None:
-        return None
-    weight = at.network.head[1]
-    return torch.stack([row_distances(weight, y) for y in predicted.tolist()])
+class Spreads(NamedTuple):
+    """How much errors change the margins f_y − f_j: upper bounds for all classes j, each of shape (N, classes).
+
+    Attributes:
+        head: ‖w_y − w_j‖ for a linear head with rows w; None without one.
+        rows: ‖(e_y − e_j)ᵀ G(a → logits)‖ for the a of the last stage, and for the perturbed value; empty if not known.
+    """
+
+    head: Tensor | None
+    rows: Mapping[Node, Tensor]
 
 
-def change(at: Linearization, found: Deviations, spread: Tensor | None) -> Tensor:
+def spreads(at: Linearization, predicted: Tensor) -> Spreads:
+    """The spreads for these classes y, shape (N,)."""
+    head = None
+    if at.network.head is not None:
+        weight = at.network.head[1]
+        head = torch.stack([row_distances(weight, y) for y in predicted.tolist()])
+    return Spreads(head, _rows(at, predicted))
+
+
+def _rows(at: Linearization, predicted: Tensor) -> dict[Node, Tensor]:
+    last, output = at.network.stages[-1], at.network.graph.output
+    starts = dict.fromkeys((at.network.source, last.start, *last.nonlinear))
+    found = {}
+    for a in starts:
+        if (a, output) in at.plan.unconnected:
+            found[a] = torch.zeros_like(at.logits)
+        elif (a, output) in at.plan.pairs and at.finder.jacobians.writes(a, output):
+            matrix = at.norms.written.factor(a, output)
+            rows = matrix.dense().expand(len(predicted), -1, -1)
+            y = predicted[:, None, None].expand(-1, 1, rows.shape[2])
+            lost = matrix.error + written_error(a.entries, output.entries) * at.norms.slack[a, output]
+            found[a] = at_most((rows.gather(1, y) - rows).norm(dim=2) * (1 + SAFETY) + math.sqrt(2) * lost[:, None])
+        elif a is not at.network.source or a is last.start:
+            return {}
+    return found
+
+
+def change(at: Linearization, found: Deviations, spread: Spreads) -> Tensor:
     """Upper bounds on the change of f_y − f_j, of shape (N, 1) or (N, classes).
 
     f_y − f_j = ⟨e_y − e_j, f⟩ changes by at most √2 ρ of the logits, and ⟨w_y − w_j, h⟩ + const by ‖w_y − w_j‖ ρ of the
-    features (Leino, Wang, Fredrikson, ICML 2021, section 3).
+    features (Leino, Wang, Fredrikson, ICML 2021, section 3). With the rows of the Jacobians of the logits, each error
+    in the last stage counts with ‖(e_y − e_j)ᵀ G‖.
     """
     rounding, output = at.norms.rounded, at.network.graph.output
     bound = math.sqrt(2) * (found.logits + rounding.noise[output])[:, None]
-    if found.features is not None and spread is not None and at.network.head is not None:
+    if found.features is not None and spread.head is not None and at.network.head is not None:
         features = found.features + rounding.noise[at.network.head[0]]
         head = math.sqrt(2) * rounding.errors[at.network.root(output)]
-        bound = torch.minimum(bound, spread * features[:, None] + head[:, None])
+        bound = torch.minimum(bound, spread.head * features[:, None] + head[:, None])
+    if spread.rows:
+        bound = torch.minimum(bound, _by_rows(at, found, spread.rows))
     bound = at_most(bound) * (1 + SAFETY)
     deployed = at.rounding.of_head()
     return bound if deployed is None else bound + 2 * deployed * (1 + SAFETY)
+
+
+def _by_rows(at: Linearization, found: Deviations, rows: Mapping[Node, Tensor]) -> Tensor:
+    network, output = at.network, at.network.graph.output
+    last = found.stages[-1]
+    moved = at_most(rows[last.stage.start] * last.start[:, None])
+    if last.arrived is not None and network.source in rows:
+        first, arrived = last.arrived
+        direct = rows[network.source] * first[:, None] + rows[last.stage.start] * arrived[:, None]
+        moved = torch.minimum(moved, at_most(direct))
+    for v in last.stage.nonlinear:
+        put = at.rounding.put(v)
+        error = found.remainders[v] if put is None else found.remainders[v] + put
+        moved = moved + at_most(rows[v] * error[:, None])
+    own = at.rounding.carried(network.root(output))
+    rest = at.norms.rounded.noise[output] if own is None else at.norms.rounded.noise[output] + own
+    return moved + math.sqrt(2) * rest[:, None]
 
 
 def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:

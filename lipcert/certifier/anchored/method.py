@@ -97,7 +97,7 @@ ROUNDS = 4
 # The largest number of entries in the values of rival classes examined together, 256 MiB.
 _ENTRIES = 2**25
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
-FULL = 3e10
+FULL = 4e9
 # The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
 # secants is larger.
 _WIDENED = 1.5

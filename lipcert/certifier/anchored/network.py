@@ -288,6 +288,21 @@ class Network:
         (moved,) = self.replay(u, entries.reshape(len(entries), *u.shape), [operand], {})
         return moved.reshape(len(entries), -1)
 
+    def entrance(self, b: Node) -> Node | None:
+        """The start c of the first stage, where b depends on the perturbed value x through c, an affine map of x.
+
+        None unless c has fewer entries than x.
+        """
+        c = self.stages[0].start
+        smaller = c is not self.source and c.entries < self.source.entries and self.affine_path(self.source, c)
+        return c if smaller and self.chains.on_every_path(c, b) else None
+
+    def order(self, operand: Node) -> Tensor:
+        """The places of the entries of ``operand`` in its root."""
+        u = self.root(operand)
+        places = torch.arange(u.entries, dtype=torch.float64, device=self.model.device)
+        return self.arranged(u, operand, places[None])[0].long()
+
     def affine_path(self, a: Node, b: Node) -> bool:
         """Whether b is an affine function of a while all other values are fixed."""
         return not any(node in self.rules for node in self.replay.between(a, [b]))
@@ -313,9 +328,18 @@ class Network:
         """The remainder rule of one operation at nominal values."""
         return self.rules[v](v, [values[operand] for operand in v.operands], values[v])
 
-    def remainders(self, values: Mapping[Node, Tensor]) -> dict[Node, Remainder]:
-        """The remainder rules of all nonlinear operations at nominal values."""
-        return {v: self.remainder(v, values) for v in self.rules}
+    def remainders(
+        self, values: Mapping[Node, Tensor], known: Mapping[Node, Remainder] | None = None, index: Tensor | None = None
+    ) -> dict[Node, Remainder]:
+        """The remainder rules of all nonlinear operations at nominal values.
+
+        With ``known`` the values are those of some of the images at which these rules hold, ``index`` their indices.
+        """
+        found = {}
+        for v in self.rules:
+            part = None if known is None or index is None else known[v].only(index)
+            found[v] = self.remainder(v, values) if part is None else part
+        return found
 
 
 def _merged(stages: list[Stage]) -> list[Stage]:

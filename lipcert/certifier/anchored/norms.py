@@ -15,6 +15,7 @@ from torch import Tensor
 from lipcert.bounds import Form
 from lipcert.certifier.anchored.chains import Link, Pair
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
+from lipcert.certifier.anchored.matrices import Written
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.rounding import Rounded, rounded, times
@@ -105,6 +106,7 @@ class Norms:
         weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
         along: ‖D G(a → b)‖ and its largest row norm, shape (N, 2), by (a, v): D takes the components of the tokens of
             b, the operand of v, along their unit vectors.
+        written: the Jacobians that are computed as matrices.
         slack: a bound S on the rounding error of a product with G(a → b) and a unit vector, by (a, b).
         rounded: bounds on the other rounding errors.
     """
@@ -117,6 +119,7 @@ class Norms:
     weighted: dict[Pair, Tensor] = field(default_factory=dict)
     along: dict[Pair, Tensor] = field(default_factory=dict)
     slack: dict[Pair, Tensor] = field(default_factory=dict)
+    written: Written = field(init=False)
     rounded: Rounded = field(init=False)
 
     @property
@@ -145,7 +148,7 @@ class Norms:
 
         part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), some(self.shares), self.columns)
         part.weighted, part.along, part.slack = some(self.weighted), some(self.along), some(self.slack)
-        part.rounded = self.rounded.only(index)
+        part.rounded, part.written = self.rounded.only(index), self.written.only(index)
         return part
 
 
@@ -194,7 +197,8 @@ class NormFinder:
 
         ``progress`` is called with (norms computed, norms in total).
         """
-        plan, found = self.plan, Norms(ledger, columns=self.columns)
+        plan, found, by = self.plan, Norms(ledger, columns=self.columns), self.jacobians
+        found.written = Written(by, values, plan.pairs)
         alone = {node: value[:1] for node, value in values.items()}
         kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
         in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs) + len(plan.along)
@@ -205,17 +209,19 @@ class NormFinder:
                 progress(next(done), in_all)
 
         for v, u in plan.columns:
-            draw = self._draw(ledger, "columns", v, u, known=self.jacobians.writes_out_columns(u))
-            if (v, u) not in self.columns:
-                self.columns[v, u] = self.jacobians.columns(v, u, alone, draw)
+            draw = self._draw(ledger, "columns", v, u, known=by.writes(v, u) or by.writes_out_columns(u))
+            if (v, u) not in self.columns and by.writes(v, u):
+                self.columns[v, u] = found.written.matrix(v, u).column_norms()
+            elif (v, u) not in self.columns:
+                self.columns[v, u] = by.columns(v, u, alone, draw)
         for a, b in plan.pairs:
             if self.wants("norm", a, b):
-                found.gains[a, b] = self._gain(a, b, values, ledger)
+                found.gains[a, b] = self._gain(a, b, values, found)
                 report()
         rows: dict[Pair, Tensor] = {}
         for a, b in plan.peaks:
             if self.wants("peak", a, b):
-                rows[a, b] = self._rows(a, b, values, ledger)
+                rows[a, b] = self._rows(a, b, values, found)
                 found.peaks[a, b] = rows[a, b].amax(1)
                 report()
         links = {link: self._link(link, number, values, ledger) for number, link in enumerate(plan.links)}
@@ -226,7 +232,9 @@ class NormFinder:
             links,
             self.network.rules,
             [*plan.chained, *(pair for pair in plan.pairs if pair not in found.gains)],
-            self.jacobians.error_factor,
+            by.error_of,
+            by.error_factor,
+            through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
             cuts=[stage.start for stage in self.network.stages],
             proved=not plan.chained,
         )
@@ -266,7 +274,7 @@ class NormFinder:
 
     def wants(self, kind: str, a: Node, b: Node, *more: int) -> bool:
         """Whether a norm is computed, rather than bounded by products."""
-        if self.tolerance((kind, a, b, *more)) < math.inf:
+        if self.tolerance((kind, a, b, *more)) < math.inf and not (kind == "norm" and (a, b) in self.plan.loose):
             return True
         return kind != "form" and self.network.affine_path(a, b if kind in ("norm", "peak") else b.operands[0])
 
@@ -314,29 +322,45 @@ class NormFinder:
         known = self._constants[key]
         return known.expand(len(values[a]), *known.shape[1:])
 
-    def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
-        draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, b.entries))
-        return self._still(("norm", a, b), a, b, values, lambda by, known: by.norm(a, b, known, draw))
-
-    def _rows(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
-        draw = self._draw(ledger, "peak", a, b, known=self.jacobians.writes_out_rows(a, b))
-        block, arranged = self.plan.blocks[b]
-        target = b if block == 1 else arranged
-        return self._still(("peak", a, b), a, b, values, lambda by, known: by.rows(a, target, known, draw, block))
-
-    def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
-        u = v.operands[0]
-        draw = self._draw(found.ledger, "columns weighed", a, u, v, known=self.jacobians.writes_out(a, u.entries))
-        scale = self.columns[v, self.plan.ahead[v]].sqrt().reshape(1, *v.shape)
-
-        def form(images: int) -> Form:
-            return Form.weights(scale.expand(images, *v.shape))
+    def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
+        written = self.jacobians.writes(a, b)
+        draw = self._draw(found.ledger, "norm", a, b, known=written or self.jacobians.writes_out(a, b.entries))
 
         def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
+            return found.written.factor(a, b).norm() if written else by.norm(a, b, known, draw)
+
+        return self._still(("norm", a, b), a, b, values, norm)
+
+    def _rows(self, a: Node, b: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
+        written = self.jacobians.writes(a, b)
+        draw = self._draw(found.ledger, "peak", a, b, known=written or self.jacobians.writes_out_rows(a, b))
+        block, arranged = self.plan.blocks[b]
+        target = b if block == 1 else arranged
+
+        def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
+            if not written:
+                return by.rows(a, target, known, draw, block)
+            matrix = found.written.factor(a, target)
+            return matrix.row_norms() if block == 1 else matrix.block_norms(block)
+
+        return self._still(("peak", a, b), a, b, values, norm)
+
+    def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
+        u, written = v.operands[0], self.jacobians.writes(a, v.operands[0])
+        known = written or self.jacobians.writes_out(a, u.entries)
+        draw = self._draw(found.ledger, "columns weighed", a, u, v, known=known)
+        weights = self.columns[v, self.plan.ahead[v]].sqrt()
+
+        def form(images: int) -> Form:
+            return Form.weights(weights.reshape(1, *v.shape).expand(images, *v.shape))
+
+        def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
+            if written:
+                return found.written.factor(a, u).scaled(weights).norm()
             return by.norm(a, u, known, draw, form=form(len(known[a])))
 
         bound = self._still(("weighted", a, v), a, u, values, norm)
-        factor = self.jacobians.error_factor(a, u.entries)
+        factor = written_error(a.entries, u.entries) if written else self.jacobians.error_factor(a, u.entries)
         return found.raised(bound, a, self.network.operands(v)[0], form(len(values[a])), factor)
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
@@ -359,9 +383,17 @@ class NormFinder:
         """
         b = v.operands[form.operand]
         rows = rows_of(b, values, form)
-        draw = self._draw(ledger, "norm", a, b, known=self.jacobians.writes_out(a, rows))
-        norm = self._compute(("form", a, v, number), lambda by: by.norm(a, b, values, draw, form=form))
-        return norms.raised(norm, a, self.network.root(b), form, self.jacobians.error_factor(a, rows))
+        written = self.jacobians.writes(a, b)
+        draw = self._draw(ledger, "norm", a, b, known=written or self.jacobians.writes_out(a, rows))
+
+        def found(by: Jacobians) -> Tensor:
+            if written:
+                return norms.written.factor(a, b).formed(form, b.shape).norm().expand(len(form.norm))
+            return by.norm(a, b, values, draw, form=form)
+
+        factor = written_error(a.entries, max(rows, b.entries)) if written else self.jacobians.error_factor(a, rows)
+        norm = self._compute(("form", a, v, number), found)
+        return norms.raised(norm, a, self.network.root(b), form, factor)
 
     def formed_columns(
         self, a: Node, v: Node, number: int, values: dict[Node, Tensor], form: Form, norms: Norms
@@ -374,7 +406,11 @@ class NormFinder:
         rows = rows_of(b, values, form)
         if not writes_rows(rows, formed=True) or not self.network.affine_path(a, b):
             return None
-        found = self.jacobians.columns(a, b, values, None, form)
+        if self.jacobians.writes(a, b) and form.is_diagonal(b.shape):
+            matrix = norms.written.matrix(a, b)
+            found = matrix.moved(self.network.order(b)).column_norms(form.tensors[0].flatten(1))
+        else:
+            found = self.jacobians.columns(a, b, values, None, form)
         lost = norms.rounding(a, self.network.root(b), form) * written_error(a.entries, rows)
         return found + lost[:, None]
 

@@ -6,14 +6,21 @@ import math
 from collections.abc import Iterable, Iterator
 
 from lipcert.certifier.anchored.chains import Pair, work
-from lipcert.certifier.anchored.jacobians import GRAMS, passes_for, writes_rows
+from lipcert.certifier.anchored.jacobians import (
+    GRAMS,
+    SEARCH,
+    passes_for,
+    worth_writing,
+    writes_few,
+    writes_rows,
+    writing,
+)
 from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
 
 # The usual number of passes for the norm of a single operation, and the cost of a norm without its passes, in
 # floating-point operations.
 _PASSES = 100
-_SEARCH = 1e8
 # A wider plan includes the norms within stages up to this further multiple: products in place of these are so large
 # that no radius is left from which to choose.
 _INSIDE = 4.0
@@ -66,6 +73,7 @@ class NormPlan:
         chained: the requested pairs that are bounded by products of other norms (:mod:`.chains`); empty without
             ``passes``.
         links: single operations whose norms are computed: factors of these products, and operations without bounds.
+        loose: the pairs that products of other norms bound well enough.
         columns: the pairs (v, u) with an affine path from a smooth operation v to u, for which the norms of the columns
             of G(v → u) are computed.
         ahead: the first such u for a smooth operation v; the norms w of these columns weight the deviation of v's
@@ -99,6 +107,7 @@ class NormPlan:
                 self.pairs.append((a, b))
             elif a is not b:
                 self.unconnected.add((a, b))
+        self.loose = self._features() if self.whole else frozenset()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
@@ -123,7 +132,7 @@ class NormPlan:
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
         planned = (
-            sum(self.work_of(a, b) for a, b in self.pairs)
+            sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in self.loose)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks)
             + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted)
             + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along)
@@ -138,13 +147,15 @@ class NormPlan:
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
         """The same for one norm, or with ``peak`` for the largest norm of a row."""
-        return passes_for(a, b, peak) * self._pass_work(a, b) + _SEARCH
+        if worth_writing(self.network, a, b):
+            return 0.0 if peak else writing(self.network, a, b)
+        return passes_for(a, b, peak) * self._pass_work(a, b) + SEARCH
 
     @property
     def work_of_links(self) -> float:
         """The same for the norms of single operations; those of affine ones are the same for all images."""
         rules = self.network.rules.keys()
-        return sum(_PASSES * work(link.path) + _SEARCH for link in self.links if rules & link.path)
+        return sum(_PASSES * work(link.path) + SEARCH for link in self.links if rules & link.path)
 
     def _pass_work(self, a: Node, b: Node) -> float:
         """The same for one pass through the operations between two values."""
@@ -185,6 +196,19 @@ class NormPlan:
                 self.beyond.append(("peak" if peak else "norm", *pair))
         self.chained = frozenset(self.pairs) - set(found[False])
         self.pairs, self.peaks = found[False], found[True]
+
+    def _features(self) -> frozenset[Pair]:
+        """The pairs (a, features of a linear head) with matrices of many rows.
+
+        They tell rivals apart, and the rows of the Jacobians of a few logits do that better.
+        """
+        network, output = self.network, self.network.graph.output
+        if network.head is None or writes_few(network.head[0].entries, 1):
+            return frozenset()
+        longest = max((a.entries for a, b in self.pairs if b is output), default=0)
+        if not writes_few(output.entries, longest):
+            return frozenset()
+        return frozenset((a, b) for a, b in self.pairs if b is network.head[0] and not network.affine_path(a, b))
 
     def block(self, v: Node) -> int:
         """The number of entries in a block of the operand whose deviation is bounded separately; 0 for none."""

@@ -11,11 +11,13 @@ and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all 
     ‖Ĝ(a → b)v − G(a → b)v‖ ≤ S(a, b)‖v‖,    S(a, b) = Σ_(o → w) g(a → o) κ_wo g(w → b),
 
 and likewise for the transposed product. A norm computed from such products is raised by c S, where c depends on the
-method (:meth:`.jacobians.Jacobians.error_factor`). It includes one more S than needed, so that a raised norm is a bound
-g too. The other g are products of norms of single operations, A + κ each, and of known norms (:mod:`.chains`). Each
-norm is first assumed to be slightly larger than computed. If the assumption does not cover the error, it is enlarged;
-after several failures the norm is dropped. Once all assumptions hold, all bounds are proved by induction over the
-length of the paths.
+method (:meth:`.jacobians.Jacobians.error_factor`); if computed matrices of G(c → b) and G(a → c) are multiplied,
+g(a → c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b) Ĝ(a → c) − G(a → b) is
+(Ĝ(c → b) − G(c → b)) Ĝ(a → c) + G(c → b) (Ĝ(a → c) − G(a → c)). It includes one more S than needed, so that a raised
+norm is a bound g too. The other g are products of norms of single operations, A + κ each, and of known norms
+(:mod:`.chains`). Each norm is first assumed to be slightly larger than computed. If the assumption does not cover the
+error, it is enlarged; after several failures the norm is dropped. Once all assumptions hold, all bounds are proved by
+induction over the length of the paths.
 
 **Values.** The exact network with the perturbation δ deviates from the computed values by
 
@@ -362,6 +364,7 @@ class PathBounds:
         found: the norms as computed.
         factor: c for each pair.
         also: further pairs for which S is computed, for instance for norms of M G(a → b).
+        through: the values c of the pairs for which computed G(c → b) and G(a → c) are multiplied.
     """
 
     def __init__(
@@ -372,8 +375,9 @@ class PathBounds:
         found: Mapping[Pair, Tensor],
         factor: Mapping[Pair, float],
         also: Collection[Pair] = (),
+        through: Mapping[Pair, Node] = MappingProxyType({}),
     ):
-        self.chains, self.gains, self.off = chains, gains, off
+        self.chains, self.gains, self.off, self.through = chains, gains, off, through
         nodes = [chains.source, *chains.links]
         self.place = {node: number for number, node in enumerate(nodes)}
         taken = {pair: norm * (1 + _SHARE) for pair, norm in found.items()}
@@ -396,8 +400,14 @@ class PathBounds:
             self.slack[pair] = torch.where(taken[pair] < math.inf, self.slack[pair], math.inf)
 
     def _slack(self, pairs: Iterable[Pair]) -> dict[Pair, Tensor]:
-        products = self.off_by()
-        return {(a, b): products[:, self.place[a], self.place[b]] for a, b in pairs}
+        products, place = self.off_by(), self.place
+        found = {(a, b): products[:, place[a], place[b]] for a, b in pairs}
+        for (a, b), c in self.through.items():
+            if (a, b) in found:
+                i, j, k = place[a], place[c], place[b]
+                more = times(self.bounds[:, i, j], products[:, j, k]) + times(products[:, i, j], self.bounds[:, j, k])
+                found[a, b] = at_most(found[a, b] + more)
+        return found
 
     def _table(self, nodes: list[Node], taken: Mapping[Pair, Tensor]) -> Tensor:
         table = self.chains.table(nodes, taken, self.gains)
@@ -430,8 +440,10 @@ def rounded(
     links: Mapping[Link, Tensor],
     starts: Iterable[Node],
     wanted: Collection[Pair],
-    error_factor: Callable[[Node, int], float],
+    error_of: Callable[[Node, Node], float],
+    error_of_link: Callable[[Node, int], float],
     *,
+    through: Mapping[Pair, Node] = MappingProxyType({}),
     cuts: Iterable[Node] = (),
     proved: bool = True,
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
@@ -444,7 +456,9 @@ def rounded(
         links: norms of single operations as computed.
         starts: the nonlinear operations.
         wanted: pairs without a computed norm.
-        error_factor: c of a norm of G(a → b), from a and the number of rows.
+        error_of: c of the norm of G(a → b).
+        error_of_link: the same for the norm of a single operation, from its operand and the number of rows.
+        through: as for :class:`PathBounds`.
         cuts: further values a for which bounds on ‖G(a → o)‖ are kept.
         proved: whether the error of the values is bounded; otherwise it is checked, and ν is 0.
 
@@ -457,8 +471,8 @@ def rounded(
     place = {node: number for number, node in enumerate(nodes)}
     first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts, *cuts)))}
     rows = torch.tensor([place[a] for a in first])
-    factor = {(a, b): error_factor(a, b.entries) for a, b in gains}
-    exact = {link: _single(link, found, links, error_factor) for link in found.gains}
+    factor = {(a, b): error_of(a, b) for a, b in gains}
+    exact = {link: _single(link, found, links, error_of_link) for link in found.gains}
     errors = torch.stack([found.errors.get(node, found.still) for node in nodes], 1)
     pairs = [*gains, *wanted]
     paths, noise, slack, bounds = [], [], [], []
@@ -471,6 +485,7 @@ def rounded(
             {pair: norm[some] for pair, norm in gains.items()},
             factor,
             wanted,
+            through,
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))

@@ -105,12 +105,20 @@ class Rounding:
 
 @dataclass(frozen=True)
 class StageDeviation:
-    """Bounds for a stage, shape (N,): the deviation of its start, its remainders at its end, and both at its end."""
+    """Bounds for a stage, each of shape (N,).
+
+    Attributes:
+        start: the deviation of its start.
+        remainder: that of its end by its remainders.
+        end: that of its end.
+        arrived: ε, and the part of ``start`` that is due to earlier remainders; None if a walk does not split it.
+    """
 
     stage: Stage
     start: Tensor
     remainder: Tensor
     end: Tensor
+    arrived: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +218,7 @@ class Linearization:
         part.images, part.logits = self.images if walked else self.images[index], self.logits[index]
         part.values = {node: self.values[node][index] for node in (self._read if walked else self.values)}
         part.norms = self.norms.only(index)
-        part.remainders = self.network.remainders(part.values)
+        part.remainders = self.network.remainders(part.values, self.remainders, index)
         part.uncertain = self.uncertain[index]
         part.rounding = self.rounding.only(index, part)
         return part
@@ -264,13 +272,14 @@ class Linearization:
         passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start))
         passed_on = passed_on if before is None else passed_on + before
         for stage in network.stages:
+            split = None
             if layerwise:
                 walk = _StageWalk(self, stage, passed_on, None, curvature)
             else:
                 sums = (self.gain(cut, stage.start) * error for cut, error in at_cuts.items())
                 arrived = at_most(sum(sums, zero)) if before is None or found else before
                 direct = reach(stage.start, NORM, self.gain(network.source, stage.start))
-                at_start = torch.minimum(direct + arrived, passed_on)
+                at_start, split = torch.minimum(direct + arrived, passed_on), (eps, arrived)
                 walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
             self.rounding.enter(stage, walk.at_start)
             walk.visit(operands, weighed)
@@ -279,9 +288,10 @@ class Linearization:
             passed_on = at_most(walk.linear(stage.end, NORM) + remainder)
             if before is not None and not found:
                 at_cuts[stage.end] = at_most(remainder + self.gain(stage.start, stage.end) * before)
-            found.append(StageDeviation(stage, walk.at_start, remainder, passed_on))
-        head = network.head
-        features = None if head is None else at_most(walk.linear(head[0], NORM) + walk.errors(head[0], NORM))
+            found.append(StageDeviation(stage, walk.at_start, remainder, passed_on, split))
+        features = None
+        if network.head is not None:
+            features = at_most(walk.linear(network.head[0], NORM) + walk.errors(network.head[0], NORM))
         return Deviations(operands, passed_on, features, remainders, weighed, found)
 
 
