@@ -32,7 +32,7 @@ def radii(seed: int, count: int) -> dict[str, list[str]]:
 
 
 def distance(before: list[str] | None, now: list[str] | None, smaller: bool = False) -> float:
-    """The largest relative difference of the radii of a network, or of smaller ones; ∞ where one of the two has none."""
+    """The largest relative difference of radii, or of those that became smaller; ∞ where one of the two has none."""
     if before is None or now is None or len(before) != len(now):
         return 0.0 if before == now else math.inf
     pairs = [(float.fromhex(old), float.fromhex(new)) for old, new in zip(before, now, strict=True)]
