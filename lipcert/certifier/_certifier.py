@@ -137,7 +137,7 @@ class Certifier:
         cpu = self.model.device.type == "cpu"
 
         flops, size = self.subject.flops, self.subject.bytes
-        slowest = max([method.work for method in self.methods.values()])
+        slowest = max(method.work for method in self.methods.values())
         if self.attack is not None:
             slowest = max(slowest, _PASSES_AN_ATTACK * flops)
 
@@ -220,11 +220,11 @@ class Certifier:
         margin = computed.amin(dim=1)
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
-        hopes = self._hopes(images, predicted, broken)
+        least = radii(computed, self.subject.margins.of(predicted))
+        hopes = self._hopes(images, predicted, broken, least)
         # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
         examined = torch.ones_like(broken)
         if self.method == STAGED:
-            least = radii(computed, self.subject.margins.of(predicted))
             open_to_more = ~hopes.ruled_out & (
                 len(self.methods) > sum(m.facts.deterministic for m in self.methods.values())
             )
@@ -262,13 +262,20 @@ class Certifier:
             hopes.reasons(certified, self.skipped) if self.method == STAGED else (),
         )
 
-    def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor) -> Hopes:
-        """What staged certification can hope for at these images; other methods apply to all of them."""
+    def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
+        """What staged certification can hope for at these images; other methods apply to all of them.
+
+        Args:
+            images: shape (N, C, H, W).
+            predicted: classes, shape (N,).
+            broken: images that the attack of the settings breaks, bool, shape (N,).
+            least: the radii of GloRo, shape (N,); above ε they need no further look.
+        """
         if self.method != STAGED or self.subject.settings.at is not None or not len(images):
             return Hopes(None, torch.zeros_like(broken))
         with torch.enable_grad():
             limit = first_order_limit(self.model, images, predicted)
-        open_images = (~broken & (limit > self.eps)).nonzero()[:, 0]
+        open_images = (~broken & (limit > self.eps) & (least <= self.eps)).nonzero()[:, 0]
         costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
         if self.attack is None and costly and len(open_images):
             self._says("attack", 0.0)
