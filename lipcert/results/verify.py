@@ -22,7 +22,7 @@ from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
-from lipcert.settings import LINEARISED, SINGLE
+from lipcert.settings import LINEARISED
 from lipcert.smoothing import Smoothing
 
 # Rounding depends on the machine and the batch. It changes a number by far less than this.
@@ -137,7 +137,7 @@ def verify(
                 continue
             claimed = wanted[found["index"]]
             method = claimed["method"]
-            if isinstance(certifier, Certifier) and method != found["method"] and method in SINGLE:
+            if isinstance(certifier, Certifier) and method != found["method"] and method in certifier.budgets:
                 # the run skipped the stronger methods because of its attack
                 if method not in others:
                     counted = settings.passes if method in LINEARISED else None
