@@ -436,6 +436,8 @@ processor time, forward passes of denoiser and network take {shares}. `dct` take
 
 def _from_pretrained() -> str:
     """Each way that has been measured, and the bounds of ViT-B if they have."""
+    if not (RESULTS / "from_pretrained.json").exists():
+        return ""
     found = read("from_pretrained")
     ways = {
         "under noise": ("noise", found.get("noise"), "smoothing, σ = 0.25"),

@@ -27,7 +27,7 @@ from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.roundoff import DTYPES, REAL, Format, Radii, Roundoff
 from lipcert.roundoff._constants import computed_error
-from lipcert.roundoff._roundoff import _whole
+from lipcert.roundoff._roundoff import _has_rounding_rule
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
 from lipcert.surgery._projections import GroupLayerProject, GroupSmoothProject, RmsLayerProject, RmsSmoothProject
 
@@ -175,7 +175,7 @@ EXACT = {"relu", "sort", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold"}
 
 
 def node_of(name: str) -> Node:
-    return capture(OPERATIONS[name].eval(), random(1, 4, 6, 6), whole=_whole).output
+    return capture(OPERATIONS[name].eval(), random(1, 4, 6, 6), whole=_has_rounding_rule).output
 
 
 def operand(nominal: Tensor, rho: float) -> Operand:

@@ -402,8 +402,8 @@ def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None
     """Replaces the modules as the surgery did; steps that only changed weights need no repetition."""
     for step in recipe:
         if step["step"] == "convert":
-            kinds = {name: step.get(name, "keep") for name in ("attention", "norm", "activation")}
-            swap(net, **kinds, initialise=False)
+            kinds = {name: step[name] for name in ("attention", "norm")}
+            swap(net, **kinds, activation=step.get("activation", "keep"), initialise=False)
 
 
 def _structure(net: nn.Module) -> list[object]:

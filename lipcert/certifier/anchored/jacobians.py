@@ -306,7 +306,7 @@ class Jacobians:
         images = len(values[a])
         found = [values[a].new_empty(images, u.entries, a.entries) for u in targets]
         each = sum(math.prod(node.shape) for node in self.network.replay.between(a, targets))
-        together = max(1, _CACHED // (TOGETHER * each))
+        together = max(1, _CACHED // (TOGETHER * max(1, each)))
         for i, part in _parts(values, images, together):
             product = self._products(a, targets, part)
             for columns in torch.arange(a.entries, device=values[a].device).split(TOGETHER):
