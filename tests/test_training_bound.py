@@ -238,11 +238,18 @@ class Unbounded(nn.Module):
         return 1 / x.flatten(1)[:, :3]
 
 
+class Arctangent(nn.Module):
+    """An operation without a rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.atan(x)
+
+
 def test_an_infinite_bound_says_which_operation() -> None:
     with pytest.raises(InputError, match=r"bound is inf, .*\(div at net: it divides by a value that may come"):
         TrainingBound(model_of(Unbounded))
     with pytest.raises(UnsupportedOperation):
-        TrainingBound(model_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.RReLU())))
+        TrainingBound(model_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), Arctangent())))
 
 
 @pytest.mark.parametrize("optimizer", ["nadam", "muon"])
