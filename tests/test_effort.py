@@ -170,12 +170,12 @@ def test_what_is_chosen_costs_less_at_about_the_same_radius(eager):
     method, usual = Anchored(model), Anchored(model)
     found = method(images)
     tolerances = method.finder.effort.values()
-    assert 10 < sum(tolerance == math.inf for tolerance in tolerances) < len(tolerances)
+    assert 10 < sum(tolerance == math.inf for tolerance in tolerances) < method.plan.count
     usual.finder.effort = {}
     radius, full = (one.radius(predicted, gaps) for one in (found, usual(images)))
     assert bool((radius > 0.9 * full).all())
     assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
-    assert bool((found.norms.ledger.spent <= method.finder.delta).all())
+    assert bool((found.norms.ledger.spent <= method.finder.budget.delta).all())
 
 
 def test_a_choice_depends_on_no_image(eager):
@@ -198,7 +198,7 @@ def test_a_limit_on_passes_buys_a_larger_radius_than_norms_in_a_fixed_order(eage
     assert method.plan.work <= method.plan.limit
     radius = method(images).radius(predicted, gaps)
     tolerances = method.finder.effort.values()
-    assert 0 < sum(tolerance == math.inf for tolerance in tolerances) < len(tolerances)
+    assert 0 < sum(tolerance == math.inf for tolerance in tolerances) < method.plan.count
     monkeypatch.setattr(effort, "_WORTH", math.inf)
     fixed = Anchored(model, passes=passes)
     assert not fixed.plan.beyond
