@@ -58,7 +58,7 @@ def page() -> str:
         _beside_crown(),
         _smoothing(),
         *([_denoised()] if (RESULTS / "denoised.json").exists() else []),
-        *([_from_pretrained()] if (RESULTS / "from_pretrained.json").exists() else []),
+        _from_pretrained(),
         _cost(),
         _memory(),
     ]
