@@ -13,7 +13,7 @@ from torch import nn
 import lipcert
 from lipcert.bounds import _masked, margins
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier.anchored import jacobians
+from lipcert.certifier.anchored import jacobians, norms, plan
 from lipcert.errors import LedgerError
 from lipcert.norms import Budget, Ledger, Rigor, lanczos_norm
 from lipcert.settings import RIGORS
@@ -53,6 +53,14 @@ def kinked():
 
 def pixels(model, count=1):
     return torch.rand(count, *model.input_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch):
+    """Jacobians are not written out as matrices, as for networks that are larger than those of these tests."""
+    for module in (jacobians, norms, plan):
+        if hasattr(module, "worth_writing"):
+            monkeypatch.setattr(module, "worth_writing", lambda *_: False)
 
 
 @pytest.fixture(name="met")
@@ -120,7 +128,8 @@ def test_every_image_states_its_own(build, method, passes):
     certifier = Certifier(model, 0.1, method, passes=passes)
     alone = [certifier.run(image[None]) for image in images.flip(0)][::-1]
     assert together.rigor == tuple(one.rigor[0] for one in alone)
-    torch.testing.assert_close(together.radius, torch.cat([one.radius for one in alone]), rtol=1e-9, atol=0)
+    # A search ends within 0.01 %, and products of another batch round in another way.
+    torch.testing.assert_close(together.radius, torch.cat([one.radius for one in alone]), rtol=1e-4, atol=0)
     assert all(0 < delta_of(word) <= 1e-9 for word in together.rigor)
 
 
