@@ -288,6 +288,8 @@ def test_derivative_is_the_difference(name, number):
         if any(remainder_of(node) is not None for node in graph.nodes[1:]):
             pytest.fail("an operation among them is not taken for linear")
     except NoAnswer as reason:
+        if "without entries" in str(reason):
+            return  # values of size 0 are refused before any rule
         assert name == "setitem" and "twice" in str(reason), reason  # noqa: PT017, PT018
         return
     replay = Replay(graph)
