@@ -87,10 +87,10 @@ class UnsupportedCode(UnsupportedOperation):
     """
 
     def _message(self, count: int, listed: str) -> str:
-        return (
-            f"the network's code cannot be certified: {listed}; "
-            "write it as the same operations on tensors for every image and type"
-        )
+        remedy = "write it as the same operations on tensors for every image and type"
+        if "changes its module" in listed:
+            remedy += ". A layer that updates its weight at every call: set the computed weight once, and certify that"
+        return f"the network's code cannot be certified: {listed}; {remedy}"
 
 
 class Interrupted(LipcertError):

@@ -13,10 +13,12 @@ from torch import nn
 import lipcert
 from lipcert.bounds import _masked, margins
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier.anchored import jacobians, norms, plan
+from lipcert.certifier.anchored import jacobians
 from lipcert.errors import LedgerError
 from lipcert.norms import Budget, Ledger, Rigor, lanczos_norm
 from lipcert.settings import RIGORS
+
+pytestmark = pytest.mark.usefixtures("without_matrices")
 
 
 def delta_of(text: str) -> float:
@@ -53,14 +55,6 @@ def kinked():
 
 def pixels(model, count=1):
     return torch.rand(count, *model.input_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _large(monkeypatch):
-    """Jacobians are not written out as matrices, as for networks that are larger than those of these tests."""
-    for module in (jacobians, norms, plan):
-        if hasattr(module, "worth_writing"):
-            monkeypatch.setattr(module, "worth_writing", lambda *_: False)
 
 
 @pytest.fixture(name="met")

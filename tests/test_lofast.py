@@ -655,7 +655,7 @@ def test_small_products_do_not_vanish():
 
 
 @pytest.mark.parametrize("name", ["dot product, smooth", "distance, smooth", "convolutions", "perceptron"])
-def test_no_attack_passes_radii_from_products(name):
+def test_no_attack_passes_radii_from_products(name, without_matrices):
     model, pixels = MODELS[name](), images(2)
     predicted, gaps = margins(model(pixels))
     for kind, passes in ((LoFAST, 0), (Anchored, 300)):
