@@ -218,7 +218,7 @@ def factor(matrices: Tensor) -> Tensor:
     """
     size, wide = matrices.shape[-2:]
     largest = matrices.abs().amax((1, 2))
-    scale = torch.exp2(torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent.double())[:, None, None]
+    scale = torch.exp2(torch.frexp(largest.clamp_min(2.0**-900)).exponent.double())[:, None, None]
     matrices = matrices / scale
     whole = sum_squares(matrices) * INFLATE
     gram = matrices @ matrices.mT

@@ -287,12 +287,25 @@ class Jacobians:
         by_rows = [u for u in targets if u.entries < a.entries]
         by_columns = [u for u in targets if u.entries >= a.entries]
         dense = dict(zip(by_columns, self._columns(a, by_columns, values), strict=True)) if by_columns else {}
-        for u in by_rows:
-            adjoint = self.operator(a, u, values, several=True).adjoint
-            units = torch.arange(u.entries, device=values[a].device).split(TOGETHER)
-            found = [adjoint(_unit_vectors(rows, u.entries, len(values[a]))) for rows in units]
-            dense[u] = torch.cat(found).movedim(0, 1)
+        dense |= {u: self._rows(a, u, values) for u in by_rows}
         return [Matrix.of(dense[u], self.groups_at(a, u, dense[u])) for u in targets]
+
+    def _together(self, a: Node, targets: Sequence[Node]) -> int:
+        """The number of images in a product with several vectors."""
+        each = sum(math.prod(node.shape) for node in self.network.replay.between(a, targets))
+        return max(1, _CACHED // (TOGETHER * max(1, each)))
+
+    def _rows(self, a: Node, u: Node, values: Values) -> Tensor:
+        """All rows of G(a → u), shape (N, entries of u, entries of a)."""
+        images = len(values[a])
+        found = values[a].new_empty(images, u.entries, a.entries)
+        together = self._together(a, [u])
+        for i, part in _parts(values, images, together):
+            adjoint = self.operator(a, u, part, several=True).adjoint
+            for rows in torch.arange(u.entries, device=values[a].device).split(TOGETHER):
+                some = adjoint(_unit_vectors(rows, u.entries, len(part[a])))
+                found[i : i + together, rows] = some.movedim(0, 1)
+        return found
 
     def groups_at(self, a: Node, u: Node, dense: Tensor) -> Groups | None:
         """The groups of the rows and columns of G(a → u), from the first of the matrices that was seen."""
@@ -305,8 +318,7 @@ class Jacobians:
         """All columns of G(a → u), shape (N, entries of u, entries of a), for every u, in the same products."""
         images = len(values[a])
         found = [values[a].new_empty(images, u.entries, a.entries) for u in targets]
-        each = sum(math.prod(node.shape) for node in self.network.replay.between(a, targets))
-        together = max(1, _CACHED // (TOGETHER * max(1, each)))
+        together = self._together(a, targets)
         for i, part in _parts(values, images, together):
             product = self._products(a, targets, part)
             for columns in torch.arange(a.entries, device=values[a].device).split(TOGETHER):

@@ -1,0 +1,218 @@
+"""Jacobians as matrices: every norm from one is at least that of the dense Jacobian, and no start vector is drawn."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lipcert
+from lipcert.bounds import Form, margins
+from lipcert.certifier import Anchored
+from lipcert.certifier.anchored.matrices import Groups, Matrix, groups_of
+from lipcert.norms import factor, verified_norms
+
+
+def seeded(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (40, 60), (100, 70), (130, 400)])
+@pytest.mark.parametrize("decay", [0.0, 2.0])
+def test_loose_norms_are_close_upper_bounds(rows, columns, decay):
+    matrices = seeded(3, rows, columns) * torch.logspace(0, -decay, columns, dtype=torch.float64)
+    matrices[1] *= 1e150
+    matrices[2] *= 1e-150
+    exact = torch.linalg.svdvals(matrices)[:, 0]
+    found = verified_norms(matrices, loose=1e-3)
+    assert bool((exact <= found).all())
+    assert bool((found <= exact * 1.001).all())
+
+
+def test_what_is_not_finite_has_no_norm():
+    matrices = seeded(4, 60, 80)
+    matrices[0, 3, 4], matrices[1, 0, 0], matrices[2] = math.nan, math.inf, 0.0
+    for loose in (0.0, 1e-3):
+        found = verified_norms(matrices, loose=loose)
+        assert found[:2].isinf().all()
+        assert found[2] == 0
+        assert found[3].isfinite()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-140, 1e140])
+def test_a_factor_has_a_gram_matrix_that_is_no_smaller(scale):
+    """Integers and a matrix of low rank: its Gram matrix is exact, and a Cholesky factor of it does not exist."""
+    matrices = (3 * seeded(4, 30, 200)).round()
+    matrices[1, 10:] = matrices[1, :20].clone()
+    found = factor(matrices * scale) / scale
+    exact = matrices @ matrices.mT
+    less = torch.linalg.eigvalsh(found @ found.mT - exact)[:, 0]
+    assert bool((less >= 0).all())
+    assert bool((found @ found.mT - exact).abs().amax() <= 1e-9 * exact.abs().amax())
+    assert bool((factor(torch.zeros(1, 3, 4, dtype=torch.float64)).abs() < 1e-120).all())
+
+
+def blocks(seed=0):
+    """A matrix of 5 blocks of 3 × 4, with rows and columns in random order, at two images."""
+    dense = torch.zeros(2, 15, 20, dtype=torch.float64)
+    rows, columns = (torch.randperm(n, generator=torch.Generator().manual_seed(seed)) for n in (15, 20))
+    for b in range(5):
+        dense[:, rows[3 * b : 3 * b + 3, None], columns[4 * b : 4 * b + 4]] = seeded(2, 3, 4, seed=b)
+    return dense
+
+
+def found_groups(dense):
+    rows, columns = dense[0].nonzero().unbind(1)
+    return groups_of(rows, columns, tuple(dense.shape[1:]))
+
+
+def test_blocks_are_found_and_used():
+    dense = blocks()
+    groups = found_groups(dense)
+    assert groups is not None
+    assert groups.rows.shape == (5, 3)
+    assert groups.columns.shape == (5, 4)
+    matrix, whole = Matrix.of(dense, groups), Matrix.of(dense, None)
+    assert matrix.entries.shape == (2, 5, 3, 4)
+    torch.testing.assert_close(matrix.dense(), dense, rtol=0, atol=0)
+    torch.testing.assert_close(matrix.norm(), torch.linalg.matrix_norm(dense, 2))
+    order, scale = torch.randperm(15), seeded(2, 15).abs()
+    for one, other in (
+        (matrix.row_norms(), dense.norm(dim=2)),
+        (matrix.column_norms(), dense.norm(dim=1)),
+        (matrix.column_norms(scale), (scale[:, :, None] * dense).norm(dim=1)),
+        (matrix.moved(order).dense(), dense[:, order]),
+        (matrix.scaled(scale).dense(), scale[:, :, None] * dense),
+        (matrix.block_norms(5), whole.block_norms(5)),
+        (matrix.times(Matrix.of(dense.mT[:1], Groups(groups.columns, groups.rows)))[0], dense @ dense.mT[:1]),
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_image_whose_matrix_has_other_zeros_counts_in_full():
+    dense = blocks()
+    groups = found_groups(dense)
+    outside = (dense[1] == 0).nonzero()[0]
+    dense[1, outside[0], outside[1]] = 100.0
+    matrix = Matrix.of(dense, groups)
+    assert matrix.groups is None
+    assert bool((matrix.norm() >= torch.linalg.matrix_norm(dense, 2)).all())
+
+
+def test_groups_of_different_sizes_are_one_matrix():
+    assert found_groups(torch.block_diag(torch.ones(2, 2), torch.ones(1, 2))[None]) is None
+    assert found_groups(torch.ones(1, 3, 3)) is None
+    assert found_groups(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])) is None
+
+
+class Halves(nn.Module):
+    """Patches and a perceptron for an image and its mirror image, averaged: Jacobians of two blocks each."""
+
+    def __init__(self, normalised=False):
+        super().__init__()
+        self.patches = nn.Conv2d(2, 6, 4, stride=4)
+        self.first, self.last = nn.Linear(24, 8), nn.Linear(8, 3)
+        self.norm = lipcert.surgery.SmoothProject(24, radius=2.0) if normalised else nn.Identity()
+
+    def forward(self, x):
+        x = torch.cat((x, x.flip(-1)))
+        x = self.norm(nn.functional.silu(self.patches(x)).flatten(1))
+        x = self.last(nn.functional.gelu(self.first(x)))
+        return x.unflatten(0, (2, -1)).mean(0)
+
+
+def vit():
+    model = lipcert.load(
+        "vit_tiny_patch16_224", pretrained=False, mean=(0.5,), std=(0.5,), input_size=(1, 4, 8), img_size=(4, 8),
+        in_chans=1, patch_size=4, embed_dim=8, depth=1, num_heads=2, mlp_ratio=2.0, num_classes=3, class_token=False,
+        global_pool="avg",
+    )  # fmt: skip
+    return lipcert.convert(model, norm="smooth")
+
+
+BUILT = {
+    "halves": lambda: lipcert.load(Halves(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
+    "projected": lambda: lipcert.load(Halves(True), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
+    "vit": vit,
+}
+
+
+def built(name):
+    torch.manual_seed(0)
+    return BUILT[name]().double()
+
+
+def jacobian(at, a, b, number):
+    """G(a → b) at one image, by rows."""
+    value = at.values[a][number : number + 1]
+    rest = {node: known[number : number + 1] for node, known in at.values.items()}
+    found = torch.autograd.functional.jacobian(lambda v: at.network.replay(a, v, [b], rest)[0], value)
+    return found.reshape(b.entries, a.entries)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_norm_is_above_that_of_the_dense_jacobian(name):
+    model = built(name)
+    images = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    method = Anchored(model)
+    at = method(images).linearization
+    norms, by = at.norms, method.finder.jacobians
+    assert all(by.writes(a, b) for a, b in method.plan.pairs)
+    for a, b in method.plan.pairs:
+        matrix = norms.written.factor(a, b)
+        for number in range(2):
+            dense = jacobian(at, a, b, number)
+            exact = torch.linalg.matrix_norm(dense, 2)
+            one = matrix.only(torch.tensor([number]))
+            assert exact <= norms.gains[a, b][number] * (1 + 1e-14)
+            assert exact <= one.norm()[0] * (1 + 1e-12)
+            assert one.norm()[0] <= exact * 1.001 + 1e-12
+            assert bool((dense.norm(dim=1) <= one.row_norms()[0] * (1 + 1e-12) + 1e-14).all())
+            direction = seeded(a.entries, seed=number)
+            assert (dense @ direction).norm() <= norms.gains[a, b][number] * direction.norm()
+            for form in (seeded(b.entries, b.entries, seed=7), seeded(2, b.entries, seed=8)):
+                mapped = Form(
+                    lambda d, m: (m @ d.flatten(1)[:, :, None])[:, :, 0],
+                    (form[None],),
+                    torch.linalg.matrix_norm(form, 2)[None],
+                    form.norm()[None],
+                )
+                above = one.formed(mapped, b.shape).norm()[0]
+                assert torch.linalg.matrix_norm(form @ dense, 2) <= above * (1 + 1e-12)
+                assert above <= torch.linalg.matrix_norm(form @ dense, 2) * 1.001 + 1e-6
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_rows_are_deterministic_and_no_attack_gets_inside(name):
+    model = built(name)
+    images = torch.rand(3, *model.input_size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        predicted, gaps = margins(model(images))
+    found = Anchored(model)(images)
+    radius = found.radius(predicted, gaps)
+    assert not found.norms.ledger.spent.any()
+    assert bool((radius > 0).all())
+    for sign in (1.0, -1.0):
+        moved = images.clone()
+        for _ in range(8):
+            moved.requires_grad_()
+            logits = model(moved)
+            rest = torch.where(torch.nn.functional.one_hot(predicted, 3).bool(), -math.inf, logits).amax(1)
+            margin = logits.gather(1, predicted[:, None])[:, 0] - rest
+            assert bool((margin > 0).all())
+            (slope,) = torch.autograd.grad(margin.sum(), moved)
+            step = slope / slope.flatten(1).norm(dim=1)[:, None, None, None]
+            moved = (images - sign * radius[:, None, None, None] * step).detach()
+
+
+def test_the_perturbed_value_counts_with_what_is_read_of_it():
+    """Of 256 entries at two mirror images, patches read 48: the matrices have no more columns."""
+    method = Anchored(built("halves"))
+    images = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    at = method(images).linearization
+    (u,) = method.network.operands(method.network.stages[-1].nonlinear[-1])
+    start = method.network.stages[0].start
+    assert method.network.entrance(u) is start
+    assert start.entries < method.network.source.entries
+    assert method.finder.jacobians.through(method.network.source, u) is start
+    assert at.norms.written.factor(method.network.source, u).entries[0].numel() <= u.entries * start.entries
