@@ -243,7 +243,9 @@ def test_bundled_images(tmp_path, monkeypatch):
     assert next(images.batches(6)).labels.tolist() == [0, 1, 2, 2, 1, 0]
     assert not open_images(None, model(classes=4, size=(1, 8, 8))).labelled
     assert len(open_images(None, small, limit=2)) == 2
-    refused(None, "--data", "(3, 8, 8)", loaded=model())
+    drawn = open_images(None, model())
+    assert not drawn.labelled
+    assert next(drawn.batches(1)).images.shape[1:] == model().input_size
     file.write_bytes(b"damaged")
     refused(None, "bundled", loaded=small)
 

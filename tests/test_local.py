@@ -188,7 +188,7 @@ def test_the_toy_example_of_the_paper_gives_one_against_nine_root_three() -> Non
         nn.ReLU(),
         linear(scales),
         nn.ReLU(),
-        linear([[1.0, 1.0, 1.0]]),
+        linear([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]),
         size=(1, 1, 3),
         std=1,
     )
@@ -207,7 +207,7 @@ def test_units_between_clips_and_only_they_count() -> None:
         nn.Flatten(),
         linear([[1.0, 0.0], [0.0, 5.0]]),
         ClippedReLU(1.0),
-        linear([[2.0, 3.0]]),
+        linear([[0.0, 0.0], [2.0, 3.0]]),
         size=(1, 1, 2),
         mean=0,
         std=1,
