@@ -135,6 +135,19 @@ def test_the_attack_is_the_same_in_every_call_and_batch():
     assert torch.allclose(alone.distance, first.distance[4:5])
 
 
+def test_logits_that_do_not_depend_on_the_pixels_are_not_broken():
+    class Constant(nn.Module):
+        def __init__(self, trained):
+            super().__init__()
+            self.logits = nn.Parameter(torch.arange(3.0).double(), requires_grad=trained)
+
+        def forward(self, x):
+            return self.logits + 0 * x.detach().flatten(1)[:, :3]
+
+    for trained in (True, False):
+        assert not pgd(Constant(trained), some_images(2), eps=1.0).broken.any()
+
+
 def test_a_tie_is_no_success():
     model = linear_model([[0.0] * 4, [0.0] * 4])
     found = pgd(model, torch.full((2, 1, 2, 2), 0.5).double(), torch.tensor([0, 1]), eps=1.0)

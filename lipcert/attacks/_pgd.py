@@ -85,7 +85,9 @@ class PGD:
                 logits = model(point)
                 leads = lead(logits, labels)
                 goal = leads if rivals is None else (logits.gather(1, rivals) - logits.gather(1, labels[:, None]))[:, 0]
-                slope = None if step == self.steps else torch.autograd.grad(goal.sum(), point)[0]
+                slope = None
+                if step < self.steps and goal.requires_grad:  # None, too, where logits do not depend on the pixels
+                    (slope,) = torch.autograd.grad(goal.sum(), point, allow_unused=True)
             best = best.with_closer(every, point.detach(), distances(images, point.detach(), leads.detach()))
             if slope is None or bool(best.broken.all()):
                 break
