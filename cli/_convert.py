@@ -1,5 +1,6 @@
 """``lipcert convert``: surgery on a model, written to an artifact."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -181,6 +182,6 @@ def _facts(bound: "Bound | None", report: "ConversionReport") -> dict[str, objec
     }
     if report.adaptation is not None:
         facts["adaptation"] = asdict(report.adaptation)
-    if bound is not None and bound.finite:
+    if bound is not None and math.isfinite(bound.log10):  # −∞ where the head is zero, as before training
         facts |= {"log10_bound": bound.log10, "rigor": bound.rigor}
     return facts

@@ -35,7 +35,7 @@ def read_names(path: Path) -> list[str]:
     return names
 
 
-_NO_MODEL_ARGS = ("source", "pretrained", "checkpoint", "features")  # of lipcert.load
+_NO_MODEL_ARGS = ("source", "pretrained", "checkpoint", "features", "new_head")  # of lipcert.load
 
 
 def parse_model_args(text: str | None) -> dict[str, Any]:

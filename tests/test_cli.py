@@ -157,7 +157,7 @@ def test_model_arguments():
     expected = {"img_size": 32, "act_layer": "gelu", "mean": (0.5,), "flag": True, "name": "a=b"}
     assert _parse.parse_model_args(text) == expected
     assert _parse.parse_model_args(None) == {}
-    for bad in ("img_size", "=3", "a-b=3", "img_size= 3", "features=128", "pretrained=True"):
+    for bad in ("img_size", "=3", "a-b=3", "img_size= 3", "features=128", "pretrained=True", "new_head=True"):
         with pytest.raises(InputError):
             _parse.parse_model_args(bad)
 
@@ -350,6 +350,14 @@ def test_convert_reads_a_checkpoint_and_leaves_it(folder):
     assert all(torch.equal(value, model.net.state_dict()[name]) for name, value in net.state_dict().items())
     assert "file of the model itself" in refused(*command, "--out", "w.pth")
     assert Path("w.pth").read_bytes() == before
+
+
+def test_convert_writes_a_network_whose_bound_is_zero(folder):
+    net = load("vit_tiny_patch16_224", pretrained=False, **TINY).net
+    torch.nn.init.zeros_(net.head.weight)
+    torch.save(net.state_dict(), "w.pth")
+    command = ["convert", "vit_tiny_patch16_224", "--checkpoint", "w.pth", "--model-args", ARGUMENTS]
+    assert "log10_bound" not in json.loads(run(*command, "--json").stdout)
 
 
 def test_convert_overwrites_artifacts_only(artifact):
