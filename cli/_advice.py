@@ -22,6 +22,7 @@ class Known:
         eps: ε as text.
         log10: decimal logarithm of the global bound; None if there is none, or it is not known.
         data: ``--data`` as the user typed it; None without.
+        lists: the files that give its images their labels, as words: ``--classes`` and ``--labels``.
         trained: whether the model has been trained for certificates.
         denoised: whether a denoiser stands in front of the model.
         images: how many images were certified; 0 before.
@@ -34,6 +35,7 @@ class Known:
     eps: str = "36/255"
     log10: float | None = None
     data: str | None = None
+    lists: Sequence[str] = ()
     trained: bool = False
     denoised: bool = False
     images: int = 0
@@ -43,7 +45,7 @@ class Known:
 
 def advise(known: Known) -> str:
     """The next command, which runs as it is apart from names in capitals, and its reason if that is not obvious."""
-    data = ["--data", known.data or "IMAGES"]
+    data = ["--data", known.data or "IMAGES", *known.lists]
     loose = known.log10 is not None and known.log10 > LOOSE
     if known.certified or (known.images and not loose):
         if known.rows is None:
@@ -56,7 +58,7 @@ def advise(known: Known) -> str:
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100"]
         return f"{command('certify', *known.model, *data, '--eps', known.eps, *sampled, *front)}, which {reason}"
     if known.log10 is not None and known.log10 > TIGHT and not known.trained:
-        train = ["--data", known.data or "TRAIN", "--eps", known.eps]
+        train = ["--data", known.data or "TRAIN", *known.lists, "--eps", known.eps]
         return f"{command('finetune', *known.model, *train)}, which trains for the margins that certificates need"
     bundled = list(known.model) == ["bundled"] and known.data is None
     return command("certify", *known.model, *([] if bundled else data), "--eps", known.eps)

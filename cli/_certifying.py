@@ -43,6 +43,7 @@ from ._print import (
     say,
     share,
     upper,
+    words_of,
 )
 from ._torchrun import torchrun
 
@@ -381,6 +382,7 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
         plan.eps,
         first.log10_bound,
         plan.data,
+        words_of(plan.lists),
         denoised="--denoiser" in first.words,
         images=len(first.tally),
         certified=1 if several or plan.settings[0].noise else first.tally.certified,

@@ -16,7 +16,7 @@ from ._advice import Known, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Classes, Data, Device, Force, Labels, Limit, ModelName, Weights, options_of, out
 from ._output import check_out, default_name
-from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper
+from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,10 @@ def constrain(
             layers = [_layer_record(layer) for layer in report.layers]
             print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
         else:
-            _print_report(report, str(source), path, data, loaded.input_size[0])
+            lists = words_of({"classes": classes, "labels": labels})
+            bound = report.after.log10_bound
+            known = Known([str(path)], loaded.input_size[0], log10=bound, data=data, lists=lists)
+            _print_report(report, str(source), path, known)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def _phases() -> Iterator[Callable[[str, float, float | None], None]]:
         yield show
 
 
-def _print_report(report: "ConstraintReport", source: str, path: Path, data: str | None, channels: int) -> None:
+def _print_report(report: "ConstraintReport", source: str, path: Path, known: Known) -> None:
     for remark in report.remarks:
         say(f"note: {remark}")
     print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers], optional=_LESS)
@@ -135,7 +138,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, data: str
             ("images", f"{report.images}, and {report.held_out} held out, for accuracy and top class"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
-            ("next", advise(Known([str(path)], channels, log10=report.after.log10_bound, data=data))),
+            ("next", advise(known)),
         ]
     )
 

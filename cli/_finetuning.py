@@ -24,7 +24,7 @@ from ._advice import Known, advise
 from ._loading import load_model, show_preprocessing
 from ._options import Weights
 from ._output import check_out, default_name
-from ._print import busy, command, print_facts, print_json, progress, say, share
+from ._print import busy, command, print_facts, print_json, progress, say, share, words_of
 from ._torchrun import torchrun
 
 _EVALUATED = 64
@@ -136,10 +136,12 @@ def run(
             measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
             print_json({"written": str(path), **facts, f"{measured}_on_training_images": accuracy})
             return
-        following = advise(Known([str(path)], loaded.input_size[0], _text(asked.eps), data="TEST", trained=True))
+        names = words_of({"classes": lists["classes"]})  # the test images have the same classes, but other labels
+        known = Known([str(path)], loaded.input_size[0], _text(asked.eps), data="TEST", lists=names, trained=True)
+        following = advise(known)
         if asked.sigma:
             noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"]
-            following = command("certify", path, "--data", "TEST", "--eps", _text(asked.eps), *noise)
+            following = command("certify", path, "--data", "TEST", *names, "--eps", _text(asked.eps), *noise)
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         print_facts(
             [

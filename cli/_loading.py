@@ -16,7 +16,7 @@ from lipcert.smoothing import Denoised
 
 from ._options import Weights
 from ._parse import parse_model_args
-from ._print import busy, say
+from ._print import busy, say, words_of
 
 
 def load_model(
@@ -68,9 +68,7 @@ def model_options(
         pixels: the preprocessing that was given.
     """
     words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
-    named = {"checkpoint": weights.checkpoint, "model-args": weights.model_args, "denoiser": denoiser}
-    for name, value in named.items():
-        words += [] if value is None else [f"--{name}", str(value)]
+    words += words_of({"checkpoint": weights.checkpoint, "model-args": weights.model_args, "denoiser": denoiser})
     words += ["--no-pretrained"] if weights.no_pretrained else []
     words += [] if device == "auto" else ["--device", device]
     for field in fields(pixels) if pixels is not None else ():

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
@@ -57,6 +57,11 @@ def command(*words: object) -> str:
     modules = [] if context is None else context.find_root().params.get("modules") or []
     imports = [word for name in modules for word in ("--import", name)]
     return " ".join(["lipcert", *(shlex.quote(str(word)) for word in (*imports, *words))])
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """The words of the options that have a value, such as ``--limit 8`` for ``{"limit": 8, "labels": None}``."""
+    return [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:

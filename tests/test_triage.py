@@ -17,6 +17,7 @@ from lipcert.certifier import METHODS, Certifier, triage
 from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
 from lipcert.cli import app
 from lipcert.cli._advice import LOOSE, Known, advise
+from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
 
@@ -162,9 +163,11 @@ def test_sample_images_are_drawn_for_any_size():
     assert "sample images" in drawn.note
 
 
+LISTS = words_of({"classes": None, "labels": "l.csv"})
 KNOWN = {
     "a pretrained network": Known(["resnet18"], log10=40.0),
     "in front of a denoiser": Known(["resnet18", "--denoiser", "dct"], log10=40.0, denoised=True),
+    "labels from a file": Known(["resnet18"], log10=40.0, data="d", lists=LISTS),
     "one channel": Known(["m.safetensors"], 1, log10=40.0),
     "surgery helped": Known(["m.safetensors"], log10=8.0, data="my images"),
     "trained": Known(["m.safetensors"], log10=8.0, trained=True),
@@ -190,6 +193,7 @@ def test_suggested_commands_can_be_typed(known):
 def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     """From a loose bound to smoothing, from a medium one to training and then to certify, from certify to a report."""
     assert "--method smoothing" in advise(KNOWN["a pretrained network"])
+    assert "--data d --labels l.csv --eps" in advise(KNOWN["labels from a file"])
     assert advise(KNOWN["surgery helped"]).startswith("lipcert finetune m.safetensors --data 'my images'")
     assert advise(KNOWN["trained"]).startswith("lipcert certify m.safetensors")
     assert advise(KNOWN["tight"]) == "lipcert certify bundled --eps 36/255"
