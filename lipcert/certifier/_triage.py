@@ -88,7 +88,7 @@ def first_order_limit(model: Model, images: Tensor, predicted: Tensor) -> Tensor
             continue
         length = slope.flatten(1).double().norm(dim=1)
         ratio = torch.where(length > 0, margin.detach().double() / length, math.inf)
-        limit = torch.minimum(limit, ratio.nan_to_num(nan=math.inf).cpu())
+        limit = torch.minimum(limit, ratio.nan_to_num(nan=math.inf, posinf=math.inf).cpu())
     return limit
 
 
