@@ -714,6 +714,13 @@ def test_bad_input(arguments, batch, message: str) -> None:
     assert same(model, before)
 
 
+class Arctangent(nn.Module):
+    """An operation without a rule."""
+
+    def forward(self, x):
+        return torch.atan(x)
+
+
 def test_loaders_that_run_dry_and_models_that_cannot_be_trained(loader) -> None:
     with pytest.raises(InputError, match="no images in epoch 1"):
         lipcert.finetune(vit(), [], epochs=1)
@@ -728,7 +735,7 @@ def test_loaders_that_run_dry_and_models_that_cannot_be_trained(loader) -> None:
         broken.net.head.weight[0, 0] = math.nan
     with pytest.raises(InputError, match="head.weight holds NaN"):
         lipcert.finetune(broken, loader[:1])
-    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.RReLU())
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), Arctangent())
     with pytest.raises(UnsupportedOperation):
         lipcert.finetune(lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 8, 8)), loader[:1], loss="emma")
 
