@@ -166,7 +166,8 @@ def _written_out(
     if attn_mask is not None:
         logits = emit("add", operator.add, (logits, attn_mask), scores)
     weights = emit("softmax", torch.softmax, (logits, -1), scores)
-    if hidden is not None and bool(hidden.any()):  # the result of a query that sees no key is 0
+    # The result of a query that sees no key is 0. A mask without values (meta) is only read for the table of coverage.
+    if hidden is not None and hidden.device.type != "meta" and bool(hidden.any()):
         weights = emit("mul", operator.mul, (weights, (~hidden).to(attn_mask.dtype)), scores)
     return emit("matmul", torch.matmul, (weights, value), node.shape)
 
