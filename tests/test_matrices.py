@@ -20,7 +20,8 @@ def seeded(*shape, seed=0):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 5), (40, 60), (100, 70), (130, 400)])
 @pytest.mark.parametrize("decay", [0.0, 2.0])
 def test_loose_norms_are_close_upper_bounds(rows, columns, decay):
-    matrices = seeded(3, rows, columns) * torch.logspace(0, -decay, columns, dtype=torch.float64)
+    matrices = seeded(4, rows, columns) * torch.logspace(0, -decay, columns, dtype=torch.float64)
+    matrices[3, 5:] = 0  # Lanczos exhausts the space of a matrix of low rank
     matrices[1] *= 1e150
     matrices[2] *= 1e-150
     exact = torch.linalg.svdvals(matrices)[:, 0]
@@ -70,8 +71,7 @@ def test_blocks_are_found_and_used():
     dense = blocks()
     groups = found_groups(dense)
     assert groups is not None
-    assert groups.rows.shape == (5, 3)
-    assert groups.columns.shape == (5, 4)
+    assert [part.shape for part in groups] == [(5, 3), (5, 4)]
     matrix, whole = Matrix.of(dense, groups), Matrix.of(dense, None)
     assert matrix.entries.shape == (2, 5, 3, 4)
     torch.testing.assert_close(matrix.dense(), dense, rtol=0, atol=0)

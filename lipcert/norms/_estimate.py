@@ -82,15 +82,17 @@ def estimates(gram: Tensor, steps: int = 16) -> Tensor:
     steps = min(size, steps)
     basis, images = gram.new_zeros(count, size, steps), gram.new_zeros(count, size, steps)
     vector = _start(gram).expand(count, size)
+    vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True)
     for step in range(steps):
-        length = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
-        vector = vector / length.clamp_min(torch.finfo(torch.float64).tiny)
         basis[:, :, step] = vector
         images[:, :, step] = image = (gram @ vector[:, :, None])[:, :, 0]
-        known = basis[:, :, : step + 1]
+        known, rest = basis[:, :, : step + 1], image
         for _ in range(2):
-            image = image - (known @ (known.mT @ image[:, :, None]))[:, :, 0]
-        vector = image
+            rest = rest - (known @ (known.mT @ rest[:, :, None]))[:, :, 0]
+        length = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+        # What is left of an exhausted space is noise, which is not orthogonal to it.
+        exhausted = length <= _BREAKDOWN * torch.linalg.vector_norm(image, dim=1, keepdim=True)
+        vector = torch.where(exhausted, 0.0, rest / length.clamp_min(torch.finfo(torch.float64).tiny))
     projected = basis.mT @ images
     ritz = torch.linalg.eigvalsh((projected + projected.mT) / 2)[:, -1]
     return torch.maximum(ritz.nan_to_num(nan=0.0), gram.diagonal(dim1=1, dim2=2).amax(1))
