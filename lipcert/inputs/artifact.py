@@ -142,12 +142,12 @@ def check_free(path: Path, model: Model, force: bool, step: str | None = None) -
     architecture = model.source.get("name")
     try:
         content = read_metadata(path)
-        other, done = content["source"].get("name"), [known["step"] for known in content["recipe"]]
+        other, done = content["source"].get("name"), [entry["step"] for entry in content["recipe"]]
     except LoadError:
         other, done = None, []
     if other != architecture:
         raise InputError(f"{path} holds {other or 'a damaged artifact'}, not {architecture}; {way_out}")
-    lost = {*done} - {"convert", step, *(known["step"] for known in model.recipe)}
+    lost = {*done} - {"convert", step, *(entry["step"] for entry in model.recipe)}
     if lost:
         raise InputError(f"{path} holds a model after {', '.join(sorted(lost))}, and the new one is not; {way_out}")
 
@@ -224,10 +224,10 @@ def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype
     Raises:
         ValueError: the file and the model have different tensors, shapes or types.
     """
-    own = _state(model, keep_vars=True)
-    if own.keys() != shapes.keys():
+    tensors = _state(model, keep_vars=True)
+    if tensors.keys() != shapes.keys():
         raise ValueError("tensors are missing, or there are too many")
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         with safetensors.safe_open(path, framework="pt") as file:
             # Copy: tensors in the file's memory are unaligned, which changes the last bit of results.
             value = file.get_tensor(name).clone()
@@ -316,9 +316,9 @@ def _state(model: Model, keep_vars: bool = False) -> dict[str, Tensor]:
 
 def buffers_hash(model: Model) -> str:
     """SHA-256, as :func:`weights_hash`, of the buffers that a state dict omits: masks, positions, tables."""
-    known = {*model.state_dict(), "mean", "std", "pair"}
-    left = ((name.removeprefix("net."), value) for name, value in model.named_buffers() if name not in known)
-    return _tensors_hash(sorted(left))
+    stored = {*model.state_dict(), "mean", "std", "pair"}
+    omitted = ((name.removeprefix("net."), value) for name, value in model.named_buffers() if name not in stored)
+    return _tensors_hash(sorted(omitted))
 
 
 def seed_of(model: Model, seed: int = 0) -> tuple[int, str]:
@@ -352,14 +352,14 @@ def check_rebuilds(model: Model) -> None:
             "the network was given as a module that timm did not make, so a file cannot rebuild it; "
             "load it by name, or save its state_dict() yourself"
         )
-    given = model.source["arguments"]
+    arguments = model.source["arguments"]
     for more in (model.guesses, *({key: value} for key, value in model.guesses.items())) if model.presumed else ():
-        if _rebuilds(model, given):
+        if _rebuilds(model, arguments):
             return
-        if _rebuilds(model, {**given, **more}):
-            model.source = {**model.source, "arguments": {**given, **more}}
+        if _rebuilds(model, {**arguments, **more}):
+            model.source = {**model.source, "arguments": {**arguments, **more}}
             return
-    net = create_net(model.source["name"], pretrained=False, arguments=given)
+    net = create_net(model.source["name"], pretrained=False, arguments=arguments)
     _repeat_surgery(net, model.recipe)
     if model.presumed and _structure(net) != _structure(model.net):
         raise InputError(

@@ -47,10 +47,10 @@ def check_described(
         raise ValueError("its arguments ask for a network of absurd size")
     with _limited(_PARTS * (len(shapes) + _FEW_TENSORS)), torch.device("meta"):
         net = build()
-    own = {name: tuple(value.shape) for name, value in net.state_dict().items()}
-    if own != shapes:
-        name = next(name for name in (*own, *shapes) if own.get(name) != shapes.get(name))
-        raise ValueError(f"{name} is {shapes.get(name, 'missing')} in the file and {own.get(name, 'missing')} in it")
+    built = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    if built != shapes:
+        name = next(name for name in (*built, *shapes) if built.get(name) != shapes.get(name))
+        raise ValueError(f"{name} is {shapes.get(name, 'missing')} in the file and {built.get(name, 'missing')} in it")
     weights = sum(value.numel() for value in net.parameters())
     if sum(value.numel() for value in net.buffers()) > _BUFFERS + _BUFFERS_A_WEIGHT * weights:
         raise ValueError("its tables are far larger than its weights")
@@ -59,12 +59,12 @@ def check_described(
 @contextlib.contextmanager
 def _limited(parts: int) -> Iterator[None]:
     """Raises a ValueError when a network under construction has more modules and parameters than ``parts``."""
-    found = 0
+    registered = 0
 
     def count(_module: nn.Module, _name: str, _value: object) -> None:
-        nonlocal found
-        found += 1
-        if found > parts:
+        nonlocal registered
+        registered += 1
+        if registered > parts:
             raise ValueError("its arguments describe a larger network than its weights fill")
 
     hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]

@@ -143,10 +143,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
         if self.total is None or self.limit is None or self.limit >= self.total:
             return None
-        rest = _shuffled(self.total)[self.limit : self.limit + count]
-        items = [self._read(index) for index in rest]
+        indices = _shuffled(self.total)[self.limit : self.limit + count]
+        items = [self._read(index) for index in indices]
         labels = torch.tensor([label for _, label in items]) if self.labelled else None
-        return Batch(tuple(rest), torch.stack([image for image, _ in items]), labels) if items else None
+        return Batch(tuple(indices), torch.stack([image for image, _ in items]), labels) if items else None
 
     @property
     def digest(self) -> str | None:
@@ -205,11 +205,11 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         reason = f"are hidden ({label})" if hidden else f"are no class numbers ({shortened(str(label))})"
         self.note = self.note or f"the labels of {self.spec} {reason}: they are left out"
 
-    def _compare_classes(self, what: str, found: int, classes: int) -> None:
+    def _compare_classes(self, what: str, number: int, classes: int) -> None:
         """Labels are positions among the data set's classes: among more or fewer they would mean other classes."""
-        if found != classes:
+        if number != classes:
             self.labelled = False
-            self.note = f"{what} {found} classes and the model has {classes}: the labels are left out"
+            self.note = f"{what} {number} classes and the model has {classes}: the labels are left out"
 
 
 def open_images(
@@ -277,17 +277,17 @@ class _Transform:
                 f"the model takes images of {channels} channels, and image files have 1 or 3; pass tensors from Python"
             )
         self.mode = _MODES[channels]
-        known = preprocessing(model, files=True)
-        options = {key: known[key] for key in RESIZING}
-        mean = tuple(known["mean"])
+        config = preprocessing(model, files=True)
+        options = {key: config[key] for key in RESIZING}
+        mean = tuple(config["mean"])
         try:
             if not options["crop_pct"] >= _LEAST_CROP:
                 raise ValueError(f"crop_pct is below {_LEAST_CROP}")
             steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
         except Exception as error:
-            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            listing = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise InputError(
-                f"timm cannot resize images as the model's configuration says ({given}): {first_line(error)}"
+                f"timm cannot resize images as the model's configuration says ({listing}): {first_line(error)}"
             ) from error
         self.steps = Compose([step for step in steps.transforms if not isinstance(step, Normalize)])
 
@@ -494,9 +494,9 @@ def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | Non
         reason = first_line(error)
         raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
     if not files.images:
-        known = ", ".join(sorted(SUFFIXES))
-        left_out = f"; {files.others.total()} files of other formats" if files.others else ""
-        raise InputError(f"{spec} holds no images ({known}){left_out}")
+        suffixes = ", ".join(sorted(SUFFIXES))
+        others = f"; {files.others.total()} files of other formats" if files.others else ""
+        raise InputError(f"{spec} holds no images ({suffixes}){others}")
     return ImageFiles(files, purpose, split, count, classes, labels)
 
 

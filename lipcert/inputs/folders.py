@@ -106,7 +106,7 @@ def in_folder(folder: Path, spec: str) -> Files:
     files = Files(spec, lambda parts: folder.joinpath(*parts).open("rb"))
 
     def walk(place: Path, parts: tuple[str, ...], above: tuple[Path, ...]) -> None:
-        here = (*above, place.resolve())
+        parents = (*above, place.resolve())
         try:
             entries = sorted(os.scandir(place), key=lambda entry: entry.name)
         except OSError as error:
@@ -117,10 +117,10 @@ def in_folder(folder: Path, spec: str) -> Files:
                 continue
             if entry.is_dir():
                 target = path.resolve() if entry.is_symlink() else None
-                if target is not None and any(known.is_relative_to(target) for known in here):
+                if target is not None and any(parent.is_relative_to(target) for parent in parents):
                     raise InputError(f"{path} is a link to a folder that it is in; take it out")
                 files.folders.add(below)
-                walk(path, below, here)
+                walk(path, below, parents)
             elif entry.is_file():
                 files.add(below)
             elif os.path.exists(path):  # reading a pipe would wait for ever
@@ -242,13 +242,13 @@ class ImageFiles:
         if classes is not None:
             numbers = classes.numbers([name for name in names if name not in empty], count)
             self.labels_by, self.mapped = f"folders, numbered by {classes.path}", True
-        elif len(names) != count and (known := _wnids(names, count)) is not None:
-            numbers = known
+        elif len(names) != count and (positions := _wnids(names, count)) is not None:
+            numbers = positions
             self.labels_by, self.mapped = "folders, which are WordNet ids, numbered as in ImageNet-1k", True
         else:
             numbers = {name: number for number, name in enumerate(names)}
-            shown = ", ".join(map(shortened, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
-            self.labels_by = f"{len(names)} folders in natural order: {printable(shown)}"
+            listing = ", ".join(map(shortened, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
+            self.labels_by = f"{len(names)} folders in natural order: {printable(listing)}"
             self.classes = len(names)
             if names != sorted(names):
                 first = next((a, b) for a, b in zip(names, sorted(names), strict=True) if a != b)
@@ -262,12 +262,12 @@ class ImageFiles:
         self.targets = [numbers[parts[0]] for parts in self.samples]
 
     def _label_by_list(self, labels: LabelList, classes: ClassList | None, count: int) -> None:
-        found = [labels.of("/".join(parts)) for parts in self.samples]
-        missing = [parts for parts, label in zip(self.samples, found, strict=True) if label is None]
+        listed = [labels.of("/".join(parts)) for parts in self.samples]
+        missing = [parts for parts, label in zip(self.samples, listed, strict=True) if label is None]
         if missing:
             one = printable("/".join(missing[0]))
-            raise InputError(f"{labels.path} has no label for {len(missing)} of {len(found)} images, such as {one}")
-        self.targets, self.classes = labels.numbered([str(label) for label in found], classes, count)
+            raise InputError(f"{labels.path} has no label for {len(missing)} of {len(listed)} images, such as {one}")
+        self.targets, self.classes = labels.numbered([str(label) for label in listed], classes, count)
         order = "" if self.classes is None else ", its names in natural order"
         self.labels_by, self.mapped = f"{labels.path}{order}", self.classes is None
 
@@ -291,8 +291,8 @@ def _wnids(names: Sequence[str], count: int) -> dict[str, int] | None:
     """The numbers of ImageNet-1k of folders that are its WordNet ids, for a model of 1000 classes; None otherwise."""
     if count != 1000 or not names or not all(map(_WNID.fullmatch, names)):
         return None
-    known = {str(wnid): number for number, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-    return {name: known[name] for name in names} if {*names} <= known.keys() else None
+    positions = {str(wnid): number for number, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    return {name: positions[name] for name in names} if {*names} <= positions.keys() else None
 
 
 def _split_name(folder: str) -> str | None:
@@ -305,8 +305,8 @@ def _split_name(folder: str) -> str | None:
 def _loosely(folder: str) -> str | None:
     """The split whose word is a part of the name, as in ``seg_train`` or ``val2017``."""
     parts = {part for part in re.split(r"[^a-z]+", folder.lower()) if part}
-    found = [split for split, words in _WORDS.items() if parts & {*words}]
-    return found[0] if len(found) == 1 else None
+    splits = [split for split, words in _WORDS.items() if parts & {*words}]
+    return splits[0] if len(splits) == 1 else None
 
 
 def split_in(name: str) -> str | None:
@@ -341,12 +341,14 @@ def splits_of(files: Files) -> dict[str, str]:
         shared = len(exact) > 1 and any(a & b for a in inner.values() for b in inner.values() if a is not b)
         if not shared:
             return {}
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for name, split in exact.items():
-        if split in found:
-            raise InputError(f"{files.spec} has two folders for one split, {found[split]} and {name}; give one of them")
-        found[split] = name
-    return found
+        if split in folders:
+            raise InputError(
+                f"{files.spec} has two folders for one split, {folders[split]} and {name}; give one of them"
+            )
+        folders[split] = name
+    return folders
 
 
 def _classes(files: Files, top: str) -> set[str]:
@@ -359,21 +361,23 @@ def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | 
     The purpose decides on the split where the user does not.
     """
     whole = files
-    while not (known := splits_of(whole)) and len(whole.tops()) == 1 and all(len(parts) > 1 for parts in whole.images):
+    while (
+        not (folders := splits_of(whole)) and len(whole.tops()) == 1 and all(len(parts) > 1 for parts in whole.images)
+    ):
         whole = whole.below((whole.tops()[0],))
-    if not known:
+    if not folders:
         if split is not None:
             raise InputError(f"{files.spec} has no folders for splits, and {split} is asked for")
         return None, files, set()
-    have = ", ".join(known.values())
-    wanted: Sequence[str] = WANTED[purpose]
+    have = ", ".join(folders.values())
+    candidates: Sequence[str] = WANTED[purpose]
     if split is not None:
-        named = {folder: key for key, folder in known.items()}
-        wanted = (named.get(split) or _split_name(split) or split,)
-    chosen = next((known[one] for one in wanted if one in known), None)
+        named = {folder: key for key, folder in folders.items()}
+        candidates = (named.get(split) or _split_name(split) or split,)
+    chosen = next((folders[one] for one in candidates if one in folders), None)
     if chosen is None:
         lacks = f"no split {split}" if split is not None else "no training images"
         raise InputError(
-            f"{files.spec} has {lacks}, only {have}; name one: {whole.spec.rstrip('/')}/{next(iter(known.values()))}"
+            f"{files.spec} has {lacks}, only {have}; name one: {whole.spec.rstrip('/')}/{next(iter(folders.values()))}"
         )
-    return chosen, whole.below((chosen,)), _classes(whole, known["train"]) if "train" in known else set()
+    return chosen, whole.below((chosen,)), _classes(whole, folders["train"]) if "train" in folders else set()

@@ -163,9 +163,9 @@ class LabelList:
     def of(self, name: str) -> str | None:
         """The label of a file, by its path below the folder, without its suffix, or by its name alone."""
         stem, base = os.path.splitext(name)[0], os.path.basename(name)
-        for key, known in ((name, self.labels), (stem, self.stems), (base, self.labels), (base, self.bases)):
-            if key in known:
-                return known[key]
+        for key, table in ((name, self.labels), (stem, self.stems), (base, self.labels), (base, self.bases)):
+            if key in table:
+                return table[key]
         return self.stems.get(os.path.basename(stem))
 
     def numbered(self, labels: Sequence[str], classes: ClassList | None, count: int) -> tuple[list[int], int | None]:
@@ -184,11 +184,11 @@ class LabelList:
         if broken is not None:
             raise InputError(f"{self.path} has the label {broken}, which is no class")
         if classes is not None:
-            known = classes.numbers(sorted({*labels}), count)
-            return [known[label] for label in labels], None
+            positions = classes.numbers(sorted({*labels}), count)
+            return [positions[label] for label in labels], None
         names = sorted({*self.labels.values()}, key=natural_key)
-        known = {name: number for number, name in enumerate(names)}
-        return [known[label] for label in labels], len(names)
+        positions = {name: number for number, name in enumerate(names)}
+        return [positions[label] for label in labels], len(names)
 
 
 def _unique(bases: Mapping[str, tuple[str, str]], labels: Mapping[str, str]) -> dict[str, str]:

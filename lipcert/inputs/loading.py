@@ -76,14 +76,14 @@ def load(
             raise InputError(f"{key} takes several numbers, such as {example}, got {value!r}")
     if not isinstance(features, bool):
         raise InputError(f"features is True or False, got {features!r}; an argument of timm cannot have this name")
-    given = {*pixels, *timm_arguments}
+    options = {*pixels, *timm_arguments}
     if checkpoint is not None:
-        given.add("checkpoint= (--checkpoint)")
+        options.add("checkpoint= (--checkpoint)")
     if "checkpoint_path" in timm_arguments:
         raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
     if isinstance(source, nn.Module):
         source = evaluated(getattr(source, "_orig_mod", source))  # the module inside a torch.compile wrapper
-        _refuse(given - {*_PIXELS}, "a module that is already built")
+        _refuse(options - {*_PIXELS}, "a module that is already built")
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")
         model = _wrap(source, "the module", "the module", pixels, {}, {}, features)
@@ -97,8 +97,8 @@ def load(
     if is_file(name):
         if is_artifact(name):
             if not pretrained:
-                given.add("pretrained=False (--no-pretrained)")
-            _refuse(given, f"the lipcert artifact {name}, which is complete")
+                options.add("pretrained=False (--no-pretrained)")
+            _refuse(options, f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
         if not os.path.exists(name) and re.fullmatch(r"[\w-]+/[\w.-]+", name) and Path(name).suffix not in SUFFIXES:
             raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{name}")
@@ -170,18 +170,23 @@ def _from_name(
         arguments["img_size"] = size[0] if size[0] == size[1] else size
     net = create_net(name, pretrained=False, arguments=arguments)
     of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head)
-    known = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
+    recorded_pixels = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
     if size is not None and "img_size" not in arguments:
-        known["input_size"] = (arguments.get("in_chans", 3), *size)
-    model = _wrap(net, name, str(checkpoint), {**known, **pixels}, arguments, rebuild_recipe(name, arguments), features)
+        recorded_pixels["input_size"] = (arguments.get("in_chans", 3), *size)
+    model = _wrap(
+        net, name, str(checkpoint), {**recorded_pixels, **pixels}, arguments, rebuild_recipe(name, arguments), features
+    )
     for key in ("crop_pct", "interpolation"):
         if key in content.pixels:
             model.data_config[key] = content.pixels[key]
     recorded = {**content.arguments, **{key: value for key, value in content.pixels.items() if value}}
     if recorded:
-        shown = ", ".join(f"{key} {' '.join(map(str, v)) if isinstance(v, list) else v}" for key, v in recorded.items())
+        listing = ", ".join(
+            f"{key} {' '.join(map(str, v)) if isinstance(v, list) else v}" for key, v in recorded.items()
+        )
         warnings.warn(
-            f"{checkpoint} records how it was trained, which is used where you give nothing else: {shown}", stacklevel=4
+            f"{checkpoint} records how it was trained, which is used where you give nothing else: {listing}",
+            stacklevel=4,
         )
     return model
 
@@ -253,8 +258,8 @@ def _logits(model: Model, label: str) -> Tensor:
             "give input_size=, or img_size= where the timm model has it"
         ) from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:
-        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise InputError(f"{label} gives {found} for one image, and a classifier gives logits of shape (1, classes)")
+        kind = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise InputError(f"{label} gives {kind} for one image, and a classifier gives logits of shape (1, classes)")
     return logits
 
 
@@ -292,7 +297,7 @@ def _guesses(net: nn.Module) -> dict[str, Any]:
     blocks = getattr(net, "blocks", None)
     block = blocks[0] if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks) else None
     pool = getattr(net, "global_pool", None)
-    shown = {
+    attributes = {
         "global_pool": getattr(pool, "pool_type", pool),
         "depth": len(blocks) if block is not None and blocks is not None else None,
         "embed_dim": getattr(net, "embed_dim", None),
@@ -301,10 +306,12 @@ def _guesses(net: nn.Module) -> dict[str, Any]:
         "drop_rate": getattr(net, "drop_rate", None),
     }
     hidden = getattr(getattr(getattr(block, "mlp", None), "fc1", None), "out_features", None)
-    if isinstance(hidden, int) and isinstance(shown["embed_dim"], int):
-        shown["mlp_ratio"] = hidden / shown["embed_dim"]
-    taken = inspect.signature(type(net).__init__).parameters
-    return {key: value for key, value in shown.items() if key in taken and isinstance(value, (int, float, str))}
+    if isinstance(hidden, int) and isinstance(attributes["embed_dim"], int):
+        attributes["mlp_ratio"] = hidden / attributes["embed_dim"]
+    parameters = inspect.signature(type(net).__init__).parameters
+    return {
+        key: value for key, value in attributes.items() if key in parameters and isinstance(value, (int, float, str))
+    }
 
 
 def _refuse(names: set[str], what: str) -> None:

@@ -63,7 +63,7 @@ def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
     if (
         kind == "wds"
         and os.path.isdir(folder)
-        and not any(os.path.exists(os.path.join(folder, known)) for known in ("_info.json", "info.json"))
+        and not any(os.path.exists(os.path.join(folder, info)) for info in ("_info.json", "info.json"))
     ):
         return Shards(Path(folder), split, purpose)
     package = KINDS[kind]
@@ -87,8 +87,8 @@ def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
         raise
     except Exception as error:
         if kind == "torch" and "Unknown torchvision dataset" in str(error):
-            known = ", ".join(sorted((*_TORCH_BASIC_DS, *_MORE)))
-            raise InputError(f"there is no data set {name}; torch/ has {known} and what else timm opens") from error
+            names = ", ".join(sorted((*_TORCH_BASIC_DS, *_MORE)))
+            raise InputError(f"there is no data set {name}; torch/ has {names} and what else timm opens") from error
         where = f", or put its files into {options['root']}" if kind == "torch" else ""
         reason = reason_of(error)
         raise InputError(f"cannot open {spec}: {reason}{where}; a split is named as in {kind}/NAME:SPLIT") from error
@@ -108,13 +108,13 @@ def _of_the_hub(name: str, splits: Sequence[str], *, streaming: bool) -> Any:
     error: Exception | None = None
     for split in splits:
         try:
-            found = datasets.load_dataset(name, split=split, streaming=streaming)
+            dataset = datasets.load_dataset(name, split=split, streaming=streaming)
         except (KeyError, ValueError) as problem:  # what it says of a split that there is not
             error = error or problem
             if "split" not in str(problem).lower():
                 raise
             continue
-        features = getattr(found, "features", None) or {}
+        features = getattr(dataset, "features", None) or {}
         image = next((key for key, kind in features.items() if type(kind).__name__ == "Image"), None)
         image = image or next((key for key in _IMAGES if key in features), "image")
         classes = [key for key, kind in features.items() if type(kind).__name__ == "ClassLabel"]
@@ -123,7 +123,7 @@ def _of_the_hub(name: str, splits: Sequence[str], *, streaming: bool) -> Any:
             raise InputError(f"{name} has no column of images, only {', '.join(features)}")
         chosen = split if len(splits) > 1 else None
         kind = HubStream if streaming else HubImages
-        return kind(found, image, label, chosen)
+        return kind(dataset, image, label, chosen)
     assert error is not None
     raise error
 
@@ -131,10 +131,10 @@ def _of_the_hub(name: str, splits: Sequence[str], *, streaming: bool) -> Any:
 class _Hub:
     """What :class:`HubImages` and :class:`HubStream` know of a data set of the hub."""
 
-    def __init__(self, found: Any, image: str, label: str | None, split: str | None):
-        self.found, self.image, self.label, self.split = found, image, label, split
+    def __init__(self, dataset: Any, image: str, label: str | None, split: str | None):
+        self.dataset, self.image, self.label, self.split = dataset, image, label, split
         self.notes: list[str] = []
-        features = getattr(found, "features", None) or {}
+        features = getattr(dataset, "features", None) or {}
         self.names = getattr(features.get(label), "names", None)
         if label is None:
             self.notes.append(f"no column of labels among {', '.join(features)}")
@@ -155,10 +155,10 @@ class HubImages(_Hub):
     """A data set of the hub with random access."""
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.pair(self.found[index])
+        return self.pair(self.dataset[index])
 
 
 class Stream:
@@ -177,7 +177,7 @@ class HubStream(_Hub, Stream):
     """A data set of the hub that is downloaded as it is read."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return map(self.pair, self.found)
+        return map(self.pair, self.dataset)
 
 
 class Shards(Stream):
@@ -194,16 +194,16 @@ class Shards(Stream):
         self.folder = folder
         self.notes: list[str] = []
         kinds = {path: split_in(path.relative_to(folder).as_posix()[:-4]) for path in files}
-        wanted = [split_in(split) or split] if split else [one for one in WANTED[purpose] if one in kinds.values()][:1]
-        if split and wanted[0] not in kinds.values():
+        splits = [split_in(split) or split] if split else [one for one in WANTED[purpose] if one in kinds.values()][:1]
+        if split and splits[0] not in kinds.values():
             files = [path for path in files if split in path.relative_to(folder).as_posix()]
             if not files:
                 raise InputError(f"{folder} has no shards of the split {split}")
-        elif wanted:
-            files = [path for path in files if kinds[path] == wanted[0]]
+        elif splits:
+            files = [path for path in files if kinds[path] == splits[0]]
         elif purpose == "train" and any(kinds.values()):
             raise InputError(f"{folder} has no shards of training images; name a split: wds/{folder}:SPLIT")
-        self.split = wanted[0] if wanted and not split else None
+        self.split = splits[0] if splits and not split else None
         self.files = files
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -233,8 +233,8 @@ class Shards(Stream):
             text = written.decode(errors="replace").strip()
             label = int(text) if re.fullmatch(r"-?\d+", text) else text
         elif "json" in sample:
-            known = json.loads(sample["json"])
-            label = next((known[key] for key in _LABELS if isinstance(known, dict) and key in known), None)
+            fields = json.loads(sample["json"])
+            label = next((fields[key] for key in _LABELS if isinstance(fields, dict) and key in fields), None)
         try:
             opened = Image.open(io.BytesIO(image))
             opened.load()
@@ -269,13 +269,13 @@ class TinyImageNet:
         listed = folder / "val_annotations.txt"
         if listed.is_file():
             entries = [line.split("\t")[:2] for line in listed.read_text().splitlines() if line.strip()]
-            found = [(folder / "images" / file, name) for file, name in entries]
+            labelled = [(folder / "images" / file, name) for file, name in entries]
         else:
-            found = [(path, path.parts[-3]) for path in folder.glob("*/images/*") if path.is_file()]
-        unknown = sorted({name for _, name in found} - set(names))
+            labelled = [(path, path.parts[-3]) for path in folder.glob("*/images/*") if path.is_file()]
+        unknown = sorted({name for _, name in labelled} - set(names))
         if unknown:
             raise InputError(f"{folder} has images of the class {unknown[0]}, which wnids.txt beside it does not list")
-        self.samples = sorted((path, self.class_to_idx[name]) for path, name in found)
+        self.samples = sorted((path, self.class_to_idx[name]) for path, name in labelled)
 
     @staticmethod
     def of(folder: Path, purpose: Purpose = "certify", split: str | None = None) -> TinyImageNet | None:
@@ -286,8 +286,8 @@ class TinyImageNet:
             if chosen is not None:
                 chosen.split = chosen.folder.name
             return chosen
-        known = folder.name in ("train", "val") and (folder.parent / "wnids.txt").is_file()
-        return TinyImageNet(folder) if known else None
+        is_split = folder.name in ("train", "val") and (folder.parent / "wnids.txt").is_file()
+        return TinyImageNet(folder) if is_split else None
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -77,15 +77,15 @@ class Preprocessing:
             one_of("interpolation", self.interpolation, INTERPOLATIONS)
 
     @staticmethod
-    def of_summary(known: Mapping[str, Any]) -> Preprocessing:
+    def of_summary(entries: Mapping[str, Any]) -> Preprocessing:
         """The preprocessing recorded in a summary."""
-        size = known.get("input_size")
+        size = entries.get("input_size")
         return Preprocessing(
-            mean=known.get("mean"),
-            std=known.get("std"),
-            crop_pct=known.get("crop_pct"),
+            mean=entries.get("mean"),
+            std=entries.get("std"),
+            crop_pct=entries.get("crop_pct"),
             input_size=size[1:] if isinstance(size, list) else None,
-            interpolation=known.get("interpolation"),
+            interpolation=entries.get("interpolation"),
         )
 
     def apply(self, model: Model) -> None:
@@ -101,8 +101,8 @@ class Preprocessing:
                 continue
             if len(numbers) not in (1, channels):
                 raise InputError(f"{name} needs one number for each of the {channels} channels, got {len(numbers)}")
-            own = getattr(model, name)
-            own.copy_(own.new_tensor(numbers).view(-1, 1, 1).expand_as(own))
+            values = getattr(model, name)
+            values.copy_(values.new_tensor(numbers).view(-1, 1, 1).expand_as(values))
         if self.input_size is not None:
             size = (channels, int(self.input_size[0]), int(self.input_size[-1]))
             if size != model.input_size:
@@ -143,42 +143,42 @@ def preprocessing(model: Model, files: bool) -> dict[str, Any]:
     return {"input_size": list(model.input_size), "mean": mean, "std": std, **config}
 
 
-def in_words(known: Mapping[str, Any]) -> str:
+def in_words(config: Mapping[str, Any]) -> str:
     """One line: ``resize to 248×248, crop 224×224, bicubic; mean 0.485, 0.456, 0.406; std 0.229, 0.224, 0.225``."""
     try:
-        resized, size, squashed = _sizes(known)
+        resized, size, squashed = _sizes(config)
         steps = "stored at that size" if resized is None else f"resize to {_times(resized)}"
         if resized not in (None, size):
             steps += f", crop {_times(size)}"
         elif resized is not None and not squashed:
             steps += ", crop what is longer"
-        kind = f", {known['interpolation']}" if resized else ""
-        numbers = [f"{name} {_channels(known[name])}" for name in ("mean", "std")]
+        kind = f", {config['interpolation']}" if resized else ""
+        numbers = [f"{name} {_channels(config[name])}" for name in ("mean", "std")]
         return f"{steps}{kind}; {'; '.join(numbers)}"
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         return "not stated"
 
 
-def remarks(known: Mapping[str, Any], width: int, height: int) -> Iterator[str]:
+def remarks(config: Mapping[str, Any], width: int, height: int) -> Iterator[str]:
     """Remarks on images of a given size: that they are enlarged, or that parts are cut off before certification."""
-    resized, (rows, columns), squashed = _sizes(known)
+    resized, (rows, columns), squashed = _sizes(config)
     if resized is None:
         return
     scale = max(resized[0] / height, resized[1] / width)
     if scale > 1:
         yield f"the images are enlarged from {height}×{width}: ε and radii are measured on what the network gets"
-    kept = 1.0 if squashed else min(1.0, rows * columns / (scale * height * scale * width))
-    if kept < _WHOLE:
-        yield f"{100 * (1 - kept):.0f} % of an image of {height}×{width} is cut off before it is certified"
+    share = 1.0 if squashed else min(1.0, rows * columns / (scale * height * scale * width))
+    if share < _WHOLE:
+        yield f"{100 * (1 - share):.0f} % of an image of {height}×{width} is cut off before it is certified"
 
 
-def _sizes(known: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], bool]:
+def _sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], bool]:
     """(height, width) after resizing and after cropping, and whether the sides are resized independently."""
-    _, rows, columns = known["input_size"]
-    if known["crop_pct"] is None:
+    _, rows, columns = config["input_size"]
+    if config["crop_pct"] is None:
         return None, (rows, columns), False
-    resized = math.floor(rows / known["crop_pct"]), math.floor(columns / known["crop_pct"])
-    return resized, (rows, columns), known["crop_mode"] == "squash"
+    resized = math.floor(rows / config["crop_pct"]), math.floor(columns / config["crop_pct"])
+    return resized, (rows, columns), config["crop_mode"] == "squash"
 
 
 def _channels(numbers: Sequence[float]) -> str:

@@ -59,9 +59,9 @@ class Processes:
         """Returns the values of all processes, by rank, to each of them; waits until all have called it."""
         if self.count == 1:
             return [value]
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value)
-        return found
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Sums the tensor over all processes, in place; waits until all have called it."""

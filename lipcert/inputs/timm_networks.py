@@ -80,9 +80,9 @@ def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     A hub id or folder is replaced by the architecture and arguments in its configuration. Call it after
     :func:`create_net`, when the configuration is in the hub's cache.
     """
-    given = {key: value for key, value in arguments.items() if value is not None and key not in WEIGHT_ARGUMENTS}
+    explicit = {key: value for key, value in arguments.items() if value is not None and key not in WEIGHT_ARGUMENTS}
     if not name.startswith((*HUB, FOLDER)):
-        return {"name": name, "arguments": given}
+        return {"name": name, "arguments": explicit}
     if name.startswith(FOLDER):
         from timm.models._hub import load_model_config_from_path  # newer than timm 1.0.0, like local-dir: itself
 
@@ -96,7 +96,7 @@ def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         implied["in_chans"] = config["input_size"][0]
         if config.get("fixed_input_size"):
             implied["img_size"] = list(config["input_size"][1:])
-    return {"name": architecture, "arguments": {**implied, **(saved or {}), **given}}
+    return {"name": architecture, "arguments": {**implied, **(saved or {}), **explicit}}
 
 
 @contextlib.contextmanager
@@ -147,8 +147,8 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
         tagged = [n for n in timm.list_models(f"{architecture}.*", pretrained=True) if n.startswith(f"{architecture}.")]
         return f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this architecture'}"
     if arguments:
-        given = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
-        return f"timm cannot build {name} with {given}: {message}"
+        listing = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
+        return f"timm cannot build {name} with {listing}: {message}"
     return f"timm cannot load {name}: {message}"
 
 

@@ -95,11 +95,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = _torch_load(path)
-    given = content if isinstance(content, Mapping) else {}
+    entries = content if isinstance(content, Mapping) else {}
     name = next(
-        (given[key] for key in ("arch", "architecture", "model_name") if _is_architecture(given.get(key))), None
+        (entries[key] for key in ("arch", "architecture", "model_name") if _is_architecture(entries.get(key))), None
     )
-    arguments, pixels, named = _of_training(given)
+    arguments, pixels, named = _of_training(entries)
     return StoredWeights(_tensors(content, path), name or named, arguments, pixels)
 
 
@@ -107,12 +107,12 @@ def _is_architecture(name: Any) -> bool:
     return isinstance(name, str) and timm.is_model(name)
 
 
-def _of_training(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+def _of_training(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """What timm's ``train.py`` and Lightning record beside the weights: arguments, preprocessing, architecture."""
-    args = given.get("args")
-    known = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
-    hyper = given.get("hyper_parameters")
-    named = {**(hyper if isinstance(hyper, Mapping) else {}), **known}
+    args = content.get("args")
+    options = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
+    hyper = content.get("hyper_parameters")
+    named = {**(hyper if isinstance(hyper, Mapping) else {}), **options}
     name = next(
         (
             named[key]
@@ -121,26 +121,26 @@ def _of_training(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         ),
         None,
     )
-    size = known.get("input_size") or known.get("img_size")
+    size = options.get("input_size") or options.get("img_size")
     height_width = [size, size] if isinstance(size, int) else None
     if size is not None and _numbers(size):
         height_width = [int(n) for n in size][-2:]
-    arguments = {key: known[key] for key in ("num_classes", "in_chans") if type(known.get(key)) is int}
+    arguments = {key: options[key] for key in ("num_classes", "in_chans") if type(options.get(key)) is int}
     if type(named.get("num_classes")) is int:
         arguments["num_classes"] = named["num_classes"]
-    if isinstance(known.get("gp"), str):
-        arguments["global_pool"] = known["gp"]
-    if isinstance(known.get("model_kwargs"), Mapping):
-        arguments |= {key: value for key, value in known["model_kwargs"].items() if _is_simple(value)}
+    if isinstance(options.get("gp"), str):
+        arguments["global_pool"] = options["gp"]
+    if isinstance(options.get("model_kwargs"), Mapping):
+        arguments |= {key: value for key, value in options["model_kwargs"].items() if _is_simple(value)}
     pixels: dict[str, Any] = {
-        key: [float(x) for x in known[key]] for key in ("mean", "std") if _numbers(known.get(key))
+        key: [float(x) for x in options[key]] for key in ("mean", "std") if _numbers(options.get(key))
     }
     if height_width is not None:
         pixels["size"] = height_width
-    if isinstance(known.get("crop_pct"), (int, float)) and not isinstance(known["crop_pct"], bool):
-        pixels["crop_pct"] = float(known["crop_pct"])
-    if known.get("interpolation") in INTERPOLATIONS:
-        pixels["interpolation"] = known["interpolation"]
+    if isinstance(options.get("crop_pct"), (int, float)) and not isinstance(options["crop_pct"], bool):
+        pixels["crop_pct"] = float(options["crop_pct"])
+    if options.get("interpolation") in INTERPOLATIONS:
+        pixels["interpolation"] = options["interpolation"]
     return arguments, pixels, name
 
 
@@ -173,26 +173,28 @@ def load_weights(
     Raises:
         LoadError: tensors are missing, unexpected, or of another shape or type; names the first ones.
     """
-    own = net.state_dict()
-    needed = [key for key in own if not key.endswith("num_batches_tracked")]
+    tensors = net.state_dict()
+    needed = [key for key in tensors if not key.endswith("num_batches_tracked")]
     prefix = _prefix(state, needed, file)
     inside = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
     outside = [key for key in state if not key.startswith(prefix)]
-    extra = [key for key in inside if key not in own and key.rpartition(".")[2] not in _ADDED and key != "n_averaged"]
+    extra = [
+        key for key in inside if key not in tensors and key.rpartition(".")[2] not in _ADDED and key != "n_averaged"
+    ]
     if extra and not prefix and (remapped := _by_timm(net, state)) is not None:
         renamed, how = remapped
         warnings.warn(f"{file}: its names are not timm's; {how}", stacklevel=2)
-        state, inside, extra = renamed, {key: key for key in renamed}, [key for key in renamed if key not in own]
-    missing = [key for key in (needed if prefix or not extra else own) if key not in inside]
-    heads = _other_heads(net, {key: state[inside[key]] for key in own if key in inside}) if new_head else {}
+        state, inside, extra = renamed, {key: key for key in renamed}, [key for key in renamed if key not in tensors]
+    missing = [key for key in (needed if prefix or not extra else tensors) if key not in inside]
+    heads = _other_heads(net, {key: state[inside[key]] for key in tensors if key in inside}) if new_head else {}
     shapes = [
         f"{key} is {tuple(state[inside[key]].shape)} in the file and {tuple(value.shape)} in the model"
-        for key, value in own.items()
+        for key, value in tensors.items()
         if key in inside and key not in heads and state[inside[key]].shape != value.shape
     ]
     kinds = [
         f"{key} holds {state[inside[key]].dtype} and not numbers like the model's {value.dtype}"
-        for key, value in own.items()
+        for key, value in tensors.items()
         if key in inside and state[inside[key]].is_floating_point() != value.is_floating_point()
     ]
     problems = [
@@ -201,13 +203,13 @@ def load_weights(
         *shapes[:1],
         *kinds[:1],
     ]
-    found = [problem for problem in problems if problem]
-    if found:
+    reasons = [problem for problem in problems if problem]
+    if reasons:
         raise LoadError(
-            f"{file} does not fit {name}: {'; '.join(found)}; give the timm name and arguments it was made with"
+            f"{file} does not fit {name}: {'; '.join(reasons)}; give the timm name and arguments it was made with"
         )
     with torch.no_grad():
-        for key, value in own.items():  # one by one, so that not all tensors of the file are in memory at once
+        for key, value in tensors.items():  # one by one, so that not all tensors of the file are in memory at once
             if key in heads:
                 value.zero_()
             elif key in inside:
@@ -268,19 +270,19 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
 
     Only names may change: the file's numbers are those of the network, none is left over, resized or made up.
     """
-    own, given = net.state_dict(), dict(state)
-    numbers = sorted(value.numel() for value in given.values())
+    tensors, stored = net.state_dict(), dict(state)
+    numbers = sorted(value.numel() for value in stored.values())
     rename = getattr(sys.modules.get(type(net).__module__), "checkpoint_filter_fn", None)
     if rename is not None:
         with contextlib.suppress(Exception):  # of another kind of checkpoint
-            renamed = rename(dict(given), net)
-            if renamed.keys() <= own.keys() and sorted(value.numel() for value in renamed.values()) == numbers:
+            renamed = rename(dict(stored), net)
+            if renamed.keys() <= tensors.keys() and sorted(value.numel() for value in renamed.values()) == numbers:
                 return renamed, f"{rename.__module__.rpartition('.')[2]} of timm knows them"
-    kinds = [name.rpartition(".")[2] for name in own] == [name.rpartition(".")[2] for name in given]
-    if kinds and [value.shape for value in own.values()] == [value.shape for value in given.values()]:
+    kinds = [name.rpartition(".")[2] for name in tensors] == [name.rpartition(".")[2] for name in stored]
+    if kinds and [value.shape for value in tensors.values()] == [value.shape for value in stored.values()]:
         with contextlib.suppress(AssertionError):
             return remap_state_dict(
-                given, net, allow_reshape=False
+                stored, net, allow_reshape=False
             ), "they were matched in order, as timm's remapping does"
     return None
 
@@ -368,10 +370,10 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self.stored)
 
 
-class _Left(list[Any]):
+class _Omitted(list[Any]):
     """Stands for an object that is left out; making one, or a list of that type, runs nothing of the file."""
 
-    def __new__(cls, *args: Any) -> _Left:
+    def __new__(cls, *args: Any) -> _Omitted:
         return list.__new__(cls)
 
     def __init__(self, *args: Any):
@@ -410,12 +412,12 @@ def _torch_load(path: Path) -> Any:
         raise LoadError(f"{path} is not a PyTorch checkpoint, or is damaged: {reason}; download it again") from error
 
 
-def _tensors_of(path: Path, archive: bool, left_out: Sequence[str]) -> Any:
-    """The content of a file, with :class:`_Left` in place of objects of these names."""
+def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
+    """The content of a file, with :class:`_Omitted` in place of objects of these names."""
     # timm's training script stores its options as an argparse.Namespace, which holds plain values only.
     if hasattr(torch.serialization, "safe_globals"):
-        known: list[Any] = [argparse.Namespace, *((_Left, name) for name in dict.fromkeys(left_out))]
-        allowed: contextlib.AbstractContextManager[Any] = torch.serialization.safe_globals(known)
+        stand_ins: list[Any] = [argparse.Namespace, *((_Omitted, name) for name in dict.fromkeys(omitted))]
+        allowed: contextlib.AbstractContextManager[Any] = torch.serialization.safe_globals(stand_ins)
     else:
         allowed = contextlib.nullcontext()
     with allowed, warnings.catch_warnings():
@@ -460,15 +462,17 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
             raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
         if weights and all(_is_plain(value) for value in weights.values()):
             return clean_state_dict(weights)
-    if isinstance(content, _Left):
+    if isinstance(content, _Omitted):
         raise LoadError(f"{path} is a whole module saved as an object, which is never run; save its state_dict()")
-    if isinstance(state, _Left) or (isinstance(state, Mapping) and any(isinstance(v, _Left) for v in state.values())):
+    if isinstance(state, _Omitted) or (
+        isinstance(state, Mapping) and any(isinstance(v, _Omitted) for v in state.values())
+    ):
         raise LoadError(
             f"{path} holds no state dict but Python objects, which are never run; save the state_dict alone, best as "
             "safetensors"
         )
-    shown = ", ".join(_WRAPPERS[:9])
-    raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under one of {shown}, …")
+    listing = ", ".join(_WRAPPERS[:9])
+    raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under one of {listing}, …")
 
 
 def _is_plain(value: Any) -> bool:

@@ -74,14 +74,14 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
     """
     import timm  # takes seconds, too long for the completion of names
 
-    known, own, found = _table(), timm.list_models(), []
-    for name in [pattern] if pattern in own else own:
+    table, registered, selected = _table(), timm.list_models(), []
+    for name in [pattern] if pattern in registered else registered:
         if pattern is not None and not matches(name, pattern):
             continue
-        one = known.get(name) or Architecture(name, _family(name))
+        one = table.get(name) or Architecture(name, _family(name))
         if family is None or one.family == family:
-            found.append(one)
-    return found
+            selected.append(one)
+    return selected
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -117,7 +117,7 @@ def _table() -> dict[str, Architecture]:
 
     def row(line: list[Any]) -> Architecture:
         name, family, parameters, logits, log10, reason, linearised, attention, norms, kept = line
-        known = name, texts[family], True, parameters, texts[reason], log10, texts[linearised], bool(logits)
-        return Architecture(*known, pairs(attention), pairs(norms), pairs(kept))
+        columns = name, texts[family], True, parameters, texts[reason], log10, texts[linearised], bool(logits)
+        return Architecture(*columns, pairs(attention), pairs(norms), pairs(kept))
 
     return {line[0]: row(line) for line in content["rows"]}

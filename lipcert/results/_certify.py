@@ -35,7 +35,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, repr=False)
-class _Looked(Certificates):
+class _Viewable(Certificates):
     """Certificates with methods to iterate over, show and save them.
 
     Attributes:
@@ -75,8 +75,8 @@ class _Looked(Certificates):
         for row in self._rows()[:_SHOWN]:
             cells = (_down(row[name]) if name == "radius" else html.escape(str(row[name])) for name in columns)
             lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-        left = len(self) - _SHOWN
-        return "".join([*lines, "</table>", f"<p>and {left} more</p>" if left > 0 else ""])
+        hidden = len(self) - _SHOWN
+        return "".join([*lines, "</table>", f"<p>and {hidden} more</p>" if hidden > 0 else ""])
 
     def to_pandas(self) -> Any:
         """The rows as a ``pandas.DataFrame``.
@@ -107,11 +107,11 @@ class _Looked(Certificates):
         return Path(path)
 
     def _rows(self) -> list[dict[str, Any]]:
-        batch = _Known(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels, (), self.hashes)
+        batch = _HashedBatch(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels, (), self.hashes)
         return rows(batch, self, self.seconds)
 
 
-class Result(_Looked):
+class Result(_Viewable):
     """The result of :func:`lipcert.certify` for N images: :class:`lipcert.certifier.Certificates` with a few methods.
 
     ``len(result)`` is N and ``result[i]`` the row of image i. Iteration yields the rows. Notebooks show a table.
@@ -120,22 +120,22 @@ class Result(_Looked):
 
 
 @dataclass(frozen=True, repr=False)
-class SmoothedResult(_Looked, SmoothedCertificates):
+class SmoothedResult(_Viewable, SmoothedCertificates):
     """The same for :class:`lipcert.smoothing.SmoothedCertificates`."""
 
 
 @dataclass(frozen=True)
-class _Known(Batch):
-    """A batch without pixels, with known hashes."""
+class _HashedBatch(Batch):
+    """A batch without pixels, whose hashes are known."""
 
-    known: tuple[str, ...] = ()
+    stored_hashes: tuple[str, ...] = ()
 
     @property
     def hashes(self) -> list[str]:
-        return [*self.known]
+        return [*self.stored_hashes]
 
 
-class _Given(Images):
+class _TensorImages(Images):
     """The description, for a summary, of images given as tensors."""
 
     stored = True
@@ -201,18 +201,18 @@ def certify(
         size = certifier.together if smoothed else batch_size or certifier.together
         for i in range(0, max(1, len(some)), size):
             part = slice(i, i + size)
-            own = None if classes is None else classes[part]
-            batch = Batch(tuple(range(done, done + len(some[part]))), some[part], own)
+            part_labels = None if classes is None else classes[part]
+            batch = Batch(tuple(range(done, done + len(some[part]))), some[part], part_labels)
             parts.append(certifier.run_batch(batch))
             hashes += batch.hashes
             done += len(batch)
     if not parts:
         raise InputError("there are no images; give a tensor of shape (N, C, H, W), or an iterable of such batches")
     joined = Certificates.join(parts)
-    about = describe(model, _Given(hashes, joined.labels is not None), certifier, "lipcert.certify")
-    known = {one.name: getattr(joined, one.name) for one in fields(joined)}
+    about = describe(model, _TensorImages(hashes, joined.labels is not None), certifier, "lipcert.certify")
+    columns = {one.name: getattr(joined, one.name) for one in fields(joined)}
     kind = SmoothedResult if smoothed else Result
-    return kind(**known, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
+    return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
 
 
 def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -122,12 +122,12 @@ class Run(Tally):
     @property
     def steps(self) -> list[tuple[str, str]]:
         """The steps of surgery and training: each with its settings, without those that are off or left to defaults."""
-        found = []
+        steps = []
         for step in self.summary["model"]["recipe"]:
-            known = {key: value for key, value in step.items() if key != "step" and value not in (None, [])}
-            on = {key: value for key, value in known.items() if value is not False}
-            found.append((str(step.get("step")), ", ".join(_pairs(on))))
-        return found
+            settings = {key: value for key, value in step.items() if key != "step" and value not in (None, [])}
+            on = {key: value for key, value in settings.items() if value is not False}
+            steps.append((str(step.get("step")), ", ".join(_pairs(on))))
+        return steps
 
     @property
     def preprocessing(self) -> str:
@@ -147,17 +147,17 @@ class Run(Tally):
     @property
     def attack_name(self) -> str:
         """The attack's name."""
-        known = self.summary.get("attack")
-        return str(known.get("name", "attack") if isinstance(known, Mapping) else known or "attack")
+        attack = self.summary.get("attack")
+        return str(attack.get("name", "attack") if isinstance(attack, Mapping) else attack or "attack")
 
     @property
     def attack(self) -> str:
         """The attack's name, version and settings, as far as the summary has them."""
-        known = self.summary.get("attack")
-        if not isinstance(known, Mapping):
+        attack = self.summary.get("attack")
+        if not isinstance(attack, Mapping):
             return self.attack_name
-        settings = known.get("settings") or {}
-        return ", ".join([f"{self.attack_name} {known.get('version', '')}".rstrip(), *_pairs(settings)])
+        settings = attack.get("settings") or {}
+        return ", ".join([f"{self.attack_name} {attack.get('version', '')}".rstrip(), *_pairs(settings)])
 
     def settings(self, attack: Any = None) -> CertifySettings:
         """The settings of the run, with ``attack`` in place of the summary's attack.
@@ -165,8 +165,8 @@ class Run(Tally):
         Raises:
             InputError: the settings in the summary are not valid.
         """
-        known = {name: self.summary[name] for name in _SETTINGS if name in self.summary}
-        return settings_of(CertifySettings, **{**known, "attack": attack})
+        recorded = {name: self.summary[name] for name in _SETTINGS if name in self.summary}
+        return settings_of(CertifySettings, **{**recorded, "attack": attack})
 
     def contradictions(self) -> Iterator[str]:
         """Yields the contradictions within the summary and between summary and rows."""
@@ -188,11 +188,12 @@ class Run(Tally):
 
     def miscounted(self) -> Iterator[str]:
         """Yields the counts in the summary that differ from the rows."""
-        own, claimed = self.counts(), self.summary.get("counts")
+        counts, claimed = self.counts(), self.summary.get("counts")
         claimed = claimed if isinstance(claimed, dict) else {}
-        for name in dict.fromkeys((*own, *claimed)):
-            if not same(claimed.get(name), own.get(name)):
-                yield f"the summary counts {claimed.get(name)} for {name.replace('_', ' ')}, the rows {own.get(name)}"
+        for name in dict.fromkeys((*counts, *claimed)):
+            if not same(claimed.get(name), counts.get(name)):
+                what = name.replace("_", " ")
+                yield f"the summary counts {claimed.get(name)} for {what}, the rows {counts.get(name)}"
 
     def refuse_false_rows(self) -> None:
         """Refuses rows that cannot be true for any model.
@@ -276,15 +277,15 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
         raise InputError(f"{path} exists and holds no results of lipcert certify; give another --out")
     earlier = _summary(path)
     # Convert to JSON and back like the earlier description, which turns tuples into lists.
-    own = json.loads(json.dumps(dict(description)))
-    different = [key for key in _IDENTITY if earlier.get(key) != own.get(key)]
-    known, here = (summary.get("environment") or {} for summary in (earlier, own))
-    different += [key for key in _VERSIONS if known.get(key) != here.get(key)]
-    if not same_logits(earlier.get("example_logits"), own.get("example_logits")):
+    current = json.loads(json.dumps(dict(description)))
+    different = [key for key in _IDENTITY if earlier.get(key) != current.get(key)]
+    before, now = (summary.get("environment") or {} for summary in (earlier, current))
+    different += [key for key in _VERSIONS if before.get(key) != now.get(key)]
+    if not same_logits(earlier.get("example_logits"), current.get("example_logits")):
         different.append("logits on the example images")
     if different == ["eps"]:
-        typed = own.get("eps_typed", own["eps"])
-        reach = " up to the ε of that run" if own.get("method") == METHODS[0] else ""
+        typed = current.get("eps_typed", current["eps"])
+        reach = " up to the ε of that run" if current.get("method") == METHODS[0] else ""
         raise InputError(
             f"{path} holds results of another run (other eps); its radii answer for any ε{reach}: "
             f"lipcert report {path} --eps {typed}; or give another --out"
@@ -305,10 +306,10 @@ def read_rows(path: Path, description: Mapping[str, Any]) -> list[Mapping[str, A
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob("*.jsonl"))
-    if not found:
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
         raise InputError(f"the folder {path} holds no results; lipcert certify --out {path / 'r.jsonl'} writes some")
-    return found
+    return files
 
 
 def _read(path: Path, summary: Mapping[str, Any]) -> Run:
@@ -351,8 +352,8 @@ def sigma_choice_of(path: Path) -> dict[str, Any] | None:
     return dict(choice) if isinstance(choice, dict) and "sigma" in choice else None
 
 
-def _pairs(known: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_brief(value)}" for key, value in known.items()]
+def _pairs(entries: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={_brief(value)}" for key, value in entries.items()]
 
 
 def _brief(value: Any) -> Any:

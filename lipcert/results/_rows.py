@@ -39,7 +39,7 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         ``smoothed(0.25)``, and ``abstained, count, samples, selected, seed``.
     """
     count, hashes = len(batch.indices), batch.hashes
-    found = []
+    result = []
     for i, index in enumerate(batch.indices):
         predicted, margin = int(certificates.predicted[i]), float(certificates.margin[i])
         file = batch.files[i] if batch.files else None
@@ -58,8 +58,8 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
         distance = math.inf if certificates.attack_distance is None else float(certificates.attack_distance[i])
         row["attack_distance"] = distance if math.isfinite(distance) else None
         row["seconds"] = seconds / count
-        found.append(row | certificates.entries(i))
-    return found
+        result.append(row | certificates.entries(i))
+    return result
 
 
 def check(row: Mapping[str, Any]) -> None:
@@ -103,19 +103,19 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
     Returns:
         The reason; None if there is no contradiction.
     """
-    radius, own, distance = row["radius"], row["method"], row.get("attack_distance")
+    radius, row_method, distance = row["radius"], row["method"], row.get("attack_distance")
     if row["certified"] is not (radius > eps):
         return f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}"
     if "label" in row and row.get("correct") is not (row["predicted"] == row["label"]):
         return f"correct = {row.get('correct')}, label {row['label']} and prediction {row['predicted']} contradict"
-    if own == SMOOTHING == method:
+    if row_method == SMOOTHING == method:
         return _contradiction_of_draws(row)
-    if own not in SINGLE or method not in (STAGED, own):
-        return f"its method is {own!r}, which a run of method {method!r} does not use"
+    if row_method not in SINGLE or method not in (STAGED, row_method):
+        return f"its method is {row_method!r}, which a run of method {method!r} does not use"
     if "holds_for" in row:
-        return f"it holds for {row['holds_for']!r}, but method {own} certifies the network itself"
-    if Rigor.parse(row["rigor"]) is None or (own in DETERMINISTIC and row["rigor"] != "deterministic"):
-        return f"its rigor is {row['rigor']!r}, which method {own} does not give"
+        return f"it holds for {row['holds_for']!r}, but method {row_method} certifies the network itself"
+    if Rigor.parse(row["rigor"]) is None or (row_method in DETERMINISTIC and row["rigor"] != "deterministic"):
+        return f"its rigor is {row['rigor']!r}, which method {row_method} does not give"
     if distance is not None and row.get("attacked") is not (distance <= eps) and not math.isclose(distance, eps):
         return f"attacked = {row.get('attacked')} and a distance of {distance:g} contradict each other at {eps:g}"
     if broken_at(row, eps) < radius:
@@ -152,19 +152,19 @@ def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:
     return len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1
 
 
-def same_logits(claimed: Any, found: Any) -> bool:
+def same_logits(claimed: Any, actual: Any) -> bool:
     """Whether the logits on the example images are those of one network, up to rounding in the type of its weights."""
-    numbers = [abs(z) for one in found or () for z in one if z is not None]
-    return same(claimed, found, 0.0, 0.02 * max(numbers, default=0.0))
+    numbers = [abs(z) for one in actual or () for z in one if z is not None]
+    return same(claimed, actual, 0.0, 0.02 * max(numbers, default=0.0))
 
 
-def same(claimed: Any, found: Any, relative: float = 1e-9, absolute: float = 0.0) -> bool:
+def same(claimed: Any, actual: Any, relative: float = 1e-9, absolute: float = 0.0) -> bool:
     """Whether two JSON values are equal, numbers up to a tolerance."""
-    if isinstance(claimed, dict) and isinstance(found, dict):
-        return claimed.keys() == found.keys() and all(same(claimed[k], found[k], relative, absolute) for k in found)
-    if isinstance(claimed, list) and isinstance(found, list):
-        pairs = zip(claimed, found, strict=False)
-        return len(claimed) == len(found) and all(same(a, b, relative, absolute) for a, b in pairs)
-    if {type(claimed), type(found)} <= {int, float}:
-        return math.isclose(claimed, found, rel_tol=relative, abs_tol=absolute)
-    return type(claimed) is type(found) and bool(claimed == found)
+    if isinstance(claimed, dict) and isinstance(actual, dict):
+        return claimed.keys() == actual.keys() and all(same(claimed[k], actual[k], relative, absolute) for k in actual)
+    if isinstance(claimed, list) and isinstance(actual, list):
+        pairs = zip(claimed, actual, strict=False)
+        return len(claimed) == len(actual) and all(same(a, b, relative, absolute) for a, b in pairs)
+    if {type(claimed), type(actual)} <= {int, float}:
+        return math.isclose(claimed, actual, rel_tol=relative, abs_tol=absolute)
+    return type(claimed) is type(actual) and bool(claimed == actual)

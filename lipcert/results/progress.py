@@ -114,8 +114,8 @@ class Remaining:
     def _blocks(self) -> Iterator[Batch]:
         if self.blocks is not None:
             # Only whole blocks remain, so these batches are exactly those blocks.
-            wanted = frozenset(index for block in self.blocks for index in block)
-            yield from self.images.batches([len(block) for block in self.blocks], only=wanted)
+            remaining = frozenset(index for block in self.blocks for index in block)
+            yield from self.images.batches([len(block) for block in self.blocks], only=remaining)
             return
         for number, batch in enumerate(self.images.batches(_sizes(self.images.length, self.certifier.together))):
             if number % self.parts == self.part and not self.done.issuperset(batch.indices):
@@ -176,15 +176,15 @@ def certify_to_file(
     if not out.name:
         raise InputError(f"{out} cannot hold the rows; give a file such as results.jsonl")
     processes = processes or Processes()
-    own = shard_path(out, part, parts)
-    elsewhere = [row for path in (out, *shards_of(out)) if path != own for row in read_rows(path, description)]
+    shard = shard_path(out, part, parts)
+    elsewhere = [row for path in (out, *shards_of(out)) if path != shard for row in read_rows(path, description)]
     # The process that merges the rows compares those of other shards with the images.
-    _check_images([*read_rows(own, description), *(elsewhere if parts == 1 or processes.first else ())], images, out)
-    with ResultFile(own, description) as file:
+    _check_images([*read_rows(shard, description), *(elsewhere if parts == 1 or processes.first else ())], images, out)
+    with ResultFile(shard, description) as file:
         if parts == 1:
             file.absorb(elsewhere, images.order)
-        known = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
-        done = frozenset().union(*known)
+        finished = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
+        done = frozenset().union(*finished)
         if started is not None:
             started(len(done))
         before = len(file.tally)
@@ -192,12 +192,12 @@ def certify_to_file(
             _collect(Remaining(certifier, images, done, part, parts), file.append, progress)
         except KeyboardInterrupt as error:
             raise Interrupted(
-                f"interrupted after {len(file.tally) - before} images; {own} keeps {len(file.tally)} rows, "
+                f"interrupted after {len(file.tally) - before} images; {shard} keeps {len(file.tally)} rows, "
                 "and the same command continues from there"
             ) from error
     if processes.count == 1:
         return file.tally
-    together = _put_together(out, own, description, images, processes)
+    together = _put_together(out, shard, description, images, processes)
     return file.tally if together is None else together
 
 
@@ -212,20 +212,22 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
 
 def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) -> None:
     """Refuses to continue if an image has changed since its row was written, or is none of this run."""
-    known = {row["index"]: row.get("image") for row in rows}
-    if not known:
+    hashes = {row["index"]: row.get("image") for row in rows}
+    if not hashes:
         return
-    for batch in images.batches(1, only=known.keys()):
-        if known.pop(batch.indices[0]) != batch.hashes[0]:
+    for batch in images.batches(1, only=hashes.keys()):
+        if hashes.pop(batch.indices[0]) != batch.hashes[0]:
             name = batch.files[0] if batch.files and batch.files[0] else batch.indices[0]
             raise InputError(f"{out} holds a row about another image {name} than the data has now; give another --out")
-        if not known:
+        if not hashes:
             return
-    raise InputError(f"{out} has rows of images that this run leaves out ({len(known)}); give another --out or --limit")
+    raise InputError(
+        f"{out} has rows of images that this run leaves out ({len(hashes)}); give another --out or --limit"
+    )
 
 
 def _put_together(
-    out: Path, own: Path, description: Mapping[str, Any], images: Images, processes: Processes
+    out: Path, shard: Path, description: Mapping[str, Any], images: Images, processes: Processes
 ) -> Tally | None:
     """The first process writes the rows of all processes; then each process removes its own file."""
     local = [row for path in shards_of(out) for row in read_rows(path, description)]
@@ -233,9 +235,9 @@ def _put_together(
     tally = None
     if processes.first:
         with ResultFile(out, description) as file:
-            file.absorb([row for found in everything for row in found], images.order)
+            file.absorb([row for part in everything for row in part], images.order)
         tally = file.tally
     processes.gather(None)  # a barrier: no process removes its file before the rows are written
-    own.unlink()
-    summary_path(own).unlink()
+    shard.unlink()
+    summary_path(shard).unlink()
     return tally

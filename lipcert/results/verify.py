@@ -58,12 +58,12 @@ def check_model(run: Run, model: Model) -> None:
         InputError: the weights, the buffers, the surgery or the operations of the code differ.
     """
     claimed = run.summary["model"]
-    known = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
-    known["buffers_hash"] = buffers_hash(model)
-    known["code_hash"] = identity_of_code(model)[0]
+    actual = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
+    actual["buffers_hash"] = buffers_hash(model)
+    actual["code_hash"] = identity_of_code(model)[0]
     what_of = {"weights_hash": "weights", "recipe": "surgery", "buffers_hash": "buffers", "code_hash": "code"}
     for key, what in what_of.items():
-        if claimed.get(key) != known[key]:
+        if claimed.get(key) != actual[key]:
             raise InputError(f"{run.path} holds rows about other {what}; give the model that was certified")
 
 
@@ -76,11 +76,11 @@ def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
 
 def attack_of(run: Run) -> Attack | None:
     """The attack of a run if its result can be recomputed; otherwise None."""
-    known = run.summary.get("attack")
-    if not isinstance(known, Mapping) or (known.get("name"), known.get("version")) != (PGD.name, PGD.version):
+    attack = run.summary.get("attack")
+    if not isinstance(attack, Mapping) or (attack.get("name"), attack.get("version")) != (PGD.name, PGD.version):
         return None
     try:
-        return PGD(**known["settings"])
+        return PGD(**attack["settings"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{run.path} names settings that {PGD.name} does not have") from error
 
@@ -115,29 +115,29 @@ def verify(
     """
     check_model(run, model)
     summary = run.summary
-    wanted = {row["index"]: row for row in sample(run, count)}
+    selected = {row["index"]: row for row in sample(run, count)}
     attack = attack_of(run)
     settings = run.settings(attack)
     certifier = certifier_for(model, settings)
     claims = describe(model, images, certifier)
     yield from (Verdict(None, reason) for reason in _against_the_file(run, json.loads(json.dumps(claims)), images))
     for row in run.rows:
-        if row["index"] not in wanted and (reason := contradiction(row, run.eps, summary.get("method"))):
+        if row["index"] not in selected and (reason := contradiction(row, run.eps, summary.get("method"))):
             yield Verdict(None, f"image {row['index']}: {reason}")
     others: dict[str, Certifier] = {}
     done = 0
-    for batch in _batches(run, certifier, images, wanted.keys()):
+    for batch in _batches(run, certifier, images, selected.keys()):
         if isinstance(certifier, Certifier):
             certificates = certifier.run(batch.images, batch.labels)
         else:
-            drawn = [(wanted[index]["predicted"], wanted[index].get("samples", 0)) for index in batch.indices]
+            drawn = [(selected[index]["predicted"], selected[index].get("samples", 0)) for index in batch.indices]
             certificates = certifier.again(batch, drawn)
-        for i, found in enumerate(rows(batch, certificates, 0.0)):
-            if found["index"] not in wanted:
+        for i, recomputed in enumerate(rows(batch, certificates, 0.0)):
+            if recomputed["index"] not in selected:
                 continue
-            claimed = wanted[found["index"]]
+            claimed = selected[recomputed["index"]]
             method = claimed["method"]
-            if isinstance(certifier, Certifier) and method != found["method"] and method in certifier.budgets:
+            if isinstance(certifier, Certifier) and method != recomputed["method"] and method in certifier.budgets:
                 # the run skipped the stronger methods because of its attack
                 if method not in others:
                     counted = settings.passes if method in LINEARISED else None
@@ -146,36 +146,36 @@ def verify(
                     others[method] = Certifier(model, one_method)
                 one = batch.split(i)[1].split(1)[0]
                 (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)
-                found |= {key: other[key] for key in ("radius", "method", "rigor", "rounding")}
+                recomputed |= {key: other[key] for key in ("radius", "method", "rigor", "rounding")}
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
-            reason = reason or _objection(claimed, found, attack is not None)
+            reason = reason or _objection(claimed, recomputed, attack is not None)
             if isinstance(certifier, Certifier) or reason:
-                yield Verdict(found["index"], reason)
+                yield Verdict(recomputed["index"], reason)
             else:
-                yield _verdict_on_draws(claimed, found, certifier)
+                yield _verdict_on_draws(claimed, recomputed, certifier)
         if progress is not None:
-            progress(done, len(wanted))
-    if done < len(wanted):
-        raise InputError(f"{run.path} has {len(wanted)} rows to verify, and the data has images for {done} of them")
+            progress(done, len(selected))
+    if done < len(selected):
+        raise InputError(f"{run.path} has {len(selected)} rows to verify, and the data has images for {done} of them")
 
 
-def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, wanted: Collection[int]) -> Iterator[Batch]:
-    """The blocks of the run that contain wanted images: searches depend on the whole batch."""
+def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selected: Collection[int]) -> Iterator[Batch]:
+    """The blocks of the run that contain selected images: searches depend on the whole batch."""
     if images.total is None or not isinstance(certifier, Certifier):
-        yield from images.batches(certifier.together, only=wanted)
+        yield from images.batches(certifier.together, only=selected)
         return
     limit = run.summary.get("limit")
     order = order_of(images.total, limit if type(limit) is int and limit > 0 else None)
-    blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(wanted)]
-    for block in [*blocks, *([index] for index in {*wanted} - {*order})]:
+    blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(selected)]
+    for block in [*blocks, *([index] for index in {*selected} - {*order})]:
         yield from images.batches(len(block), only=frozenset(block))
 
 
-def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Iterator[str]:
+def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -> Iterator[str]:
     """Yields the contradictions of the summary with itself, the rows, the model and the images."""
     yield from run.contradictions()
-    if not same_logits(run.summary.get("example_logits"), found["example_logits"]):
+    if not same_logits(run.summary.get("example_logits"), recomputed["example_logits"]):
         yield "the summary's logits on the example images are not what the model gives"
     if "counts" not in run.summary or not run.summary.get("complete"):
         yield from run.miscounted()
@@ -183,10 +183,11 @@ def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Ite
     # The data may have been moved, and its split named.
     moved = ("spec", "split", "classes", "labels")
     claimed["data"] = {key: value for key, value in claimed.get("data", {}).items() if key not in moved}
-    claimed["data"] |= {key: found["data"][key] for key in moved if key in found["data"]}
+    claimed["data"] |= {key: recomputed["data"][key] for key in moved if key in recomputed["data"]}
     for key in _DESCRIBED:
-        if not same(claimed.get(key), found[key], TOLERANCE, TOLERANCE):
-            yield f"the summary's {key} is not what is found again{_first_difference(claimed.get(key), found[key])}"
+        if not same(claimed.get(key), recomputed[key], TOLERANCE, TOLERANCE):
+            difference = _first_difference(claimed.get(key), recomputed[key])
+            yield f"the summary's {key} is not what is found again{difference}"
     if re.search(r"\.shard-\d+-of-\d+$", run.path.stem):
         yield "it is one part of a run; put the parts together, and verify the whole"
         return
@@ -209,55 +210,55 @@ def _against_the_file(run: Run, found: Mapping[str, Any], images: Images) -> Ite
         yield "the summary says that the run did not finish; start the same command again"
 
 
-def _first_difference(claimed: Any, found: Any) -> str:
+def _first_difference(claimed: Any, recomputed: Any) -> str:
     """A short description of the first difference between two JSON values."""
-    if isinstance(claimed, dict) and isinstance(found, dict):
-        for key in dict.fromkeys((*found, *claimed)):
-            if not same(claimed.get(key), found.get(key), TOLERANCE, TOLERANCE):
-                return f", {key}{_first_difference(claimed.get(key), found.get(key))}"
-    if isinstance(found, (dict, list)) or isinstance(claimed, (dict, list)):
+    if isinstance(claimed, dict) and isinstance(recomputed, dict):
+        for key in dict.fromkeys((*recomputed, *claimed)):
+            if not same(claimed.get(key), recomputed.get(key), TOLERANCE, TOLERANCE):
+                return f", {key}{_first_difference(claimed.get(key), recomputed.get(key))}"
+    if isinstance(recomputed, (dict, list)) or isinstance(claimed, (dict, list)):
         return ""
-    return f": {claimed!r} is claimed and {found!r} found"
+    return f": {claimed!r} is claimed and {recomputed!r} found"
 
 
-def _objection(claimed: Mapping[str, Any], found: Mapping[str, Any], attacked: bool) -> str | None:
-    if claimed.get("image") != found["image"]:
+def _objection(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], attacked: bool) -> str | None:
+    if claimed.get("image") != recomputed["image"]:
         return "it is another image than the one that was certified"
-    for name in ("file", "label", *(() if "samples" in found else ("predicted",)), "method"):
-        if claimed.get(name) != found.get(name):
-            return f"{name} {claimed.get(name)} is claimed and {found.get(name)} found"
-    if not same(claimed.get("margin"), found["margin"], TOLERANCE, 1e-9):
-        return f"margin {claimed.get('margin')} is claimed and {found['margin']} found"
-    if "samples" not in found and claimed["radius"] > found["radius"] * (1 + TOLERANCE):
-        return f"radius {claimed['radius']:.9g} is claimed and only {found['radius']:.9g} found"
-    stated, spent = ((Rigor.parse(row["rigor"]) or Rigor(0.0)).delta for row in (claimed, found))
+    for name in ("file", "label", *(() if "samples" in recomputed else ("predicted",)), "method"):
+        if claimed.get(name) != recomputed.get(name):
+            return f"{name} {claimed.get(name)} is claimed and {recomputed.get(name)} found"
+    if not same(claimed.get("margin"), recomputed["margin"], TOLERANCE, 1e-9):
+        return f"margin {claimed.get('margin')} is claimed and {recomputed['margin']} found"
+    if "samples" not in recomputed and claimed["radius"] > recomputed["radius"] * (1 + TOLERANCE):
+        return f"radius {claimed['radius']:.9g} is claimed and only {recomputed['radius']:.9g} found"
+    stated, spent = ((Rigor.parse(row["rigor"]) or Rigor(0.0)).delta for row in (claimed, recomputed))
     if stated < spent or bool(stated) is not bool(spent):
-        return f"{claimed['rigor']} is claimed and {found['rigor']} found"
-    if claimed.get("rounding") == "proved" != found.get("rounding"):
-        return f"rounding proved is claimed and {found.get('rounding')} found"
+        return f"{claimed['rigor']} is claimed and {recomputed['rigor']} found"
+    if claimed.get("rounding") == "proved" != recomputed.get("rounding"):
+        return f"rounding proved is claimed and {recomputed.get('rounding')} found"
     for name in ("attacked", "attack_distance") if attacked else ():
-        if not same(claimed.get(name), found[name], _ATTACK_TOLERANCE):
-            return f"{name} = {claimed.get(name)} is claimed and {found[name]} found"
+        if not same(claimed.get(name), recomputed[name], _ATTACK_TOLERANCE):
+            return f"{name} = {claimed.get(name)} is claimed and {recomputed[name]} found"
     return None
 
 
-def _verdict_on_draws(claimed: Mapping[str, Any], found: Mapping[str, Any], smoothing: Smoothing) -> Verdict:
+def _verdict_on_draws(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], smoothing: Smoothing) -> Verdict:
     """The verdict on a row of a smoothed classifier, by the draws that were counted again and the radius they give."""
-    index = found["index"]
+    index = recomputed["index"]
     for name in ("holds_for", "seed", "samples"):
-        if claimed.get(name) != found[name]:
-            return Verdict(index, f"{name} = {claimed.get(name)} is claimed and {found[name]} found")
+        if claimed.get(name) != recomputed[name]:
+            return Verdict(index, f"{name} = {claimed.get(name)} is claimed and {recomputed[name]} found")
     samples = claimed["samples"]
-    own = smoothing.plan.radius(claimed["count"], samples)
-    if claimed["radius"] > own * (1 + TOLERANCE):
-        return Verdict(index, f"radius {claimed['radius']:.9g} is claimed, and the claimed draws give {own:.9g}")
-    counted = f"{claimed['count']} of {samples} draws are claimed and {found['count']} found"
-    if abs(claimed["count"] - found["count"]) > 1 + _ROUNDED_DRAWS * samples:
+    limit = smoothing.plan.radius(claimed["count"], samples)
+    if claimed["radius"] > limit * (1 + TOLERANCE):
+        return Verdict(index, f"radius {claimed['radius']:.9g} is claimed, and the claimed draws give {limit:.9g}")
+    counted = f"{claimed['count']} of {samples} draws are claimed and {recomputed['count']} found"
+    if abs(claimed["count"] - recomputed["count"]) > 1 + _ROUNDED_DRAWS * samples:
         return Verdict(index, counted)
-    if claimed["predicted"] != found["predicted"]:
-        selected = f"class {claimed['predicted']} is claimed, and here the draws select class {found['predicted']}"
+    if claimed["predicted"] != recomputed["predicted"]:
+        selected = f"class {claimed['predicted']} is claimed, and here the draws select class {recomputed['predicted']}"
         return Verdict(index, selected, unsettled=True)
-    if claimed["radius"] > found["radius"] * (1 + TOLERANCE):
-        radius = f"radius {claimed['radius']:.9g} is claimed, and here the draws give {found['radius']:.9g}"
+    if claimed["radius"] > recomputed["radius"] * (1 + TOLERANCE):
+        radius = f"radius {claimed['radius']:.9g} is claimed, and here the draws give {recomputed['radius']:.9g}"
         return Verdict(index, f"{radius}: {counted}", unsettled=True)
     return Verdict(index, None)
