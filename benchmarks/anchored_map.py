@@ -82,7 +82,7 @@ class Map:
         towards = [RivalMargin(self.at, j[None], predicted, gaps) for j in rivals]
         self.toward = min(towards, key=lambda one: (one.margin / one.slope).item())
         self.limit = (self.toward.margin / self.toward.slope).item()
-        forms = {v: form for v, form in self.toward.forms(radius)[2].items() if form.bent is None}
+        forms = {v: form for v, form in self.toward.forms(radius)[2].items() if form.error is None}
         curvature, ray = curvature_norms(self.toward, forms, _ROUND), self.toward.ray
         self.sector = None
         if ray is not None:

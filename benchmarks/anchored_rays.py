@@ -68,7 +68,7 @@ def main() -> None:
                 anchor = method(image)
                 row[f"radius {name}"] = anchor.radius(predicted, gaps).item()
             row[f"cpu seconds {name}"] = time.process_time() - started
-        at = (anchor if not hasattr(anchor, "here") else anchor.here).linearization
+        at = (anchor if not hasattr(anchor, "anchor") else anchor.anchor).linearization
         row["limit"] = limit(at, predicted, gaps) / scale
         rows.append(row)
         print(json.dumps(row), flush=True)

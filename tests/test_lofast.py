@@ -412,7 +412,7 @@ def test_weighed_curvature(name):
     forms = {v: Weighed(rules[v].contracted(toward.at_nodes[v], moved[v]), everyone, moved[v]) for v in nodes}
     gains = curvature_norms(toward, forms, 0)
     assert set(gains) == set(nodes)
-    found, left, plain = anchor.deviations(eps, gains), toward.left(eps, gains, forms), toward.left(eps)
+    found, left, plain = anchor.deviations(eps, gains), toward.bound(eps, gains, forms), toward.bound(eps)
     assert bool((left > plain).all())
     targets = [v.operands[forms[v][0].forms[0].operand] for v in nodes]
     for v in nodes:

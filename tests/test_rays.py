@@ -216,9 +216,9 @@ def test_where_there_is_no_direction_the_ball_counts():
     model.net[-1].weight.data.mul_(0)
     model.net[-1].bias.data.copy_(torch.arange(4.0))
     one, _ = toward(model)
-    assert not bool(one.ray.known.any())
+    assert not bool(one.ray.defined.any())
     assert bool((one.ray.size(one.at.network.graph.output, NORM) == math.inf).all())
-    assert bool((one.left(torch.ones(2, dtype=torch.float64)) > 0).all())
+    assert bool((one.bound(torch.ones(2, dtype=torch.float64)) > 0).all())
 
 
 def test_cuts_that_save_no_norms_are_left_out():

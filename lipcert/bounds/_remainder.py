@@ -295,9 +295,9 @@ class Smooth(Remainder):
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
         local = self._local(rho)
         share = largest_share(weight * local / 2, rho[0], each_entry(rho))
-        known = size.isfinite()  # without infinite numbers, which have no derivative
-        whole = local.amax(1) / 2 * torch.where(known, size, 0.0).square()
-        return torch.where(known, torch.minimum(share, whole), share)
+        finite = size.isfinite()  # without infinite numbers, which have no derivative
+        whole = local.amax(1) / 2 * torch.where(finite, size, 0.0).square()
+        return torch.where(finite, torch.minimum(share, whole), share)
 
 
 def each_entry(rho: Sequence[Tensor]) -> Tensor:

@@ -133,7 +133,7 @@ class Certifier:
     def _images_together(self) -> int:
         """The number of images, a power of two, whose work and memory stay within the limits."""
         count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values()))
-        left = memory_left(self.model.device)
+        memory = memory_left(self.model.device)
         cpu = self.model.device.type == "cpu"
 
         flops, size = self.subject.flops, self.subject.bytes
@@ -144,7 +144,7 @@ class Certifier:
         def too_many() -> bool:
             slow = count * slowest > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
             useless = cpu and count > _FEW and count * self._call > _WORK_OF_A_THREAD
-            return slow or useless or count * _COPIES * size > left / 2
+            return slow or useless or count * _COPIES * size > memory / 2
 
         while count > 1 and too_many():
             count //= 2
@@ -165,9 +165,9 @@ class Certifier:
         """Lipschitz constants of the margins, as GloRo uses them."""
         return self.subject.margins
 
-    def _says(self, stage: str, done: float) -> None:
+    def _says(self, method: str, done: float) -> None:
         if self.watch is not None:
-            self.watch(stage, done)
+            self.watch(method, done)
 
     def run_batch(self, batch: Batch) -> Certificates:
         """:meth:`run` for images of a data set."""
@@ -279,10 +279,10 @@ class Certifier:
         costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
         if self.attack is None and costly and len(open_images):
             self._says("attack", 0.0)
-            there = open_images.to(images.device)
+            index = open_images.to(images.device)
             broken = broken.clone()
             broken[open_images] = _TRIAGE(
-                self.model, images[there], predicted.to(images.device)[there], self.eps
+                self.model, images[index], predicted.to(images.device)[index], self.eps
             ).broken.cpu()
         return Hopes(limit, broken, self.eps)
 
@@ -293,17 +293,17 @@ class Certifier:
         self._says("attack", 0.0)
         return self.attack(self.model, images, predicted.to(images.device), self.eps)
 
-    def _distance(self, images: Tensor, predicted: Tensor, found: Adversarial, radius: Tensor) -> Tensor:
+    def _distance(self, images: Tensor, predicted: Tensor, adversarial: Adversarial, radius: Tensor) -> Tensor:
         """Distances of the nearest adversarial examples, shape (N,); also searches inside the certified radii."""
         self._says("attack", float(len(images)))
         search = self.attack if isinstance(self.attack, PGD) else PGD()
         classes = predicted.to(images.device)
-        found = smallest(search, self.model, images, classes, found, self.eps)
+        adversarial = smallest(search, self.model, images, classes, adversarial, self.eps)
         certified = ((radius > 0) & torch.isfinite(radius)).nonzero()[:, 0].to(images.device)
         if len(certified):
             inside = search(self.model, images[certified], classes[certified], radius.to(images)[certified])
-            found = found.with_closer(certified, inside.images, inside.distance)
-        return found.distance.cpu()
+            adversarial = adversarial.with_closer(certified, inside.images, inside.distance)
+        return adversarial.distance.cpu()
 
     @torch.no_grad()
     def bottom(self, images: Tensor) -> Tensor:
@@ -388,11 +388,11 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     if rounding is None:
         return
     only_in(dtype, looks[0])
-    seen = torch.cat([found.image for found in looks]).double()
-    predicted, all_margins = margins(copied(seen))
-    deployed = torch.cat([found.result for found in looks]).double()
+    images = torch.cat([look.image for look in looks]).double()
+    predicted, all_margins = margins(copied(images))
+    deployed = torch.cat([look.result for look in looks]).double()
     lost = (all_margins - (deployed.gather(1, predicted[:, None]) - deployed)).scatter(1, predicted[:, None], 0.0)
-    if bool((lost > rounding.margins(seen, predicted, torch.zeros(len(seen))).to(lost)).any()):
+    if bool((lost > rounding.margins(images, predicted, torch.zeros(len(images))).to(lost)).any()):
         raise InputError(
             f"the model in {str(dtype)[6:]} is further from real arithmetic than its rounding bounds allow; "
             "use --dtype real, and report this as a defect of lipcert"

@@ -121,7 +121,7 @@ class Local:
             float64, shape (N,); 0 if nothing is certified, inf if the margins cannot change.
         """
         low = radii(margins.cpu(), self.everywhere.of(predicted.cpu()))
-        wanted = (margins > 0).all(1).cpu() & torch.isfinite(low)
+        active = (margins > 0).all(1).cpu() & torch.isfinite(low)
         nominal = self._nominal(images)
         ledger = (self._ledger(len(images)) if ledger is None else ledger).part("walk", call)
         margins, predicted = margins.to(self.model.device, torch.float64), predicted.to(self.model.device)
@@ -130,7 +130,7 @@ class Local:
             return self._passes(nominal, index, trial, predicted, margins, ledger.part(step))
 
         first = None if eps is None else eps * (1 + 1e-9)
-        return search_open(holds, low, wanted, _EVALUATIONS, first) * ROUND_DOWN
+        return search_open(holds, low, active, _EVALUATIONS, first) * ROUND_DOWN
 
     def _passes(
         self,
@@ -182,14 +182,15 @@ class Local:
 
     def _margin_constants(self, walk: Walk, predicted: Tensor) -> Tensor:
         head = self._head(walk)
-        found = (walk.output.constant * (math.sqrt(2) * INFLATE))[:, None].expand(-1, self.boxes.graph.output.shape[-1])
+        classes = self.boxes.graph.output.shape[-1]
+        constants = (walk.output.constant * (math.sqrt(2) * INFLATE))[:, None].expand(-1, classes)
         if head is not None:
             core, base, weights = head
             rows = (self._differences(core, predicted) * weights[:, None]).norm(dim=2)
             rows = torch.where(rows > 0, rows * base.constant[:, None], 0.0) * INFLATE
-            found = torch.minimum(found, rows)
-        found = torch.minimum(found, self.everywhere.of(predicted.cpu()).to(found.device))
-        return found.scatter(1, predicted[:, None], 0.0)
+            constants = torch.minimum(constants, rows)
+        constants = torch.minimum(constants, self.everywhere.of(predicted.cpu()).to(constants.device))
+        return constants.scatter(1, predicted[:, None], 0.0)
 
     def _margin_boxes(self, walk: Walk, predicted: Tensor) -> Tensor:
         """The largest increase of f_j − f_y in the boxes, shape (N, classes)."""

@@ -61,10 +61,10 @@ class LoFAST:
     """The layer-by-layer certificate of one model; arguments as for :class:`~lipcert.certifier.Anchored`."""
 
     def __init__(self, model: Model, *, at: str | int | None = None, **options: Any):
-        given = NormOptions(**options)
+        settings = NormOptions(**options)
         self.network = Network(model, at=at)
-        self.plan = NormPlan(self.network, layerwise_pairs(self.network), given.passes)
-        self.finder = NormFinder(self.network, self.plan, given)
+        self.plan = NormPlan(self.network, layerwise_pairs(self.network), settings.passes)
+        self.finder = NormFinder(self.network, self.plan, settings)
 
     @property
     def count(self) -> int:
@@ -108,11 +108,11 @@ class Layers:
 
     def per_block(self, eps: Tensor) -> list[StageSensitivity]:
         """The effect of every stage on perturbations of norm at most eps, shape (N,), in order."""
-        found = []
+        blocks = []
         for each in self.deviations(eps).stages:
             zeta = torch.as_tensor(self.linearization.gain(each.stage.start, each.stage.end), dtype=eps.dtype)
-            found.append(StageSensitivity(each.stage.name, zeta.expand_as(eps), each.remainder, each.start, each.end))
-        return found
+            blocks.append(StageSensitivity(each.stage.name, zeta.expand_as(eps), each.remainder, each.start, each.end))
+        return blocks
 
     def radius(self, predicted: Tensor, margins: Tensor) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better.
@@ -128,8 +128,8 @@ class Layers:
             slope = slope * at.gain(stage.start, stage.end)
         guess = torch.nan_to_num(margins, posinf=math.inf).amin(1).clamp_min(0) / slope
 
-        def left(eps: Tensor) -> Tensor:
-            rest = margins - change(at, self.deviations(eps), spread)
-            return rest.nan_to_num(nan=-math.inf, posinf=math.inf).amin(1)
+        def remaining(eps: Tensor) -> Tensor:
+            bounds = margins - change(at, self.deviations(eps), spread)
+            return bounds.nan_to_num(nan=-math.inf, posinf=math.inf).amin(1)
 
-        return search(left, guess) * (1 - SAFETY)
+        return search(remaining, guess) * (1 - SAFETY)

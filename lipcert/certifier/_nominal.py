@@ -91,17 +91,17 @@ class NominalMargins:
             The margins, float64, shape (N, classes); and bool, shape (N,).
         """
         proved = torch.zeros(len(images), dtype=torch.bool)
-        found = margins.clone()
+        reduced = margins.clone()
         worthwhile = (self.constant <= _LARGEST_RATIO * margins.amin(1)).nonzero()[:, 0]
         if self.prove and len(worthwhile) and self.proof is not None:
             some = images[worthwhile.to(images.device)]
             lost = self.proof.margins(some, predicted[worthwhile], torch.zeros(len(some))).to(margins)
             small = (lost <= _TAKEN * margins[worthwhile]).all(dim=1)
             proved[worthwhile] = small
-            found[worthwhile[small]] -= lost[small]
+            reduced[worthwhile[small]] -= lost[small]
         if not proved.all():
-            found[~proved] = self._checked(images[~proved.to(images.device)], predicted[~proved], margins[~proved])
-        return found, proved
+            reduced[~proved] = self._checked(images[~proved.to(images.device)], predicted[~proved], margins[~proved])
+        return reduced, proved
 
     def _checked(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """The margins, reduced by four times what noise takes from them."""
@@ -120,14 +120,14 @@ class NominalMargins:
             margins = torch.minimum(margins, logits.gather(1, predicted[:, None]) - logits).scatter(
                 1, predicted[:, None], math.inf
             )
-        taken = torch.zeros_like(margins)
+        largest = torch.zeros_like(margins)
         for sign in (1, -1):
             disturbed = {node: sign * part for node, part in noise.items()}
             logits = self._values(images[:, None], disturbed)[self.graph.output].reshape(margins.shape).double().cpu()
             change = (logits.gather(1, predicted[:, None]) - logits - margins).abs()
-            taken = torch.maximum(taken, change.nan_to_num(nan=math.inf, posinf=math.inf))
-        taken = _COUNTED * taken.scatter(1, predicted[:, None], 0.0)
-        return torch.where(taken > _NEGLIGIBLE * margins.abs(), margins - taken, margins)
+            largest = torch.maximum(largest, change.nan_to_num(nan=math.inf, posinf=math.inf))
+        largest = _COUNTED * largest.scatter(1, predicted[:, None], 0.0)
+        return torch.where(largest > _NEGLIGIBLE * margins.abs(), margins - largest, margins)
 
     def _values(self, images: Tensor, noise: Mapping[Node, Tensor] = MappingProxyType({})) -> dict[Node, Tensor]:
         """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some nodes.
@@ -139,13 +139,13 @@ class NominalMargins:
         single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
 
         def one(image: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-            known: dict[Node, Any] = {self.graph.input: image}
+            computed: dict[Node, Any] = {self.graph.input: image}
             added = dict(zip(noise, parts, strict=True))
             for node in self.graph.nodes:
-                run((node,), known)
+                run((node,), computed)
                 if node in added:
-                    known[node] = known[node] + added[node]
-            return tuple(known[node] for node in single)
+                    computed[node] = computed[node] + added[node]
+            return tuple(computed[node] for node in single)
 
-        found = torch.vmap(one)(images, *noise.values())
-        return {self.graph.input: images, **dict(zip(single, found, strict=True))}
+        results = torch.vmap(one)(images, *noise.values())
+        return {self.graph.input: images, **dict(zip(single, results, strict=True))}

@@ -16,25 +16,25 @@ _ACCURACY = 1.01
 _WIDTH = 1e-4
 
 
-def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε, to 0.01 %, with left(ε) > 0, for a non-increasing function; 0 if 1e-12 · guess is too large.
+def search(margin: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
+    """The largest ε, to 0.01 %, with margin(ε) > 0, for a non-increasing function; 0 if 1e-12 · guess is too large.
 
     Between an ε that holds and one that does not, log ε is found by inverse quadratic interpolation, and by halving
     where that is not safe (Chandrupatla, Advances in Engineering Software 28, 1997).
 
     Args:
-        left: function of ε, shape (N,); called about 10 times.
-        guess: an ε near which ``left`` becomes negative, shape (N,).
+        margin: function of ε, shape (N,); called about 10 times.
+        guess: an ε near which ``margin`` becomes negative, shape (N,).
     """
     low, high = torch.zeros_like(guess), torch.full_like(guess, math.inf)
     at_low = at_high = torch.zeros_like(guess)
     trial = guess
     for step in range(8):
-        value = left(trial)
-        wanted = (low == 0) | torch.isinf(high)
+        value = margin(trial)
+        unset = (low == 0) | torch.isinf(high)
         holds = value > 0
-        low, at_low = torch.where(wanted & holds, trial, low), torch.where(wanted & holds, value, at_low)
-        high, at_high = torch.where(wanted & ~holds, trial, high), torch.where(wanted & ~holds, value, at_high)
+        low, at_low = torch.where(unset & holds, trial, low), torch.where(unset & holds, value, at_low)
+        high, at_high = torch.where(unset & ~holds, trial, high), torch.where(unset & ~holds, value, at_high)
         if not bool(((low == 0) | torch.isinf(high)).any()):
             break
         smaller = guess * max(0.5 ** (2**step), 1e-12)
@@ -47,7 +47,7 @@ def search(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
         if not bool(wide.any()):
             break
         trial = torch.where(wide, a * (b / a) ** share, low)
-        value = left(trial)
+        value = margin(trial)
         holds = value > 0
         same = holds == (a == low)
         c, at_c = torch.where(same, a, b), torch.where(same, at_a, at_b)
@@ -79,36 +79,36 @@ def search_least(every: Callable[[Tensor], Tensor], one: Callable[[Tensor, Tenso
         one: for each image one of them, shape (N,): of ε and the index of the function.
         guess: an ε near which the least becomes negative, shape (N,).
     """
-    found, values = guess, every(guess)
+    radius, values = guess, every(guess)
     failing = torch.ones_like(guess, dtype=torch.bool)
     for _ in range(values.shape[1]):
         which = values.nan_to_num(nan=-math.inf).argmin(1)
-        again = search(lambda eps, which=which: one(eps, which), found)  # type: ignore[misc]
-        found = torch.where(failing, again, found)  # per image: results do not depend on the batch
-        values = every(found)
-        failing = ~(values > 0).all(1) & (found > 0)
+        again = search(lambda eps, which=which: one(eps, which), radius)  # type: ignore[misc]
+        radius = torch.where(failing, again, radius)  # per image: results do not depend on the batch
+        values = every(radius)
+        failing = ~(values > 0).all(1) & (radius > 0)
         if not bool(failing.any()):
-            return found
-    return torch.where(failing, 0.0, found)
+            return radius
+    return torch.where(failing, 0.0, radius)
 
 
-def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε with left(ε) > 0 for many non-increasing functions, shape (N, functions).
+def search_each(margins: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
+    """The largest ε with margins(ε) > 0 for many non-increasing functions, shape (N, functions).
 
     One evaluation at an ε gives the values of all functions. The accuracy is 0.1 % for the smallest result of each
     image, 2 % up to four times that, and 20 % beyond. The result is 0 if 1e-12 of the smallest positive guess is too
     large.
 
     Args:
-        left: function of ε, shape (N,), with values of shape (N, functions).
+        margins: function of ε, shape (N,), with values of shape (N, functions).
         guess: ε near which they become negative, shape (N, functions).
     """
     smallest = torch.where(guess > 0, guess, math.inf).amin(1, keepdim=True)
     low = torch.where(smallest < math.inf, 1e-12 * smallest, 0.0).expand_as(guess)
     high = guess.amax(1, keepdim=True).expand_as(guess)
-    good = left(low[:, 0]) > 0
+    good = margins(low[:, 0]) > 0
     for _ in range(8):
-        holds = good & (left(high.amax(1)) > 0)
+        holds = good & (margins(high.amax(1)) > 0)
         if not bool(holds.any()):
             break
         low, high = torch.where(holds, high, low), torch.where(holds, 2 * high, high)
@@ -120,7 +120,7 @@ def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
         if not bool((widest > 1).any()):
             break
         eps = (low.gather(1, place) * high.gather(1, place)).sqrt()
-        holds = left(eps[:, 0]) > 0
+        holds = margins(eps[:, 0]) > 0
         # Converged images do not change, so results do not depend on the batch.
         low = torch.where((widest > 1) & holds, torch.maximum(low, eps), low)
         high = torch.where((widest > 1) & ~holds, torch.minimum(high, eps), high)
@@ -128,7 +128,7 @@ def search_each(left: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
 
 
 def search_open(
-    holds: Callable[[Tensor, Tensor, int], Tensor], low: Tensor, wanted: Tensor, steps: int, first: float | None = None
+    holds: Callable[[Tensor, Tensor, int], Tensor], low: Tensor, active: Tensor, steps: int, first: float | None = None
 ) -> Tensor:
     """The largest ε, to 1 %, for costly functions, which are called only for images that can still gain.
 
@@ -136,11 +136,11 @@ def search_open(
         holds: function of the indices of images, shape (n,), an ε for each, shape (n,), and the number of the step;
             returns where ε is valid, shape (n,). The steps of an image do not depend on the other images.
         low: valid radii, shape (N,), on the CPU.
-        wanted: the images to search, a mask of shape (N,).
+        active: the images to search, a mask of shape (N,).
         steps: maximum number of calls of ``holds``.
         first: an ε that is tried first for all images.
     """
-    low, wanted = low.clone(), wanted.clone()
+    low, active = low.clone(), active.clone()
     start = torch.where(low > 0, low, 1e-12)
     high = torch.full_like(low, math.inf)
     asked = [] if first is None else [torch.full_like(low, first)]
@@ -152,7 +152,7 @@ def search_open(
             trial = base * _ACCURACY
         else:
             trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)
-        index = torch.nonzero(wanted & (trial > low) & (trial < high)).flatten()
+        index = torch.nonzero(active & (trial > low) & (trial < high)).flatten()
         if not len(index):
             if step > len(asked):
                 break
@@ -160,5 +160,5 @@ def search_open(
         good = holds(index, trial[index], step)
         low[index] = torch.where(good, trial[index], low[index])
         high[index] = torch.where(good, high[index], trial[index])
-        wanted &= (high > _ACCURACY * torch.maximum(low, start)) & (low < 1e12)
+        active &= (high > _ACCURACY * torch.maximum(low, start)) & (low < 1e12)
     return low

@@ -158,28 +158,28 @@ def run(
     )
     for name, method in methods.items():
         closed = ruled_out & (not method.facts.deterministic)
-        wanted = ((verdicts.radius <= eps) & ~closed).nonzero()[:, 0]
-        if not len(wanted):
+        active = ((verdicts.radius <= eps) & ~closed).nonzero()[:, 0]
+        if not len(active):
             continue
         watch(name, 0.0)
-        part = ledger.only(wanted).part(name)
+        part = ledger.only(active).part(name)
         before = part.spent
 
-        def norms_done(done: float, total: float, name: str = name, count: int = len(wanted)) -> None:
+        def norms_done(done: float, total: float, name: str = name, count: int = len(active)) -> None:
             watch(name, count * done / total)
 
-        computed, reduced = (each[wanted] for each in margins)
+        computed, reduced = (each[active] for each in margins)
         # Linearised methods account for rounding themselves, from margins as they were computed.
-        taken = torch.where(proved[wanted, None], computed, reduced) if method.proves else reduced
-        radius = method.radius(images[wanted], predicted[wanted], taken, part, norms_done)
-        sure = torch.full_like(proved[wanted], method.proves) if method.facts.linearised else proved[wanted]
+        used = torch.where(proved[active, None], computed, reduced) if method.proves else reduced
+        radius = method.radius(images[active], predicted[active], used, part, norms_done)
+        sure = torch.full_like(proved[active], method.proves) if method.facts.linearised else proved[active]
         if len(methods) == 1 and not method.facts.deterministic and method.subject.settings.at is None:
             # Known from the analysis and deterministic, so no other method needs to return less.
-            least = GloRo(method.subject, Budget(0.0)).radius(images[wanted], predicted[wanted], reduced, part)
-            sure = torch.where(radius < least, proved[wanted], sure)
+            least = GloRo(method.subject, Budget(0.0)).radius(images[active], predicted[active], reduced, part)
+            sure = torch.where(radius < least, proved[active], sure)
             radius = torch.maximum(radius, least)
-        larger = radius >= verdicts.radius[wanted]
-        better = wanted[larger]
+        larger = radius >= verdicts.radius[active]
+        better = active[larger]
         verdicts.radius[better], verdicts.random[better] = radius[larger], (part.spent > before)[larger]
         verdicts.proved[better] = sure[larger]
         for place in better.tolist():

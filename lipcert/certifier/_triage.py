@@ -117,9 +117,9 @@ class Hopes:
         """Why each image has no certificate at ε, N texts; empty for certified images."""
         if self.limit is None:
             return ()
-        rest = f"skipped: {', '.join(skipped)}" if skipped else "bounds too loose"
+        otherwise = f"skipped: {', '.join(skipped)}" if skipped else "bounds too loose"
         return tuple(
-            "" if sure else "attacked" if attacked else "first-order limit" if limit <= self.eps else rest
+            "" if sure else "attacked" if attacked else "first-order limit" if limit <= self.eps else otherwise
             for sure, attacked, limit in zip(certified.tolist(), self.broken.tolist(), self.limit.tolist(), strict=True)
         )
 

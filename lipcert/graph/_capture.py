@@ -234,11 +234,11 @@ class _Recorder:
             raise UnsupportedCode([(f"{name}(out=...)", self.path)])
         self.constants += [(tensor, write_count(tensor), name, self.path) for tensor in _tensors_in((args, kwargs))]
         nominal_args, nominal_kwargs = _map_tracked(lambda value: value.tensor, (args, kwargs))
-        read = [value for value in _tracked_in((args, kwargs)) if value is not target]
-        versions = [write_count(value.tensor) for value in read]
+        operands = [value for value in _tracked_in((args, kwargs)) if value is not target]
+        versions = [write_count(value.tensor) for value in operands]
         with torch.no_grad():
             outcome = function(*nominal_args, **nominal_kwargs)
-        if versions != [write_count(value.tensor) for value in read]:
+        if versions != [write_count(value.tensor) for value in operands]:
             raise UnsupportedCode([(f"{name} writing into its operand", self.path)])
         if form:
             return outcome

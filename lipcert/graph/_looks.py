@@ -45,7 +45,7 @@ class Look:
         steps: the kernel calls with an argument that depends on the image, in order.
         result: the network's output.
         problems: (description, module path) pairs.
-        kept: the module attributes that hold tensors that depend on the image.
+        held: the module attributes that hold tensors that depend on the image.
         computes: whether the code computes constants from parameters and buffers.
     """
 
@@ -53,17 +53,17 @@ class Look:
     steps: list[Step] = field(default_factory=list)
     result: Any = None
     problems: list[tuple[str, str]] = field(default_factory=list)
-    kept: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
     computes: bool = False
 
 
-def only_in(dtype: torch.dtype, found: Look) -> None:
+def only_in(dtype: torch.dtype, look: Look) -> None:
     """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast.
 
     Raises:
         UnsupportedCode: an operation uses another type; names the first.
     """
-    for step in found.steps:
+    for step in look.steps:
         for dtype_used in step.types - {dtype}:
             raise UnsupportedCode(
                 [(f"{step.name} in {str(dtype_used)[6:]} in a network in {str(dtype)[6:]}", step.path)]

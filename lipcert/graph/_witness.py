@@ -305,7 +305,7 @@ def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
     ):
         kernels.look.result = module(pixels)
     passed()
-    kernels.look.kept = {place for place, tensor in _tensors_held(module) if kernels.dependent.is_new(tensor)}
+    kernels.look.held = {place for place, tensor in _tensors_held(module) if kernels.dependent.is_new(tensor)}
     return kernels.look
 
 
@@ -386,7 +386,7 @@ def first_run(module: nn.Module, image: Tensor) -> Any:
         UnsupportedCode: the module keeps values of this image and does not replace them for the next image.
     """
     record = look(module, image)
-    stale = record.kept - look(module, image).kept if record.kept else ()
+    stale = record.held - look(module, image).held if record.held else ()
     if stale:
         raise UnsupportedCode([("values of an image that are kept for the next one", place) for place in stale])
     return record.result
@@ -445,7 +445,7 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         problems.append(("forward code that behaves differently while it is recorded", ""))
     if not same(first.result, again.result) or not same(plain, repeated):
         problems.append(("forward code that gives two results for one image", ""))
-    for place in first.kept - again.kept:
+    for place in first.held - again.held:
         problems.append(("values of an image that are kept for the next one", place))
     if state != _state(module):
         problems.append(("forward code that changes its module", ""))

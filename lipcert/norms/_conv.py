@@ -321,12 +321,12 @@ def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
     length = chunk_length(16 * (groups * (8 * rows**2 + columns) + 8 * count))
     steps = torch.cartesian_prod(*(torch.tensor(axis.steps, device=taps.device) for axis in axes)).view(count, -1)
     error = 1.001 * dot_error(count * columns + 56) * float(sum_squares(taps.abs().sum(0)).max())
-    found = []
+    bounds = []
     for twists in _twists(axes, grid, groups * rows**3) if twisted else [(0,) * len(axes)]:
         points = _half(grid, twists, taps.device).split(length)
         grams = _squared_rows(taps, steps, points, grid) if rows == 1 else _grams(taps, steps, points, grid)
-        found.append(largest_norm(grams, error))
-    return min(found) * correction
+        bounds.append(largest_norm(grams, error))
+    return min(bounds) * correction
 
 
 def _twists(axes: list[_Axis], grid: list[int], work: int) -> Iterator[tuple[int, ...]]:
@@ -456,9 +456,9 @@ def _pads(
             raise InputError('padding "same" needs stride 1; give the padding as numbers')
         totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
-    given = [padding] * len(kernel) if isinstance(padding, (int, str)) else list(padding)
-    pairs = [pair for pair in ((p, p) if isinstance(p, int) else p for p in given) if _is_pair(pair)]
-    if len(given) != len(kernel) or len(pairs) != len(given):
+    paddings = [padding] * len(kernel) if isinstance(padding, (int, str)) else list(padding)
+    pairs = [pair for pair in ((p, p) if isinstance(p, int) else p for p in paddings) if _is_pair(pair)]
+    if len(paddings) != len(kernel) or len(pairs) != len(paddings):
         raise InputError(
             f'padding must be numbers ≥ 0, one (left, right) pair per dimension, "same" or "valid", got {padding}'
         )

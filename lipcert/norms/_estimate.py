@@ -46,12 +46,12 @@ def _lanczos(gram: Tensor) -> float:
     best = 0.0
     for step in range(steps):
         basis[:, :, step] = vector
-        known = basis[:, :, : step + 1]
+        previous = basis[:, :, : step + 1]
         image = gram @ vector.unsqueeze(-1)
-        coefficients = known.mH @ image
+        coefficients = previous.mH @ image
         projected[:, : step + 1, step] = coefficients.squeeze(-1)
-        image = image - known @ coefficients
-        vector = (image - known @ (known.mH @ image)).squeeze(-1)
+        image = image - previous @ coefficients
+        vector = (image - previous @ (previous.mH @ image)).squeeze(-1)
         length = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         exhausted = length <= _BREAKDOWN * torch.linalg.vector_norm(coefficients, dim=(-2, -1)).unsqueeze(-1)
         vector = torch.where(exhausted, 0, vector / length)
@@ -86,13 +86,13 @@ def estimates(gram: Tensor, steps: int = 16) -> Tensor:
     for step in range(steps):
         basis[:, :, step] = vector
         images[:, :, step] = image = (gram @ vector[:, :, None])[:, :, 0]
-        known, rest = basis[:, :, : step + 1], image
+        previous, orthogonal = basis[:, :, : step + 1], image
         for _ in range(2):
-            rest = rest - (known @ (known.mT @ rest[:, :, None]))[:, :, 0]
-        length = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+            orthogonal = orthogonal - (previous @ (previous.mT @ orthogonal[:, :, None]))[:, :, 0]
+        length = torch.linalg.vector_norm(orthogonal, dim=1, keepdim=True)
         # What is left of an exhausted space is noise, which is not orthogonal to it.
         exhausted = length <= _BREAKDOWN * torch.linalg.vector_norm(image, dim=1, keepdim=True)
-        vector = torch.where(exhausted, 0.0, rest / length.clamp_min(torch.finfo(torch.float64).tiny))
+        vector = torch.where(exhausted, 0.0, orthogonal / length.clamp_min(torch.finfo(torch.float64).tiny))
     projected = basis.mT @ images
     ritz = torch.linalg.eigvalsh((projected + projected.mT) / 2)[:, -1]
     return torch.maximum(ritz.nan_to_num(nan=0.0), gram.diagonal(dim1=1, dim2=2).amax(1))

@@ -69,7 +69,7 @@ def written_row_norms(
         block: number of rows of a block.
         device: the device of the vectors; the CPU by default.
     """
-    found = [torch.zeros(images, 0, dtype=torch.float64, device=device)]
+    norms = [torch.zeros(images, 0, dtype=torch.float64, device=device)]
     for part in torch.eye(size, dtype=torch.float64, device=device).split(max(1, _TOGETHER // block) * block):
         rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
         if block > 1:
@@ -77,8 +77,8 @@ def written_row_norms(
             squares = _top(blocks @ blocks.mT)
         else:
             squares = rows.square().sum(2)
-        found.append(torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)).T)
-    return torch.cat(found, 1).sqrt() * (1 + 1e-9)
+        norms.append(torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)).T)
+    return torch.cat(norms, 1).sqrt() * (1 + 1e-9)
 
 
 def explicit_rows(
@@ -139,11 +139,11 @@ def row_norms(
     """
     vectors = draw.normal(probes, size).to(device)
     squares = _block_squares(product, vectors, images, block)
-    wanted = 2 / probes * math.log(draw.delta / squares.shape[1])
-    low, high = math.exp(wanted - 1), 1.0  # log c + 1 − c ≤ wanted at c = low
+    target = 2 / probes * math.log(draw.delta / squares.shape[1])
+    low, high = math.exp(target - 1), 1.0  # log c + 1 − c ≤ target at c = low
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if math.log(middle) + 1 - middle < wanted else (low, middle)
+        low, high = (middle, high) if math.log(middle) + 1 - middle < target else (low, middle)
     return (squares / (low * (1 - 1e-9) * probes)).sqrt() * (1 + 1e-9)
 
 

@@ -121,7 +121,7 @@ def _raised(
     diagonal, beside = list[Tensor](), list[Tensor]()
     basis = start.new_empty(images, steps + 1, start.shape[1])
     basis[:, 0] = start
-    found, top, residual = torch.full_like(bound, math.inf), ritz, torch.zeros_like(bound)
+    upper, top, residual = torch.full_like(bound, math.inf), ritz, torch.zeros_like(bound)
     settled = torch.zeros(images, dtype=torch.bool, device=start.device)
     zero, broken = settled, settled
     for step in range(1, steps + 1):
@@ -134,13 +134,13 @@ def _raised(
         image = torch.where(broken[:, None], 0.0, image)
         diagonal.append((image * current).sum(1))
         # Two passes are enough: the second removes the rounding error of the first.
-        known, rest = basis[:, :step], image[:, None]
+        previous, orthogonal = basis[:, :step], image[:, None]
         for _ in range(2):
-            rest = rest - (rest @ known.mT) @ known
-        rest = rest[:, 0]
-        size, length = _length(image), _length(rest)
+            orthogonal = orthogonal - (orthogonal @ previous.mT) @ previous
+        orthogonal = orthogonal[:, 0]
+        size, length = _length(image), _length(orthogonal)
         beside.append(torch.where(length > _NOISE * size, length, 0.0))
-        basis[:, step] = torch.where(beside[-1][:, None] > 0, rest / length.clamp_min(1e-300)[:, None], 0.0)
+        basis[:, step] = torch.where(beside[-1][:, None] > 0, orthogonal / length.clamp_min(1e-300)[:, None], 0.0)
         terms = [(diagonal[-1], current), (beside[-1], basis[:, step])]
         if step > 1:
             terms.append((beside[-2], basis[:, step - 2]))
@@ -152,13 +152,13 @@ def _raised(
         if step % 2 == 0 or step == steps:
             value, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), math.log(2 * INFLATE / part))
             now = torch.maximum(now, value + 2 * INFLATE / part * residual.sqrt())
-            found = torch.where(settled, found, torch.minimum(found, now))
+            upper = torch.where(settled, upper, torch.minimum(upper, now))
             top = torch.where(settled, top, torch.maximum(ritz, value))
-            settled = settled | (found <= (1 + tolerance) ** 2 * top) | (found <= bound)
+            settled = settled | (upper <= (1 + tolerance) ** 2 * top) | (upper <= bound)
             if bool(settled.all()):
                 break
-    found = torch.where(zero, 0.0, found.clamp_min(SMALLEST**2))  # 0 for a random vector: the map is 0 almost surely
-    return torch.maximum(bound, torch.where(broken, math.inf, found)), top
+    upper = torch.where(zero, 0.0, upper.clamp_min(SMALLEST**2))  # 0 for a random vector: the map is 0 almost surely
+    return torch.maximum(bound, torch.where(broken, math.inf, upper)), top
 
 
 def _length(vectors: Tensor) -> Tensor:

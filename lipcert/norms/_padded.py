@@ -164,9 +164,9 @@ def _of_border(weight: Tensor, border: Border, stride: Any, dilation: Any, group
             f + padded - d * (k - 1)
             for f, padded, d, k in zip(first, border.padded, dilation, weight.shape[2:], strict=True)
         ]
-        read = places[tuple(slice(f, end, s) for f, end, s in zip(first, ends, stride, strict=True))].flatten()
-        read = read[read >= 0]
-        if read.numel():
+        entries = places[tuple(slice(f, end, s) for f, end, s in zip(first, ends, stride, strict=True))].flatten()
+        entries = entries[entries >= 0]
+        if entries.numel():
             matrix = matrices[(slice(None),) * 3 + tap]
-            total = total + dense_norm(matrix) * Upper(int(torch.bincount(read).max())).sqrt()
+            total = total + dense_norm(matrix) * Upper(int(torch.bincount(entries).max())).sqrt()
     return total

@@ -115,8 +115,8 @@ def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
                 raised = float(torch.linalg.eigvalsh(gram).max()) * (1 + _SLACK)
             threshold = max(threshold, raised)
         bounds[unsettled] = torch.minimum(bounds[unsettled], _verify(gram, threshold))
-        rest = torch.nonzero(bounds[unsettled] > threshold * (1 + _SLACK)).flatten()
-        unsettled, gram = unsettled[rest], _select(gram, rest)
+        failed = torch.nonzero(bounds[unsettled] > threshold * (1 + _SLACK)).flatten()
+        unsettled, gram = unsettled[failed], _select(gram, failed)
     return bounds, threshold
 
 
@@ -177,9 +177,9 @@ def verified_norms(matrices: Tensor, *, loose: float = 0.0) -> Tensor:
 
 def _verified(matrices: Tensor, loose: float) -> Tensor:
     largest = matrices.abs().amax((1, 2))
-    known = largest.isfinite()
-    scale = torch.exp2(torch.frexp(torch.where(known, largest, 1.0)).exponent.double())
-    matrices = torch.where(known[:, None, None], matrices, 0.0) / scale[:, None, None]
+    finite = largest.isfinite()
+    scale = torch.exp2(torch.frexp(torch.where(finite, largest, 1.0)).exponent.double())
+    matrices = torch.where(finite[:, None, None], matrices, 0.0) / scale[:, None, None]
     squares = sum_squares(matrices) * INFLATE
     gram = matrices @ matrices.mT
     exact = not loose or gram.shape[-1] <= _DENSE
@@ -195,8 +195,8 @@ def _verified(matrices: Tensor, loose: float) -> Tensor:
             again = torch.linalg.eigvalsh(gram[failed])[:, -1].clamp_min(2.0**-100) * (1 + 1e-10)
             bound = bound.index_copy(0, failed, torch.minimum(bound[failed], _above(gram[failed], again)))
     rounding = 1.001 * dot_error(matrices.shape[-1]) * squares
-    found = torch.minimum(bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
-    return torch.where(known, found, torch.inf)
+    bounds = torch.minimum(bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
+    return torch.where(finite, bounds, torch.inf)
 
 
 def _above(gram: Tensor, threshold: Tensor) -> Tensor:
@@ -225,16 +225,16 @@ def factor(matrices: Tensor) -> Tensor:
     lost = 1.001 * dot_error(wide) * whole
     unit = torch.eye(size, dtype=torch.float64, device=gram.device)
     result = whole.sqrt()[:, None, None] * (1 + 2.0**-48) * unit
-    left, shift = torch.arange(len(gram), device=gram.device), (4 * lost).clamp_min(2.0**-100)
+    pending, shift = torch.arange(len(gram), device=gram.device), (4 * lost).clamp_min(2.0**-100)
     for _ in range(_ATTEMPTS):
-        shifted = gram[left] + shift[left, None, None] * unit
+        shifted = gram[pending] + shift[pending, None, None] * unit
         some = torch.linalg.cholesky_ex(shifted)[0].tril()
         off = sum_squares(shifted - some @ some.mT).sqrt() * INFLATE
         off = off + 1.001 * dot_error(size) * (sum_squares(some) + sum_squares(shifted).sqrt())
-        good = off + lost[left] <= shift[left]  # False for NaN
-        result[left[good]] = some[good]
-        left, shift = left[~good], 8 * shift
-        if not len(left):
+        good = off + lost[pending] <= shift[pending]  # False for NaN
+        result[pending[good]] = some[good]
+        pending, shift = pending[~good], 8 * shift
+        if not len(pending):
             break
     return result * scale
 

@@ -104,7 +104,7 @@ class Ledger:
         self._purpose: tuple[str | int, ...] = ()
         self._rows = torch.arange(images)
         self._spent = torch.zeros(images, dtype=torch.float64)
-        self._given: dict[bytes, Tensor] = {}
+        self._issued: dict[bytes, Tensor] = {}
 
     @property
     def spent(self) -> Tensor:
@@ -133,12 +133,12 @@ class Ledger:
         """
         words = (*self._purpose, *key)
         bits = hashlib.blake2b(repr((self._seed, words)).encode(), digest_size=16).digest()
-        given = self._given.setdefault(bits, torch.zeros(len(self._spent), dtype=torch.bool))
-        if bool(given[self._rows].any()) or len(self._rows.unique()) < len(self._rows):
+        issued = self._issued.setdefault(bits, torch.zeros(len(self._spent), dtype=torch.bool))
+        if bool(issued[self._rows].any()) or len(self._rows.unique()) < len(self._rows):
             raise LedgerError(f"the start vectors {words} were requested twice")
         if bool((self.spent + delta > self.delta).any()):
             raise LedgerError(f"the start vectors {words} would raise the failure probability above {self.delta:g}")
-        given[self._rows] = True
+        issued[self._rows] = True
         self._spent[self._rows] += delta
         return Draw(delta, bits)
 

@@ -24,10 +24,10 @@ Line = tuple[Fraction, Fraction]
 
 def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Match]:
     """``where``, ``masked_fill`` and products with a mask, whose mask compares x with a number."""
-    read = _read(node)
-    if read is None or node.dtype is None or not node.dtype.is_floating_point:
+    parts = _parts_of(node)
+    if parts is None or node.dtype is None or not node.dtype.is_floating_point:
         return
-    mask, true, false, between = read
+    mask, true, false, between = parts
     x, threshold = mask.args[0], number_of(mask.args[1]) if len(mask.args) == 2 and not mask.kwargs else None
     if not isinstance(x, Node) or threshold is None or x.shape != node.shape or x.dtype != node.dtype:
         return
@@ -82,7 +82,7 @@ def _line(
     return None if constant is None else (constant, Fraction(0), frozenset())
 
 
-def _read(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
+def _parts_of(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
     """(comparison, value where it holds, value elsewhere, operations between)."""
     if node.kwargs or not all(isinstance(argument, (Node, Tensor, int, float)) for argument in node.args):
         return None

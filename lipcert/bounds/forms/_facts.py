@@ -47,12 +47,12 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Mean:
-    """factor · (mean of x over axes); ``kept`` says whether the axes remain with size 1."""
+    """factor · (mean of x over axes); ``keepdim`` says whether the axes remain with size 1."""
 
     x: Node
     axes: tuple[int, ...]
     factor: Fraction
-    kept: bool
+    keepdim: bool
     through: frozenset[Node] = frozenset()
 
     def scaled(self, factor: Fraction) -> Mean:
@@ -74,12 +74,12 @@ class MinusMean:
 
 @dataclass(frozen=True)
 class Energy:
-    """k · max(αS + β, low)^e with k, α > 0 and β ≥ 0; S as in the package docstring. ``kept`` as for :class:`Mean`."""
+    """k · max(αS + β, low)^e with k, α > 0, β ≥ 0; S as in the package docstring. ``keepdim`` as for :class:`Mean`."""
 
     x: Node
     axes: tuple[int, ...]
     centred: bool
-    kept: bool
+    keepdim: bool
     alpha: Fraction
     beta: Fraction = Fraction(0)
     low: Fraction | None = None
@@ -157,7 +157,7 @@ class Total:
 
     x: Node
     axes: tuple[int, ...]
-    kept: bool
+    keepdim: bool
     e: int = 1
     through: frozenset[Node] = frozenset()
 

@@ -141,7 +141,7 @@ class Finder:
 
     def _centred(self, first: Fact, second: Fact, sign: Fraction) -> Fact | None:
         """Recognises x − mean(x), and the variance mean(x²) − mean(x)²."""
-        if isinstance(first, Polynomial) and isinstance(second, Mean) and second.kept and first.x is second.x:
+        if isinstance(first, Polynomial) and isinstance(second, Mean) and second.keepdim and first.x is second.x:
             factor = first.only(1)
             if factor is not None and sign * second.factor == -factor:
                 return MinusMean(first.x, second.axes, factor)
@@ -149,7 +149,7 @@ class Finder:
             square = second.only(2)
             plain = first.e == 1 and not (first.centred or first.beta or first.low)
             for mean in self.facts[second.x] if square is not None and plain else ():
-                if isinstance(mean, Mean) and (mean.x, mean.axes, mean.kept) == (first.x, first.axes, first.kept):
+                if isinstance(mean, Mean) and (mean.x, mean.axes, mean.keepdim) == (first.x, first.axes, first.keepdim):
                     count = math.prod(mean.x.shape[axis] for axis in mean.axes)
                     if -sign * (square or 0) * mean.factor**2 == first.alpha * count:
                         return replace(first, centred=True, through=mean.through | {second.x})
@@ -172,10 +172,10 @@ class Finder:
                         m == n or (d in fact.axes and m == fact.x.shape[d])
                         for d, (m, n) in enumerate(zip(node.shape, shape, strict=True))
                     )
-                    if fact.kept and fits:
+                    if fact.keepdim and fits:
                         yield fact
                 elif node.shape == shape:
-                    yield replace(fact, kept=True)
+                    yield replace(fact, keepdim=True)
 
     def _reduced(self, node: Node, x: Node, args: dict[str, Any]) -> Iterator[Fact]:
         dims = args.get("dim")
@@ -262,7 +262,7 @@ class Finder:
 
     def _quotient(self, node: Node, top: Fact, bottom: Fact) -> Match | None:
         """K x max(αS + β, low)^(−½)."""
-        if not isinstance(bottom, Energy) or bottom.x is not top.x or not bottom.kept or node.shape != top.x.shape:
+        if not isinstance(bottom, Energy) or bottom.x is not top.x or not bottom.keepdim or node.shape != top.x.shape:
             return None
         if isinstance(top, MinusMean):
             factor = top.factor if top.axes == bottom.axes and bottom.centred else None
@@ -333,7 +333,7 @@ class Finder:
             if not isinstance(above, Node) or not isinstance(below, Node) or above.op != "exp" or not plain(above):
                 continue
             for fact in self.facts[below]:
-                if not isinstance(fact, Total) or not fact.kept or node.shape != above.shape:
+                if not isinstance(fact, Total) or not fact.keepdim or node.shape != above.shape:
                     continue
                 if fact.x.operands == above.operands and fact.e == (-1 if node.op == "mul" else 1):
                     inside = frozenset((above, below)) | fact.through
@@ -350,7 +350,7 @@ class Finder:
             return
         for fact in self.facts[node.args[0]]:
             if isinstance(fact, Total) and fact.e == 1 and plain(fact.x):
-                (axis,), keepdim = fact.axes, fact.kept
+                (axis,), keepdim = fact.axes, fact.keepdim
                 if node.shape != (_keepdim_shape if keepdim else _reduced_shape)(fact.x.shape, fact.axes):
                     continue
 

@@ -102,13 +102,13 @@ def max_min(node: Node) -> Iterator[Match]:
     named = ((high, ("max", "maximum")), (low, ("min", "minimum")))
     if not all(isinstance(part, Node) and part.op in names and len(part.operands) == 2 for part, names in named):
         return
-    axis, read = dim % len(node.shape), {*high.operands, *low.operands}
+    axis, sources = dim % len(node.shape), {*high.operands, *low.operands}
     halves = [{half for x in part.operands if (half := _half_of(x, axis))} for part in parts]
     x = next((x for x, _ in halves[0]), node)
     if not axis or not halves[0] == halves[1] == {(x, 0), (x, 1)} or x.shape != node.shape:
         return
     module = MaxMin(axis)
-    inside = frozenset((high, low)) | read
+    inside = frozenset((high, low)) | sources
 
     def build(emit: Emit, reads: Sequence[Node]) -> Node:
         return emit(MaxMin, module, (reads[0],), {}, node.shape)

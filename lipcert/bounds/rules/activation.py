@@ -364,9 +364,9 @@ class LeakyRelu(Relu):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        given = arguments(node).get("negative_slope", 0.01)
-        self.slope = abs(1 - float(given))
-        self.bends = 1 if given <= 1 else -1
+        slope = arguments(node).get("negative_slope", 0.01)
+        self.slope = abs(1 - float(slope))
+        self.bends = 1 if slope <= 1 else -1
 
 
 def _negative_slope(node: Node) -> tuple[float]:
@@ -427,8 +427,8 @@ def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -
 @rounding("softplus")
 def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """log(1 + e^βx)/β, with an error of at most 4 ulp of |x| + 1/β, and a jump of e⁻ᵗ/β at torch's threshold t."""
-    given = arguments(node)
-    beta, threshold = float(given.get("beta", 1.0)), float(given.get("threshold", 20.0))
+    call = arguments(node)
+    beta, threshold = float(call.get("beta", 1.0)), float(call.get("threshold", 20.0))
     if not beta > 0:
         raise NoAnswer("a negative beta")
     return fmt.function(operands[0].most + 1 / beta) + math.exp(-threshold) / beta
@@ -561,22 +561,22 @@ def _limits(node: Node) -> tuple[Any, Any]:
     if node.op == "relu6":
         return 0.0, 6.0
     if node.op == "hardtanh":
-        given = arguments(node)
-        return given.get("min_val", -1.0), given.get("max_val", 1.0)
-    given = arguments(node)
+        call = arguments(node)
+        return call.get("min_val", -1.0), call.get("max_val", 1.0)
+    call = arguments(node)
     if len(node.operands) > 1 or node.shape != node.operands[0].shape:
         raise NoAnswer("limits that depend on the image, or are larger than the value")
-    return given.get("min"), given.get("max")
+    return call.get("min"), call.get("max")
 
 
 @rounding("clamp", "hardtanh")
 def clamp_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Comparisons are exact, but the limits are rounded to the deployed format."""
-    given = arguments(node)
+    call = arguments(node)
     if node.op == "clamp":
-        limits = [given.get("min"), given.get("max")]
+        limits = [call.get("min"), call.get("max")]
     else:
-        limits = [given.get("min_val", -1.0), given.get("max_val", 1.0)]
+        limits = [call.get("min_val", -1.0), call.get("max_val", 1.0)]
     if any(isinstance(limit, Node) for limit in limits):
         raise NoAnswer("limits that depend on the image")
     error = zeros(node, operands)

@@ -38,7 +38,7 @@ def _reduction(mean: bool) -> Any:
         if not mean and dims == (len(x.shape) - 1,):
             least = max(least, x.mass)
         result.floor = rounded_down(least)
-        if call.shape == kept(x, dims):
+        if call.shape == with_keepdim(x, dims):
             kind = x.origin.kind if x.origin is not None else ""
             if kind == "square" and x.origin is not None:
                 result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
@@ -57,7 +57,7 @@ def reduced(x: Value, dim: Any = None, *args: object, **kwargs: object) -> tuple
     return tuple(sorted(d % len(x.shape) for d in dims)) or tuple(range(len(x.shape)))
 
 
-def kept(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
+def with_keepdim(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
     """The shape after a reduction that keeps the dimensions with size 1."""
     return tuple(1 if d in dims else size for d, size in enumerate(x.shape))
 
@@ -94,7 +94,7 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
         raise NoAnswer(f"the variance of {size} entries with correction {correction:g}")
     length = Upper(size).sqrt() * x.magnitude
     result = Value(call.shape, x.lip * length * 2 / divisor, magnitude=length * length / divisor, floor=0.0)
-    if call.shape == kept(x, dims):
+    if call.shape == with_keepdim(x, dims):
         result.origin = Origin("energy", x, dims, divisor, centred=True)
     return result
 

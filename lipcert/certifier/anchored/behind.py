@@ -83,9 +83,9 @@ class Behind:
         self.cut, self.constant, self.eps = cut, constant, eps
         self.budget = budget
         self.rounding = Roundoff(model, REAL, _up_to(graph, cut))
-        there = None if eps is None else eps * constant * (1 + 1e-3)
+        eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
-        self.behind = Anchored(model, at=cut, graph=graph, eps=there, **half)
+        self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
         self.whole: Anchored | None = None
 
     @property
@@ -132,31 +132,33 @@ class BehindAnchor:
     Args:
         method: the certificate of the model.
         images: shape (N, C, H, W).
-        here: the layers behind the cut.
+        anchor: the layers behind the cut.
         ledger: of the images.
         progress: called with (norms computed, norms in total).
     """
 
     def __init__(
-        self, method: Behind, images: Tensor, here: Anchor, ledger: Ledger, progress: NormProgress | None = None
+        self, method: Behind, images: Tensor, anchor: Anchor, ledger: Ledger, progress: NormProgress | None = None
     ):
-        self.method, self.images, self.here, self.ledger, self.progress = method, images, here, ledger, progress
+        self.method, self.images, self.anchor, self.ledger, self.progress = method, images, anchor, ledger, progress
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
         """Certified radii, float64, shape (N,); arguments as for :meth:`lipcert.certifier.anchored.Anchor.radius`."""
-        method, logits = self.method, self.here.linearization.logits.to(margins)
-        own = logits.gather(1, predicted[:, None]) - logits
-        found = self.here.radius(
-            predicted, torch.minimum(margins, own.scatter(1, predicted[:, None], torch.inf)), limit
+        method, logits = self.method, self.anchor.linearization.logits.to(margins)
+        replayed = logits.gather(1, predicted[:, None]) - logits
+        at_cut = self.anchor.radius(
+            predicted, torch.minimum(margins, replayed.scatter(1, predicted[:, None], torch.inf)), limit
         )
-        error = method.rounding.values(self.images).to(found)
-        best = torch.where(found > error, (found - error) / method.constant * (1 - SAFETY), 0.0)
+        error = method.rounding.values(self.images).to(at_cut)
+        best = torch.where(at_cut > error, (at_cut - error) / method.constant * (1 - SAFETY), 0.0)
         if method.whole is None:
             return best
-        left = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]
-        if len(left):
-            whole = method.whole(self.images[left], self.progress, self.ledger.only(left).part("whole"))
-            best[left] = torch.maximum(best[left], whole.radius(predicted[left], margins[left], limit))
+        undecided = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]
+        if len(undecided):
+            whole = method.whole(self.images[undecided], self.progress, self.ledger.only(undecided).part("whole"))
+            best[undecided] = torch.maximum(
+                best[undecided], whole.radius(predicted[undecided], margins[undecided], limit)
+            )
         return best
 
 
@@ -203,13 +205,13 @@ def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
     """
     whole = capture(model, an_image(model), kept_whole)
     node = _module_of(cut, graph, whole, model)
-    own = _up_to(graph, cut)
+    plain = _up_to(graph, cut)
     if node is None:
-        return _constant(own, model)
-    found = _constant(_up_to(whole, node), model)
+        return _constant(plain, model)
+    constant = _constant(_up_to(whole, node), model)
     with suppress(UnsupportedOperation):
-        found = min(found, _constant(own, model))
-    return found
+        constant = min(constant, _constant(plain, model))
+    return constant
 
 
 def _constant(graph: Graph, model: Model) -> float:
@@ -253,8 +255,8 @@ def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
             first, second = values[graph.output].flatten().topk(2).values
             if not values[cut].requires_grad or not first.requires_grad:
                 return 0.0
-            found = torch.autograd.grad(first - second, (image, values[cut]), allow_unused=True)
-        total += torch.tensor([0.0 if slope is None else slope.norm().item() for slope in found])
+            slopes = torch.autograd.grad(first - second, (image, values[cut]), allow_unused=True)
+        total += torch.tensor([0.0 if slope is None else slope.norm().item() for slope in slopes])
     return float(total[0] / total[1]) if total[1] > 0 else 0.0
 
 
@@ -275,7 +277,7 @@ def cut_behind_kinks(graph: Graph) -> Node | None:
     follow it: the last nonlinear one, if its rule has contracted forms.
     """
     unfit: list[int] = []
-    bent, formed = -1, False
+    last, formed = -1, False
     for place, node in enumerate(graph.nodes):
         try:
             rule = None if node is graph.input else remainder_of(node)
@@ -283,11 +285,11 @@ def cut_behind_kinks(graph: Graph) -> Node | None:
             unfit.append(place)
             continue
         if rule is not None:
-            bent, formed = place, rule.contracts
+            last, formed = place, rule.contracts
             unfit += [place] * rule.has_kinks
-    if unfit and unfit[-1] == bent and formed:
+    if unfit and unfit[-1] == last and formed:
         unfit.pop()
-    if not unfit or bent <= unfit[-1]:
+    if not unfit or last <= unfit[-1]:
         return None
-    found = next(node for node in cuts(graph) if graph.nodes.index(node) >= unfit[-1])
-    return found if graph.nodes.index(found) < bent else None
+    first_cut = next(node for node in cuts(graph) if graph.nodes.index(node) >= unfit[-1])
+    return first_cut if graph.nodes.index(first_cut) < last else None

@@ -101,51 +101,51 @@ class Chains:
 
     def bounds(
         self,
-        wanted: Iterable[Pair],
-        known: Mapping[Pair, Tensor],
+        requested: Iterable[Pair],
+        norms: Mapping[Pair, Tensor],
         links: Mapping[Link, Tensor],
     ) -> dict[Pair, Tensor]:
         """Upper bounds on ‖G(a → b)‖, shape (N,), for the requested pairs, from known norms and the norms of links."""
-        wanted = list(wanted)
-        starts = list(dict.fromkeys(a for a, _ in wanted))
-        found = self.table(starts, known, links)
+        requested = list(requested)
+        starts = list(dict.fromkeys(a for a, _ in requested))
+        table = self.table(starts, norms, links)
         place = {a: row for row, a in enumerate(starts)}
-        return {(a, b): found[b][place[a]] for a, b in wanted}
+        return {(a, b): table[b][place[a]] for a, b in requested}
 
     def table(
         self,
         starts: list[Node],
-        known: Mapping[Pair, Tensor],
+        norms: Mapping[Pair, Tensor],
         links: Mapping[Link, Tensor],
     ) -> dict[Node, Tensor]:
         """The same for all values b, each of shape (starts, N)."""
         place = {a: row for row, a in enumerate(starts)}
         into: dict[Node, list[tuple[Node, Tensor]]] = {}
-        for (b, node), norm in known.items():
+        for (b, node), norm in norms.items():
             into.setdefault(node, []).append((b, norm))
         position = self.replay.position
-        like = next(iter((known or links).values()))
+        like = next(iter((norms or links).values()))
         order = torch.tensor([position[a] for a in starts], device=like.device)
         nothing = like.new_zeros(len(starts), len(like))
-        found: dict[Node, Tensor] = {}
+        bounds: dict[Node, Tensor] = {}
         for node in (self.source, *self.links):
-            bound = self._sum(node, found, links, nothing)
+            bound = self._sum(node, bounds, links, nothing)
             for b, norm in into.get(node, ()):
                 if self.on_every_path(b, node):
                     before = (order <= position[b])[:, None]
-                    bound = torch.where(before, torch.minimum(bound, _times(norm, found[b])), bound)
+                    bound = torch.where(before, torch.minimum(bound, _times(norm, bounds[b])), bound)
                 if b in place:
                     bound = bound.clone()
                     bound[place[b]] = torch.minimum(bound[place[b]], norm)
             if node in place:
                 bound = bound.clone()
                 bound[place[node]] = 1.0
-            found[node] = bound
-        return found
+            bounds[node] = bound
+        return bounds
 
-    def _sum(self, node: Node, found: Mapping[Node, Tensor], norms: Mapping[Link, Tensor], nothing: Tensor) -> Tensor:
+    def _sum(self, node: Node, bounds: Mapping[Node, Tensor], norms: Mapping[Link, Tensor], nothing: Tensor) -> Tensor:
         terms = [
-            found[link.operand] if link.isometric else _times(norms[link], found[link.operand])
+            bounds[link.operand] if link.isometric else _times(norms[link], bounds[link.operand])
             for link in self.links.get(node, ())
         ]
         if len(terms) > 1 and node.op in _SIDE_BY_SIDE:
@@ -166,8 +166,8 @@ def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:
         if operand.single:
             operands.append(operand)
         else:
-            before, read = _reads(operand)
-            path, operands = [*(n for n in before if n not in path), *path], [*operands, *read]
+            before, sources = _reads(operand)
+            path, operands = [*(n for n in before if n not in path), *path], [*operands, *sources]
     return tuple(path), list(dict.fromkeys(operands))
 
 

@@ -60,11 +60,11 @@ class DeployedAnchored:
 
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **options: Any):
         self.format = Format.of(dtype)
-        given = NormOptions(**options)
-        self.network = Network(model, casts=True, merged=given.passes is None)
-        self.plan = NormPlan(self.network, anchored_pairs(self.network), given.passes)
+        settings = NormOptions(**options)
+        self.network = Network(model, casts=True, merged=settings.passes is None)
+        self.plan = NormPlan(self.network, anchored_pairs(self.network), settings.passes)
         spare = _WEIGHINGS * ROUNDS * weighable(self.network)
-        self.finder = NormFinder(self.network, self.plan, given, spare=spare)
+        self.finder = NormFinder(self.network, self.plan, settings, spare=spare)
         self.ranges = Gains(self.network.graph, model, self.format)
 
     @property
@@ -105,25 +105,25 @@ class DeployedAnchor:
         real = linearized_radius(at, predicted, margins, limit)
         best = torch.zeros_like(real)
         for share in _SHARES:
-            left = best < share * real
-            if not bool(left.any()):
+            improvable = best < share * real
+            if not bool(improvable.any()):
                 break
             self.measure(share * real)
             at.weighing += 1  # the rounding errors depend on the norms so far
-            found = torch.minimum(linearized_radius(at, predicted, margins, limit), share * real)
-            best = torch.where(left, torch.maximum(best, found), best)
+            within = torch.minimum(linearized_radius(at, predicted, margins, limit), share * real)
+            best = torch.where(improvable, torch.maximum(best, within), best)
         entry = self.method.format.entry(at.images, real)
         return torch.where(best > entry, (best - entry) * (1 - SAFETY), 0.0)
 
     def measure(self, eps: Tensor) -> None:
         """Sets the rounding errors to bounds for perturbations of norm at most eps, shape (N,)."""
         at = self.linearization
-        found = MeasuredRounding(at)
-        at.rounding = _Measuring(at, eps, self.method.ranges, found)
+        measured = MeasuredRounding(at)
+        at.rounding = _Measuring(at, eps, self.method.ranges, measured)
         try:
             at.walk(eps)
         finally:
-            at.rounding = found
+            at.rounding = measured
 
     def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
         """Bounds on the deviations of deployed values for perturbations of norm at most eps, after :meth:`measure`."""
@@ -131,9 +131,9 @@ class DeployedAnchor:
 
     def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor:
         """The loss of the margins f_y − f_j by rounding errors, to first order, shape (N,), after :meth:`measure`."""
-        found = self.linearization.rounding.lost(rivals, predicted, {})
-        assert found is not None
-        return found
+        loss = self.linearization.rounding.lost(rivals, predicted, {})
+        assert loss is not None
+        return loss
 
 
 class MeasuredRounding(Rounding):
@@ -183,8 +183,8 @@ class MeasuredRounding(Rounding):
     def only(self, index: Tensor, at: Linearization) -> MeasuredRounding:
         part = MeasuredRounding(at)
         part.local, part.collected, part.arising = (
-            {node: value[index] for node, value in found.items()}
-            for found in (self.local, self.collected, self.arising)
+            {node: value[index] for node, value in table.items()}
+            for table in (self.local, self.collected, self.arising)
         )
         return part
 
@@ -196,18 +196,18 @@ class _Measuring(Rounding):
         at: the linearised network.
         eps: the norm of the perturbations, shape (N,).
         ranges: the ranges of all values, and the Lipschitz constants of operations.
-        found: receives the bounds.
+        measured: receives the bounds.
 
     Attributes:
         moved: ρ of every value, shape (N,): the distance of the deployed value from the nominal one.
     """
 
-    def __init__(self, at: Linearization, eps: Tensor, ranges: Gains, found: MeasuredRounding):
-        self.at, self.ranges, self.found = at, ranges, found
+    def __init__(self, at: Linearization, eps: Tensor, ranges: Gains, measured: MeasuredRounding):
+        self.at, self.ranges, self.measured = at, ranges, measured
         self.zero = torch.zeros_like(eps)
         self.stage_start: Node | None = None
         self.moved: dict[Node, Tensor] = {at.network.source: eps}
-        self.found.collected[at.network.source] = self.zero
+        self.measured.collected[at.network.source] = self.zero
 
     def nodes(self, stage: Stage) -> Sequence[Node]:
         return self.at.network.replay.between(stage.start, [stage.end])
@@ -215,13 +215,13 @@ class _Measuring(Rounding):
     def before(self, stage: Stage) -> Tensor | None:
         for node in self.at.network.replay.between(self.at.network.source, [stage.start]):
             self.linear(node)
-        return self.found.before(stage)
+        return self.measured.before(stage)
 
     def carried(self, u: Node) -> Tensor | None:
-        return self.found.carried(u)
+        return self.measured.carried(u)
 
     def put(self, v: Node) -> Tensor | None:
-        return self.found.put(v)
+        return self.measured.put(v)
 
     def enter(self, stage: Stage, moved: Tensor) -> None:
         """The errors so far are counted at the start of the stage."""
@@ -231,7 +231,7 @@ class _Measuring(Rounding):
     def linear(self, node: Node) -> None:
         """A linear operation propagates the errors of its operands, and adds its own."""
         gains, error = self._gains(node), self._error(node)
-        self.found.collected[node] = self._sum(gains, self._known) + error
+        self.measured.collected[node] = self._sum(gains, self._collected) + error
         self.moved[node] = self._sum(gains, self.moved.__getitem__) + error
 
     def nonlinear(self, node: Node, rho: Sequence[Tensor]) -> None:
@@ -240,15 +240,15 @@ class _Measuring(Rounding):
             self.moved[u] = torch.minimum(self.moved[u], bound)
         remainder = at_most(self.at.remainders[node].norm(rho))
         gains, error = self._gains(node), self._error(node)
-        self.found.arising[node] = error + self._sum(gains, self._known)
-        self.found.collected[node] = self.zero
+        self.measured.arising[node] = error + self._sum(gains, self._collected)
+        self.measured.collected[node] = self.zero
         self.moved[node] = at_most(self._sum(gains, self.moved.__getitem__) + remainder + error)
 
-    def _known(self, node: Node) -> Tensor:
-        return self.zero if node is self.stage_start else self.found.collected[node]
+    def _collected(self, node: Node) -> Tensor:
+        return self.zero if node is self.stage_start else self.measured.collected[node]
 
-    def _sum(self, gains: dict[Node, Any], known: Callable[[Node], Tensor]) -> Tensor:
-        return at_most(sum((gain * known(u) for u, gain in gains.items()), self.zero))
+    def _sum(self, gains: dict[Node, Any], bounds: Callable[[Node], Tensor]) -> Tensor:
+        return at_most(sum((gain * bounds(u) for u, gain in gains.items()), self.zero))
 
     def _gains(self, node: Node) -> dict[Node, Any]:
         """Norms of the operation's Jacobian at the nominal point, by operand.
@@ -270,10 +270,10 @@ class _Measuring(Rounding):
 
     def _standardising(self, node: Node, x: Tensor) -> Tensor:
         """max|γ| divided by the smallest √(‖x_t − μ‖²/d + eps) over the tokens of an image, shape (N,)."""
-        given = arguments(node)
-        tokens = x.flatten(-len(given["normalized_shape"]))
-        variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean(-1) + given.get("eps", 1e-5)
-        weight = given.get("weight")
+        call = arguments(node)
+        tokens = x.flatten(-len(call["normalized_shape"]))
+        variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean(-1) + call.get("eps", 1e-5)
+        weight = call.get("weight")
         largest = 1.0 if weight is None else weight.detach().abs().max().item()
         return per_image(variance).amin(1).rsqrt() * largest * (1 + SAFETY)
 
@@ -288,5 +288,5 @@ class _Measuring(Rounding):
             return self.zero
         unlimited = torch.full_like(self.zero, math.inf)
         operands = [Operand(self.at.values[u], self.moved[u], unlimited) for u in node.operands]
-        self.found.local[node] = local_error(node, operands, self.ranges.format)
-        return error_norm(self.found.local[node])
+        self.measured.local[node] = local_error(node, operands, self.ranges.format)
+        return error_norm(self.measured.local[node])

@@ -130,8 +130,8 @@ def chosen(finder: NormFinder, *, quickly: bool = False) -> Choice:
     candidates = sorted(trial.candidates(), key=lambda one: one.worth)
     iterative = [one for one in candidates if one.iterative]
     tight, loose = (_tolerances(iterative, options.tolerance, factor) for factor in (_TIGHTER, _LOOSER))
-    least = (1 - _SPENT) * trial.left(tight).clamp_min(0) - _UNSEEN
-    quick = _fewer(trial, candidates, loose, trial.left(loose).clamp_max(0) - _TAKEN) if quickly else None
+    least = (1 - _SPENT) * trial.remaining(tight).clamp_min(0) - _UNSEEN
+    quick = _fewer(trial, candidates, loose, trial.remaining(loose).clamp_max(0) - _TAKEN) if quickly else None
     whole = _fewer(trial, candidates, tight, least)
     return Choice(whole if finder.plan.whole else _limited(candidates, whole, finder.plan, options.tolerance), quick)
 
@@ -141,7 +141,7 @@ def _fewer(
 ) -> dict[NormKey, float]:
     """The same tolerances with norms left to products, while at least this share of the margin is left.
 
-    ``least`` has the shape of :meth:`_Trial.left`.
+    ``least`` has the shape of :meth:`_Trial.remaining`.
     """
     groups = [candidates]
     for _ in range(_TRIALS):
@@ -149,7 +149,7 @@ def _fewer(
             break
         group = groups.pop()
         fewer = effort | {one.key: math.inf for one in group}
-        if bool((trial.left(fewer) >= least).all()):
+        if bool((trial.remaining(fewer) >= least).all()):
             effort = fewer
         elif len(group) > 1:
             half = len(group) // 2
@@ -170,7 +170,7 @@ def _limited(
     """
     named = {one.key for one in candidates}
     others = [pair for pair in plan.pairs if ("norm", *pair) not in named and not plan.network.affine_path(*pair)]
-    left = plan.limit - plan.work_of_links - sum(plan.work_of(*pair) for pair in others)
+    affordable = plan.limit - plan.work_of_links - sum(plan.work_of(*pair) for pair in others)
     loosest = max(_LOOSEST, usual)
 
     def cost(one: Candidate, looser: float) -> float:
@@ -178,13 +178,13 @@ def _limited(
             return one.cost
         return one.cost * math.sqrt(usual / min(looser * effort.get(one.key, usual), loosest))
 
-    kept = [one for one in candidates if effort.get(one.key, usual) < math.inf]
-    while kept and sum(cost(one, math.inf) for one in kept) > left:
-        effort[kept.pop(0).key] = math.inf
+    computed = [one for one in candidates if effort.get(one.key, usual) < math.inf]
+    while computed and sum(cost(one, math.inf) for one in computed) > affordable:
+        effort[computed.pop(0).key] = math.inf
     looser = 1.0
-    while looser < loosest / _TIGHTEST and sum(cost(one, looser) for one in kept) > left:
+    while looser < loosest / _TIGHTEST and sum(cost(one, looser) for one in computed) > affordable:
         looser *= 1.02
-    raised = {one.key: min(looser * effort.get(one.key, usual), loosest) for one in kept if one.iterative}
+    raised = {one.key: min(looser * effort.get(one.key, usual), loosest) for one in computed if one.iterative}
     return effort | raised
 
 
@@ -211,7 +211,7 @@ class _Estimates(NormFinder):
         self.usual, self._charge = finder.options.tolerance, _CHANCE
         self.jacobians = finder.jacobians.within(_ROUGHLY)
         self.jacobians.probes = _PROBES
-        self.known: dict[NormKey, Tensor] = {}
+        self.estimates: dict[NormKey, Tensor] = {}
         self.links: dict[Link, Tensor] = {}
         self.iterative: set[NormKey] = set()
         self._drew = False
@@ -219,19 +219,19 @@ class _Estimates(NormFinder):
     def ledger(self, images: int, budget: Budget | None = None) -> Ledger:
         return Ledger(math.inf, images, self.options.seed).part("effort")
 
-    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
-        draw = super()._draw(ledger, kind, a, b, *more, known=known)
+    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, from_entries: bool) -> Draw | None:
+        draw = super()._draw(ledger, kind, a, b, *more, from_entries=from_entries)
         self._drew = draw is not None
         return draw
 
     def _compute(self, key: NormKey, norm: Callable[[Jacobians], Tensor]) -> Tensor:
-        if key not in self.known:
-            self.known[key] = norm(self.jacobians)
+        if key not in self.estimates:
+            self.estimates[key] = norm(self.jacobians)
             if self._drew and key[0] != "peak":
                 self.iterative.add(key)
         if key not in self.iterative:
-            return self.known[key]
-        return self.known[key] * (1 + _EXCESS * (self.effort or {}).get(key, self.usual))
+            return self.estimates[key]
+        return self.estimates[key] * (1 + _EXCESS * (self.effort or {}).get(key, self.usual))
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         if link not in self.links:
@@ -252,14 +252,14 @@ class _Trial:
         toward = RivalMargin(at, self.rivals, self.predicted, self.margins)
         whole = toward.margin
 
-        def rest(eps: Tensor) -> Tensor:
-            taken = whole - toward.slope * eps - toward.left(eps)
-            return at_most((_SHARE + 1) * toward.slope * eps - taken - toward.slope * eps)
+        def unspent(eps: Tensor) -> Tensor:
+            loss = whole - toward.slope * eps - toward.bound(eps)
+            return at_most((_SHARE + 1) * toward.slope * eps - loss - toward.slope * eps)
 
         guess = whole.clamp_min(1e-12) / toward.slope
-        eps = search(rest, guess)
+        eps = search(unspent, guess)
         self.least, self.margin = eps, (1 + _SHARE) * toward.slope * eps
-        self.valid = bool((eps > 0).all() & (rest(2 * eps) < 0).all() & self.margin.isfinite().all())
+        self.valid = bool((eps > 0).all() & (unspent(2 * eps) < 0).all() & self.margin.isfinite().all())
         if self.valid:
             self.toward, self.upto, self.forms, self.norms = self._with({})
             self.eps = self.toward.furthest(self.least, self.norms, self.forms, self.upto)
@@ -277,22 +277,22 @@ class _Trial:
             toward.margin = self.margin
         return toward, upto, forms, curvature_norms(toward, forms, 0)
 
-    def left(self, effort: Mapping[NormKey, float]) -> Tensor:
+    def remaining(self, effort: Mapping[NormKey, float]) -> Tensor:
         """The share of the margin that is left at the radii of the usual tolerances, with and without contracted forms.
 
         Shape (2, images).
         """
         toward, _, forms, norms = self._with(effort)
-        return torch.stack((toward.left(self.eps, norms, forms), toward.left(self.least))) / self.margin
+        return torch.stack((toward.bound(self.eps, norms, forms), toward.bound(self.least))) / self.margin
 
-    def _nearly_least(self, left: Tensor) -> Tensor:
+    def _nearly_least(self, remaining: Tensor) -> Tensor:
         """About the least of what is left in the sectors, as a share of the margin: other sectors count a little."""
-        share = left / self.toward.margin[:, None]
+        share = remaining / self.toward.margin[:, None]
         return -_NEAR * (-share / _NEAR).logsumexp(1)
 
     def candidates(self) -> Iterator[Candidate]:
         """The norms that are computed for every image, if all are."""
-        found, network, plan = self.toward.at.norms, self.finder.network, self.finder.plan
+        bounds, network, plan = self.toward.at.norms, self.finder.network, self.finder.plan
         logs: dict[NormKey, Tensor] = {}
         ends: dict[NormKey, tuple[Node, Node]] = {}
 
@@ -303,22 +303,22 @@ class _Trial:
 
         self.toward.forget()
         with torch.enable_grad():
-            for (a, u), norm in found.gains.items():
-                found.gains[a, u] = marked(norm, a, u, "norm", a, u)
-            for (a, u), norm in found.peaks.items():
-                found.peaks[a, u] = marked(norm, a, u, "peak", a, u)
-            for (a, v), norm in found.weighted.items():
-                found.weighted[a, v] = marked(norm, a, network.operands(v)[0], "weighted", a, v)
+            for (a, u), norm in bounds.gains.items():
+                bounds.gains[a, u] = marked(norm, a, u, "norm", a, u)
+            for (a, u), norm in bounds.peaks.items():
+                bounds.peaks[a, u] = marked(norm, a, u, "peak", a, u)
+            for (a, v), norm in bounds.weighted.items():
+                bounds.weighted[a, v] = marked(norm, a, network.operands(v)[0], "weighted", a, v)
             norms: dict[Node, list[FormNorms]] = {}
             for v, forms in self.norms.items():
                 norms[v] = []
                 for number, form in enumerate(forms):
-                    u, known = form.operand, form.norms
-                    raised = {a: marked(norm, a, u, "form", a, v, number) for a, norm in known.items() if a is not u}
-                    norms[v].append(replace(form, norms={**known, **raised}))
-            left = self._nearly_least(self.toward.in_sectors(self.eps, norms, self.forms))
-            left = left + self._nearly_least(self.toward.in_sectors(self.least))
-            slopes = torch.autograd.grad(left.sum(), list(logs.values()), allow_unused=True)
+                    u, sizes = form.operand, form.norms
+                    raised = {a: marked(norm, a, u, "form", a, v, number) for a, norm in sizes.items() if a is not u}
+                    norms[v].append(replace(form, norms={**sizes, **raised}))
+            remaining = self._nearly_least(self.toward.in_sectors(self.eps, norms, self.forms))
+            remaining = remaining + self._nearly_least(self.toward.in_sectors(self.least))
+            slopes = torch.autograd.grad(remaining.sum(), list(logs.values()), allow_unused=True)
         fixed = set() if self.margins.shape[1] <= _CLASSES else set(network.outputs)
         for key, slope in zip(logs, slopes, strict=True):
             a, u = ends[key]

@@ -170,8 +170,8 @@ class Jacobians:
 
     def through(self, a: Node, b: Node) -> Node | None:
         """The value c with G(a → b) = G(c → b) G(a → c) where a product of these is what is computed; else None."""
-        found = self.first(b) if a is self.network.source and self.writes(a, b) else None
-        return None if found is b else found
+        first = self.first(b) if a is self.network.source and self.writes(a, b) else None
+        return None if first is b else first
 
     def error_of(self, a: Node, b: Node) -> float:
         """The same for the norm of G(a → b), whichever way it is found."""
@@ -247,8 +247,8 @@ class Jacobians:
         if not self._entrance:
             network = self.network
             values = network.values(an_image(network.model)[:, None])
-            found = self._sparse(network.source, network.stages[0].start, values)
-            self._entrance.append(None if found is None else found.reduced())
+            matrix = self._sparse(network.source, network.stages[0].start, values)
+            self._entrance.append(None if matrix is None else matrix.reduced())
         return self._entrance[0]
 
     def _sparse(self, a: Node, b: Node, values: Values) -> Matrix | None:
@@ -257,10 +257,10 @@ class Jacobians:
         places, entries, count = [], [], 0
         for rows in torch.arange(b.entries, device=values[b].device).split(TOGETHER):
             some = adjoint(_unit_vectors(rows, b.entries, 1))[:, 0]
-            found = some.nonzero()
-            entries.append(some[found[:, 0], found[:, 1]])
-            places.append(torch.stack((rows[found[:, 0]], found[:, 1])))
-            count += len(found)
+            filled = some.nonzero()
+            entries.append(some[filled[:, 0], filled[:, 1]])
+            places.append(torch.stack((rows[filled[:, 0]], filled[:, 1])))
+            count += len(filled)
             if count > 4 * _ENTRIES:
                 return None
         (row, column), value = torch.cat(places, 1), torch.cat(entries)
@@ -298,14 +298,14 @@ class Jacobians:
     def _rows(self, a: Node, u: Node, values: Values) -> Tensor:
         """All rows of G(a → u), shape (N, entries of u, entries of a)."""
         images = len(values[a])
-        found = values[a].new_empty(images, u.entries, a.entries)
+        dense = values[a].new_empty(images, u.entries, a.entries)
         together = self._together(a, [u])
         for i, part in _parts(values, images, together):
             adjoint = self.operator(a, u, part, several=True).adjoint
             for rows in torch.arange(u.entries, device=values[a].device).split(TOGETHER):
                 some = adjoint(_unit_vectors(rows, u.entries, len(part[a])))
-                found[i : i + together, rows] = some.movedim(0, 1)
-        return found
+                dense[i : i + together, rows] = some.movedim(0, 1)
+        return dense
 
     def groups_at(self, a: Node, u: Node, dense: Tensor) -> Groups | None:
         """The groups of the rows and columns of G(a → u), from the first of the matrices that was seen."""
@@ -317,18 +317,18 @@ class Jacobians:
     def _columns(self, a: Node, targets: Sequence[Node], values: Values) -> list[Tensor]:
         """All columns of G(a → u), shape (N, entries of u, entries of a), for every u, in the same products."""
         images = len(values[a])
-        found = [values[a].new_empty(images, u.entries, a.entries) for u in targets]
+        dense = [values[a].new_empty(images, u.entries, a.entries) for u in targets]
         together = self._together(a, targets)
         for i, part in _parts(values, images, together):
             product = self._products(a, targets, part)
             for columns in torch.arange(a.entries, device=values[a].device).split(TOGETHER):
                 moved = product(_unit_vectors(columns, a.entries, len(part[a])))
-                for whole, one in zip(found, moved, strict=True):
+                for whole, one in zip(dense, moved, strict=True):
                     if one is None:
                         whole[i : i + together, :, columns] = 0
                     else:
                         whole[i : i + together, :, columns] = one.flatten(2).movedim(0, 2)
-        return found
+        return dense
 
     def _products(self, a: Node, targets: Sequence[Node], values: Values) -> Callable[[Tensor], list[Tensor | None]]:
         """v ↦ G(a → u) v for every u, for several v at once; None for 0. As for :meth:`operator`."""
@@ -349,8 +349,8 @@ class Jacobians:
         def product(v: Tensor) -> list[Tensor | None]:
             v = v.reshape(*v.shape[:-1], *source.shape[1:])
             grads = torch.autograd.grad(pulled, used, v, retain_graph=True, is_grads_batched=True) if used else ()
-            left = iter(grads)
-            return [None if moved is None else next(left) for moved in depends]
+            remaining = iter(grads)
+            return [None if moved is None else next(remaining) for moved in depends]
 
         return product
 
@@ -361,8 +361,8 @@ class Jacobians:
             UnsupportedOperation: it is not.
         """
         chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
-        (found,) = torch.autograd.grad(target, source, chance.to(target), retain_graph=True, allow_unused=True)
-        if found is not None and found.any():
+        (gradient,) = torch.autograd.grad(target, source, chance.to(target), retain_graph=True, allow_unused=True)
+        if gradient is not None and gradient.any():
             raise UnsupportedOperation([(f"{b.name} after a derivative that cannot be differentiated", b.path)])
 
     def norm(
@@ -383,17 +383,17 @@ class Jacobians:
         if not rows * columns:  # such as the tokens of a class where there are none
             return values[a].new_zeros(images, dtype=torch.float64)
         together = min(images, max(1, _MOST // (rows * columns))) if draw is None else images
-        found = []
+        norms = []
         for i, part in _parts(values, images, together):
             some = None if form is None else form.only(slice(i, i + together))
             jacobian = self.operator(a, b, part, several=draw is None, form=some, path=path)
             forth, back, size = (*jacobian, columns) if columns <= rows else (jacobian.adjoint, jacobian.product, rows)
             count, device = len(part[a]), part[a].device
             if draw is None:
-                found.append(explicit_norm(forth, count, size, device=device))
+                norms.append(explicit_norm(forth, count, size, device=device))
             else:
-                found.append(lanczos_norm(forth, back, count, size, draw=draw, tolerance=self.tolerance, device=device))
-        return torch.cat(found)
+                norms.append(lanczos_norm(forth, back, count, size, draw=draw, tolerance=self.tolerance, device=device))
+        return torch.cat(norms)
 
     def rows(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
         """Upper bounds on the norms of the blocks of ``block`` consecutive rows of G(a → b), shape (N, blocks)."""
@@ -401,21 +401,21 @@ class Jacobians:
         if not rows * columns:
             return values[a].new_zeros(images, max(1, rows // block), dtype=torch.float64)
         together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, rows) else images
-        found = []
+        norms = []
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
             if rows <= _PROBES:
-                found.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
+                norms.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
-                found.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
+                norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
             else:
-                found.append(
+                norms.append(
                     row_norms(
                         jacobian.product, count, columns, draw=draw, probes=self.probes, block=block, device=device
                     )
                 )
-        return torch.cat(found)
+        return torch.cat(norms)
 
     def columns(self, a: Node, b: Node, values: Values, draw: Draw | None, form: Form | None = None) -> Tensor:
         """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), M the identity by default.
@@ -438,11 +438,11 @@ class Jacobians:
         together = max(1, min(images, _MOST // (rows * a.entries)))
         once = units.new_ones(images)
         form = Form(lambda moved, unit: (moved * unit).reshape(len(unit), -1, token).sum(2), (units,), once, once)
-        found = []
+        norms = []
         for i, part in _parts(values, images, together):
             jacobian = self.operator(a, u, part, several=True, form=form.only(slice(i, i + together)))
-            found.append(torch.stack(explicit_rows(jacobian.adjoint, len(part[a]), rows, device=units.device), 1))
-        return torch.cat(found)
+            norms.append(torch.stack(explicit_rows(jacobian.adjoint, len(part[a]), rows, device=units.device), 1))
+        return torch.cat(norms)
 
 
 def written_error(columns: int, rows: int) -> float:
@@ -497,26 +497,26 @@ def margin_gradients(
     graph, source = network.graph, network.source
     path = network.replay.between(source, [graph.output])
     inside = {source, *path}
-    given = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
+    outside = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
 
-    def one(start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        known: dict[Node, Tensor] = {source: start, **dict(zip(given, rest, strict=False))}
-        extra = dict(zip(nodes, rest[len(given) :], strict=True))
+    def one(start: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        computed: dict[Node, Tensor] = {source: start, **dict(zip(outside, others, strict=False))}
+        extra = dict(zip(nodes, others[len(outside) :], strict=True))
         for node in path:
-            run((node,), known)
+            run((node,), computed)
             if node in extra:
-                known[node] = known[node] + extra[node]
-        return known[graph.output], *(known[u] for u in linear)
+                computed[node] = computed[node] + extra[node]
+        return computed[graph.output], *(computed[u] for u in linear)
 
     start = values[source].detach().requires_grad_()
     added = [torch.zeros_like(values[node], requires_grad=True) for node in nodes]
     with torch.enable_grad():
-        logits, *bent = torch.vmap(one)(start, *(values[node] for node in given), *added)
+        logits, *shifted = torch.vmap(one)(start, *(values[node] for node in outside), *added)
         logits = logits.reshape(len(start), -1)
         margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
         pulled = [torch.ones_like(margin), *(-slope for slope in linear.values())]
-        found = torch.autograd.grad([margin, *bent], [start, *added], pulled)
-    return per_image(found[0]), dict(zip(nodes, found[1:], strict=True))
+        gradients = torch.autograd.grad([margin, *shifted], [start, *added], pulled)
+    return per_image(gradients[0]), dict(zip(nodes, gradients[1:], strict=True))
 
 
 def tangents(network: Network, values: Values, nodes: Sequence[Node], direction: Tensor) -> dict[Node, Tensor]:
@@ -534,15 +534,15 @@ def tangents(network: Network, values: Values, nodes: Sequence[Node], direction:
         targets = network.replay(network.source, source, [u for u in nodes if u is not network.source], dict(values))
         moving = [target for target in targets if target.requires_grad]
         weights = [torch.zeros_like(target, requires_grad=True) for target in moving]
-        found: list[Tensor | None] = [None] * len(weights)
+        products: list[Tensor | None] = [None] * len(weights)
         if moving:
             (pulled,) = torch.autograd.grad(moving, source, weights, create_graph=True)
             if pulled.requires_grad:
-                found = list(torch.autograd.grad(pulled, weights, start, allow_unused=True))
-    left = iter(found)
+                products = list(torch.autograd.grad(pulled, weights, start, allow_unused=True))
+    remaining = iter(products)
     moved = {u: start for u in nodes if u is network.source}
     for u, target in zip([u for u in nodes if u is not network.source], targets, strict=True):
-        one = next(left) if target.requires_grad else None
+        one = next(remaining) if target.requires_grad else None
         if one is not None:
             moved[u] = one.detach()
     return moved

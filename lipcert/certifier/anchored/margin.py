@@ -29,15 +29,15 @@ class Weighed(NamedTuple):
         images: the indices of the images for which it is used.
         rho: the bounds on the deviations within which it holds.
         likely: the likely deviation; None if it is not known.
-        bent: None without a linear term. With one, the answer has to be used, and is larger by the rounding error of
-            the gradient to which the term is added: ``bent`` times ρ, shape (N,).
+        error: None without a linear term. With one, the answer has to be used, and is larger by the rounding error of
+            the gradient to which the term is added: ``error`` times ρ, shape (N,).
     """
 
     answer: Contracted
     images: Tensor
     rho: list[Tensor]
     likely: Tensor | None = None
-    bent: Tensor | None = None
+    error: Tensor | None = None
 
 
 Forms = Mapping[Node, Weighed]
@@ -79,22 +79,22 @@ def spreads(at: Linearization, predicted: Tensor) -> Spreads:
 def _rows(at: Linearization, predicted: Tensor) -> dict[Node, Tensor]:
     last, output = at.network.stages[-1], at.network.graph.output
     starts = dict.fromkeys((at.network.source, last.start, *last.nonlinear))
-    found = {}
+    spread = {}
     for a in starts:
         if (a, output) in at.plan.unconnected:
-            found[a] = torch.zeros_like(at.logits)
+            spread[a] = torch.zeros_like(at.logits)
         elif (a, output) in at.plan.pairs and at.finder.jacobians.writes(a, output):
             matrix = at.norms.written.factor(a, output)
             rows = matrix.dense().expand(len(predicted), -1, -1)
             y = predicted[:, None, None].expand(-1, 1, rows.shape[2])
             lost = matrix.error + written_error(a.entries, output.entries) * at.norms.slack[a, output]
-            found[a] = at_most((rows.gather(1, y) - rows).norm(dim=2) * (1 + SAFETY) + math.sqrt(2) * lost[:, None])
+            spread[a] = at_most((rows.gather(1, y) - rows).norm(dim=2) * (1 + SAFETY) + math.sqrt(2) * lost[:, None])
         elif a is not at.network.source or a is last.start:
             return {}
-    return found
+    return spread
 
 
-def change(at: Linearization, found: Deviations, spread: Spreads) -> Tensor:
+def change(at: Linearization, deviations: Deviations, spread: Spreads) -> Tensor:
     """Upper bounds on the change of f_y − f_j, of shape (N, 1) or (N, classes).
 
     f_y − f_j = ⟨e_y − e_j, f⟩ changes by at most √2 ρ of the logits, and ⟨w_y − w_j, h⟩ + const by ‖w_y − w_j‖ ρ of the
@@ -102,21 +102,21 @@ def change(at: Linearization, found: Deviations, spread: Spreads) -> Tensor:
     in the last stage counts with ‖(e_y − e_j)ᵀ G‖.
     """
     rounding, output = at.norms.rounded, at.network.graph.output
-    bound = math.sqrt(2) * (found.logits + rounding.noise[output])[:, None]
-    if found.features is not None and spread.head is not None and at.network.head is not None:
-        features = found.features + rounding.noise[at.network.head[0]]
+    bound = math.sqrt(2) * (deviations.logits + rounding.noise[output])[:, None]
+    if deviations.features is not None and spread.head is not None and at.network.head is not None:
+        features = deviations.features + rounding.noise[at.network.head[0]]
         head = math.sqrt(2) * rounding.errors[at.network.root(output)]
         bound = torch.minimum(bound, spread.head * features[:, None] + head[:, None])
     if spread.rows:
-        bound = torch.minimum(bound, _by_rows(at, found, spread.rows))
+        bound = torch.minimum(bound, _by_rows(at, deviations, spread.rows))
     bound = at_most(bound) * (1 + SAFETY)
     deployed = at.rounding.of_head()
     return bound if deployed is None else bound + 2 * deployed * (1 + SAFETY)
 
 
-def _by_rows(at: Linearization, found: Deviations, rows: Mapping[Node, Tensor]) -> Tensor:
+def _by_rows(at: Linearization, deviations: Deviations, rows: Mapping[Node, Tensor]) -> Tensor:
     network, output = at.network, at.network.graph.output
-    last = found.stages[-1]
+    last = deviations.stages[-1]
     moved = at_most(rows[last.stage.start] * last.start[:, None])
     if last.arrived is not None and network.source in rows:
         first, arrived = last.arrived
@@ -124,11 +124,11 @@ def _by_rows(at: Linearization, found: Deviations, rows: Mapping[Node, Tensor]) 
         moved = torch.minimum(moved, at_most(direct))
     for v in last.stage.nonlinear:
         put = at.rounding.put(v)
-        error = found.remainders[v] if put is None else found.remainders[v] + put
+        error = deviations.remainders[v] if put is None else deviations.remainders[v] + put
         moved = moved + at_most(rows[v] * error[:, None])
-    own = at.rounding.carried(network.root(output))
-    rest = at.norms.rounded.noise[output] if own is None else at.norms.rounded.noise[output] + own
-    return moved + math.sqrt(2) * rest[:, None]
+    carried = at.rounding.carried(network.root(output))
+    noise = at.norms.rounded.noise[output] if carried is None else at.norms.rounded.noise[output] + carried
+    return moved + math.sqrt(2) * noise[:, None]
 
 
 def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
@@ -136,39 +136,42 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
     at = toward.at
     network, ledger = at.network, at.norms.ledger.part("weighed", at.weighing, round)
     unknown = torch.full_like(at.logits[:, 0], math.inf, dtype=torch.float64)
-    found: dict[Node, list[FormNorms]] = {}
+    by_operation: dict[Node, list[FormNorms]] = {}
     for stage in network.stages:
         for place, v in enumerate(stage.nonlinear):
             if v not in forms:
                 continue
             answer, some = forms[v][:2]
-            part, found[v] = at if len(some) == len(unknown) else at.only(some), []
+            # Norms are computed for the images that use the form; all others get ∞, so that their bounds do not change.
+            part, by_operation[v] = at if len(some) == len(unknown) else at.only(some), []
             for number, form in enumerate(answer.forms):
                 u, form = network.root(v.operands[form.operand]), form.only(some)
                 key = ledger.only(some).part(network.replay.position[v], number)
-                norms, left = {u: form.norm}, []
+                norms, by_products = {u: form.norm}, []  # ‖M G(u → u)‖ = ‖M‖
                 for a in dict.fromkeys((network.source, stage.start, *stage.nonlinear[:place])):
                     if a is u or (a, u) in at.plan.unconnected:
                         continue
+                    # Products bound the others: ‖M‖ ‖G(a → u)‖, or through a value with a norm.
                     if (a, u) in at.plan.chained or not at.finder.wants("form", a, v, number):
-                        left.append(a)
+                        by_products.append(a)
                     else:
                         norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)
-                known = {a: norm for a, norm in norms.items() if a is not u}
-                for a in left:
-                    least = at.finder.product(a, u, known, part.norms)
+                computed = {a: norm for a, norm in norms.items() if a is not u}
+                for a in by_products:
+                    least = at.finder.product(a, u, computed, part.norms)
                     norms[a] = torch.minimum(form.norm * part.gain(a, u), least)
                 along = unknown[some] if toward.ray is None else toward.ray.formed(v.operands[form.operand], form, some)
                 every = {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}
                 columns = {}
                 for a in stage.nonlinear[:place]:
+                    # Remainders that are bounded entry by entry count with the columns of M G instead.
                     if at.plan.whole and network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
                         sizes = at.finder.formed_columns(a, v, number, part.values, form, part.norms)
                         if sizes is not None:
                             every_column = torch.full((len(unknown), sizes.shape[1]), math.inf, dtype=torch.float64)
                             columns[a] = every_column.to(sizes.device).index_copy(0, some, sizes)
-                found[v].append(FormNorms(u, every, unknown.index_copy(0, some, along), columns))
-    return found
+                by_operation[v].append(FormNorms(u, every, unknown.index_copy(0, some, along), columns))
+    return by_operation
 
 
 class RivalMargin:
@@ -198,11 +201,11 @@ class RivalMargin:
         margins: Tensor,
         linear: Mapping[Node, Tensor] = MappingProxyType({}),
     ):
-        self.at, self.linear, self._given = at, linear, (rivals, predicted, margins)
+        self.at, self.linear, self._rivalry = at, linear, (rivals, predicted, margins)
         at_source, at_nodes = self._gradients(linear)
         self.at_nodes = {v: at_nodes[v] for v in at.remainders}
         self.place = at.norms.rounded.starts
-        lost, self.rounding = at.norms.rounded.taken(at_nodes)
+        lost, self.rounding = at.norms.rounded.loss(at_nodes)
         margin = margins.gather(1, rivals[:, None])[:, 0]
         self.margin = (margin - lost * (1 + SAFETY)).clamp_min(0)
         deployed = at.rounding.lost(rivals, predicted, linear)
@@ -215,7 +218,7 @@ class RivalMargin:
         self._wide_forms: tuple[Forms, Forms] = NO_FORMS, NO_FORMS
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
-        at, (rivals, predicted, _) = self.at, self._given
+        at, (rivals, predicted, _) = self.at, self._rivalry
         return margin_gradients(at.network, at.values, list(at.network.chains.links), rivals, predicted, linear)
 
     def only(self, index: Tensor) -> RivalMargin:
@@ -246,19 +249,19 @@ class RivalMargin:
         """The forms for the repeated images."""
         if self._wide_forms[0] is not forms:
             wide, index = self._wide, self._repeated
-            found = {}
+            widened = {}
             for v, form in forms.items():
-                within, likely, bent = (_for_images(part, index) for part in (form.rho, form.likely, form.bent))
+                within, likely, error = (_for_images(part, index) for part in (form.rho, form.likely, form.error))
                 answer = wide.at.remainders[v].contracted(wide.at_nodes[v], within, likely)
                 assert answer is not None
                 some = torch.isin(index, form.images).nonzero()[:, 0]
-                found[v] = Weighed(answer, some, within, likely, bent)
-            self._wide_forms = forms, found
+                widened[v] = Weighed(answer, some, within, likely, error)
+            self._wide_forms = forms, widened
         return self._wide_forms[1]
 
-    def left(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
+    def bound(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """A lower bound on the margin within distance ε, shape (N,)."""
-        ball = self._left(eps, curvature, forms)
+        ball = self._bound(eps, curvature, forms)
         if self.ray is None or bool((ball > 0).all()):
             return ball
         return torch.maximum(ball, self.in_sectors(eps, curvature, forms).amin(1))
@@ -266,10 +269,10 @@ class RivalMargin:
     def in_sectors(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """Lower bounds on the margin in the sectors that cover the ball of radius ε, shape (N, sectors)."""
         if self.ray is None:
-            return self._left(eps, curvature, forms)[:, None]
+            return self._bound(eps, curvature, forms)[:, None]
         index, wide = self._repeated, self._wide
         curved = {v: [form.only(index) for form in norms] for v, norms in curvature.items()}
-        inside = wide._left(eps[index], curved, self._widened(forms), self._every(eps))
+        inside = wide._bound(eps[index], curved, self._widened(forms), self._every(eps))
         return inside.unflatten(0, (-1, SECTORS))
 
     def _every(self, eps: Tensor) -> Sector:
@@ -283,38 +286,40 @@ class RivalMargin:
     ) -> Tensor:
         """The largest ε, to 0.01 % and at most ``upto``, within which the margin stays positive, shape (N,)."""
 
-        def limited(left: Tensor, eps: Tensor) -> Tensor:
-            return left if upto is None else torch.where((eps <= upto).reshape(-1, *[1] * (left.dim() - 1)), left, -1.0)
+        def limited(bound: Tensor, eps: Tensor) -> Tensor:
+            if upto is None:
+                return bound
+            return torch.where((eps <= upto).reshape(-1, *[1] * (bound.dim() - 1)), bound, -1.0)
 
         def one(eps: Tensor, number: Tensor | None = None) -> Tensor:
             inside = None if number is None or self.ray is None else sector(self.ray, eps, number)
-            return limited(self._left(eps, curvature, forms, inside), eps)
+            return limited(self._bound(eps, curvature, forms, inside), eps)
 
         if self.ray is None:
             return search(one, guess)
         return search_least(lambda eps: limited(self.in_sectors(eps, curvature, forms), eps), one, guess)
 
-    def _left(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
+    def _bound(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
         """A lower bound on the margin within distance ε, in a sector, shape (N,)."""
-        found = self.at.walk(eps, curvature, sector=sector)
-        taken = torch.zeros_like(eps)
-        rest = self.rounding[:, 0] * eps  # rounding errors of the gradients
-        for v, rho in found.operands.items():
+        deviations = self.at.walk(eps, curvature, sector=sector)
+        loss = torch.zeros_like(eps)
+        noise = self.rounding[:, 0] * eps  # rounding errors of the gradients
+        for v, rho in deviations.operands.items():
             bound = self.against[v](rho)
-            rest = rest + self.rounding[:, self.place[v]] * found.remainders[v]
-            if v in found.weighed:
-                sizes = torch.stack(found.weighed[v])
-                known = sizes.isfinite().all(0)  # without infinite numbers, which have no derivative
-                formed = at_most(forms[v].answer.bound(rho, list(torch.where(known, sizes, 0.0))))
-                bent = forms[v].bent
-                if bent is None:
-                    bound = torch.where(known, torch.minimum(bound, formed), bound)
+            noise = noise + self.rounding[:, self.place[v]] * deviations.remainders[v]
+            if v in deviations.weighed:
+                sizes = torch.stack(deviations.weighed[v])
+                finite = sizes.isfinite().all(0)  # without infinite numbers, which have no derivative
+                formed = at_most(forms[v].answer.bound(rho, list(torch.where(finite, sizes, 0.0))))
+                error = forms[v].error
+                if error is None:
+                    bound = torch.where(finite, torch.minimum(bound, formed), bound)
                 else:
-                    used = torch.zeros_like(known).index_fill(0, forms[v].images, True)
-                    bound = torch.where(used, torch.where(known, formed + bent * rho[0], math.inf), bound)
-            taken = taken + bound
+                    used = torch.zeros_like(finite).index_fill(0, forms[v].images, True)
+                    bound = torch.where(used, torch.where(finite, formed + error * rho[0], math.inf), bound)
+            loss = loss + bound
         along = eps if sector is None else torch.minimum(eps, sector.along + 1e-9 * eps)
-        return self.margin - self.slope * along - at_most(taken + rest) * (1 + SAFETY)
+        return self.margin - self.slope * along - at_most(loss + noise) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``, where no search is needed."""
@@ -322,13 +327,13 @@ class RivalMargin:
         if enough is None:
             return self.furthest(guess)
         guess = torch.minimum(guess, enough / FURTHER)  # near the radius of the rival before
-        known = torch.isfinite(enough)
-        if bool(known.any()):
-            known &= self.left(torch.where(known, enough, guess)) > 0
-        open_ = (~known).nonzero()[:, 0]
+        sufficient = torch.isfinite(enough)
+        if bool(sufficient.any()):
+            sufficient &= self.bound(torch.where(sufficient, enough, guess)) > 0
+        open_ = (~sufficient).nonzero()[:, 0]
         if not len(open_):
             return enough
-        part = self if len(open_) == len(known) else self.only(open_)
+        part = self if len(open_) == len(sufficient) else self.only(open_)
         return enough.index_copy(0, open_, part.furthest(guess[open_]))
 
     def weighed(self, least: Tensor, round: int) -> Tensor:
@@ -348,8 +353,8 @@ class RivalMargin:
         """Upper bounds on the deviations of operands within ε: the largest in the sectors that cover the ball."""
         if self.ray is None:
             return self.at.walk(eps).operands
-        found = self._wide.at.walk(eps[self._repeated], sector=self._every(eps)).operands
-        return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in found.items()}
+        operands = self._wide.at.walk(eps[self._repeated], sector=self._every(eps)).operands
+        return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in operands.items()}
 
     def forms(self, least: Tensor) -> tuple[RivalMargin, Tensor, Forms]:
         """The margin with the linear terms of contracted forms, and these forms.
@@ -362,24 +367,24 @@ class RivalMargin:
         forms: dict[Node, Weighed] = {}
         linear: dict[Node, Tensor] = {}
         at_nodes = self.at_nodes
-        for v in reversed(at_nodes):
+        for v in reversed(at_nodes):  # from the last to the first: see the docstring
             u = v.operands[0]
             along = None if self.ray is None else self.ray.tangents.get(u)
             likely = None if along is None else along * (-_LIKELY * least).reshape(-1, *[1] * (along.dim() - 1))
-            found = self.at.remainders[v].contracted(at_nodes[v], moved[v], likely)
+            contracted = self.at.remainders[v].contracted(at_nodes[v], moved[v], likely)
             # Decided per image, so that a radius does not depend on the other images.
             worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
-            if found is None or not len(worth):
+            if contracted is None or not len(worth):
                 continue
-            bent = None
-            if found.linear is not None:
-                used = torch.zeros_like(found.linear).index_copy(0, worth, found.linear[worth])
+            error = None
+            if contracted.linear is not None:
+                used = torch.zeros_like(contracted.linear).index_copy(0, worth, contracted.linear[worth])
                 linear[u] = used + linear[u] if u in linear else used
                 at_nodes = self._gradients(linear)[1]
                 sizes = (per_image(part).norm(dim=1) for part in (at_nodes.get(u, used), used))
-                bent = _ADDED * sum(sizes)
-            forms[v] = Weighed(found, worth, moved[v], likely, bent)
-        return RivalMargin(self.at, *self._given, linear) if linear else self, upto, forms
+                error = _ADDED * sum(sizes)  # of the sum of this term and the gradient
+            forms[v] = Weighed(contracted, worth, moved[v], likely, error)
+        return RivalMargin(self.at, *self._rivalry, linear) if linear else self, upto, forms
 
 
 def _for_images(part: Any, index: Tensor) -> Any:

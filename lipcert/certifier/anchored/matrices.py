@@ -68,12 +68,12 @@ class Matrix:
     @classmethod
     def of(cls, dense: Tensor, groups: Groups | None) -> Matrix:
         """A matrix of shape (N, rows, columns), in these groups where it has their zeros."""
-        still = dense.new_zeros(len(dense))
+        exact = dense.new_zeros(len(dense))
         if groups is not None:
             blocks = dense[:, groups.rows[:, :, None], groups.columns[:, None, :]]
             if int(blocks.count_nonzero()) == int(dense.count_nonzero()):  # NaN is not zero
-                return cls(blocks, groups, still)
-        return cls(dense[:, None], None, still)
+                return cls(blocks, groups, exact)
+        return cls(dense[:, None], None, exact)
 
     def only(self, index: Tensor) -> Matrix:
         """The same for the images with the given indices."""
@@ -149,14 +149,14 @@ class Matrix:
         """G(c → u) L for this G(c → u) and a factor L of G(x → c) that is the same for all images, with its error."""
         dense = self.dense()
         if other.groups is None:
-            found = dense @ other.entries[:, 0]
+            product = dense @ other.entries[:, 0]
         else:
             rows, columns = other.groups
             parts = dense[:, :, rows].movedim(2, 1) @ other.entries  # (N, B, rows of this, c)
-            found = torch.empty_like(parts.movedim(1, 2).flatten(2))
-            found[:, :, columns.flatten()] = parts.movedim(1, 2).flatten(2)
+            product = torch.empty_like(parts.movedim(1, 2).flatten(2))
+            product[:, :, columns.flatten()] = parts.movedim(1, 2).flatten(2)
         lost = dot_error(other.entries.shape[2]) * 1.01 * self.size * other.size
-        return found, at_most(lost + self.size * other.error + self.error * other.size)
+        return product, at_most(lost + self.size * other.error + self.error * other.size)
 
     def reduced(self) -> Matrix:
         """A factor with no more columns than rows."""
@@ -185,12 +185,12 @@ def groups_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Groups |
         mine = least
     else:
         return None
-    found, high = mine.unique(return_counts=True)
+    labels, high = mine.unique(return_counts=True)
     names, wide = other.unique(return_counts=True)
-    same = torch.equal(found, names) and len({*high.tolist()}) == len({*wide.tolist()}) == 1
-    if len(found) < 2 or not same:
+    same = torch.equal(labels, names) and len({*high.tolist()}) == len({*wide.tolist()}) == 1
+    if len(labels) < 2 or not same:
         return None
-    return Groups(*(part.argsort(stable=True).reshape(len(found), -1) for part in (mine, other)))
+    return Groups(*(part.argsort(stable=True).reshape(len(labels), -1) for part in (mine, other)))
 
 
 class Written:
@@ -204,7 +204,7 @@ class Written:
 
     def __init__(self, jacobians: Jacobians, values: Mapping[Node, Tensor], pairs: Iterable[Pair]):
         self.jacobians, self.values, self.pairs = jacobians, values, list(pairs)
-        self._known: dict[Pair, Matrix] = {}
+        self._matrices: dict[Pair, Matrix] = {}
         self._factors: dict[Pair, Matrix] = {}
 
     def only(self, index: Tensor) -> Written:
@@ -216,38 +216,38 @@ class Written:
         by, u = self.jacobians, self.jacobians.network.root(b)
         if (a, u) in by.constants:
             return by.constants[a, u]
-        if (a, u) not in self._known:
-            still = by.network.affine_path(a, u)
-            wanted = [u]
-            if not still:
-                more = (w for start, w in self.pairs if start is a and (a, w) not in self._known and by.writes(a, w))
-                wanted += [w for w in more if w is not u and not by.network.affine_path(a, w)]
-            values = {node: value[:1] for node, value in self.values.items()} if still else self.values
-            found = zip(((a, w) for w in wanted), by.matrices(a, wanted, values), strict=True)
-            (by.constants if still else self._known).update(found)
-        return by.constants[a, u] if (a, u) in by.constants else self._known[a, u]
+        if (a, u) not in self._matrices:
+            affine = by.network.affine_path(a, u)
+            targets = [u]
+            if not affine:
+                more = (w for start, w in self.pairs if start is a and (a, w) not in self._matrices and by.writes(a, w))
+                targets += [w for w in more if w is not u and not by.network.affine_path(a, w)]
+            values = {node: value[:1] for node, value in self.values.items()} if affine else self.values
+            computed = zip(((a, w) for w in targets), by.matrices(a, targets, values), strict=True)
+            (by.constants if affine else self._matrices).update(computed)
+        return by.constants[a, u] if (a, u) in by.constants else self._matrices[a, u]
 
     def factor(self, a: Node, b: Node) -> Matrix:
         """A factor of G(a → b), with the rows in the order in which b has its entries."""
         by, u = self.jacobians, self.jacobians.network.root(b)
-        found = by.factors.get((a, u)) or self._factors.get((a, u))
-        if found is None:
-            found = self._factor(a, u)
-            (by.factors if by.network.affine_path(a, u) else self._factors)[a, u] = found
-        return found if b is u else found.moved(by.network.order(b).to(found.entries.device))
+        matrix = by.factors.get((a, u)) or self._factors.get((a, u))
+        if matrix is None:
+            matrix = self._factor(a, u)
+            (by.factors if by.network.affine_path(a, u) else self._factors)[a, u] = matrix
+        return matrix if b is u else matrix.moved(by.network.order(b).to(matrix.entries.device))
 
     def _factor(self, a: Node, u: Node) -> Matrix:
         by = self.jacobians
         first, entrance = by.first(u) if a is by.network.source else None, by.entrance()
         if first is None or entrance is None:
-            found = self.matrix(a, u)
+            matrix = self.matrix(a, u)
         elif u is first:
             return entrance
         else:
             dense, error = self.matrix(first, u).times(entrance)
-            found = Matrix.of(dense, by.groups_at(a, u, dense))
-            found = replace(found, error=error)
-        return found.reduced() if found.entries.shape[3] >= _WIDE * found.entries.shape[2] else found
+            matrix = Matrix.of(dense, by.groups_at(a, u, dense))
+            matrix = replace(matrix, error=error)
+        return matrix.reduced() if matrix.entries.shape[3] >= _WIDE * matrix.entries.shape[2] else matrix
 
 
 class _Some(Written):

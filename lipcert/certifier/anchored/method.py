@@ -137,23 +137,23 @@ class Anchored:
         graph: Graph | None = None,
         **options: Any,
     ):
-        given = NormOptions(**options)
-        merged = given.passes is None and not isinstance(at, int)
+        settings = NormOptions(**options)
+        merged = settings.passes is None and not isinstance(at, int)
         network = Network(model, at=at, graph=graph, merged=merged)
         # Behind a cut the contracted forms of kinks suffice, which have secants of their own.
         graph, kinks = (network.graph, {}) if isinstance(at, Node) else with_secants(network.graph)
         self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
-        plan = planned(network, given)
-        self._quickly = eps is not None and not self.kinks and plan.whole and worthwhile(plan, given)
+        plan = planned(network, settings)
+        self._quickly = eps is not None and not self.kinks and plan.whole and worthwhile(plan, settings)
         self.eps = eps if self._quickly or (not self.kinks and plan.work >= FULL) else None
         variants = 2 if self.kinks or self._quickly else 1
-        self.finder = _finder(plan, given, variants)
+        self.finder = _finder(plan, settings, variants)
         self.quick: NormFinder | None = None
         self.secant: NormFinder | None = None
         if self.kinks:
             widths = tuple(self.kinks.values())
             network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
-            self.secant = _finder(NormPlan(network, anchored_pairs(network), given.passes), given, variants)
+            self.secant = _finder(NormPlan(network, anchored_pairs(network), settings.passes), settings, variants)
 
     @property
     def network(self) -> Network:
@@ -211,8 +211,8 @@ def rounds(plan: NormPlan) -> int:
 
 def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
     """An estimate of the floating-point operations for the norms of an image, with forms for ``weighings`` searches."""
-    bent = {u for v, rule in plan.network.rules.items() if rule.contracts for u in plan.network.operands(v)}
-    weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in bent)
+    contracted = {u for v, rule in plan.network.rules.items() if rule.contracts for u in plan.network.operands(v)}
+    weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in contracted)
     return plan.work + weighed
 
 
@@ -248,36 +248,36 @@ class Anchor:
         Raises:
             LedgerError: called again, although the first call used the start vectors; linearise the images again.
         """
-        here = self.linearization
+        at = self.linearization
         if self.method.quick is not None and self.method.eps is not None:
             return self._verdict(self.method.eps, predicted, margins, limit)
-        best, _ = _examined(here, predicted, margins, limit, self.method.eps)
+        best, _ = _examined(at, predicted, margins, limit, self.method.eps)
         if self.method.secant is None:
             return best
-        moved = here.walk(best).operands
-        still = [torch.zeros_like(best)]  # operations before the perturbed value
+        moved = at.walk(best).operands
+        unmoved = [torch.zeros_like(best)]  # operations before the perturbed value
         # The widths depend on the norms so far, so the norms with secants need start vectors of their own.
-        ledger = here.norms.ledger.part("secant")
-        widths = {leaf: _WIDENED * _largest(moved.get(v, still)) for v, leaf in self.method.kinks.items()}
-        secant = Linearization(self.method.secant, here.images[:, 0], widths=widths, ledger=ledger)
+        ledger = at.norms.ledger.part("secant")
+        widths = {leaf: _WIDENED * _largest(moved.get(v, unmoved)) for v, leaf in self.method.kinks.items()}
+        secant = Linearization(self.method.secant, at.images[:, 0], widths=widths, ledger=ledger)
         return torch.maximum(best, linearized_radius(secant, predicted, margins, limit))
 
     def _verdict(self, eps: float, predicted: Tensor, margins: Tensor, limit: int | None) -> Tensor:
         """Radii from the quick norms, and from all norms where these leave the verdict at ε open."""
-        here = self.linearization
-        best, possible = _examined(here, predicted, margins, limit, eps)
-        still = ((best <= eps) & possible).nonzero()[:, 0]
-        if len(still):
-            ledger = here.norms.ledger.only(still).part("whole")
-            whole = Linearization(self.method.finder, here.images[still, 0], self.progress, ledger=ledger)
-            more, _ = _examined(whole, predicted[still], margins[still], limit, eps)
-            best[still] = torch.maximum(best[still], more)
+        at = self.linearization
+        best, possible = _examined(at, predicted, margins, limit, eps)
+        undecided = ((best <= eps) & possible).nonzero()[:, 0]
+        if len(undecided):
+            ledger = at.norms.ledger.only(undecided).part("whole")
+            whole = Linearization(self.method.finder, at.images[undecided, 0], self.progress, ledger=ledger)
+            more, _ = _examined(whole, predicted[undecided], margins[undecided], limit, eps)
+            best[undecided] = torch.maximum(best[undecided], more)
         return best
 
     def least_margin(self, eps: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """Lower bounds on the smallest f_y − f_j within eps, shape (N,); arguments as for :meth:`radius`."""
         rivals = margins.argsort(1)[:, :-1].unbind(1)
-        return torch.stack([RivalMargin(self.linearization, j, predicted, margins).left(eps) for j in rivals]).amin(0)
+        return torch.stack([RivalMargin(self.linearization, j, predicted, margins).bound(eps) for j in rivals]).amin(0)
 
 
 def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
@@ -339,10 +339,10 @@ def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
     least = torch.where(rivals, margins, math.inf).amin(1, keepdim=True)
     finite = torch.where(rivals, margins, least).clamp_min(0)
 
-    def left(eps: Tensor) -> Tensor:
+    def remaining(eps: Tensor) -> Tensor:
         return finite - change(at, at.walk(eps), spread)
 
-    return torch.where(rivals, search_each(left, finite / slope.reshape(-1, 1)), math.inf)
+    return torch.where(rivals, search_each(remaining, finite / slope.reshape(-1, 1)), math.inf)
 
 
 def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tensor, enough: Tensor) -> Tensor:
@@ -355,11 +355,11 @@ def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tenso
     for round in range(rounds(at.plan)):
         rivals = allowed.argmin(1, keepdim=True)
         least = allowed.gather(1, rivals)[:, 0]
-        left = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least) & (least <= enough)).nonzero()[:, 0]
-        if not len(left):
+        images = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least) & (least <= enough)).nonzero()[:, 0]
+        if not len(images):
             break
-        done[left, rivals[left, 0]] = True
-        for part in left.split(max(1, _ENTRIES // (SECTORS * max(1, at.entries)))):
+        done[images, rivals[images, 0]] = True
+        for part in images.split(max(1, _ENTRIES // (SECTORS * max(1, at.entries)))):
             one = RivalMargin(at.only(part), rivals[part, 0], predicted[part], margins[part])
             allowed[part, rivals[part, 0]] = one.weighed(least[part], round)
     return allowed

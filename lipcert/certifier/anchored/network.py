@@ -154,41 +154,41 @@ class Network:
             return point + _NEARBY * random(point.shape)
 
         def gradients(images: Tensor, back: Tensor) -> Tensor | None:
-            found = []
+            results = []
             for image, u in zip(images, back, strict=True):
                 with torch.enable_grad():
                     start = image.clone().requires_grad_()
                     result = self.graph.replay(start)
                 if not result.requires_grad:
                     return None
-                found.append(torch.autograd.grad(result, start, u)[0])
-            return torch.stack(found)
+                results.append(torch.autograd.grad(result, start, u)[0])
+            return torch.stack(results)
 
         both = torch.stack((example, example.flip(-1)))
         pair = random(torch.Size((2, *self.graph.output.shape)))
         for images, back in ((both[:1], pair[:1]), (both, pair)):
-            wanted = gradients(images, back)
-            if wanted is None or not wanted.isfinite().all():
+            expected = gradients(images, back)
+            if expected is None or not expected.isfinite().all():
                 return
             with torch.enable_grad():
                 start = images.clone().requires_grad_()
                 (result,) = self.replay(self.graph.input, start, [self.graph.output], {})
                 weight = torch.zeros_like(result, requires_grad=True)
                 (pulled,) = torch.autograd.grad(result, start, weight, create_graph=True)
-            (found,) = torch.autograd.grad(result, start, back, retain_graph=True)
-            off, forth = (found - wanted).norm(), random(start.shape)
+            (computed,) = torch.autograd.grad(result, start, back, retain_graph=True)
+            off, forth = (computed - expected).norm(), random(start.shape)
 
             def product(v: Tensor, pulled: Tensor = pulled, weight: Tensor = weight, back: Tensor = back) -> Tensor:
                 return torch.autograd.grad(pulled, weight, v, retain_graph=True)[0] * back
 
             if pulled.requires_grad:
-                off = off + (product(forth).sum() - (found * forth).sum()).abs() / forth.norm()
-            allowed = _ACCURACY * wanted.norm() + _SATURATED
+                off = off + (product(forth).sum() - (computed * forth).sum()).abs() / forth.norm()
+            allowed = _ACCURACY * expected.norm() + _SATURATED
             for _ in range(_POINTS):
                 if off <= allowed:
                     break
                 beside = gradients(near(images), near(back))
-                noise = torch.zeros_like(off) if beside is None else (beside - wanted).norm()
+                noise = torch.zeros_like(off) if beside is None else (beside - expected).norm()
                 if pulled.requires_grad:
                     noise = noise + (product(near(forth)) - product(forth)).norm()
                 allowed = torch.maximum(allowed, _NOISE * noise)
@@ -198,11 +198,11 @@ class Network:
     def _output_of(self, path: str) -> Node:
         """The value that the module at ``path`` computes last."""
         places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.single}
-        wanted = path.removeprefix("net.")
-        inside = [node for node, place in places.items() if f"{place}.".startswith(f"{wanted}.")]
+        module = path.removeprefix("net.")
+        inside = [node for node, place in places.items() if f"{place}.".startswith(f"{module}.")]
         if not inside:
-            known = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
-            listed = ", ".join(place for place in known if place not in ("", "net"))
+            modules = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
+            listed = ", ".join(place for place in modules if place not in ("", "net"))
             raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
         return inside[-1]
 
@@ -212,14 +212,14 @@ class Network:
         missing = []
         for node in self.replay.between(self.source, [self.graph.output]):
             try:
-                found = remainder_of(node)
-                if found is not None:
-                    found(node, [values[operand] for operand in node.operands], values[node])
+                rule = remainder_of(node)
+                if rule is not None:
+                    rule(node, [values[operand] for operand in node.operands], values[node])
             except NoAnswer as reason:
                 missing.append(refusal(node, reason))
                 continue
-            if found is not None:
-                rules[node] = found
+            if rule is not None:
+                rules[node] = rule
         if missing:
             raise UnsupportedOperation(missing, "remainder")
         return rules
@@ -258,8 +258,8 @@ class Network:
             node = node.operands[0]
         if node.op != "linear" or len(node.operands) != 1 or node is self.source:
             return None
-        given = arguments(node)
-        features, weight = given["input"], given["weight"]
+        call = arguments(node)
+        features, weight = call["input"], call["weight"]
         if not isinstance(weight, Tensor) or not isinstance(features, Node) or weight.dim() != 2:
             return None
         if node.shape != (1, len(weight)) or features.shape != (1, weight.shape[1]):
@@ -315,31 +315,31 @@ class Network:
             widths: the widths of the secants, each of shape (N, 1); 0 by default.
         """
         single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
-        given = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
+        leaves = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
 
         def one(image: Tensor, *width: Tensor) -> tuple[Tensor, ...]:
-            known = run(self.graph.nodes, {self.graph.input: image, **dict(zip(given, width, strict=True))})
-            return tuple(known[node] for node in single)
+            computed = run(self.graph.nodes, {self.graph.input: image, **dict(zip(leaves, width, strict=True))})
+            return tuple(computed[node] for node in single)
 
-        found = torch.vmap(one)(images, *given.values())
-        return {self.graph.input: images, **given, **dict(zip(single, found, strict=True))}
+        results = torch.vmap(one)(images, *leaves.values())
+        return {self.graph.input: images, **leaves, **dict(zip(single, results, strict=True))}
 
     def remainder(self, v: Node, values: Mapping[Node, Tensor]) -> Remainder:
         """The remainder rule of one operation at nominal values."""
         return self.rules[v](v, [values[operand] for operand in v.operands], values[v])
 
     def remainders(
-        self, values: Mapping[Node, Tensor], known: Mapping[Node, Remainder] | None = None, index: Tensor | None = None
+        self, values: Mapping[Node, Tensor], rules: Mapping[Node, Remainder] | None = None, index: Tensor | None = None
     ) -> dict[Node, Remainder]:
         """The remainder rules of all nonlinear operations at nominal values.
 
-        With ``known`` the values are those of some of the images at which these rules hold, ``index`` their indices.
+        With ``rules`` the values are those of some of the images at which these rules hold, ``index`` their indices.
         """
-        found = {}
+        answers = {}
         for v in self.rules:
-            part = None if known is None or index is None else known[v].only(index)
-            found[v] = self.remainder(v, values) if part is None else part
-        return found
+            part = None if rules is None or index is None else rules[v].only(index)
+            answers[v] = self.remainder(v, values) if part is None else part
+        return answers
 
 
 def _merged(stages: list[Stage]) -> list[Stage]:
@@ -348,11 +348,11 @@ def _merged(stages: list[Stage]) -> list[Stage]:
     Between m and n operations a cut replaces the m n norms from each of the first to each of the others by m + n norms
     from and to the cut, and two more. A remainder that crosses a cut counts with a product of two norms.
     """
-    found = stages[:1]
+    merged = stages[:1]
     for stage in stages[1:]:
-        before, after = len(found[-1].nonlinear), len(stage.nonlinear)
+        before, after = len(merged[-1].nonlinear), len(stage.nonlinear)
         if before * after <= before + after + 2:
-            found[-1] = Stage(found[-1].start, stage.end, found[-1].nonlinear + stage.nonlinear)
+            merged[-1] = Stage(merged[-1].start, stage.end, merged[-1].nonlinear + stage.nonlinear)
         else:
-            found.append(stage)
-    return found
+            merged.append(stage)
+    return merged

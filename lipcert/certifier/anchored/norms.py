@@ -28,7 +28,7 @@ from lipcert.settings import RIGORS
 
 NormProgress = Callable[[int, int], None]
 # The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.
-_STILL = 0.02
+_CONSTANT = 0.02
 # What identifies a norm: its kind, "norm", "peak", "weighted" or "form", and its operations.
 NormKey = tuple[str | Node | int, ...]
 
@@ -143,8 +143,8 @@ class Norms:
     def only(self, index: Tensor) -> Norms:
         """The same for some of the images, given by their numbers."""
 
-        def some(known: Mapping[Pair, Tensor]) -> dict[Pair, Tensor]:
-            return {pair: norm[index] for pair, norm in known.items()}
+        def some(table: Mapping[Pair, Tensor]) -> dict[Pair, Tensor]:
+            return {pair: norm[index] for pair, norm in table.items()}
 
         part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), some(self.shares), self.columns)
         part.weighted, part.along, part.slack = some(self.weighted), some(self.along), some(self.slack)
@@ -197,8 +197,8 @@ class NormFinder:
 
         ``progress`` is called with (norms computed, norms in total).
         """
-        plan, found, by = self.plan, Norms(ledger, columns=self.columns), self.jacobians
-        found.written = Written(by, values, plan.pairs)
+        plan, norms, by = self.plan, Norms(ledger, columns=self.columns), self.jacobians
+        norms.written = Written(by, values, plan.pairs)
         alone = {node: value[:1] for node, value in values.items()}
         kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
         in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs) + len(plan.along)
@@ -209,68 +209,68 @@ class NormFinder:
                 progress(next(done), in_all)
 
         for v, u in plan.columns:
-            draw = self._draw(ledger, "columns", v, u, known=by.writes(v, u) or by.writes_out_columns(u))
+            draw = self._draw(ledger, "columns", v, u, from_entries=by.writes(v, u) or by.writes_out_columns(u))
             if (v, u) not in self.columns and by.writes(v, u):
-                self.columns[v, u] = found.written.matrix(v, u).column_norms()
+                self.columns[v, u] = norms.written.matrix(v, u).column_norms()
             elif (v, u) not in self.columns:
                 self.columns[v, u] = by.columns(v, u, alone, draw)
         for a, b in plan.pairs:
             if self.wants("norm", a, b):
-                found.gains[a, b] = self._gain(a, b, values, found)
+                norms.gains[a, b] = self._gain(a, b, values, norms)
                 report()
         rows: dict[Pair, Tensor] = {}
         for a, b in plan.peaks:
             if self.wants("peak", a, b):
-                rows[a, b] = self._rows(a, b, values, found)
-                found.peaks[a, b] = rows[a, b].amax(1)
+                rows[a, b] = self._rows(a, b, values, norms)
+                norms.peaks[a, b] = rows[a, b].amax(1)
                 report()
         links = {link: self._link(link, number, values, ledger) for number, link in enumerate(plan.links)}
-        found.rounded, found.slack, found.gains = rounded(
+        norms.rounded, norms.slack, norms.gains = rounded(
             self.network.local,
             values,
-            found.gains,
+            norms.gains,
             links,
             self.network.rules,
-            [*plan.chained, *(pair for pair in plan.pairs if pair not in found.gains)],
+            [*plan.chained, *(pair for pair in plan.pairs if pair not in norms.gains)],
             by.error_of,
             by.error_factor,
             through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
             cuts=[stage.start for stage in self.network.stages],
             proved=not plan.chained,
         )
-        lost = {(a, b): written_error(a.entries, b.entries) * slack for (a, b), slack in found.slack.items()}
-        for pair, bound in found.peaks.items():
-            found.peaks[pair] = torch.minimum(bound + lost[pair], found.gains[pair])
+        lost = {(a, b): written_error(a.entries, b.entries) * slack for (a, b), slack in norms.slack.items()}
+        for pair, bound in norms.peaks.items():
+            norms.peaks[pair] = torch.minimum(bound + lost[pair], norms.gains[pair])
         for v in plan.each:
             (u,) = self.network.operands(v)
-            for (a, b), norms in rows.items():
+            for (a, b), sizes in rows.items():
                 if b is u:
-                    share = (norms + lost[a, b][:, None]) / found.peaks[a, b][:, None].clamp_min(SMALLEST)
-                    found.shares[a, v] = self.network.arranged(u, v.operands[0], at_most(share).clamp_max(1))
-        longest = {pair: norm for pair, norm in found.peaks.items() if self.network.affine_path(*pair)}
+                    share = (sizes + lost[a, b][:, None]) / norms.peaks[a, b][:, None].clamp_min(SMALLEST)
+                    norms.shares[a, v] = self.network.arranged(u, v.operands[0], at_most(share).clamp_max(1))
+        longest = {pair: norm for pair, norm in norms.peaks.items() if self.network.affine_path(*pair)}
         for a, b in plan.peaks:
-            if (a, b) not in found.peaks:
-                known = {v: norm for (v, u), norm in longest.items() if u is b}
-                found.peaks[a, b] = torch.minimum(self.product(a, b, known, found), found.gains[a, b])
+            if (a, b) not in norms.peaks:
+                last = {v: norm for (v, u), norm in longest.items() if u is b}
+                norms.peaks[a, b] = torch.minimum(self.product(a, b, last, norms), norms.gains[a, b])
         for pair in self.columns.keys() - self._raised:
             self.columns[pair] = self.columns[pair] + lost[pair][0]
             self._raised.add(pair)
         for a, v in plan.weighted:
             if self.wants("weighted", a, v):
-                found.weighted[a, v] = self._weighted(a, v, values, found)
+                norms.weighted[a, v] = self._weighted(a, v, values, norms)
                 report()
         for a, v in plan.weighted:
-            if (a, v) not in found.weighted:
+            if (a, v) not in norms.weighted:
                 u = self.network.operands(v)[0]
-                known = {b: norm for (b, w), norm in found.weighted.items() if w is v}
-                most = self.columns[v, plan.ahead[v]].amax().sqrt() * found.gains[a, u]
-                found.weighted[a, v] = torch.minimum(self.product(a, u, known, found), most)
+                last = {b: norm for (b, w), norm in norms.weighted.items() if w is v}
+                most = self.columns[v, plan.ahead[v]].amax().sqrt() * norms.gains[a, u]
+                norms.weighted[a, v] = torch.minimum(self.product(a, u, last, norms), most)
         units = {v: self.network.remainder(v, values).units for v in plan.tokens}
         for a, v in plan.along:
             size = self.jacobians.along(a, v.operands[0], values, units[v], plan.tokens[v])
-            found.along[a, v] = size + lost[a, self.network.operands(v)[0]][:, None]
+            norms.along[a, v] = size + lost[a, self.network.operands(v)[0]][:, None]
             report()
-        return found
+        return norms
 
     def wants(self, kind: str, a: Node, b: Node, *more: int) -> bool:
         """Whether a norm is computed, rather than bounded by products."""
@@ -282,7 +282,7 @@ class NormFinder:
         """The tolerance of a norm; ∞ for products."""
         return self.options.tolerance if self.effort is None else self.effort.get(key, self.options.tolerance)
 
-    def product(self, a: Node, u: Node, known: Mapping[Node, Tensor], found: Norms) -> Tensor:
+    def product(self, a: Node, u: Node, last: Mapping[Node, Tensor], norms: Norms) -> Tensor:
         """The least ‖M G(v → u)‖ ‖G(a → v)‖, which bounds ‖M G(a → u)‖, shape (N,); ∞ without a suitable v.
 
         If every path from the perturbed value to u passes through v, and a comes before v, then
@@ -291,20 +291,20 @@ class NormFinder:
         Args:
             a: the first value.
             u: the last value.
-            known: upper bounds on ‖M G(v → u)‖, or on the largest norm of its rows, by v.
-            found: the norms so far, rounding included.
+            last: upper bounds on ‖M G(v → u)‖, or on the largest norm of its rows, by v.
+            norms: the norms so far, rounding included.
         """
-        network, best = self.network, torch.full_like(next(iter(found.gains.values())), math.inf)
-        for v, norm in known.items():
+        network, best = self.network, torch.full_like(next(iter(norms.gains.values())), math.inf)
+        for v, norm in last.items():
             if network.replay.position[a] < network.replay.position[v] and network.chains.on_every_path(v, u):
-                best = torch.minimum(best, times(norm, found.rounded.path(a, v)))
+                best = torch.minimum(best, times(norm, norms.rounded.path(a, v)))
         return best
 
     def _compute(self, key: NormKey, norm: Callable[[Jacobians], Tensor]) -> Tensor:
         """A norm, within its tolerance."""
         return norm(self.jacobians.within(self.tolerance(key)))
 
-    def _still(
+    def _constant(
         self,
         key: NormKey,
         a: Node,
@@ -317,56 +317,56 @@ class NormFinder:
             return self._compute(key, lambda jacobians: norm(jacobians, values))
         if key not in self._constants:
             alone = {node: value[:1] for node, value in values.items()}
-            tight = self.jacobians.within(self.jacobians.tolerance * _STILL)
+            tight = self.jacobians.within(self.jacobians.tolerance * _CONSTANT)
             self._constants[key] = norm(tight, alone)
-        known = self._constants[key]
-        return known.expand(len(values[a]), *known.shape[1:])
+        constant = self._constants[key]
+        return constant.expand(len(values[a]), *constant.shape[1:])
 
-    def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
+    def _gain(self, a: Node, b: Node, values: dict[Node, Tensor], norms: Norms) -> Tensor:
         written = self.jacobians.writes(a, b)
-        draw = self._draw(found.ledger, "norm", a, b, known=written or self.jacobians.writes_out(a, b.entries))
+        draw = self._draw(norms.ledger, "norm", a, b, from_entries=written or self.jacobians.writes_out(a, b.entries))
 
-        def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
-            return found.written.factor(a, b).norm() if written else by.norm(a, b, known, draw)
+        def norm(by: Jacobians, nominal: dict[Node, Tensor]) -> Tensor:
+            return norms.written.factor(a, b).norm() if written else by.norm(a, b, nominal, draw)
 
-        return self._still(("norm", a, b), a, b, values, norm)
+        return self._constant(("norm", a, b), a, b, values, norm)
 
-    def _rows(self, a: Node, b: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
+    def _rows(self, a: Node, b: Node, values: dict[Node, Tensor], norms: Norms) -> Tensor:
         written = self.jacobians.writes(a, b)
-        draw = self._draw(found.ledger, "peak", a, b, known=written or self.jacobians.writes_out_rows(a, b))
+        draw = self._draw(norms.ledger, "peak", a, b, from_entries=written or self.jacobians.writes_out_rows(a, b))
         block, arranged = self.plan.blocks[b]
         target = b if block == 1 else arranged
 
-        def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
+        def norm(by: Jacobians, nominal: dict[Node, Tensor]) -> Tensor:
             if not written:
-                return by.rows(a, target, known, draw, block)
-            matrix = found.written.factor(a, target)
+                return by.rows(a, target, nominal, draw, block)
+            matrix = norms.written.factor(a, target)
             return matrix.row_norms() if block == 1 else matrix.block_norms(block)
 
-        return self._still(("peak", a, b), a, b, values, norm)
+        return self._constant(("peak", a, b), a, b, values, norm)
 
-    def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], found: Norms) -> Tensor:
+    def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], norms: Norms) -> Tensor:
         u, written = v.operands[0], self.jacobians.writes(a, v.operands[0])
-        known = written or self.jacobians.writes_out(a, u.entries)
-        draw = self._draw(found.ledger, "columns weighed", a, u, v, known=known)
+        from_entries = written or self.jacobians.writes_out(a, u.entries)
+        draw = self._draw(norms.ledger, "columns weighed", a, u, v, from_entries=from_entries)
         weights = self.columns[v, self.plan.ahead[v]].sqrt()
 
         def form(images: int) -> Form:
             return Form.weights(weights.reshape(1, *v.shape).expand(images, *v.shape))
 
-        def norm(by: Jacobians, known: dict[Node, Tensor]) -> Tensor:
+        def norm(by: Jacobians, nominal: dict[Node, Tensor]) -> Tensor:
             if written:
-                return found.written.factor(a, u).scaled(weights).norm()
-            return by.norm(a, u, known, draw, form=form(len(known[a])))
+                return norms.written.factor(a, u).scaled(weights).norm()
+            return by.norm(a, u, nominal, draw, form=form(len(nominal[a])))
 
-        bound = self._still(("weighted", a, v), a, u, values, norm)
+        bound = self._constant(("weighted", a, v), a, u, values, norm)
         factor = written_error(a.entries, u.entries) if written else self.jacobians.error_factor(a, u.entries)
-        return found.raised(bound, a, self.network.operands(v)[0], form(len(values[a])), factor)
+        return norms.raised(bound, a, self.network.operands(v)[0], form(len(values[a])), factor)
 
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
         a, b = link.operand, link.node
-        draw = self._draw(ledger, "link", a, b, number, known=self.jacobians.writes_out(a, b.entries))
+        draw = self._draw(ledger, "link", a, b, number, from_entries=self.jacobians.writes_out(a, b.entries))
         if self.network.rules.keys() & link.path:
             return self.jacobians.norm(a, b, values, draw, path=link.path)
         if link not in self._link_constants:
@@ -384,15 +384,15 @@ class NormFinder:
         b = v.operands[form.operand]
         rows = rows_of(b, values, form)
         written = self.jacobians.writes(a, b)
-        draw = self._draw(ledger, "norm", a, b, known=written or self.jacobians.writes_out(a, rows))
+        draw = self._draw(ledger, "norm", a, b, from_entries=written or self.jacobians.writes_out(a, rows))
 
-        def found(by: Jacobians) -> Tensor:
+        def norm_with(by: Jacobians) -> Tensor:
             if written:
                 return norms.written.factor(a, b).formed(form, b.shape).norm().expand(len(form.norm))
             return by.norm(a, b, values, draw, form=form)
 
         factor = written_error(a.entries, max(rows, b.entries)) if written else self.jacobians.error_factor(a, rows)
-        norm = self._compute(("form", a, v, number), found)
+        norm = self._compute(("form", a, v, number), norm_with)
         return norms.raised(norm, a, self.network.root(b), form, factor)
 
     def formed_columns(
@@ -408,19 +408,19 @@ class NormFinder:
             return None
         if self.jacobians.writes(a, b) and form.is_diagonal(b.shape):
             matrix = norms.written.matrix(a, b)
-            found = matrix.moved(self.network.order(b)).column_norms(form.tensors[0].flatten(1))
+            sizes = matrix.moved(self.network.order(b)).column_norms(form.tensors[0].flatten(1))
         else:
-            found = self.jacobians.columns(a, b, values, None, form)
+            sizes = self.jacobians.columns(a, b, values, None, form)
         lost = norms.rounding(a, self.network.root(b), form) * written_error(a.entries, rows)
-        return found + lost[:, None]
+        return sizes + lost[:, None]
 
-    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, known: bool) -> Draw | None:
-        """Start vectors for a bound on G(a → b); None if it is ``known`` from the entries, or G is empty.
+    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, from_entries: bool) -> Draw | None:
+        """Start vectors for a bound on G(a → b); None if it is computed ``from_entries``, or G is empty.
 
         The key consists of the positions of the operations in the network. So a norm has the same vectors whichever
         other norms are requested, and in whichever order.
         """
-        if known or not a.entries * b.entries:
+        if from_entries or not a.entries * b.entries:
             return None
         place = self.network.replay.position
         numbers = [item if isinstance(item, int) else place[item] for item in (a, b, *more)]

@@ -88,13 +88,13 @@ class NormPlan:
 
     Args:
         network: the network.
-        wanted: the pairs (a, b) whose ‖G(a → b)‖ the certificate needs. Pairs with the norm 1 or 0 are left out.
+        requested: the pairs (a, b) whose ‖G(a → b)‖ the certificate needs. Pairs with the norm 1 or 0 are left out.
         passes: limits the cost of the norms to about this many forward passes; products of norms bound the other pairs.
             None computes all norms.
         wider: plans norms for this multiple of ``passes``, or more, from which some are chosen later (:mod:`.effort`).
     """
 
-    def __init__(self, network: Network, wanted: Iterable[Pair], passes: float | None = None, wider: float = 1.0):
+    def __init__(self, network: Network, requested: Iterable[Pair], passes: float | None = None, wider: float = 1.0):
         self.network = network
         self.whole = passes is None
         self._costs = {node: work([node]) for node in network.graph.nodes}
@@ -102,7 +102,7 @@ class NormPlan:
         self.beyond: list[tuple[str, Node, Node]] = []
         self.pairs: list[Pair] = []
         self.unconnected: set[Pair] = set()
-        for a, b in dict.fromkeys(wanted):
+        for a, b in dict.fromkeys(requested):
             if a is not b and network.replay.depends(b, a):
                 self.pairs.append((a, b))
             elif a is not b:
@@ -112,8 +112,8 @@ class NormPlan:
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
         self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
-        known = network.local.bounded if self.whole else network.local.close
-        self.links = [link for link in network.chains.unknown if not known(link)]
+        bounded = network.local.bounded if self.whole else network.local.close
+        self.links = [link for link in network.chains.unknown if not bounded(link)]
         if passes is not None:
             self._spend(wider)
         summed = {v for v, rule in network.rules.items() if rule.sums and self.whole}
@@ -185,17 +185,17 @@ class NormPlan:
             for a, b in self.peaks
         ]
         spent = self.work_of_links
-        found: dict[bool, list[Pair]] = {False: [], True: []}
+        affordable: dict[bool, list[Pair]] = {False: [], True: []}
         for ranked, cost, start, end, peak in sorted(order):
             spent += cost
             if spent > wider * self.limit * (_INSIDE if wider > 1 and ranked < 3 else 1):
                 break
             pair = network.graph.nodes[start], network.graph.nodes[end]
-            found[peak].append(pair)
+            affordable[peak].append(pair)
             if spent > self.limit:
                 self.beyond.append(("peak" if peak else "norm", *pair))
-        self.chained = frozenset(self.pairs) - set(found[False])
-        self.pairs, self.peaks = found[False], found[True]
+        self.chained = frozenset(self.pairs) - set(affordable[False])
+        self.pairs, self.peaks = affordable[False], affordable[True]
 
     def _features(self) -> frozenset[Pair]:
         """The pairs (a, features of a linear head) with matrices of many rows.
@@ -216,13 +216,13 @@ class NormPlan:
         return block if block == 1 or v.entries * block <= GRAMS else 0
 
     def _blocks(self) -> dict[Node, tuple[int, Node]]:
-        found: dict[Node, tuple[int, Node]] = {}
+        blocks: dict[Node, tuple[int, Node]] = {}
         for v in self.network.rules:
             block = self.block(v)
             if block:
                 (u,) = self.network.operands(v)
-                found[u] = max(found.get(u, (0, u)), (block, v.operands[0]), key=lambda known: known[0])
-        return found
+                blocks[u] = max(blocks.get(u, (0, u)), (block, v.operands[0]), key=lambda entry: entry[0])
+        return blocks
 
     def blockwise(self, v: Node) -> bool:
         """Whether the rule of a nonlinear operation gets a bound on the deviation of a single entry or block."""

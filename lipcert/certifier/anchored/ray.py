@@ -52,18 +52,18 @@ class Ray:
         self.at, network = at, at.network
         size = direction.norm(dim=1, keepdim=True)
         unit = direction / size.clamp_min(1e-140)
-        self.known = (unit.norm(dim=1) - 1).abs() < 1e-10
+        self.defined = (unit.norm(dim=1) - 1).abs() < 1e-10
         ends = [network.source, *(stage.start for stage in network.stages), *network.outputs]
         operands = [u for v in at.remainders for u in v.operands if u not in network.widths]
-        wanted = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
+        targets = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
         source = network.source
-        self.tangents = tangents(network, at.values, [u for u in wanted if network.replay.depends(u, source)], unit)
+        self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
         self._sizes: dict[tuple[Node, Seminorm], Tensor] = {}
 
     def only(self, index: Tensor, at: Linearization) -> Ray:
         """The same for the images with the given indices, with the linearisation at these images."""
         part = copy.copy(self)
-        part.at, part.known, part._sizes = at, self.known[index], {}
+        part.at, part.defined, part._sizes = at, self.defined[index], {}
         part.tangents = {u: moved[index] for u, moved in self.tangents.items()}
         return part
 
@@ -90,18 +90,18 @@ class Ray:
             return self._nothing()
         flat = per_image(moved)
         if kind is SeminormKind.LARGEST:
-            found = flat.unflatten(1, (-1, block)).norm(dim=2).amax(1)
+            length = flat.unflatten(1, (-1, block)).norm(dim=2).amax(1)
         elif kind is SeminormKind.COLUMNS:
             assert v is not None
             weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
-            found, scale = (weights * flat).norm(dim=1), weights.amax()
+            length, scale = (weights * flat).norm(dim=1), weights.amax()
         elif v is not None:
             units, token = self.at.remainders[v].units, self.at.plan.tokens[v]
             along = (flat * per_image(units)).unflatten(1, (-1, token)).sum(2)
-            found = along.norm(dim=1) if kind is SeminormKind.ALONG else along.abs().amax(1)
+            length = along.norm(dim=1) if kind is SeminormKind.ALONG else along.abs().amax(1)
         else:
-            found = flat.norm(dim=1)
-        return self._raised(found, u, scale)
+            length = flat.norm(dim=1)
+        return self._raised(length, u, scale)
 
     def entries(self, v: Node) -> Tensor | None:
         """Upper bounds on the entries of |G(x → u) p| in the operand u of v, shape (N, entries); None if unknown."""
@@ -109,9 +109,9 @@ class Ray:
         moved, slack = self.tangents.get(v.operands[0]), self.at.norms.slack.get((self.at.network.source, u))
         if moved is None or (slack is None and u is not self.at.network.source):
             return None
-        found = per_image(moved).abs()
-        found = found if slack is None else found + 2 * slack[:, None]
-        return torch.where(self.known[:, None], at_most(found * INFLATE), math.inf)
+        bounds = per_image(moved).abs()
+        bounds = bounds if slack is None else bounds + 2 * slack[:, None]
+        return torch.where(self.defined[:, None], at_most(bounds * INFLATE), math.inf)
 
     def formed(self, u: Node, form: Form, some: Tensor) -> Tensor:
         """An upper bound on ‖M G(x → u) p‖ for the M of a form at some of the images, shape (len(some),).
@@ -125,24 +125,24 @@ class Ray:
         if moved is None:
             return self._nothing()[some]
         part = moved[some]
-        found = per_image(form(part)).norm(dim=1)
+        length = per_image(form(part)).norm(dim=1)
         terms = max(u.entries, *(tensor[0].numel() for tensor in form.tensors))
-        found = found + form.size * 4 * (terms + 16) * UNIT * per_image(part).norm(dim=1)
-        return self._raised(found, self.at.network.root(u), form.norm, some)
+        length = length + form.size * 4 * (terms + 16) * UNIT * per_image(part).norm(dim=1)
+        return self._raised(length, self.at.network.root(u), form.norm, some)
 
-    def _raised(self, found: Tensor, u: Node, scale: Tensor, some: Tensor | None = None) -> Tensor:
+    def _raised(self, length: Tensor, u: Node, scale: Tensor, some: Tensor | None = None) -> Tensor:
         """With the rounding error of the product, multiplied by ``scale``; ∞ where nothing is known."""
         slack = self.at.norms.slack.get((self.at.network.source, u))
         if slack is None and u is not self.at.network.source:
             return self._nothing() if some is None else self._nothing()[some]
-        known = self.known
+        defined = self.defined
         if some is not None:
-            known, slack = known[some], None if slack is None else slack[some]
-        found = found if slack is None else found + 2 * scale * slack
-        return torch.where(known, at_most(found * INFLATE), math.inf)
+            defined, slack = defined[some], None if slack is None else slack[some]
+        length = length if slack is None else length + 2 * scale * slack
+        return torch.where(defined, at_most(length * INFLATE), math.inf)
 
     def _nothing(self) -> Tensor:
-        return torch.full_like(self.known, math.inf, dtype=torch.float64)
+        return torch.full_like(self.defined, math.inf, dtype=torch.float64)
 
 
 class Sector(NamedTuple):

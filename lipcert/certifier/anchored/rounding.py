@@ -130,22 +130,22 @@ class OperationRounding:
         off: dict[Link, Tensor] = {}
         errors: dict[Node, Tensor] = {}
         like = values[self.chains.source]
-        still = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+        zeros = torch.zeros(len(like), dtype=torch.float64, device=like.device)
         for node, links in self.chains.links.items():
             error = gamma(0) * lengths(values[node])
             for link in links:
-                gain, kappa = self._link(link, values, norms=True) if self.bounded(link) else _found(link, norms)
-                gains[link], off[link] = at_most(still + gain), at_most(still + kappa)
+                gain, kappa = self._link(link, values, norms=True) if self.bounded(link) else _from_norm(link, norms)
+                gains[link], off[link] = at_most(zeros + gain), at_most(zeros + kappa)
                 error = error + 2 * off[link] * lengths(values[link.operand])
             if all(link.isometric for link in links) and node.op in REARRANGING:
-                error = still
+                error = zeros
             errors[node] = at_most(error + _lost(node))
-        return Errors(gains, off, errors, still)
+        return Errors(gains, off, errors, zeros)
 
     @torch.no_grad()
     def errors(self, values: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Bounds on ‖e_w‖ without computed norms, each of shape (N,); estimates for operations without bounds."""
-        found: dict[Node, Tensor] = {}
+        bounds: dict[Node, Tensor] = {}
         for node, links in self.chains.links.items():
             whole, rule = lengths(values[node]), self._rule(node)
             error = (0 if all(map(_moves, links)) else gamma(0)) * whole
@@ -159,8 +159,8 @@ class OperationRounding:
                     error = error + 2 * self._link(link, values)[1] * size + _lost(node)
                 else:
                     error = error + _UNKNOWN * (size + whole)
-            found[node] = at_most(error)
-        return found
+            bounds[node] = at_most(error)
+        return bounds
 
     def _link(
         self, link: Link, values: Mapping[Node, Tensor], *, norms: bool = False
@@ -173,11 +173,11 @@ class OperationRounding:
         if not self.kinds[node]:
             rule = self._rule(node)
             assert rule is not None
-            found = [rule.bounds(node, place, values) for place in places]
-            gains = [gain for gain, _ in found]
+            bounds = [rule.bounds(node, place, values) for place in places]
+            gains = [gain for gain, _ in bounds]
             if norms and rule.norm is not None:
                 gains = [rule.norm(node, place, values) for place in places]
-            return sum(gains), sum(kappa for _, kappa in found)
+            return sum(gains), sum(kappa for _, kappa in bounds)
         if link not in self._affine:
             gain = sum(_schur(node, place, values) for place in places)
             self._affine[link] = gain, gamma(_terms(node, operand)) * gain
@@ -192,13 +192,13 @@ class Errors:
         gains: bounds on ‖J_wo‖.
         off: bounds κ_wo on the errors of products.
         errors: bounds on ‖e_w‖.
-        still: zeros.
+        zeros: zeros.
     """
 
     gains: dict[Link, Tensor]
     off: dict[Link, Tensor]
     errors: dict[Node, Tensor]
-    still: Tensor
+    zeros: Tensor
 
 
 def _moves(link: Link) -> bool:
@@ -218,7 +218,7 @@ def _affine(node: Node) -> bool | None:
     return True if node.op in _SCALING or node.op in _PLAIN else None
 
 
-def _found(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
+def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
     """A and κ of an operation without bounds, from its norm: ‖|J|‖ ≤ ‖J‖_F ≤ √min(m, n) ‖J‖ for an m × n matrix J."""
     norm = norms.get(link, math.inf)
     gain = 2 * math.sqrt(min(math.prod(link.operand.shape), math.prod(link.node.shape))) * norm
@@ -264,10 +264,10 @@ def _tree(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tr
 def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
     """A bound on ‖|J|‖ for an affine operation as a function of the operand at one place."""
     value = torch.zeros_like(values[node.operands[place]][0]).requires_grad_()
-    left = iter(range(len(node.operands)))
+    places = iter(range(len(node.operands)))
 
     def operand(n: Node) -> Tensor:
-        return value if next(left) == place else torch.zeros_like(values[n][0])
+        return value if next(places) == place else torch.zeros_like(values[n][0])
 
     def magnitude(constant: Tensor) -> Tensor:
         if node.op not in _SCALING or constant.dtype == torch.bool:
@@ -313,7 +313,7 @@ class Rounded:
 
     def only(self, index: Tensor) -> Rounded:
         """The same for the images with the given indices."""
-        noise, errors = ({node: value[index] for node, value in known.items()} for known in (self.noise, self.errors))
+        noise, errors = ({node: value[index] for node, value in table.items()} for table in (self.noise, self.errors))
         off = {link: value[index] for link, value in self.off.items()}
         return Rounded(noise, errors, off, self.paths[index], self.starts, self.place)
 
@@ -321,7 +321,7 @@ class Rounded:
         """An upper bound on ‖G(a → b)‖, shape (N,)."""
         return self.paths[:, self.starts[a], self.place[b]]
 
-    def taken(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a margin by rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖.
 
         Args:
@@ -361,7 +361,7 @@ class PathBounds:
         chains: the links of the network.
         gains: bounds for single operations.
         off: the κ.
-        found: the norms as computed.
+        computed: the norms as computed.
         factor: c for each pair.
         also: further pairs for which S is computed, for instance for norms of M G(a → b).
         through: the values c of the pairs for which computed G(c → b) and G(a → c) are multiplied.
@@ -372,7 +372,7 @@ class PathBounds:
         chains: Chains,
         gains: Mapping[Link, Tensor],
         off: Mapping[Link, Tensor],
-        found: Mapping[Pair, Tensor],
+        computed: Mapping[Pair, Tensor],
         factor: Mapping[Pair, float],
         also: Collection[Pair] = (),
         through: Mapping[Pair, Node] = MappingProxyType({}),
@@ -380,37 +380,37 @@ class PathBounds:
         self.chains, self.gains, self.off, self.through = chains, gains, off, through
         nodes = [chains.source, *chains.links]
         self.place = {node: number for number, node in enumerate(nodes)}
-        taken = {pair: norm * (1 + _SHARE) for pair, norm in found.items()}
+        assumed = {pair: norm * (1 + _SHARE) for pair, norm in computed.items()}
         for attempt in range(_ATTEMPTS):
-            self.bounds = self._table(nodes, taken)
-            self.slack = self._slack((*found, *also))
-            holds = {pair: taken[pair] >= found[pair] + factor[pair] * self.slack[pair] for pair in found}
+            self.bounds = self._table(nodes, assumed)
+            self.slack = self._slack((*computed, *also))
+            holds = {pair: assumed[pair] >= computed[pair] + factor[pair] * self.slack[pair] for pair in computed}
             if all(bool(good.all()) for good in holds.values()):
                 break
             for pair, good in holds.items():
-                more = found[pair] + 4 * factor[pair] * self.slack[pair]
+                more = computed[pair] + 4 * factor[pair] * self.slack[pair]
                 if attempt >= _ATTEMPTS // 2:
                     more = torch.full_like(more, math.inf)
-                taken[pair] = torch.where(good, taken[pair], more)
+                assumed[pair] = torch.where(good, assumed[pair], more)
         else:
-            taken = {pair: torch.full_like(norm, math.inf) for pair, norm in found.items()}
-            self.bounds = self._table(nodes, taken)
-            self.slack = self._slack((*found, *also))
-        for pair in found:
-            self.slack[pair] = torch.where(taken[pair] < math.inf, self.slack[pair], math.inf)
+            assumed = {pair: torch.full_like(norm, math.inf) for pair, norm in computed.items()}
+            self.bounds = self._table(nodes, assumed)
+            self.slack = self._slack((*computed, *also))
+        for pair in computed:
+            self.slack[pair] = torch.where(assumed[pair] < math.inf, self.slack[pair], math.inf)
 
     def _slack(self, pairs: Iterable[Pair]) -> dict[Pair, Tensor]:
         products, place = self.off_by(), self.place
-        found = {(a, b): products[:, place[a], place[b]] for a, b in pairs}
+        slack = {(a, b): products[:, place[a], place[b]] for a, b in pairs}
         for (a, b), c in self.through.items():
-            if (a, b) in found:
+            if (a, b) in slack:
                 i, j, k = place[a], place[c], place[b]
                 more = times(self.bounds[:, i, j], products[:, j, k]) + times(products[:, i, j], self.bounds[:, j, k])
-                found[a, b] = at_most(found[a, b] + more)
-        return found
+                slack[a, b] = at_most(slack[a, b] + more)
+        return slack
 
-    def _table(self, nodes: list[Node], taken: Mapping[Pair, Tensor]) -> Tensor:
-        table = self.chains.table(nodes, taken, self.gains)
+    def _table(self, nodes: list[Node], assumed: Mapping[Pair, Tensor]) -> Tensor:
+        table = self.chains.table(nodes, assumed, self.gains)
         return at_most(torch.stack([table[node] for node in nodes]).permute(2, 1, 0))
 
     def off_by(self) -> Tensor:
@@ -424,13 +424,13 @@ class PathBounds:
             endless = endless or bool((kappa >= _HUGE).any())
         endless = endless or bool((first >= _HUGE).any())
         first = torch.where(paths > 0, first.clamp_max(_HUGE), 0.0)
-        found = 2 * first @ paths
+        products = 2 * first @ paths
         if endless:
             large = (first >= _HUGE * gamma(0)).double()
             some = (paths > 0).double()
             unknown = large @ some + some @ (self.bounds >= _HUGE).double()
-            found = torch.where(unknown > 0, math.inf, found)
-        return found
+            products = torch.where(unknown > 0, math.inf, products)
+        return products
 
 
 def rounded(
@@ -439,7 +439,7 @@ def rounded(
     gains: Mapping[Pair, Tensor],
     links: Mapping[Link, Tensor],
     starts: Iterable[Node],
-    wanted: Collection[Pair],
+    requested: Collection[Pair],
     error_of: Callable[[Node, Node], float],
     error_of_link: Callable[[Node, int], float],
     *,
@@ -455,7 +455,7 @@ def rounded(
         gains: ‖G(a → b)‖ as computed, each of shape (N,).
         links: norms of single operations as computed.
         starts: the nonlinear operations.
-        wanted: pairs without a computed norm.
+        requested: pairs without a computed norm.
         error_of: c of the norm of G(a → b).
         error_of_link: the same for the norm of a single operation, from its operand and the number of rows.
         through: as for :class:`PathBounds`.
@@ -466,25 +466,25 @@ def rounded(
         The rounding errors; S of all pairs, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖. All of
         shape (N,).
     """
-    chains, found = local.chains, local(values, links)
+    chains, operations = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
     place = {node: number for number, node in enumerate(nodes)}
     first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts, *cuts)))}
     rows = torch.tensor([place[a] for a in first])
     factor = {(a, b): error_of(a, b) for a, b in gains}
-    exact = {link: _single(link, found, links, error_of_link) for link in found.gains}
-    errors = torch.stack([found.errors.get(node, found.still) for node in nodes], 1)
-    pairs = [*gains, *wanted]
+    exact = {link: _single(link, operations, links, error_of_link) for link in operations.gains}
+    errors = torch.stack([operations.errors.get(node, operations.zeros) for node in nodes], 1)
+    pairs = [*gains, *requested]
     paths, noise, slack, bounds = [], [], [], []
     for part in range(0, len(errors), together := max(1, _ENTRIES // len(nodes) ** 2)):
         some = slice(part, part + together)
         one = PathBounds(
             chains,
             {link: gain[some] for link, gain in exact.items()},
-            {link: kappa[some] for link, kappa in found.off.items()},
+            {link: kappa[some] for link, kappa in operations.off.items()},
             {pair: norm[some] for pair, norm in gains.items()},
             factor,
-            wanted,
+            requested,
             through,
         )
         paths.append(one.bounds[:, rows])
@@ -501,14 +501,14 @@ def rounded(
     whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
     for pair, norm in gains.items():
         whole[pair] = torch.minimum(whole[pair], norm + factor[pair] * added[pair])
-    return Rounded(off, found.errors, found.off, torch.cat(paths), first, place), added, whole
+    return Rounded(off, operations.errors, operations.off, torch.cat(paths), first, place), added, whole
 
 
 def _single(
-    link: Link, found: Errors, links: Mapping[Link, Tensor], error_factor: Callable[[Node, int], float]
+    link: Link, operations: Errors, links: Mapping[Link, Tensor], error_factor: Callable[[Node, int], float]
 ) -> Tensor:
     """A bound on ‖J‖ and ‖Ĵ‖ of one operation."""
-    gain, kappa = found.gains[link], found.off[link]
+    gain, kappa = operations.gains[link], operations.off[link]
     if link in links:
         gain = torch.minimum(gain, links[link] + error_factor(link.operand, link.node.entries) * kappa)
     return gain + kappa

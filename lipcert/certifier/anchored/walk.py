@@ -50,7 +50,7 @@ class FormNorms:
 
     def only(self, index: Tensor) -> FormNorms:
         """The same for the images with the given indices."""
-        norms, columns = ({a: norm[index] for a, norm in known.items()} for known in (self.norms, self.columns))
+        norms, columns = ({a: norm[index] for a, norm in table.items()} for table in (self.norms, self.columns))
         return FormNorms(self.operand, norms, self.along[index], columns)
 
 
@@ -202,10 +202,10 @@ class Linearization:
     @property
     def entries(self) -> int:
         """The number of entries, per image, of the values that the remainder rules read."""
-        return sum(self.values[node][0].numel() for node in self._read)
+        return sum(self.values[node][0].numel() for node in self._rule_values)
 
     @property
-    def _read(self) -> dict[Node, None]:
+    def _rule_values(self) -> dict[Node, None]:
         """The nonlinear operations and their operands."""
         return dict.fromkeys(node for v in self.network.rules for node in (v, *v.operands))
 
@@ -216,7 +216,7 @@ class Linearization:
         """
         part = copy.copy(self)
         part.images, part.logits = self.images if walked else self.images[index], self.logits[index]
-        part.values = {node: self.values[node][index] for node in (self._read if walked else self.values)}
+        part.values = {node: self.values[node][index] for node in (self._rule_values if walked else self.values)}
         part.norms = self.norms.only(index)
         part.remainders = self.network.remainders(part.values, self.remainders, index)
         part.uncertain = self.uncertain[index]
@@ -264,11 +264,12 @@ class Linearization:
         network, zero = self.network, torch.zeros_like(eps)
         before = self.rounding.before(network.stages[0])
         at_cuts: dict[Node, Tensor] = {}  # the sum of the remainders before a cut, at the cut
-        found: list[StageDeviation] = []
+        stages: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
         remainders: dict[Node, Tensor] = {}
         weighed: dict[Node, list[Tensor]] = {}
         reach = _Reach(self, eps, sector)
+        # The next start as the stage before bounds it. No remainder precedes the first start.
         passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start))
         passed_on = passed_on if before is None else passed_on + before
         for stage in network.stages:
@@ -277,7 +278,8 @@ class Linearization:
                 walk = _StageWalk(self, stage, passed_on, None, curvature)
             else:
                 sums = (self.gain(cut, stage.start) * error for cut, error in at_cuts.items())
-                arrived = at_most(sum(sums, zero)) if before is None or found else before
+                # In the first stage nothing but rounding arrives, and ``at_cuts`` is still empty.
+                arrived = at_most(sum(sums, zero)) if before is None or stages else before
                 direct = reach(stage.start, NORM, self.gain(network.source, stage.start))
                 at_start, split = torch.minimum(direct + arrived, passed_on), (eps, arrived)
                 walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
@@ -286,13 +288,13 @@ class Linearization:
             remainders |= {v: norm for v, norm, _ in walk.effects}
             remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
             passed_on = at_most(walk.linear(stage.end, NORM) + remainder)
-            if before is not None and not found:
+            if before is not None and not stages:  # later stages find the rounding before the first at its end
                 at_cuts[stage.end] = at_most(remainder + self.gain(stage.start, stage.end) * before)
-            found.append(StageDeviation(stage, walk.at_start, remainder, passed_on, split))
+            stages.append(StageDeviation(stage, walk.at_start, remainder, passed_on, split))
         features = None
         if network.head is not None:
             features = at_most(walk.linear(network.head[0], NORM) + walk.errors(network.head[0], NORM))
-        return Deviations(operands, passed_on, features, remainders, weighed, found)
+        return Deviations(operands, passed_on, features, remainders, weighed, stages)
 
 
 class _Reach:
@@ -378,14 +380,15 @@ class _StageWalk:
 
     def errors(self, u: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of a value by the remainders of the stage so far, and by rounding errors."""
-        # Errors before the start of the stage are part of its deviation.
-        own = None if u is self.stage.start else self.at.rounding.carried(u)
-        found = self.zero if own is None else own * self.gain(u, u, seminorm)
+        # Rounding errors before the start of the stage are part of its deviation. Others are known at u itself, so that
+        # only the seminorm of the identity, gain(u, u), multiplies them.
+        carried = None if u is self.stage.start else self.at.rounding.carried(u)
+        total = self.zero if carried is None else carried * self.gain(u, u, seminorm)
         for v, _, effect in self.effects:
             put = self.at.rounding.put(v)
             error = effect(u, seminorm)
-            found = found + (error if put is None else error + self.gain(v, u, seminorm) * put)
-        return found
+            total = total + (error if put is None else error + self.gain(v, u, seminorm) * put)
+        return total
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
@@ -399,10 +402,10 @@ class _StageWalk:
                 self.at.rounding.linear(v)
                 continue
             rho = operands[v] = self.reach(v)
-            if v in self.curvature:
+            if v in self.curvature:  # before the remainder of v itself is among the effects
                 weighed[v] = [
-                    self.moved(known.operand, Seminorm(SeminormKind.CURVATURE, v, number))
-                    for number, known in enumerate(self.curvature[v])
+                    self.moved(sizes.operand, Seminorm(SeminormKind.CURVATURE, v, number))
+                    for number, sizes in enumerate(self.curvature[v])
                 ]
             self.at.rounding.nonlinear(v, rho)
             norm = at_most(self.at.remainders[v].norm(rho))
@@ -420,7 +423,7 @@ class _StageWalk:
         if plan.blockwise(v):
             rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
         if v in plan.each:
-            rho[-1] = self.each(v, rho[-1])
+            rho[-1] = self.each(v, rho[-1])  # (N, entries) in place of (N,), one bound for every entry
         if v in plan.tokens:
             for kind in (SeminormKind.ALONG, SeminormKind.TOKEN):
                 along = self.moved(operands[0], Seminorm(kind, v))
@@ -438,21 +441,23 @@ class _StageWalk:
             return peak
 
         def rows(a: Node) -> Tensor:
+            """Upper bounds on the norms of the rows of G(a → u): the largest, times the shares if these are known."""
             gain = torch.as_tensor(self.gain(a, u, LARGEST), dtype=torch.float64, device=peak.device).reshape(-1, 1)
             return gain * at.norms.shares[a, v] if (a, v) in at.norms.shares else gain
 
-        found = at_most(rows(start) * self.at_start[:, None])
+        bounds = at_most(rows(start) * self.at_start[:, None])
         if self.source is not None:
             reach, arrived = self.source
-            found = torch.minimum(found, at_most(reach.each(v, rows(source)) + rows(start) * arrived[:, None]))
-        own = None if u is start else at.rounding.carried(u)
-        more = at.norms.rounded.noise[u] if own is None else at.norms.rounded.noise[u] + own
-        found = found + more[:, None]
+            bounds = torch.minimum(bounds, at_most(reach.each(v, rows(source)) + rows(start) * arrived[:, None]))
+        carried = None if u is start else at.rounding.carried(u)
+        added = at.norms.rounded.noise[u] if carried is None else at.norms.rounded.noise[u] + carried
+        bounds = bounds + added[:, None]
         for w, norm, effect in self.effects:
             put = at.rounding.put(w)
+            # Two bounds on what the remainder of w adds to entry i: for any entry, and ‖row i‖ times ‖R_w‖.
             error = torch.minimum(effect(u, LARGEST)[:, None], at_most(rows(w) * norm[:, None]))
-            found = found + (error if put is None else error + rows(w) * put[:, None])
-        return torch.minimum(at_most(found), peak[:, None])
+            bounds = bounds + (error if put is None else error + rows(w) * put[:, None])
+        return torch.minimum(at_most(bounds), peak[:, None])
 
     def effect(self, v: Node, rho: list[Tensor], norm: Tensor) -> Callable[[Node, Seminorm], Tensor]:
         """The deviation of later values by the remainder of v, each of shape (N,).
@@ -468,8 +473,9 @@ class _StageWalk:
         at, rule, columns = self.at, self.at.remainders[v], self.at.norms.columns
         unknown = torch.full_like(norm, math.inf)
         ahead = at.plan.ahead.get(v)
-        known = (v, ahead) in columns
-        size = self.moved(at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v)) if known else unknown
+        by_columns = (v, ahead) in columns
+        # ‖√w ∘ δ‖ for the deviation δ of the operand of v, with the weights w of the columns up to ``ahead`` only.
+        size = self.moved(at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v)) if by_columns else unknown
         summed: dict[Node, Tensor] = {}
 
         def moves(u: Node, seminorm: Seminorm) -> Tensor:
