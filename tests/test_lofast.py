@@ -81,6 +81,14 @@ MODELS = {
 }
 
 
+def some_slow(names, *slow):
+    """Parameters of a test, of which some are marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+WEIGHED = ["dot product, smooth", "no class token", "perceptron"]
+
+
 def logits_from(method, anchor, moved):
     """Logits for a deviation of the source's value."""
     net, values = method.network, anchor.linearization.values
@@ -111,7 +119,7 @@ def worst_margin(method, anchor, predicted, radius, steps=12):
     return worst
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_slow(MODELS, "dot product, layer norm", "no class token"))
 def test_networks(name):
     """Replays as the model; nothing moves further than its ρ; no attack inside the radius; anchored ≥ lofast."""
     model = MODELS[name]()
@@ -280,7 +288,7 @@ def test_rows_of_linear_paths_are_exact():
 
 
 def test_columns_enlarge_radii():
-    model, pixels = MODELS["no class token"](), images(3)
+    model, pixels = MODELS["no class token"](), images(1)
     predicted, gaps = margins(model(pixels))
     method = Anchored(model, tolerance=LOOSE)
     with_columns = method(pixels).radius(predicted, gaps)
@@ -395,7 +403,7 @@ def test_lanczos_covers_the_share_of_bad_starts_that_delta_allows():
 # Curvature weighed by the gradient -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dot product, smooth", "no class token", "perceptron"])
+@pytest.mark.parametrize("name", some_slow(WEIGHED, "dot product, smooth"))
 def test_weighed_curvature(name):
     """What is weighed moves by no more than its bound, and the margin that is left is below what an attack leaves."""
     model = MODELS[name]()
