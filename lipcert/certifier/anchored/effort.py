@@ -68,7 +68,7 @@ _LOOSER, _TAKEN = 4.0, 0.7
 # Sectors count in which no more than about this share of the margin is left beyond the least.
 _NEAR = 0.2
 # The largest number of choices that are tried.
-_TRIALS = 40
+_TRIALS = 12
 # Below this many floating-point operations for an image, all norms are computed.
 _WORTH = 1e11
 # Norms are chosen among those for this many times the limit on passes.
