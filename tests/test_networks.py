@@ -14,7 +14,8 @@ import lipcert
 from lipcert.bounds import MarginBounds, analyze
 from lipcert.errors import LoadError
 from lipcert.networks._parts import NormalizedLinear
-from lipcert.surgery import MaxMin
+from lipcert.networks.lip_convnet import LipConvNet
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 SMALL = {
     "liresnet_l6w64": {"width": 8, "depth": 2, "neck": 8, "num_features": 16},
@@ -59,6 +60,59 @@ def test_sizes_are_those_of_the_paper() -> None:
             for name in ("liresnet_l6w128", "liresnet_l12w512")
         ]
     assert [round(size / 1e6) for size in sizes] == [5, 49]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "parameters"),
+    [
+        ("lip_convnet_4c3f", {"in_chans": 1, "img_size": 28, "act_layer": "relu"}, 1_973_536),
+        ("lip_convnet_4c3f", {}, 2_528_096),
+        ("lip_convnet_6c2f", {}, 2_360_672),
+        ("lip_convnet_8c2f", {"img_size": 32, "num_classes": 100}, 2_436_864),
+        ("lip_convnet_8c2f", {}, 5_257_984),
+    ],
+)
+def test_sizes_of_plain_networks_are_those_of_certvit(name, arguments, parameters) -> None:
+    """Its table 1 has a threshold of each unit, but for MNIST, and no biases."""
+    with torch.device("meta"):
+        net = timm.create_model(name, bias=False, **arguments)
+        shared = timm.create_model(name, bias=False, thresholds="layer", **arguments)
+        biased = timm.create_model(name, **arguments)
+    clipped = [m for m in net.modules() if isinstance(m, ClippedReLU)]
+    assert sum(p.numel() for p in net.parameters()) == parameters
+    assert sum(p.numel() for p in shared.parameters()) == parameters - sum(m.threshold.numel() - 1 for m in clipped)
+    assert sum(p.numel() for p in biased.parameters()) > parameters
+    net.reset_classifier(3)
+    assert net.head.bias is None
+
+
+@pytest.mark.parametrize("activation", ["clipped-relu", "clipped-maxmin"])
+def test_thresholds_of_each_unit_are_certified_truthfully(activation: str) -> None:
+    """Radii by boxes and by the global bound, in float32 too, and steepest steps within them."""
+    torch.manual_seed(0)
+    net = LipConvNet(((4, 3, 1, 1), (4, 4, 2, 1)), (8,), activation, num_classes=3, img_size=8)
+    clips = [m for m in net.modules() if isinstance(m, (ClippedReLU, ClippedMaxMin))]
+    for module in clips:
+        for threshold in module.parameters():
+            assert threshold.numel() > 1
+            threshold.data = 0.3 * torch.randn_like(threshold)
+    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, 8, 8))
+    images = 0.2 + 0.6 * torch.rand(6, 3, 8, 8)
+    for options in ({"method": "local"}, {"method": "gloro"}, {"method": "local", "dtype": "float32"}):
+        result = lipcert.certify(model, images, eps=0.01, **options)
+        assert (result.radius > 0).any()
+        far = images.clone().requires_grad_()
+        margins = model(far).topk(2).values
+        (slope,) = torch.autograd.grad((margins[:, 0] - margins[:, 1]).sum(), far)
+        step = slope / slope.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
+        for share in (0.3, 0.999):
+            moved = images - share * torch.as_tensor(result.radius).float().view(-1, 1, 1, 1) * step
+            assert torch.equal(model(moved).argmax(1), torch.as_tensor(result.predicted))
+
+
+def test_unknown_thresholds_are_refused() -> None:
+    with pytest.raises(LoadError, match="there are no thresholds 'channel'; choose one of neuron, layer"):
+        lipcert.load("lip_convnet_4c3f", pretrained=False, thresholds="channel")
 
 
 def test_residual_blocks_are_bounded_as_one_operator() -> None:

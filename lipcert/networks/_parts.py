@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from lipcert.errors import InputError
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
 
-ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
-    "relu": lambda dim: nn.ReLU(),
-    "clipped-relu": lambda dim: ClippedReLU(),
-    "maxmin": lambda dim: MaxMin(dim),
-    "clipped-maxmin": lambda dim: ClippedMaxMin(dim=dim),
-}
+ACTIVATIONS = ("relu", "clipped-relu", "maxmin", "clipped-maxmin")
 
 
 class NormalizedLinear(nn.Linear):
@@ -32,10 +27,13 @@ class NormalizedLinear(nn.Linear):
         return F.linear(x, F.normalize(self.weight), self.bias)
 
 
-def activation(name: str, channels: int, dim: int = 1, beta: float = 0.0) -> nn.Module:
+def activation(
+    name: str, channels: int, dim: int = 1, beta: float = 0.0, sides: tuple[int, ...] | None = None
+) -> nn.Module:
     """An activation module for values with this number of channels in dimension ``dim``.
 
-    With ``beta`` it is :class:`lipcert.surgery.SmoothMaxMin` in place of MaxMin.
+    With ``beta`` it is :class:`lipcert.surgery.SmoothMaxMin` in place of MaxMin. With ``sides``, the sides of its
+    images, () behind a dense layer, every unit has thresholds of its own; else all units of the layer share them.
 
     Raises:
         InputError: the name is unknown, or MaxMin is given an odd number of channels.
@@ -48,7 +46,14 @@ def activation(name: str, channels: int, dim: int = 1, beta: float = 0.0) -> nn.
         raise InputError(f"beta smooths the activation maxmin, not {name}")
     if beta:
         return SmoothMaxMin(beta, dim)
-    return ACTIVATIONS[name](dim)
+    if name == "relu":
+        return nn.ReLU()
+    if name == "maxmin":
+        return MaxMin(dim)
+    if name == "clipped-relu":
+        return ClippedReLU(1.0 if sides is None else torch.ones(channels, *sides))
+    ones = torch.ones(()) if sides is None else torch.ones(channels // 2, *sides)
+    return ClippedMaxMin(ones, -ones, dim)
 
 
 def configuration(size: int) -> dict[str, Any]:
@@ -122,5 +127,6 @@ class Classifier(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
-        kind = type(self.head) if isinstance(self.head, nn.Linear) else self.linear
-        self.head = kind(self.num_features, num_classes) if num_classes else nn.Identity()
+        linear = isinstance(self.head, nn.Linear)
+        kind, bias = type(self.head) if linear else self.linear, not linear or self.head.bias is not None
+        self.head = kind(self.num_features, num_classes, bias) if num_classes else nn.Identity()

@@ -6,6 +6,7 @@ Lipschitz bounds", NeurIPS 2021 (arXiv 2111.01395), appendix C.1.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from timm.layers import to_2tuple
@@ -25,12 +26,15 @@ class LipConvNet(Classifier):
         convolutions: (channels, kernel, stride, padding) of each convolution.
         dense: the widths of the dense layers before the head.
         act_layer: ``clipped-relu``, ``relu``, ``maxmin`` or ``clipped-maxmin``.
+        thresholds: of the clipped activations: ``neuron`` for one of each unit, as in the paper, or ``layer`` for one
+            that all units of a layer share.
+        bias: whether convolutions and dense layers have biases.
         num_classes: the number of classes.
         in_chans: the number of channels of the images.
         img_size: the side of the images in pixels.
 
     Raises:
-        InputError: the images are too small for the convolutions.
+        InputError: the images are too small for the convolutions, or there are no such thresholds.
     """
 
     def __init__(
@@ -38,28 +42,34 @@ class LipConvNet(Classifier):
         convolutions: tuple[Convolution, ...],
         dense: tuple[int, ...] = (512,),
         act_layer: str = "clipped-relu",
+        thresholds: str = "neuron",
+        bias: bool = True,
         num_classes: int = 10,
         in_chans: int = 3,
         img_size: int | tuple[int, int] = 32,
     ):
         super().__init__()
+        if thresholds not in ("neuron", "layer"):
+            raise InputError(f"there are no thresholds {thresholds!r}; choose one of neuron, layer")
         self.num_classes, self.num_features = num_classes, dense[-1]
+        per_unit = thresholds == "neuron"
         layers: list[nn.Module] = []
-        height, width = to_2tuple(img_size)
+        sides: tuple[int, ...] = to_2tuple(img_size)
         channels = in_chans
         for out, kernel, stride, padding in convolutions:
-            layers += [nn.Conv2d(channels, out, kernel, stride, padding), activation(act_layer, out)]
-            height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
+            sides = tuple((side + 2 * padding - kernel) // stride + 1 for side in sides)
+            if min(sides) < 1:
+                raise InputError(f"the images are too small for the convolutions: img_size={img_size}")
+            layers += [nn.Conv2d(channels, out, kernel, stride, padding, bias=bias)]
+            layers += [activation(act_layer, out, sides=sides if per_unit else None)]
             channels = out
-        if min(height, width) < 1:
-            raise InputError(f"the images are too small for the convolutions: img_size={img_size}")
         layers.append(nn.Flatten())
-        inputs = channels * height * width
+        inputs = channels * prod(sides)
         for out in dense:
-            layers += [nn.Linear(inputs, out), activation(act_layer, out)]
+            layers += [nn.Linear(inputs, out, bias), activation(act_layer, out, sides=() if per_unit else None)]
             inputs = out
         self.features = nn.Sequential(*layers)
-        self.head = nn.Linear(inputs, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(inputs, num_classes, bias) if num_classes else nn.Identity()
 
     def forward_features(self, x: Tensor) -> Tensor:
         return self.features(x)
