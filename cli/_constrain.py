@@ -133,7 +133,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, known: Kn
     print_facts(
         [
             ("model", source),
-            ("layers", f"{solved} of {len(report.layers)} constrained to a relative error of {report.error:g}"),
+            ("layers", f"{solved} of {len(report.layers)} constrained to {report.allowed}"),
             *(("untouched", f"{name}: {reason}") for name, reason in report.untouched),
             ("images", f"{report.images}, and {report.held_out} held out, for accuracy and top class"),
             ("seconds", f"{report.seconds:.1f}"),
@@ -206,6 +206,7 @@ def _facts(report: "ConstraintReport") -> dict[str, object]:
             "measure": report.measure,
             "engine": report.engine,
             "error": report.error,
+            **({} if report.eta is None else {"eta": report.eta}),
             "layers": len(report.layers) - len(report.failed),
             "images": report.images,
             "held_out": report.held_out,

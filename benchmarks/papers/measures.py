@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lipcert
 from benchmarks.papers import lofast
 from benchmarks.papers.attention import AttentionLayer, attention_sensitivity
+from benchmarks.papers.behind import Relu, constrain_behind, constrain_network
 from benchmarks.papers.courses import local_lip as local_lip
 from benchmarks.papers.courses import threats as threats
 from benchmarks.papers.recipes import Given, Table
@@ -19,7 +20,8 @@ from benchmarks.papers.vits import before_crown as before_crown
 from benchmarks.papers.vits import beside_crown as beside_crown
 from benchmarks.papers.vits import shapes as shapes
 from lipcert.certvit import Moments, constrain_matrix
-from lipcert.certvit.relu import Relu
+from lipcert.certvit.layers import choose
+from lipcert.certvit.report import log10_norms
 from lipcert.inputs.data import open_images
 from lipcert.networks.lip_convnet import LipConvNet
 from lipcert.surgery import swap
@@ -238,7 +240,8 @@ def _layer(active: float, error: float) -> dict[str, Any]:
     weight = torch.randn(32, 32, generator=generator, dtype=torch.float64) / 32**0.5
     offset = -(x @ weight.T).quantile(1 - active, dim=0)
     relu = Relu(torch.ones(32, dtype=torch.float64), offset)
-    plain, kept = (constrain_matrix(weight, Moments.from_rows(x), error, relu=r) for r in (None, relu))
+    plain = constrain_matrix(weight, Moments.from_rows(x), error)
+    kept = constrain_behind(weight, x, relu, error)
     return {
         "name": f"layer of 32 × 32, {100 * active:.0f} % of outputs active", "error": error,
         "norm": plain.norm_before, "outputs kept": plain.norm_after, "activations kept": kept.norm_after,
@@ -252,17 +255,34 @@ def _networks(
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     for error in errors:
         row: dict[str, Any] = {"name": name, "error": error, "images": sum(len(images) for images, _ in batches)}
-        for keep in ("outputs", "activations"):
-            model.load_state_dict(weights)
-            report = lipcert.constrain(model, batches, error, keep=keep, held_out=test).constraint
-            assert report is not None
-            row[keep] = {
-                "sum of log10 norms": report.after.log10_norms,
-                "before": report.before.log10_norms,
-                "accuracy": report.after.accuracy,
-                "accuracy before": report.before.accuracy,
-                "top class kept": report.after.agreement,
-                "layers with a ReLU behind": sum(layer.behind is not None for layer in report.layers),
-                "layers": len(report.layers),
-            }
+        model.load_state_dict(weights)
+        solutions, _ = constrain_network(model, [images for images, _ in batches], error)
+        report = lipcert.constrain(model, batches, error, held_out=test).constraint
+        assert report is not None
+        before, outputs = report.before, report.after
+        row["outputs"] = {"sum of log10 norms": outputs.log10_norms, "accuracy": outputs.accuracy,
+                          "top class kept": outputs.agreement}  # fmt: skip
+        with torch.no_grad():
+            for path, weight in solutions.items():
+                model.net.get_parameter(f"{path}.weight").copy_(weight)
+        chosen, _ = choose(model, None)
+        norms = {path: layer.operator.norm(layer.weight) for path, layer in chosen.items()}
+        row["activations"] = {"sum of log10 norms": log10_norms(norms), **_compared(model, weights, test)}
+        for kept in ("outputs", "activations"):
+            row[kept] |= {"before": before.log10_norms, "accuracy before": before.accuracy,
+                          "layers with a ReLU behind": len(solutions), "layers": len(norms)}  # fmt: skip
         yield row
+
+
+def _compared(model: lipcert.Model, weights: dict[str, Tensor], test: Sequence[Any]) -> dict[str, float]:
+    """Accuracy on test images, and the share whose top class is that of the model with other weights."""
+    after = [model(images).argmax(1) for images, _ in test]
+    changed = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    before = [model(images).argmax(1) for images, _ in test]
+    model.load_state_dict(changed)
+    labels = torch.cat([labels for _, labels in test])
+    return {
+        "accuracy": float((torch.cat(after) == labels).double().mean()),
+        "top class kept": float((torch.cat(after) == torch.cat(before)).double().mean()),
+    }

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lipcert.certvit._measures import soft_threshold
 from lipcert.certvit.moments import Moments
-from lipcert.certvit.relu import Relu
 from lipcert.certvit.solve import Solution
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
@@ -34,24 +33,18 @@ FAITHFUL = "l1, block-iterative"
 
 @dataclass(frozen=True)
 class _Constraint:
-    """c(V) = Σ_t d²(V x_t) − bound over one mini-batch (equation 12), from raw rows (T, M) or their moments (M, M).
+    """c(V) = Σ_t ‖V x_t − y_t‖² − bound over one mini-batch, from raw rows (T, M) or their moments (M, M).
 
-    d is the distance to W_pre x_t or, with a ReLU after the layer, to the set of points with the same ReLU, which needs
-    raw rows. Equation 13 of the paper, ∇c = 2 Σ_t (V x_t − y_t) x_tᵀ, is for the first case; in general
-    ∇c = 2 Σ_t (V x_t − P_t) x_tᵀ with P_t the nearest point of the set.
+    This is equation 12 with the gradient of equation 13, ∇c = 2 Σ_t (V x_t − y_t) x_tᵀ, so that the outputs y_t = W_pre
+    x_t of the layer are kept, and not only what an activation after it makes of them.
     """
 
     data: Tensor
     raw: bool
     bound: float
-    relu: Relu | None = None
-    before: Tensor | None = None
 
     def excess(self, change: Tensor) -> tuple[float, Tensor]:
         """c and ∇c at V = W_pre + change."""
-        if self.relu is not None and self.before is not None:
-            away = self.relu.differences(self.before + self.data @ change.mT, self.before)
-            return float(away.square().sum()) - self.bound, 2 * away.mT @ self.data
         if self.raw:
             outputs = change @ self.data.mT
             return float(outputs.square().sum()) - self.bound, 2 * outputs @ self.data
@@ -65,7 +58,6 @@ def constrain_blockwise(
     error: float = 1e-2,
     *,
     eta: float | None = None,
-    relu: Relu | None = None,
     beta: float | None = None,
     quantile: float = 0.1,
     relaxation: float = 1.2,
@@ -89,8 +81,6 @@ def constrain_blockwise(
         blocks: J mini-batches, each as raw activations (T_j, M) or as :class:`Moments` without groups.
         error: relative output error as a ratio of norms, above 0 and below 1.
         eta: η of equation 10, in place of ``error``: the bound of a mini-batch of T rows is T η.
-        relu: the ReLU after the layer; the constraint is then that of equation 10 with ∂f of ReLU, see
-            :mod:`lipcert.certvit.relu`, and moments need a sample of rows.
         beta: the threshold; None uses the quantile.
         quantile: the threshold as a quantile of |W_pre| over the entries that are not zero.
         relaxation: λ, in (0, 2).
@@ -115,8 +105,8 @@ def constrain_blockwise(
     if not torch.isfinite(weight).all():
         raise InputError("the weight has NaN or infinite entries")
     pre = weight.detach().flatten(1).double()
-    found = [_constraint(pre, block, error, eta, relu) for block in blocks]
-    constraints = [constraint for constraint, _ in found]
+    measured = [_constraint(pre, block, error, eta) for block in blocks]
+    constraints = [constraint for constraint, _ in measured]
     bound = sum(constraint.bound for constraint in constraints)
     if bound == 0:
         raise InputError("the outputs of the layer are zero on all images; there is nothing to keep")
@@ -141,7 +131,7 @@ def constrain_blockwise(
     result = chosen.to(weight.dtype)
     squared = sum(constraint.excess(result.double() - pre)[0] + constraint.bound for constraint in constraints)
     if eta is not None:
-        error = math.sqrt(bound / sum(energy for _, energy in found))
+        error = math.sqrt(bound / sum(energy for _, energy in measured))
     return Solution(
         weight=result.reshape(weight.shape),
         norm_before=float(dense_norm(pre)),
@@ -157,24 +147,18 @@ def constrain_blockwise(
     )
 
 
-def _constraint(
-    pre: Tensor, block: Tensor | Moments, error: float, eta: float | None, relu: Relu | None
-) -> tuple[_Constraint, float]:
+def _constraint(pre: Tensor, block: Tensor | Moments, error: float, eta: float | None) -> tuple[_Constraint, float]:
     """The constraint of a mini-batch, and Σ_t ‖W_pre x_t‖² over it."""
     rows, data = (block.rows, block.second[0]) if isinstance(block, Moments) else (len(block), block)
-    if relu is not None and isinstance(block, Moments):
-        if block.sample is None:
-            raise InputError("a relu after the layer needs moments with a sample of rows")
-        data, rows = block.sample[0], block.sample.shape[1]
     data = data.to(pre)
     if data.dim() != 2 or data.shape[1] != pre.shape[1] or (isinstance(block, Moments) and block.groups > 1):
         raise InputError(f"a mini-batch of shape {tuple(data.shape)} does not fit a weight of {tuple(pre.shape)}")
     if not torch.isfinite(data).all():
         raise InputError("the activations are NaN or infinite; check the weights and the images")
-    unbounded = _Constraint(data, relu is not None or not isinstance(block, Moments), 0.0)
+    unbounded = _Constraint(data, not isinstance(block, Moments), 0.0)
     energy = max(0.0, unbounded.excess(pre)[0])
     bound = error * error * energy if eta is None else eta * rows * bool(energy)
-    return _Constraint(data, unbounded.raw, bound, relu, None if relu is None else data @ pre.mT), energy
+    return _Constraint(data, unbounded.raw, bound), energy
 
 
 def project_blockwise(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.certvit.moments import Holder, evaluating
-from lipcert.certvit.relu import Relu
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.norms import conv_norm, dense_norm
@@ -55,14 +54,12 @@ class Layer:
         name: the name of its weight in the module.
         sizes: the (height, width) of the inputs of a convolution; several if it is called several times.
         called: whether the network calls it.
-        relu: the ReLU after the layer, if the constraint includes it.
     """
 
     module: Holder
     name: str = "weight"
     sizes: set[tuple[int, ...]] = field(default_factory=set)
     called: bool = False
-    relu: Relu | None = None
 
     @property
     def weight(self) -> Tensor:

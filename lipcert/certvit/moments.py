@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -37,14 +37,11 @@ class Moments:
         second: (G, M, M) float64, symmetric; one matrix for each group of a grouped convolution, otherwise G = 1.
             M is in_features, or in_channels / groups · kernel height · kernel width.
         rows: the number of rows x_t, over all processes after :meth:`all_reduce`.
-        sample: rows drawn from all, (G, T, M), for constraints that need more than moments; None if not requested.
     """
 
     name: str
     second: Tensor
     rows: int = 0
-    sample: Tensor | None = None
-    _ranks: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @classmethod
     def from_rows(cls, rows: Tensor, name: str = "layer") -> Moments:
@@ -55,7 +52,6 @@ class Moments:
         """
         stack = rows if rows.dim() == 3 else rows[None]
         moments = cls(name, stack.new_zeros(stack.shape[0], stack.shape[2], stack.shape[2], dtype=torch.float64))
-        moments.sample = stack[:, :0]
         moments.add(stack)
         moments.require_rows()
         return moments
@@ -71,8 +67,6 @@ class Moments:
         groups, count, width = rows.shape
         for piece in rows.split(max(1, _CHUNK_BYTES // (8 * groups * width)), dim=1):
             self._add_products(piece.to(self.second.device, torch.float64))
-        if self.sample is not None:
-            self._keep(rows)
         self.rows += count
 
     def _add_products(self, rows: Tensor) -> None:
@@ -87,20 +81,6 @@ class Moments:
         """Replaces the moments of rows v by those of v A, for A of shape (G, M, M')."""
         exact = matrices.to(self.second)
         self.second = exact.mT @ self.second @ exact
-
-    def _keep(self, rows: Tensor) -> None:
-        """Keeps the rows of lowest rank, in their order.
-
-        Ranks are hashes of the row's number, so that the sample is the same in whichever batches the rows come. Rows at
-        regular intervals would be patches from a few positions of the images, as both are often powers of two.
-        """
-        assert self.sample is not None
-        held = len(self._ranks)
-        ranks = torch.cat([self._ranks, _hashed(torch.arange(self.rows, self.rows + rows.shape[1]))])
-        kept = ranks.topk(min(len(ranks), sample_size(self.width)), largest=False).indices.sort().values
-        old, new = kept[kept < held], kept[kept >= held] - held
-        self.sample = torch.cat([self.sample[:, old], rows[:, new.to(rows.device)].to(self.sample)], dim=1)
-        self._ranks = ranks[kept]
 
     def require_rows(self) -> None:
         """Checks that at least one row was added.
@@ -119,8 +99,6 @@ class Moments:
         processes = Processes.connected()
         processes.add_up(self.second)
         self.rows = sum(processes.gather(self.rows))
-        if self.sample is not None:
-            self.sample = torch.cat(processes.gather(self.sample.cpu()), dim=1)
 
     @property
     def groups(self) -> int:
@@ -163,22 +141,7 @@ def pooled(parts: Sequence[Moments]) -> Moments:
     if len(parts) == 1:
         return parts[0]
     total = sum((part.second for part in parts[1:]), parts[0].second)
-    samples = [part.sample for part in parts if part.sample is not None]
-    sample = torch.cat(samples, dim=1) if len(samples) == len(parts) else None
-    return Moments(parts[0].name, total, sum(part.rows for part in parts), sample)
-
-
-def _hashed(numbers: Tensor) -> Tensor:
-    """Integers that look random, from different int64 numbers different ones: multiplication and shifts, as Murmur3."""
-    for factor in (-0x61C8864680B583EB, -0x4B47D0C5A0D6B5CD):
-        numbers = numbers * factor
-        numbers = numbers ^ (numbers >> 32)
-    return numbers
-
-
-def sample_size(width: int) -> int:
-    """The largest number of rows of a sample: four times the number of their entries, but at least 4096."""
-    return max(4096, 4 * width)
+    return Moments(parts[0].name, total, sum(part.rows for part in parts))
 
 
 def collect(
@@ -210,7 +173,6 @@ def stream(
     *,
     max_bytes: int = 2 << 30,
     progress: BatchProgress | None = None,
-    sampled: Collection[str] = (),
 ) -> Iterator[dict[str, Moments]]:
     """Yields the moments of one group of layers after the other, each group from one pass over the images.
 
@@ -226,7 +188,6 @@ def stream(
             order; None selects all Linear and Conv2d layers of the model.
         max_bytes: the limit for the moments of one group, 8 · G · M² bytes per layer.
         progress: called as ``progress(pass, passes, images so far)`` after every batch; passes start at 1.
-        sampled: the layers whose moments keep a sample of at most :func:`sample_size` rows, in float32.
 
     Yields:
         Module path → moments on the CPU, for one group of layers.
@@ -237,7 +198,7 @@ def stream(
             and ``batches`` can be read only once.
     """
     chosen = _chosen(model, layers)
-    groups = _grouped(chosen, max_bytes, sampled)
+    groups = _grouped(chosen, max_bytes)
     if len(groups) > 1 and iter(batches) is batches:
         raise InputError(
             f"the moments need {len(groups)} passes over the images but the batches can be read once only; "
@@ -245,7 +206,7 @@ def stream(
         )
     for number, group in enumerate(groups, start=1):
         collected = _one_pass(
-            model, batches, group, None if progress is None else partial(progress, number, len(groups)), sampled
+            model, batches, group, None if progress is None else partial(progress, number, len(groups))
         )
         for name, moments in collected.items():
             if layers is not None and not moments.rows:
@@ -286,12 +247,12 @@ def _moment_shape(module: Holder) -> tuple[int, int, int]:
     return groups, width, width
 
 
-def _grouped(layers: dict[str, Holder], max_bytes: int, sampled: Collection[str]) -> list[dict[str, Holder]]:
+def _grouped(layers: dict[str, Holder], max_bytes: int) -> list[dict[str, Holder]]:
     groups: list[dict[str, Holder]] = []
     room = 0
     for name, module in layers.items():
         count, width, _ = _moment_shape(module)
-        size = 8 * count * width * width + (4 * count * width * sample_size(width) if name in sampled else 0)
+        size = 8 * count * width * width
         if size > max_bytes:
             raise InputError(f"the moments of layer {name} alone need {size:,} bytes; raise max_bytes ({max_bytes:,})")
         if not groups or size > room:
@@ -302,15 +263,13 @@ def _grouped(layers: dict[str, Holder], max_bytes: int, sampled: Collection[str]
     return groups
 
 
-def _empty(name: str, module: Holder, sampled: bool) -> Moments:
+def _empty(name: str, module: Holder) -> Moments:
     device = (module.q if isinstance(module, L2Attention) else module).weight.device
     groups, width, _ = _moment_shape(module)
     if isinstance(module, L2Attention):
         width = module.head_dim
     place = "cpu" if device.type == "mps" else device  # Apple's GPUs have no float64
-    moments = Moments(name, torch.zeros(groups, width, width, dtype=torch.float64, device=place))
-    moments.sample = torch.zeros(groups, 0, width) if sampled else None
-    return moments
+    return Moments(name, torch.zeros(groups, width, width, dtype=torch.float64, device=place))
 
 
 @contextlib.contextmanager
@@ -432,9 +391,8 @@ def _one_pass(
     batches: Iterable[Tensor],
     layers: dict[str, Holder],
     progress: Callable[[int], object] | None,
-    sampled: Collection[str],
 ) -> dict[str, Moments]:
-    moments = {name: _empty(name, module, name in sampled) for name, module in layers.items()}
+    moments = {name: _empty(name, module) for name, module in layers.items()}
     processes = Processes.connected()
     images = 0
     watch = watching(layers, lambda name, rows: moments[name].add(rows))

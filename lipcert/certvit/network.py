@@ -21,7 +21,6 @@ from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
 from lipcert.certvit.layers import Layer, Operator, choose
 from lipcert.certvit.moments import Moments, evaluating, mixing, pooled, stream, watching
 from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
-from lipcert.certvit.relu import relus
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.errors import InputError, UnsupportedOperation
@@ -34,7 +33,7 @@ BASELINES = ("rescale", "clip")
 LayerProgress = Callable[[str, float, float | None], None]
 Weights = dict[str, Tensor]
 
-_BLOCKS = 4  # the number of mini-batches of the faithful engine; each is a constraint
+_MINI_BATCHES = 4  # of the faithful engine, unless the settings say otherwise; each is a constraint
 _GAP_TO_REPORT = 0.01  # a larger one is reported
 _GENERALISES = 1.5  # held-out errors above this multiple of the allowed error are reported
 
@@ -81,15 +80,11 @@ def constrain(
     """
     started = time.perf_counter()
     asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
-    measure, engine, error = asked.measure, asked.engine, asked.error
+    measure, engine, error = asked.lowered, asked.engine, asked.error
     faithful = engine == "faithful"
     report = progress or (lambda what, done, total: None)
     calibration, held = part(model, loader, held_out)
     chosen, untouched = choose(model, asked.layers)
-    if asked.keep == "activations":
-        behind = relus(model, {p: x.module for p, x in chosen.items() if not isinstance(x.module, L2Attention)})
-        for path, relu in behind.items():
-            chosen[path].relu = relu
     operators = {path: layer.operator for path, layer in chosen.items()}
     _check_labels(model, held, given=held_out is not None)
     notes: list[str] = []
@@ -101,7 +96,8 @@ def constrain(
 
     def tasks() -> Iterator[Task]:
         nonlocal bound_before
-        parts_of_each, total = _BLOCKS if faithful else 1, held.left_out
+        parts_of_each = (asked.mini_batches or _MINI_BATCHES) if faithful else 1
+        total = held.left_out
         for group in _moments(model, chosen, calibration, asked.max_bytes, parts_of_each, total, report):
             for path in list(group):
                 parts = group.pop(path)
@@ -146,8 +142,8 @@ def constrain(
     model.constraint = ConstraintReport(
         measure=measure,
         engine=engine,
-        error=error,
-        keep=asked.keep,
+        error=error if asked.eta is None else max(entry.error_asked for entry in entries),
+        eta=asked.eta,
         images=counts[0],
         held_out=counts[1],
         layers=tuple(entries),
@@ -155,7 +151,7 @@ def constrain(
         after=figures(measure, {entry.path: entry.norm_after for entry in entries}, bound_after),
         baselines={name: figures(name, {entry.path: entry.baselines[name] for entry in entries}) for name in BASELINES},
         untouched=tuple(untouched),
-        notes=(*notes, *_notes(model, chosen, entries, counts[1], asked.keep)),
+        notes=(*notes, *_notes(model, chosen, entries, counts[1])),
         seconds=time.perf_counter() - started,
     )
     step = {"step": "constrain", **asked.described(), "layers": sorted(chosen)}
@@ -186,16 +182,13 @@ def _moments(
     ``total`` is their number; 0 if it is unknown before the first pass.
     """
     modules = {path: layer.module for path, layer in chosen.items()}
-    sampled = [path for path, layer in chosen.items() if layer.relu is not None]
 
     def seen(number: int, passes: int, images: int) -> None:
         what = "calibration images"
         report(f"{what}, pass {number} of {passes}" if passes > 1 else what, images, total or calibration.count or None)
 
     dealt = [_Dealt(calibration, first, count) for first in range(count)]
-    streams = [
-        stream(model, images, modules, max_bytes=max_bytes // count, progress=seen, sampled=sampled) for images in dealt
-    ]
+    streams = [stream(model, images, modules, max_bytes=max_bytes // count, progress=seen) for images in dealt]
     for groups in zip(*streams, strict=True):
         yield {path: [group[path] for group in groups] for path in groups[0]}
 
@@ -221,7 +214,6 @@ class _Facts:
     rows: int
     width: int
     error: float
-    behind: str | None
 
     @classmethod
     def of(cls, parts: Sequence[Moments], layer: Layer, asked: ConstrainSettings) -> _Facts:
@@ -232,10 +224,8 @@ class _Facts:
         else:
             energy = sum(part.energy(layer.weight.detach().flatten(1)) for part in parts)
             error = math.sqrt(asked.eta * rows / energy) if energy else asked.error
-        if layer.relu is not None:
-            rows = sum(part.sample.shape[1] for part in parts if part.sample is not None)
         width = layer.module.head_dim if isinstance(layer.module, L2Attention) else parts[0].width
-        return cls(rows, width, error, None if layer.relu is None else "relu")
+        return cls(rows, width, error)
 
 
 def _task(
@@ -248,8 +238,6 @@ def _task(
     asked: ConstrainSettings,
 ) -> Task:
     options: dict[str, Any] = {"error": error, "norm": operator.norm, **asked.solver_options()}
-    if layer.relu is not None:
-        options["relu"] = layer.relu
     weight = layer.weight.detach().cpu()
     if asked.engine == "faithful":
         return Task(path, weight, parts, options, _constrain_faithfully)
@@ -289,7 +277,7 @@ def _entry(
     asked: ConstrainSettings,
 ) -> LayerConstraint:
     """The figures of a layer but for those on held-out images."""
-    solved = None if isinstance(outcome, Failure) else outcome[asked.measure]
+    solved = None if isinstance(outcome, Failure) else outcome[asked.lowered]
     norm = operator.norm(before) if solved is None else solved.norm_before
     norms = {name: norm if isinstance(outcome, Failure) else outcome[name].norm_after for name in BASELINES}
     entry = LayerConstraint(
@@ -309,7 +297,6 @@ def _entry(
         rank=facts.width if solved is None or solved.rank is None else solved.rank,
         status="failed" if solved is None else solved.status,
         shortfalls=(),
-        behind=facts.behind,
     )
     return replace(entry, shortfalls=tuple(_shortfalls(entry, outcome, asked, dtype)))
 
@@ -330,7 +317,7 @@ def _shortfalls(
     path, error = entry.path, entry.error_asked
     faithful = asked.engine == "faithful"
     if isinstance(outcome, Failure):
-        yield f"{path}: unchanged ({asked.measure}): {outcome.message}"
+        yield f"{path}: unchanged ({asked.lowered}): {outcome.message}"
     elif entry.status == "rounding":
         yield f"{path}: unchanged: its dtype {dtype} cannot express an error of {error:g}; allow a larger one"
     elif entry.status == "iteration limit" and faithful:
@@ -370,13 +357,6 @@ class _HeldOutErrors:
             old, new = old @ through, new @ through
         outputs = x @ old.mT
         errors = x @ (new - old).mT
-        if layer.relu is not None:
-            errors = torch.stack(
-                [
-                    layer.relu.of_group(group, groups).differences(outputs[group] + errors[group], outputs[group])
-                    for group in range(groups)
-                ]
-            )
         for place, values in enumerate((errors, outputs)):
             self.squares[path][place] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
@@ -474,7 +454,7 @@ def _sums(numbers: list[int]) -> list[int]:
 
 
 def _notes(
-    model: Model, chosen: Mapping[str, Layer], entries: Sequence[LayerConstraint], held_out: int, keep: str
+    model: Model, chosen: Mapping[str, Layer], entries: Sequence[LayerConstraint], held_out: int
 ) -> Iterator[str]:
     if not held_out:
         yield (
@@ -494,14 +474,6 @@ def _notes(
             f"the inputs of {len(flat)} of {len(entries)} layers do not span all dimensions, those of {least.path} "
             f"{least.rank} of {least.width}; weights may change freely in the others: check held-out errors"
         )
-    if any(layer.relu is not None for layer in chosen.values()):
-        behind = sum(layer.relu is not None for layer in chosen.values())
-        yield (
-            f"{behind} of {len(entries)} layers have a ReLU after them; their errors are those after the ReLU, but the "
-            "errors of the baselines are not"
-        )
-    elif keep == "activations":
-        yield "no layer has a ReLU directly after it, so keeping activations is keeping outputs"
     queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
     if any(path in chosen for path in queries):
         yield (

@@ -29,7 +29,6 @@ class LayerConstraint:
         rank: the dimension of the span of these inputs, the smallest among the groups of a convolution.
         status: "converged", "iteration limit", "zero weight", "rounding", or "failed" for an unchanged layer.
         shortfalls: remarks, one line each, with the path of the layer.
-        behind: "relu" if errors are measured after the ReLU that follows the layer; otherwise None.
     """
 
     path: str
@@ -48,7 +47,6 @@ class LayerConstraint:
     rank: int
     status: str
     shortfalls: tuple[str, ...]
-    behind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class ConstraintReport:
     Attributes:
         measure: the minimised measure.
         engine: "exact", or "faithful" for the block-iterative algorithm of the paper.
-        error: the relative output error allowed in each layer.
+        error: the relative output error allowed in each layer; the largest of all layers if ``eta`` was given.
         images: the number of calibration images.
         held_out: the number of other images, on which errors, accuracy and agreement are measured.
         layers: one entry per layer, in the order of the network.
@@ -85,7 +83,7 @@ class ConstraintReport:
         untouched: the weights that were not constrained, with the reason.
         notes: remarks on the whole network.
         seconds: the wall-clock time of the run.
-        keep: "outputs", or "activations" if layers with a ReLU after them keep its result.
+        eta: the mean squared error of an output row that was allowed in place of ``error``; None if ``error`` was.
     """
 
     measure: str
@@ -100,12 +98,20 @@ class ConstraintReport:
     untouched: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     seconds: float
-    keep: str = "outputs"
+    eta: float | None = None
 
     @property
     def method(self) -> str:
         """The measure, and the engine if it is not the exact one."""
         return self.measure if self.engine == "exact" else f"{self.measure}, {self.engine} (block-iterative)"
+
+    @property
+    def allowed(self) -> str:
+        """The error that was asked for, in words; with η the relative errors of the layers that follow from it."""
+        if self.eta is None:
+            return f"a relative error of {self.error:g}"
+        least = min((layer.error_asked for layer in self.layers), default=self.error)
+        return f"a mean squared error of {self.eta:g} a row (η), relative errors of {least:.3g} to {self.error:.3g}"
 
     @property
     def failed(self) -> tuple[LayerConstraint, ...]:

@@ -2,13 +2,12 @@
 
     minimise ‖W‖   subject to   Σ_t ‖W x_t − y_t‖² ≤ error² · Σ_t ‖y_t‖²
 
-This is problem 2 of Gupta and Verma 2023 (arXiv 2302.10287), equations 9 and 10, with one mini-batch and no activation;
-:mod:`lipcert.certvit.relu` adds the ReLU. W_pre satisfies it (equation 11). The images enter only through their
-moments (:mod:`lipcert.certvit.moments`), as one ellipsoid around W_pre. Douglas–Rachford splitting (Lions and Mercier
-1979, with conditions for convergence in proposition 3) alternates the proximal operator of the norm with the exact
-projection onto the ellipsoid, and stops at a small duality gap. The result is the projected point, which always
-satisfies the constraint. For ℓ1 it is a nearby such point with the zeros of the proximal operator, see
-:func:`_with_zeros`.
+This is problem 2 of Gupta and Verma 2023 (arXiv 2302.10287), equations 9 and 10, with one mini-batch and no activation.
+W_pre satisfies it (equation 11). The images enter only through their moments (:mod:`lipcert.certvit.moments`), as one
+ellipsoid around W_pre. Douglas–Rachford splitting (Lions and Mercier 1979, with conditions for convergence in
+proposition 3) alternates the proximal operator of the norm with the exact projection onto the ellipsoid, and stops at a
+small duality gap. The result is the projected point, which always satisfies the constraint. For ℓ1 it is a nearby such
+point with the zeros of the proximal operator, see :func:`_with_zeros`.
 
 Large layers are iterated in float32. The last projection, the gap, the check of the constraint on the raw moments and
 the norms are computed in float64.
@@ -28,7 +27,6 @@ from torch import Tensor
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
 from lipcert.certvit.moments import Moments
-from lipcert.certvit.relu import Inner, Relu, inner
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.settings import MEASURE_NAMES
@@ -41,10 +39,6 @@ _UNBALANCED = 1.0  # the same, above which the step falls
 _STEP = 8.0  # the first step for the spectral norm, relative to the sum of singular values that clipping removes
 _LARGE = 128  # layers with at least as many inputs and outputs are iterated in float32
 ITERATIONS = 150
-_EACH = 10  # iterations for each ellipsoid of a layer with a ReLU, until they are too few
-_ROUNDS = 200  # the largest number of ellipsoids
-_BEHIND = 2  # the largest number of iterations for all of them, relative to that of a layer without
-_FINER = 0.1  # the tolerance for each of them, relative to that of the layer
 _DEARER = 0.01  # the largest relative increase of a norm for the sake of zeros
 _ITERATIONS_OF_ZEROS = 200
 _INSIDE = 1e-4  # the relative margin of the squared radius for rounding sparse weights
@@ -107,45 +101,20 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Problem:
-    """One group: W_pre (O, M), the moments of its inputs, and the cross moments C (O, M) and energy of its targets."""
+    """One group: W_pre (O, M), the moments of its inputs, and the energy Σ_t ‖y_t‖² of its outputs."""
 
     pre: Tensor
     inputs: _Inputs
-    cross: Tensor | None
     energy: float
     error: float
 
     def squared_error(self, weight: Tensor) -> float:
         """Σ_t ‖W x_t − y_t‖²."""
-        if self.cross is None:
-            return _energy(weight - self.pre, self.inputs.second)
-        return max(0.0, _energy(weight, self.inputs.second) - 2 * float((weight * self.cross).sum()) + self.energy)
+        return _energy(weight - self.pre, self.inputs.second)
 
     @property
     def allowed(self) -> float:
         return self.error * self.error * self.energy
-
-    def least_squares(self) -> Tensor:
-        """The least-squares solution nearest to W_pre: W_pre + (C − W_pre S) S⁺."""
-        if self.cross is None:
-            return self.pre
-        eigenvalues, basis = self.inputs.spectrum
-        usable = eigenvalues > eigenvalues[-1] * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
-        basis = basis[:, usable]
-        return self.pre + ((self.cross - self.pre @ self.inputs.second) @ basis / eigenvalues[usable]) @ basis.mT
-
-
-@dataclass(frozen=True)
-class _BehindProblem(_Problem):
-    """One group with a ReLU after it: its rows (T, M), and the ReLU."""
-
-    rows: Tensor
-    relu: Relu
-
-    def squared_error(self, weight: Tensor) -> float:
-        """Σ_t d²_∂f(y_t)(W x_t − y_t)."""
-        away = self.relu.differences(self.rows @ weight.mT, self.rows @ self.pre.mT)
-        return float(away.square().sum())
 
 
 @dataclass(frozen=True)
@@ -187,7 +156,6 @@ def constrain_matrix(
     error: float = 1e-2,
     measure: str = "spectral",
     *,
-    relu: Relu | None = None,
     tolerance: float = 1e-3,
     iterations: int = ITERATIONS,
 ) -> Solution:
@@ -202,19 +170,13 @@ def constrain_matrix(
     that of ``rescale``: at the level (1 − error) σ₁ every singular value falls by at most the fraction ``error``.
     ``spectral`` starts from the point of ``clip`` and keeps the best point, so its norm is at most that of ``clip``.
 
-    With a ReLU after the layer, outputs may change where the ReLU gives the same result. The constraint is then
-    Σ_t d²_∂f(y_t)(W x_t − y_t) ≤ error² · Σ_t ‖W_pre x_t‖² on the sample of rows of the moments, see
-    :mod:`lipcert.certvit.relu`, and ``error_reached`` refers to it. The right-hand side is the same as without the
-    ReLU. The baselines ignore the ReLU.
-
     Args:
         weight: W_pre, (O, M), or (O, …) such as (O, C / G, kh, kw) with M = C / G · kh · kw.
         moments: the moments of the inputs of the layer.
         error: the allowed relative error, above 0 and below 1.
         measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
-        relu: the ReLU after the layer; the moments then need a sample of rows.
         tolerance: the relative duality gap at which the iteration stops; for ℓ1 also the relative step.
-        iterations: the largest number of iterations of Douglas–Rachford; with a ReLU up to twice as many.
+        iterations: the largest number of iterations of Douglas–Rachford.
 
     Returns:
         The solution; its weight meets the constraint as evaluated in float64 on the raw moments, except for rounding
@@ -224,8 +186,7 @@ def constrain_matrix(
         InputError: the weight has NaN; shapes do not fit; the measure is unknown; the error is outside (0, 1); or all
             outputs are zero.
     """
-    options = {"relu": relu, "tolerance": tolerance, "iterations": iterations}
-    return constrain_layer(weight, moments, error, (measure,), **options)[measure]  # type: ignore[arg-type]
+    return constrain_layer(weight, moments, error, (measure,), tolerance=tolerance, iterations=iterations)[measure]
 
 
 def constrain_layer(
@@ -234,7 +195,6 @@ def constrain_layer(
     error: float,
     measures: Sequence[str],
     *,
-    relu: Relu | None = None,
     tolerance: float = 1e-3,
     iterations: int = ITERATIONS,
     norm: Callable[[Tensor], float] | None = None,
@@ -242,11 +202,10 @@ def constrain_layer(
     """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments.
 
     Args:
-        weight: see :func:`constrain_matrix`, as moments, error, relu, tolerance and iterations.
+        weight: see :func:`constrain_matrix`, as moments, error, tolerance and iterations.
         moments: of the inputs.
         error: the allowed relative error.
         measures: their names.
-        relu: the ReLU after the layer.
         tolerance: where the iteration stops.
         iterations: the largest number of iterations.
         norm: computes an upper bound on the norm of the layer from a weight; None for the largest ‖W‖₂ of a group.
@@ -259,15 +218,13 @@ def constrain_layer(
     """
     pre = _checked(weight, moments, error, measures)
     second = moments.second.to(pre.device)
-    plain = [_Problem(w, _Inputs(s), None, _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
-    behind = None if relu is None else _behind(moments.name, pre, moments.sample, relu, error)
+    problems = [_Problem(w, _Inputs(s), _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
     bound = norm or (lambda new: float(dense_norm(new.reshape(pre.shape))))
     norm_before = bound(weight.detach())
     solutions = {}
     for measure in measures:
         started = time.perf_counter()
-        problems: Sequence[_Problem] = behind if behind is not None and measure in MEASURES else plain
         if pre.any() and not any(problem.energy for problem in problems):
             raise InputError(
                 f"the outputs of layer {moments.name} are zero on all images; use images with more than one colour"
@@ -288,7 +245,7 @@ def constrain_layer(
             status=next(status for status in _STATUSES if status in statuses),
             seconds=time.perf_counter() - started,
             measure=measure,
-            rank=min(problem.inputs.rank for problem in plain),
+            rank=min(problem.inputs.rank for problem in problems),
         )
     return solutions
 
@@ -311,18 +268,6 @@ def _checked(weight: Tensor, moments: Moments, error: float, measures: Sequence[
     return weight.detach().double().reshape(moments.groups, -1, moments.width)
 
 
-def _behind(name: str, pre: Tensor, rows: Tensor | None, relu: Relu, error: float) -> list[_Problem]:
-    if rows is None:
-        raise InputError(f"layer {name}: a relu after it needs moments with a sample of rows")
-    problems: list[_Problem] = []
-    for group, (weight, sample) in enumerate(zip(pre, rows, strict=True)):
-        x = sample.to(weight)
-        energy = float((x @ weight.mT).square().sum())
-        sees = relu.of_group(group, len(pre))
-        problems.append(_BehindProblem(weight, _Inputs(x.mT @ x), None, energy, error, x, sees))
-    return problems
-
-
 def _energy(matrix: Tensor, second: Tensor) -> float:
     return max(0.0, float(((matrix @ second) * matrix).sum()))
 
@@ -336,82 +281,9 @@ def _solve(problem: _Problem, measure: str, tolerance: float, iterations: int, d
         point = _Point(_clip(pre, radius, lambda rows: ((rows @ second) * rows).sum(dim=1))[0])
     elif measure == "rescale":
         point = _Point(pre * (1 - problem.error))
-    elif isinstance(problem, _BehindProblem):
-        point = _minimise_behind(problem, radius, measure, tolerance, iterations)
     else:
         point = _minimise(pre, problem.inputs, radius, measure, tolerance, iterations)
     return _rounded(point, problem, dtype)
-
-
-def _minimise_behind(problem: _BehindProblem, radius: float, measure: str, tolerance: float, iterations: int) -> _Point:
-    """Minimises over a sequence of ellipsoids within the set with the ReLU, see :mod:`lipcert.certvit.relu`.
-
-    Neighbouring ellipsoids differ little, so each gets a few iterations, which continue those of the one before. These
-    become twice as many where the norm no longer falls.
-    """
-    chosen = MEASURES[measure]
-    problem, columns = _spanned(problem) if chosen.rotates else (problem, None)
-    before = problem.rows @ problem.pre.mT
-    best, value, lower = _Point(problem.pre), chosen.value(problem.pre), 0.0
-    at, taken, gap, momentum, each = problem.pre, 0, 1.0, 1, min(_EACH, iterations)
-    start = _Start()
-    for _ in range(_ROUNDS):
-        around = inner(at, before, problem.rows, problem.relu, radius)
-        if around.highest < 0:
-            lower = max(lower, -around.highest / chosen.dual(around.outward))
-        gap = _gap(value, lower)
-        left = _BEHIND * iterations - taken
-        if gap <= tolerance or left <= 0 or each > iterations:
-            break
-        point = _within(problem, around, radius, measure, _FINER * tolerance, min(each, left), start)
-        if point is not None:
-            taken, start = taken + point.iterations, _Start(point.step, point.governing)
-        if point is not None and (reached := chosen.value(point.weight)) < value:
-            momentum += 1
-            at = point.weight + (momentum - 1) / (momentum + 2) * (point.weight - best.weight)
-            best, value = point, reached
-        else:  # restart from the best point; after a restart, with more iterations
-            each *= 2 if momentum == 1 else 1
-            at, momentum = best.weight, 1
-    if not chosen.rotates:  # the result has zeros
-        around = inner(best.weight, before, problem.rows, problem.relu, radius)
-        point = _within(problem, around, radius, measure, _FINER * tolerance, _EACH, replace(start, zeros=True))
-        if point is not None and chosen.value(point.weight) <= (1 + _DEARER) * value:
-            best, gap = point, _gap(chosen.value(point.weight), lower)
-    status = "converged" if gap <= tolerance else "iteration limit"
-    weight = best.weight if columns is None else best.weight @ columns.mT
-    return replace(best, weight=weight, iterations=taken, gap=gap, status=status)
-
-
-def _spanned(problem: _BehindProblem) -> tuple[_BehindProblem, Tensor | None]:
-    """The problem in an orthonormal basis (M, K) of its rows and those of W_pre; the same one, and None, if K is M.
-
-    Every iterate consists of such rows, and neither norms nor outputs depend on the basis.
-    """
-    spanning = torch.cat([problem.rows, problem.pre])
-    if len(spanning) >= spanning.shape[1]:
-        return problem, None
-    basis = torch.linalg.qr(spanning.mT).Q
-    rows = problem.rows @ basis
-    return replace(problem, pre=problem.pre @ basis, rows=rows, inputs=_Inputs(rows.mT @ rows)), basis
-
-
-def _within(
-    problem: _BehindProblem,
-    around: Inner,
-    radius: float,
-    measure: str,
-    tolerance: float,
-    iterations: int,
-    start: _Start,
-) -> _Point | None:
-    """The smallest norm in an ellipsoid within the set; None if it is empty."""
-    plain = _Problem(problem.pre, problem.inputs, around.cross, around.energy, problem.error)
-    centre = plain.least_squares()
-    room = radius * radius - plain.squared_error(centre)
-    if room <= 0:
-        return None
-    return _minimise(centre, problem.inputs, math.sqrt(room), measure, tolerance, iterations, start)
 
 
 def _minimise(

@@ -14,7 +14,6 @@ from lipcert.settings._fields import one_of, option, plain
 
 MEASURE_NAMES = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
-KEPT = ("outputs", "activations")
 POINTS = ("projected", "sparse")
 _FAITHFUL = "Options of the engine faithful"
 
@@ -26,17 +25,15 @@ class ConstrainSettings:
     Attributes:
         error: relative output error of each layer, above 0 and below 1.
         measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
-            are always reported for comparison.
-        keep: ``"outputs"`` of each layer, or ``"activations"``. With activations, a layer followed by a ReLU only has
-            to keep the outputs of the ReLU. This leaves inactive units free and gives lower norms, see
-            :mod:`lipcert.certvit.relu`. The bound on the error is the same.
+            are always reported for comparison. None means ``"spectral"``, or ``"l1"`` in the engine ``"faithful"``.
         eta: η of the paper, which replaces ``error``: the squared error of a layer's output for one row, such as a
             token or a patch, averaged over rows.
         iterations: maximum number of Douglas–Rachford iterations. None means 150, or 2 in the engine ``"faithful"``.
-            The exact engine takes up to twice as many for a layer whose activations are kept.
-        beta: β of the engine ``"faithful"``: the share of weights that the threshold of the first step sets to zero;
-            None means 0.1. The authors' scripts interpret the β of their tables in this way. The paper's text uses β as
-            the threshold itself, but 0.1 is larger than most weights of a transformer.
+        beta: β of the engine ``"faithful"``: the threshold of its proximal step, as in the paper's text. None takes it
+            from ``quantile``.
+        quantile: the share of the weights of a layer below the threshold, in place of ``beta``; None means 0.1. The
+            authors' scripts read the β of the paper's tables in this way; as a threshold, 0.1 is larger than most
+            weights of these networks.
         relaxation: λ of the engine ``"faithful"``; None means 1.2.
         projection_epochs: passes over the mini-batches for one projection in the engine ``"faithful"``; None means 100,
             as in the authors' scripts.
@@ -44,7 +41,8 @@ class ConstrainSettings:
             ``"sparse"``, the thresholded one, which has zeros but exceeds the error more, as in the authors' scripts.
         engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which is included for
             comparison. It supports the measure ``"l1"`` only and may exceed ``error``, see
-            :func:`lipcert.certvit.constrain_blockwise`. The images are split into 4 mini-batches.
+            :func:`lipcert.certvit.constrain_blockwise`.
+        mini_batches: J of the engine ``"faithful"``, into as many the images are split; None means 4.
         layers: module paths in ``model.net``, as a sequence or separated by commas; None constrains all supported
             layers.
         workers: processes that solve layers; 0 solves in this process. Worker processes need ``if __name__ ==
@@ -60,24 +58,26 @@ class ConstrainSettings:
 
     error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, float)
     _: KW_ONLY
-    measure: str = option(
-        "What to lower; clip and rescale are baselines, which are reported in any case.",
-        MEASURE_NAMES[0],
+    measure: str | None = option(
+        "What to lower: spectral, or l1 for faithful; clip and rescale are baselines, which are reported in any case.",
+        None,
+        str | None,
         choices=MEASURE_NAMES,
     )
     engine: str = option(
         "faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0], choices=ENGINES
     )
-    keep: str = option(
-        "activations: where a ReLU follows a layer, only what it makes of the outputs has to stay.",
-        KEPT[0],
-        choices=KEPT,
-    )
     eta: float | None = option(
         "In place of --error: mean squared error of an output row, as in the CertViT paper.", None, float | None
     )
     iterations: int | None = option("Limit of Douglas-Rachford: 150, or 2 for faithful.", None, int | None)
-    beta: float | None = option("Share of weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL)
+    beta: float | None = option("Threshold of the proximal step.", None, float | None, group=_FAITHFUL)
+    quantile: float | None = option(
+        "In place of --beta: share of the weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL
+    )
+    mini_batches: int | None = option(
+        "Parts of the images, each with a constraint of its own; 4.", None, int | None, group=_FAITHFUL
+    )
     relaxation: float | None = option("Lambda, in (0, 2); 1.2.", None, float | None, group=_FAITHFUL)
     projection_epochs: int | None = option(
         "Passes over the mini-batches for a projection; 100.", None, int | None, group=_FAITHFUL
@@ -97,13 +97,12 @@ class ConstrainSettings:
 
     def __post_init__(self) -> None:
         plain(self)
-        one_of("measure", self.measure, MEASURE_NAMES)
         one_of("engine", self.engine, ENGINES)
-        if self.engine == "faithful" and self.measure != "l1":
+        one_of("measure", self.lowered, MEASURE_NAMES)
+        if self.engine == "faithful" and self.lowered != "l1":
             raise InputError(
-                f"the faithful engine lowers l1 and not {self.measure}; choose the measure l1 or the engine exact"
+                f"the faithful engine lowers l1 and not {self.lowered}; choose the measure l1 or the engine exact"
             )
-        one_of("keep", self.keep, KEPT)
         one_of("point", self.point, POINTS)
         self._check_numbers()
         if not 0 < self.error < 1:
@@ -114,18 +113,25 @@ class ConstrainSettings:
             names = self.layers.split(",") if isinstance(self.layers, str) else self.layers
             object.__setattr__(self, "layers", tuple(name.strip() for name in names))
 
+    @property
+    def lowered(self) -> str:
+        """The measure: that of the engine, if none was given."""
+        return self.measure or ("l1" if self.engine == "faithful" else MEASURE_NAMES[0])
+
     def _check_numbers(self) -> None:
         """Checks the numbers, and that options of the engine faithful are for it."""
-        faithful = ("beta", "relaxation", "projection_epochs")
+        faithful = ("beta", "quantile", "relaxation", "projection_epochs", "mini_batches")
         if self.engine != "faithful":
             names = [name for name in faithful if getattr(self, name) is not None]
             if names or self.point != POINTS[0]:
                 raise InputError(f"{', '.join(names) or 'point'}: for the engine faithful only")
-        for name, low, high in (("eta", 0, math.inf), ("beta", 0, 1), ("relaxation", 0, 2)):
+        for name, low, high in (("eta", 0, math.inf), ("beta", 0, math.inf), ("quantile", 0, 1), ("relaxation", 0, 2)):
             value = getattr(self, name)
             if value is not None and not low < value < high:
                 raise InputError(f"{name} must be above {low} and below {high}, got {value}")
-        for name in ("iterations", "projection_epochs"):
+        if self.beta is not None and self.quantile is not None:
+            raise InputError("beta is the threshold, and quantile the share of weights below it; give one of them")
+        for name in ("iterations", "projection_epochs", "mini_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
@@ -134,13 +140,13 @@ class ConstrainSettings:
         """The given options of the engine's solver, besides error and measure."""
         named: dict[str, Any] = {"iterations": self.iterations}
         if self.engine == "faithful":
-            named |= {"quantile": self.beta, "relaxation": self.relaxation, "eta": self.eta, "point": self.point}
-            named |= {"projection_epochs": self.projection_epochs}
+            names = ("beta", "quantile", "relaxation", "eta", "point", "projection_epochs")
+            named |= {name: getattr(self, name) for name in names}
         return {name: value for name, value in named.items() if value is not None}
 
     def described(self) -> dict[str, Any]:
         """The settings of the layers for a recipe, without those at their defaults."""
-        always = {"measure": self.measure, "engine": self.engine, "error": self.error}
-        names = ("keep", "eta", "iterations", "beta", "relaxation", "projection_epochs", "point")
+        always = {"measure": self.lowered, "engine": self.engine, "error": self.error}
+        names = ("eta", "iterations", "beta", "quantile", "relaxation", "projection_epochs", "mini_batches", "point")
         ever = {one.name: one.default for one in fields(self)}
         return always | {name: getattr(self, name) for name in names if getattr(self, name) != ever[name]}
