@@ -78,7 +78,7 @@ def finetune(
     ] = None,
     mix_ratio: Annotated[
         float, typer.Option(help="Fraction of the second data set in a batch.", rich_help_panel=_IMAGES)
-    ] = 0.7,
+    ] = 0.5,
     out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,

@@ -42,7 +42,6 @@ from lipcert.training import (
     trades_loss,
     twice_differentiable,
 )
-from lipcert.training._finetune import rate
 from lipcert.training._matrices import matrices, projections
 
 ARGUMENTS = {
@@ -232,10 +231,33 @@ def test_eps_goes_up_by_the_ramp() -> None:
 
 
 def test_learning_rates_follow_their_schedules() -> None:
-    assert [rate(name, 0.05) for name in SCHEDULES] == pytest.approx([0.52] * 3)
-    assert [rate("cosine", done) for done in (0.5, 1)] == pytest.approx([0.50005, 1e-4])
-    assert [rate("multistep", done) for done in (0.45, 0.5, 0.65, 0.9)] == pytest.approx([1, 0.2, 0.04, 0.0016])
-    assert [rate("exponential", done) for done in (0.4, 0.5, 0.75, 1)] == pytest.approx([1, 1, 1e-3**0.5, 1e-3])
+    def rates(schedule: str, *done: float, **options: float) -> list[float]:
+        asked = FinetuneSettings(loss="ce", lr=0.1, schedule=schedule, **options)
+        return [asked.lr_at(share) / 0.1 for share in done]
+
+    assert [rates(name, 0.05)[0] for name in SCHEDULES] == pytest.approx([0.52] * 3)
+    assert rates("cosine", 0.5, 1) == pytest.approx([0.50005, 1e-4])
+    assert rates("cosine", 1, last_lr=0.05) == pytest.approx([0.5])
+    assert rates("multistep", 0.45, 0.5, 0.65, 0.9) == pytest.approx([1, 0.2, 0.04, 0.0016])
+    assert rates("exponential", 0.4, 0.5, 0.75, 1) == pytest.approx([1, 1, 1e-3**0.5, 1e-3])
+    # equation 27 of Huang et al. 2021 for T = 250, m = 150, and no warm-up
+    table_3 = {"warmup": 0, "decay_from": 0.6, "last_lr": 2e-4}
+    assert rates("exponential", 0, 0.6, 0.8, 1, **table_3) == pytest.approx([1, 1, 2e-3**0.5, 2e-3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": 1.0}, "warmup is a fraction of the run"),
+        ({"power_iterations": 0}, "power_iterations must be at least 1"),
+        ({"vectors": "kept"}, "choose one of saved, random"),
+        ({"schedule": "multistep", "last_lr": 1e-5}, "leave last_lr out"),
+        ({"upper_weight": -1.0}, "upper_weight must be a number from 0"),
+    ],
+)
+def test_settings_of_the_papers_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        FinetuneSettings(**options)
 
 
 # Norms and bounds

@@ -250,3 +250,33 @@ def test_networks_and_settings_that_do_not_fit_are_refused() -> None:
         LocalBound(residual)
     with pytest.raises(InputError, match="leave amp"):
         lipcert.finetune(residual, [], loss="local-b", amp="bfloat16")
+
+
+def test_power_iteration_takes_the_steps_and_the_start_that_are_asked() -> None:
+    """More steps from random vectors come closer to the norm; saved vectors get there over several calls of two."""
+    torch.manual_seed(0)
+    model = model_of(network("clipped"))
+    images, labels = torch.rand(4, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0])
+
+    def rise(bound: LocalBound) -> float:
+        logits, worst, _ = bound.worst(images, labels, 0.05, None)
+        return float((worst - logits).sum())
+
+    converged = rise(LocalBound(model, 200))
+    few, many = (rise(LocalBound(model, steps, random=True)) for steps in (1, 20))
+    assert few < many <= converged * (1 + 1e-9)
+    saved, random = LocalBound(model, 1), LocalBound(model, 1, random=True)
+    for _ in range(20):
+        last, drawn = rise(saved), rise(random)
+    assert drawn < last <= converged * (1 + 1e-9)
+
+
+def test_upper_thresholds_weigh_as_asked() -> None:
+    """Equation 26: the loss is linear in λ_θ, and None leaves it out."""
+    torch.manual_seed(0)
+    model = model_of(network("clipped"))
+    images, labels = torch.rand(4, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0])
+    none, tenth, whole = (float(LocalBound(model).worst(images, labels, 0.05, w)[2]) for w in (0.0, 0.1, 1.0))
+    assert none < tenth < whole
+    assert tenth - none == pytest.approx((whole - none) / 10)
+    assert float(LocalBound(model).worst(images, labels, 0.05, None)[2]) == 0

@@ -96,7 +96,7 @@ def _bounds(model: lipcert.Model, images: Tensor, labels: Tensor) -> dict[str, A
     """Global and local bounds, the cross-entropy, and the share of units of each layer that vary in the balls."""
     bound, local = lipcert.lipschitz(model), LocalBound(model)
     _, near = local.measured(images, _EPS)
-    logits, worst, _ = local.worst(images, labels, _EPS, sparse=False)
+    logits, worst, _ = local.worst(images, labels, _EPS, None)
     moving = local._walk(images, _EPS)[3]
     return {
         "log10 bound": bound.log10, "local bound": near, "cross-entropy": float(cross_entropy(logits, labels)),

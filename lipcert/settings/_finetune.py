@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -15,8 +16,9 @@ Loss = Literal[
 ]
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
-OPTIMIZERS = ("adamw", "muon", "nadam")
+OPTIMIZERS = ("adamw", "adam", "muon", "nadam")
 SCHEDULES = ("cosine", "multistep", "exponential")
+VECTORS = ("saved", "random")
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 # Losses with the global bound.
 GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
@@ -24,6 +26,10 @@ GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
 LOCAL: tuple[Loss, ...] = ("local-b", "local-g")
 
 _LARGEST = 1e30
+_MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), table 9
+_STEP_DOWN = 0.2
+# The last learning rate over the largest one; that of exponential is from 1e-3 to 1e-6 in Huang et al. 2021, table 3.
+_LAST = {"cosine": 1e-4, "exponential": 1e-3}
 # Default schedules of ε, see FinetuneSettings.ramp.
 _RAMPS: dict[str, tuple[float, float, float]] = {
     "cut": (0.1, 2.0, 0.5),
@@ -71,6 +77,14 @@ class FinetuneSettings:
     )
     weight: float = option("Weight of the divergence in the loss trades.", 1.0, float, group=_LOSS)
     sparsity: float = option("Weight of the sparsity loss in local-b and local-g.", 0.0, float, group=_LOSS)
+    upper_weight: float = option("Weight of upper thresholds in the sparsity loss.", 0.1, float, group=_LOSS)
+    power_iterations: int = option("Per update, for norms in losses with a bound.", 2, int, group=_LOSS)
+    vectors: str = option(
+        "Start of power iteration in local-b and -g: the mean of the last update, or random vectors.",
+        VECTORS[0],
+        choices=VECTORS,
+        group=_LOSS,
+    )
     sigma: float | None = option(
         "Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None, group=_LOSS
     )
@@ -93,6 +107,16 @@ class FinetuneSettings:
         group=_UPDATES,
     )
     schedule: str = option("Schedule of the learning rate.", "cosine", choices=SCHEDULES, group=_UPDATES)
+    warmup: float = option("Fraction of the run in which the learning rate rises.", 0.1, float, group=_UPDATES)
+    decay_from: float = option(
+        "Fraction of the run after which the schedule exponential falls.", 0.5, float, group=_UPDATES
+    )
+    last_lr: float | None = option(
+        "Learning rate at the end; 1e-4 times --lr for cosine, 1e-3 times for exponential.",
+        None,
+        float | None,
+        group=_UPDATES,
+    )
     accumulate: int = option("Batches per update.", 1, int, group=_UPDATES)
     ema: float | None = option(
         "Average the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
@@ -133,12 +157,15 @@ class FinetuneSettings:
             if isinstance(value, (str, list)):
                 object.__setattr__(self, name, read(value))
         one_of("loss", self.loss, LOSSES)
-        for name, number in (("epochs", self.epochs), ("accumulate", self.accumulate)):
-            if number < 1:
-                raise InputError(f"{name} must be at least 1, got {number}")
+        for name in ("epochs", "accumulate", "power_iterations"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._check_numbers()
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("schedule", self.schedule, SCHEDULES)
+        one_of("vectors", self.vectors, VECTORS)
+        if self.schedule == "multistep" and self.last_lr is not None:
+            raise InputError("the schedule multistep divides the learning rate by 5 four times; leave last_lr out")
         if self.ema is not None and not 0 < self.ema < 1:
             raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {self.ema}")
         if self.amp not in (None, "bfloat16"):
@@ -163,18 +190,32 @@ class FinetuneSettings:
         share = (self.ramp or _RAMPS.get(self.loss, _RAMP))[2]
         return min(done / share, 1.0) if share else 1.0
 
+    def lr_at(self, done: float) -> float:
+        """The learning rate at the fraction ``done`` of the run; exponential is equation 27 of Huang et al. 2021."""
+        if done < self.warmup:
+            return self.lr * (0.04 + 0.96 * done / self.warmup)
+        if self.schedule == "multistep":
+            return self.lr * _STEP_DOWN ** sum(done >= milestone for milestone in _MILESTONES)
+        last = self.last_lr or self.lr * _LAST[self.schedule]
+        if self.schedule == "exponential":
+            return self.lr * (last / self.lr) ** (max(0.0, done - self.decay_from) / (1 - self.decay_from))
+        return last + (self.lr - last) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+
     def _check_numbers(self) -> None:
         temperatures = self.temperature if isinstance(self.temperature, (tuple, list)) else (self.temperature,) * 2
         if len(temperatures) != 2:
             raise InputError(f"temperature is one number, or the first and the last one, got {self.temperature}")
         norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         positive = {"eps": [self.eps], "lr": [self.lr], "temperature": temperatures, "max_norm": norms}
-        positive["sigma"] = [self.sigma]
+        positive |= {"sigma": [self.sigma], "last_lr": [self.last_lr]}
         for name, values in positive.items():
             for value in values:
                 if value is not None and not 0 < value < _LARGEST:
                     raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
-        for name in ("weight", "consistency", "teacher_weight"):
+        for name in ("warmup", "decay_from"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} is a fraction of the run, from 0 to below 1, got {getattr(self, name)}")
+        for name in ("weight", "consistency", "teacher_weight", "sparsity", "upper_weight"):
             value = getattr(self, name)
             if not 0 <= value < _LARGEST:
                 raise InputError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value}")

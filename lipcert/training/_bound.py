@@ -19,13 +19,14 @@ class TrainingBound:
     If the last operation is a matrix W on features, K_yj = ‖w_y − w_j‖ K with the constant K of the features; otherwise
     K_yj = √2 K with that of the logits. :meth:`step` captures the network again and applies the rules of the
     certificate. So the operators are those of the certificate: convolutions with stride and padding, I + W as one
-    operator, folded scales, and weights that the forward code computes. Their norms are ⟨u, W v⟩ after two more steps
-    of subspace iteration. The result is an estimate, usually below the certified bound.
+    operator, folded scales, and weights that the forward code computes. Their norms are ⟨u, W v⟩ after a
+    few more steps of subspace iteration. The result is an estimate, usually below the certified bound.
 
     Args:
         model: the model.
         rows: uses the rows of the head; False gives √2 K for every pair of classes.
         up_to: the path of a module: K is that of its output, for :func:`lipcert.training.cut_loss`.
+        steps: of subspace iteration, in each :meth:`step`.
 
     Attributes:
         certified: the certified K of the last call of :meth:`certify`.
@@ -35,11 +36,11 @@ class TrainingBound:
         InputError: the bound is infinite or above 1e30, so that a loss cannot use it.
     """
 
-    def __init__(self, model: Model, rows: bool = True, up_to: str | None = None):
+    def __init__(self, model: Model, rows: bool = True, up_to: str | None = None, steps: int = 2):
         self.model = model
         self.rows = rows
         self.up_to = up_to
-        self.estimator = Estimator(model.dtype)
+        self.estimator = Estimator(model.dtype, steps)
         self.image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
         self.certified = self.certify()
         if not 0 < self.certified <= _LARGEST:

@@ -47,12 +47,8 @@ from lipcert.training._matrices import NormHold, held_at, matrices
 from lipcert.training._muon import Muon
 
 _WEIGHT_DECAY = 1e-4
-_WARMUP = 0.1
 _CLIP = 3.0
 _COOLING = 0.8  # the fraction of a run during which the temperature changes
-_MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), table 9
-_DECAY = 0.2
-_END = 1e-3  # Huang et al. 2021 (arXiv 2111.01395), table 3: from 1e-3 to 1e-6
 
 
 @dataclass(frozen=True)
@@ -145,17 +141,21 @@ def finetune(
               The default is (0.1, 2, 0.5) for ``"emma"``, as in appendix B.1 of its paper, and for ``"cut"``,
               (0, 1.1, 0.5) for the local losses, and (0, 1, 1/3) for the others.
             * weight: the weight of the divergence in ``"trades"``.
-            * sparsity: the weight of the sparsity loss in ``"local-b"`` and ``"local-g"``.
+            * sparsity: the weight of the sparsity loss in ``"local-b"`` and ``"local-g"``; upper_weight: that of its
+              part for upper thresholds, λ_θ.
+            * power_iterations: per update, for the norms in losses with a bound; vectors: where those of ``"local-b"``
+              and ``"local-g"`` start, see :class:`lipcert.training.LocalBound`.
             * sigma: the standard deviation of the noise in ``"noise"``, equal to that of the certification.
             * consistency: the weight of the agreement of two predictions under noise in ``"noise"``, such as 10.
             * teacher_weight: the weight of the divergence from the teacher's predictions.
             * max_norm: limits the spectral norm of each weight matrix, and the scales of projections, by one number or
               by numbers for patterns of paths; see :class:`lipcert.training.NormHold`.
-            * optimizer: ``"adamw"``; ``"nadam"``, with Lookahead, for the losses with the global bound; ``"muon"``,
-              see :class:`lipcert.training.Muon`, which needs fewer epochs if norms are limited, with a learning rate of
-              about 0.01.
-            * schedule: the schedule of the learning rate: ``"cosine"``; ``"multistep"``, divided by 5 at 0.5, 0.6, 0.7
-              and 0.8 of the run; ``"exponential"``, from the middle of the run down to a thousandth at its end.
+            * optimizer: ``"adamw"``; ``"adam"``, without weight decay; ``"nadam"``, with Lookahead, for the losses with
+              the global bound; ``"muon"``, see :class:`lipcert.training.Muon`, which needs fewer epochs if norms are
+              limited, with a learning rate of about 0.01.
+            * schedule: that of the learning rate: ``"cosine"``; ``"multistep"``, divided by 5 at 0.5, 0.6, 0.7 and 0.8
+              of the run; ``"exponential"``, from the fraction ``decay_from`` of the run on. It ends at ``last_lr``.
+            * warmup: the fraction of the run in which the learning rate rises.
             * accumulate: batches per update.
             * ema: the decay of the moving average of the weights, such as 0.999. The model gets the average at the end.
             * amp: ``"bfloat16"`` computes the matrix products of the network in this type; weights, losses and bounds
@@ -312,7 +312,7 @@ class _Run:
         self.classes = number_of_classes(model)
         if asked.channels_last:
             model.to(memory_format=torch.channels_last)
-        weights = [p for p in model.parameters() if p.dim() > 1] if asked.keep_zeros else []
+        weights = {matrix.parameter for matrix in matrices(model)} if asked.keep_zeros else set()
         self.zeros = [(p, p == 0) for p in weights if bool((p == 0).any())]
         self.hold = None if asked.max_norm is None else NormHold(model, asked.max_norm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -320,8 +320,9 @@ class _Run:
         self.average = None if asked.ema is None else ModelEmaV3(model, decay=asked.ema, use_warmup=True)
         self.cut = _cut(model) if asked.loss == "cut" else None
         used = asked.loss in GLOBAL or self.cut is not None
-        self.bound = TrainingBound(model, asked.loss != "lmt", self.cut) if used else None
-        self.local = LocalBound(model) if asked.loss in LOCAL else None
+        steps = asked.power_iterations
+        self.bound = TrainingBound(model, asked.loss != "lmt", self.cut, steps) if used else None
+        self.local = LocalBound(model, steps, random=asked.vectors == "random") if asked.loss in LOCAL else None
         self.mixture = 0.0
         lengths = processes.gather(_length(loader))
         self.batches = None if None in lengths else max(lengths)
@@ -335,7 +336,8 @@ class _Run:
             return Muon(self.parameters, list(matrices(self.model)), lr, dtype=dtype)
         if self.asked.optimizer == "nadam":
             return Lookahead(torch.optim.NAdam(self.parameters, lr=lr))
-        return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=_WEIGHT_DECAY)
+        decay = 0.0 if self.asked.optimizer == "adam" else _WEIGHT_DECAY
+        return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=decay)
 
     def epoch(self) -> Epoch:
         """Trains on all batches of the loader once."""
@@ -351,7 +353,7 @@ class _Run:
             first, last = self.temperatures
             self.temperature = first * (last / first) ** min(done / _COOLING, 1.0)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.asked.lr * rate(self.asked.schedule, done)
+                group["lr"] = self.asked.lr_at(done)
             seen = self._gradient(source, eps)
             if seen is None:
                 break
@@ -451,8 +453,9 @@ class _Run:
         if self.asked.loss == "adversarial":
             return adversarial_loss(self._logits, images, labels, eps, self.temperature)
         if self.local is not None:
-            bottom, sparsity = self.asked.loss == "local-g", self.asked.sparsity
-            return local_loss(self.local, images, labels, eps, self.mixture, bottom=bottom, sparsity=sparsity)
+            weights = {"sparsity": self.asked.sparsity, "upper_weight": self.asked.upper_weight}
+            bottom = self.asked.loss == "local-g"
+            return local_loss(self.local, images, labels, eps, self.mixture, bottom=bottom, **weights)
         if self.asked.loss == "noise":
             sigma, weight = cast(float, self.asked.sigma), self.asked.consistency
             return noise_loss(self._logits, images, labels, sigma, weight, self.temperature)
@@ -569,20 +572,6 @@ def _length(loader: Iterable[object]) -> int | None:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:  # a stream
         return None
-
-
-def rate(schedule: str, done: float) -> float:
-    """The learning rate relative to the largest one, after the fraction ``done`` of the run.
-
-    ``"exponential"`` is equation 27 of Huang et al. 2021 (arXiv 2111.01395).
-    """
-    if done < _WARMUP:
-        return 0.04 + 0.96 * done / _WARMUP
-    if schedule == "multistep":
-        return _DECAY ** sum(done >= milestone for milestone in _MILESTONES)
-    if schedule == "exponential":
-        return _END ** max(0.0, 2 * done - 1)
-    return 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
 def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,11 +23,9 @@ from lipcert.graph import Node, capture, needed
 from lipcert.model import Model
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
-_STEPS = 2  # steps of power iteration per update; table 3
 _LOOKED_AT = 16  # images of a batch that show how often boxes are tighter than balls
 _RARELY = 1e-3
 _ALL = slice(None)
-_UPPER_WEIGHT = 0.1  # λ_θ of table 3
 _TINY = 1e-12
 _FIXED = ("add", "sub", "mul", "div")
 _SAME = ("identity", "dropout", "reshape")
@@ -57,8 +55,10 @@ class LocalBound:
     """Worst logits of feed-forward networks in balls around images, differentiable in weights and thresholds.
 
     The network must be a sequence of matrices and convolutions, each followed by ReLU, clipped ReLU or MaxMin
-    (algorithm 1). Variable entries are those of equations 3 and 9. Norms of masked operators (equation 6) come from two
-    steps of power iteration per image, starting from the mean result of the last update. So they are estimates.
+    (algorithm 1). Variable entries are those of equations 3 and 9. Norms of masked operators (equation 6) come from a
+    few steps of power iteration per image. So they are estimates. The paper saves the vectors of every image and starts
+    from them when the image is seen again, which takes as much memory as all values of the network for all images. Here
+    all images start from one vector of each layer, the mean result of the last update, or from random ones.
 
     The bounds of an entry are the tighter ones of its box and its ball (equations 21 and 22). In most layers the ball
     is tighter almost everywhere. If it is for 999 of 1000 entries of 16 images of the batch, the layer's box is left
@@ -66,14 +66,16 @@ class LocalBound:
 
     Args:
         model: the model.
+        steps: of power iteration in each call.
+        random: starts from random vectors in each call.
 
     Raises:
         UnsupportedOperation: an operation without a rule.
         InputError: the network is not of this kind.
     """
 
-    def __init__(self, model: Model):
-        self.model = model
+    def __init__(self, model: Model, steps: int = 2, *, random: bool = False):
+        self.model, self.steps, self.random = model, steps, random
         self.image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
         analyze(model)
         self.vectors: dict[int, Tensor] = {}
@@ -92,21 +94,23 @@ class LocalBound:
         image = self.image.to(self.model.device, self.model.dtype)
         return list(needed(capture(self.model, image, whole=kept_whole, gradients=True)).nodes)
 
-    def worst(self, images: Tensor, labels: Tensor, eps: float, sparse: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def worst(
+        self, images: Tensor, labels: Tensor, eps: float, upper_weight: float | None = 0.1
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, worst logits (equation 24) and the sparsity loss (equation 12).
 
         Args:
             images: shape (N, C, H, W).
             labels: the classes y, shape (N,).
             eps: ε in ℓ2 on pixels.
-            sparse: computes the sparsity loss; 0 otherwise.
+            upper_weight: λ_θ, the weight of upper thresholds in the sparsity loss; None leaves this loss out, as 0.
 
         Returns:
             f and z*, shape (N, classes), where z*_j − z*_y estimates an upper bound on f_j − f_y in the ball; and the
-            mean over units and images of max(0, high) + 0.1 max(0, θ − low), for MaxMin of max(0, high of the minimum −
-            lower) + 0.1 max(0, upper − low of the maximum).
+            mean over units and images of max(0, high) + λ_θ max(0, θ − low), for MaxMin of max(0, high of the minimum −
+            lower) + λ_θ max(0, upper − low of the maximum).
         """
-        x, last, losses, _ = self._walk(images, eps, sparse)
+        x, last, losses, _ = self._walk(images, eps, upper_weight)
         head = _Linear(last)
         logits = head(x.nominal)
         rows = head.weight - head.weight[labels][:, None]  # w_j − w_y, (N, classes, features)
@@ -132,7 +136,7 @@ class LocalBound:
         return float(constant), float(x.rho.mean() / eps * norm)
 
     def _walk(
-        self, images: Tensor, eps: float, sparse: bool = False
+        self, images: Tensor, eps: float, upper_weight: float | None = None
     ) -> tuple[BoxState, Node, list[Tensor], list[Tensor]]:
         """The input of the last layer, this layer, and of each activation its sparsity loss and which units move."""
         box = partial(_of, ((images - eps).clamp(min=0), (images + eps).clamp(max=1)))
@@ -146,8 +150,8 @@ class LocalBound:
             elif node.op in _FIXED:
                 x = _fixed(x, node)
             elif node.op in _PIECEWISE:
-                if sparse:
-                    losses.append(_sparsity(node, *x.box(_ALL)))
+                if upper_weight is not None:
+                    losses.append(_sparsity(node, *x.box(_ALL), upper_weight))
                 x = _activated(x, node)
                 moving.append((torch.ones_like(x.nominal) if x.moves is None else x.moves).flatten(1))
             else:
@@ -189,13 +193,14 @@ class LocalBound:
         is that of ⟨l, W r⟩/(‖l‖‖r‖).
         """
         start = self.vectors.get(place)
-        if start is None:
+        if start is None or self.random:
             size = linear.inputs if inner is None else inner.shape[1:]
-            start = _unit(torch.randn(1, *size, generator=torch.Generator().manual_seed(place)).to(linear.weight))
+            generator = None if self.random else torch.Generator().manual_seed(place)
+            start = _unit(torch.randn(1, *size, generator=generator).to(linear.weight))
         masks = [mask for mask in (inner, outer) if mask is not None]
         right = start.expand(len(masks[0]) if masks else 1, *start.shape[1:])
         right = right if inner is None else right * inner
-        for step in range(_STEPS):
+        for step in range(self.steps):
             if step:
                 right = _unit(right)
             with torch.enable_grad():
@@ -278,6 +283,7 @@ def local_loss(
     *,
     bottom: bool = False,
     sparsity: float = 0.0,
+    upper_weight: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
     """(1 − λ) CE(f) + λ CE(z*) plus the sparsity loss: equations 25 and 26.
 
@@ -288,12 +294,13 @@ def local_loss(
         eps: ε in ℓ2 on pixels.
         mixture: λ.
         bottom: uses (f, max over j ≠ y of z*_j) in place of z*, as Local-Lip-G.
-        sparsity: the weight of the sparsity loss.
+        sparsity: the weight of the sparsity loss, λ_sparsity.
+        upper_weight: that of upper thresholds in it, λ_θ.
 
     Returns:
         The loss, and the logits f, shape (N, classes).
     """
-    logits, worst, sparse = bound.worst(images, labels, eps, sparsity > 0)
+    logits, worst, sparse = bound.worst(images, labels, eps, upper_weight if sparsity > 0 else None)
     if bottom:
         own = F.one_hot(labels, logits.shape[1]).bool()
         worst = torch.cat([logits, worst.masked_fill(own, -torch.inf).amax(1, keepdim=True)], 1)
@@ -415,13 +422,13 @@ def _moving(node: Node, low: Tensor, high: Tensor) -> Tensor:
     return ((low < module.threshold).logical_and_(moving) if node.op is ClippedReLU else moving).to(low)
 
 
-def _sparsity(node: Node, low: Tensor, high: Tensor) -> Tensor:
+def _sparsity(node: Node, low: Tensor, high: Tensor, upper_weight: float) -> Tensor:
     """The part of an activation in the sparsity loss (equation 12), with λ_θ of equation 26."""
     module: Any = node.function
     if node.op is MaxMin:
         return low.new_zeros(())
     if node.op is ClippedMaxMin:
         least, most = _extremes(module, low, high)
-        return F.relu(most - module.lower).mean() + _UPPER_WEIGHT * F.relu(module.upper - least).mean()
+        return F.relu(most - module.lower).mean() + upper_weight * F.relu(module.upper - least).mean()
     loss = F.relu(high).mean()
-    return loss + _UPPER_WEIGHT * F.relu(module.threshold - low).mean() if node.op is ClippedReLU else loss
+    return loss + upper_weight * F.relu(module.threshold - low).mean() if node.op is ClippedReLU else loss
