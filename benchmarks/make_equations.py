@@ -27,7 +27,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     "CertViT: Gupta and Verma, arXiv 2302.10287": (
         ("definition 1, equation 1", "Lipschitz constant", "lipcert.numerics._bound"),
         ("equation 2", "product of the layers' norms", "lipcert.bounds._global"),
-        ("equations 3 to 8", "activations as proximity operators, distance to ∂f(y)", "lipcert.certvit.relu"),
+        ("equations 3 to 8", "activations as proximity operators, distance to ∂f(y)", "benchmarks.papers.behind"),
         ("problem 2, equations 9, 10 and 11, proposition 3", "least norm at a given error", "lipcert.certvit.solve"),
         ("algorithms 1 and 2, equations 12 and 13", "the engine `faithful`", "lipcert.certvit.blockwise"),
         ("algorithm 3", "a whole network, by `lipcert.constrain`", "lipcert.certvit.network"),
@@ -65,7 +65,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         ("equation 20", "certified error", "lipcert.results._statistics"),
         ("equations 21 to 23", "the box after a layer", _BOXES),
         ("equations 21 to 26", "worst logits and losses in training", _LOCAL),
-        ("equation 27", "schedule of the learning rate", "lipcert.training._finetune"),
+        ("equation 27", "schedule of the learning rate", "lipcert.settings._finetune"),
         ("equations 28 and 29", "schedules of ε and λ", "lipcert.settings._finetune"),
     ),
 }

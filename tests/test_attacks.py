@@ -182,7 +182,7 @@ def test_attacks_by_name():
     }
     with pytest.raises(InputError, match="pgd, autoattack"):
         attack_named("banana")
-    assert set(ATTACKS) == {"pgd", "autoattack"}
+    assert set(ATTACKS) == {"pgd", "pgd-100", "autoattack"}
 
 
 def test_certify_with_an_attack_bounds_radii_from_both_sides():
@@ -275,3 +275,26 @@ def test_autoattack():
     assert (found.distance[found.broken] <= 0.4 * (1 + 1e-9)).all()
     assert (model(found.images).argmax(1) != labels)[found.broken].all()
     assert attack.version.startswith("adversarial-robustness-toolbox ")
+
+
+def test_the_papers_pgd_takes_100_steps_of_a_quarter() -> None:
+    """On a linear network each step but the last lies on the sphere, and the first at ε/4."""
+    attack = attack_named("pgd-100")
+    assert attack.settings == {"steps": 100, "restarts": 1, "seed": 0, "step": 0.25}
+    seen = []
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+
+    def watched(images: torch.Tensor) -> torch.Tensor:
+        seen.append(images.detach().clone())
+        return net(images)
+
+    image = torch.full((1, 1, 2, 2), 0.5)
+    label = net(image).argmax(1)
+    with torch.no_grad():
+        net[1].bias[label] += 100.0
+    attack(watched, image, label, eps=0.2)
+    moved = [float((point - image).norm()) for point in seen]
+    assert moved[:4] == pytest.approx([0, 0.05, 0.1, 0.15], abs=1e-6)
+    assert moved[5:] == pytest.approx([0.2] * 96, rel=1e-4)
+    with pytest.raises(InputError, match="positive multiple of eps"):
+        PGD(step=0.0)

@@ -18,6 +18,7 @@ from benchmarks.papers import __main__ as papers
 from benchmarks.papers import measures, page, shown, trained
 from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, values_of
 from benchmarks.papers.tables import LISTED, TABLES, find
+from benchmarks.papers.tables_certvit import pretrained
 from lipcert.cli import app
 
 assert lipcert.networks  # registers the papers' architectures
@@ -40,10 +41,11 @@ def test_every_row_has_a_network_a_recipe_and_its_figures():
 def test_the_commands_of_a_recipe_are_understood(name, scale):
     """Of the last row that has the recipe, whose training is not the commonest."""
     known = get_command(app)
-    row = [row for table in TABLES for row in table.rows if row.recipe == name][-1]
+    every = [pretrained("tf_efficientnet_lite0"), *(row for table in TABLES for row in table.rows)]
+    row = [row for row in every if row.recipe == name][-1]
     steps = trained.commands(row, SCALES[scale], "my folder/train.tar")
     assert all(step[step.index("--data") + 1] == "my folder/train.tar" for step in steps)
-    assert any("--limit" in part for step in steps if step[0] == "finetune" for part in step) is (scale == "small")
+    assert any("--limit" in part for step in steps if step[0] == "finetune" for part in step) is (scale != "full")
     assert len(steps) == len(RECIPES[name].steps)
     assert ("--no-pretrained" in steps[0]) is not RECIPES[name].pretrained
     for command, *options in steps:
@@ -58,17 +60,32 @@ def test_full_scale_takes_the_numbers_of_the_papers_tables():
         ("certvit", "1", "MNIST, CertViT 4C3F"): {
             "batch": 512,
             "epochs": 100,
-            "updates": "--lr 0.001 --schedule multistep",
+            "updates": "--optimizer adam --lr 0.001 --schedule multistep --warmup 0 --power-iterations 2 --no-augment",
         },
         ("certvit", "1", "CIFAR-10, GloRo 4C3F"): {"batch": 512, "epochs": 800, "ramp": "0,1.133,0.5"},
+        ("certvit", "1", "CIFAR-10, CertViT 6C2F"): {
+            "beta": 0.1,
+            "eta": 0.01,
+            "relaxation": 1.2,
+            "iterations": 5,
+            "projections": 2,
+            "parts": 16,
+        },
         ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "ramp": "0,1.099,0.667"},
         ("certvit", "3", "vit_base_patch8_224"): {"batch": 128, "epochs": 70, "eta": 0.01},
         ("liresnet", "1", "ImageNet, LiResNet L12W588"): {"batch": 1024, "epochs": 400},
+        ("liresnet", "1", "CIFAR-10, LiResNet L12W512"): {
+            "updates": "--optimizer nadam --lr 0.001 --schedule cosine --warmup 0.025 --power-iterations 2 "
+            "--crop shift",
+            "strong": "--randaugment rand-m9-n2",
+        },
         ("local-lip", "2", "CIFAR-10, Local-Lip-B 6C2F"): {"batch": 256, "epochs": 800, "ramp": "0,1.099,0.5"},
         ("local-lip", "6", "λ_sparse 0.03"): {
             "batch": 128,
-            "updates": "--lr 0.00025 --schedule exponential",
+            "updates": "--optimizer adam --lr 0.00025 --schedule exponential --warmup 0 --power-iterations 1 "
+            "--decay-from 0.6 --last-lr 5e-07 --crop shift",
             "sparsity": 0.03,
+            "upper": 0.1,
         },
     }
     for key, expected in stated.items():

@@ -260,7 +260,7 @@ def test_power_iteration_takes_the_steps_and_the_start_that_are_asked() -> None:
 
     def rise(bound: LocalBound) -> float:
         logits, worst, _ = bound.worst(images, labels, 0.05, None)
-        return float((worst - logits).sum())
+        return float((worst - logits).detach().sum())
 
     converged = rise(LocalBound(model, 200))
     few, many = (rise(LocalBound(model, steps, random=True)) for steps in (1, 20))

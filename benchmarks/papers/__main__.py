@@ -3,7 +3,9 @@
     python -m benchmarks.papers --list
     python -m benchmarks.papers --paper certvit --table 1 --scale small --data cifar10=../shared/data/cifar10
 
-``full`` is the paper's setting, ``small`` takes minutes and says what it left out: its figures are no reproduction.
+``full`` is the paper's setting and prints in what it differs; ``small`` takes minutes and says what it left out: its
+figures are no reproduction. ``trial`` runs every command on a few random images in place of data sets that are not
+named: its figures mean nothing. ``--model NAME`` gives table 3 of CertViT a row for any pretrained network.
 Data sets are those of torchvision by name; ``--data NAME=FOLDER`` names a folder with ``train.tar`` and ``test.tar`` or
 with folders of these names. Rows of methods that lipcert does not have are quoted. Tables and environment go to
 ``benchmarks/results/papers.json``, or to ``--out``, after each row. ``--row NAME`` runs this row alone and adds it to
@@ -17,12 +19,14 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks._env import environment
-from benchmarks.papers import measures, shown, trained
-from benchmarks.papers.recipes import SCALES, Given, Table
+from benchmarks.papers import measures, shown, tables_certvit, trained
+from benchmarks.papers.recipes import SCALES, Given, Table, differences
+from benchmarks.papers.stand_ins import stand_in
 from benchmarks.papers.tables import LISTED, TABLES, find
 
 RESULT = Path(__file__).parent.parent / "results" / "papers.json"
@@ -47,12 +51,15 @@ def table(
         known: rows of an earlier run, by name.
     """
     with tempfile.TemporaryDirectory() as work:
+        if scale == "trial":
+            names = {"cifar10", *(str(one.data) for one in found.rows if one.data)} - folders.keys()
+            folders = {**{name: str(stand_in(name, Path(work))) for name in names}, **folders}
         networks = trained.Kept(kept or Path(work))
         if found.measure is not None:
-            given = Given(scale == "small", folders.get("cifar10"), networks.folder)
+            given = Given(scale != "full", folders.get("cifar10"), networks.folder)
             yield from getattr(measures, found.measure)(found, given)
             return
-        if found.needs:
+        if found.needs and scale != "trial":
             yield {"needs": found.needs}
         for one in found.rows:
             if only not in (None, one.name) and one.name in (known or {}):
@@ -67,6 +74,7 @@ def main() -> None:
     parser.add_argument("--paper", choices=LISTED)
     parser.add_argument("--table", help="such as 1 or 'figure 4'")
     parser.add_argument("--row", help="only this row, beside those that are stored")
+    parser.add_argument("--model", help="of timm: another row of CertViT's table 3")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for trained networks, which tables then share")
@@ -82,6 +90,11 @@ def main() -> None:
         if not any((Path(folder) / train).exists() for train in ("train.tar", "train")):
             parser.error(f"--data {name}={folder}: a folder with train.tar and test.tar, or train and test, is needed")
     found, scale = find(args.paper, args.table), SCALES[args.scale]
+    if args.model is not None:
+        if (args.paper, args.table) != ("certvit", "3"):
+            parser.error("--model is for table 3 of certvit")
+        found = replace(found, rows=(*found.rows, tables_certvit.pretrained(args.model)))
+        args.row = args.row or args.model
     if args.row is not None and args.row not in [one.name for one in found.rows]:
         parser.error(f"--row {args.row}: the rows are {'; '.join(one.name for one in found.rows) or 'made together'}")
     if args.keep is not None:
@@ -106,6 +119,9 @@ def main() -> None:
         args.out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     print(f"{args.paper} {args.table}, {args.scale}: {found.title}\n")
     print(shown.text(found, scale, rows, order))
+    if args.scale == "full" and found.measure is None:
+        print("\nWhere this differs from the paper:")
+        print("\n".join(shown.wrapped(f"- {line}") for line in differences(found.rows)))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lipcert
-from benchmarks.papers import lofast
+from benchmarks.papers import lofast, trained
 from benchmarks.papers.attention import AttentionLayer, attention_sensitivity
 from benchmarks.papers.behind import Relu, constrain_behind, constrain_network
 from benchmarks.papers.courses import local_lip as local_lip
 from benchmarks.papers.courses import threats as threats
-from benchmarks.papers.recipes import Given, Table
+from benchmarks.papers.recipes import CIFAR, IMAGES, NO_DATA, SCALES, Given, Row, Table, preset_of
 from benchmarks.papers.vits import before_crown as before_crown
 from benchmarks.papers.vits import beside_crown as beside_crown
 from benchmarks.papers.vits import shapes as shapes
@@ -25,6 +26,7 @@ from lipcert.certvit.report import log10_norms
 from lipcert.inputs.data import open_images
 from lipcert.networks.lip_convnet import LipConvNet
 from lipcert.surgery import swap
+from lipcert.training import LocalBound
 
 Rows = list[dict[str, Any]]
 _TOKENS, _DIM, _HEADS = 16, 64, 8
@@ -38,14 +40,28 @@ def settings(table: Table, given: Given) -> Rows:
 
 
 def parameters(table: Table, given: Given) -> Rows:
-    """Parameters in millions of each network as timm builds it and with L2 attention."""
+    """Parameters in millions of each network as timm builds it and with L2 attention, and FLOPs on ImageNet.
+
+    Adapting takes three forward passes an image and epoch of table 10. Constraining takes one pass over the images, and
+    for each iteration, epoch of the projection and mini-batch the product of a layer's weights with its moments and
+    back. Neither the paper's counting nor its number of images is said there.
+    """
     rows: Rows = []
     for row in table.rows:
         with torch.device("meta"):
-            net = timm.create_model(str(row.model))
+            net: Any = timm.create_model(str(row.model))
         before = _millions(net)
         swap(net, attention="l2", norm="keep", initialise=False)
-        rows.append({"name": row.name, "dot-product": before, "L2": _millions(net), "paper": row.paper[:2]})
+        preset = preset_of(row)
+        with FlopCounterMode(display=False) as counter:
+            net(torch.zeros(1, 3, *net.patch_embed.img_size, device="meta"))
+        forward = counter.get_total_flops() * IMAGES["imagenet"]
+        weights = [m.weight.flatten(1) for m in net.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+        once = sum(4 * len(w) * w.shape[1] ** 2 for w in weights)
+        steps = preset.iterations * preset.projection_epochs * IMAGES["imagenet"] / preset.batch_size
+        flops = {"adapting": 3 * forward * preset.epochs / 1e16, "constraining": (forward + steps * once) / 1e16}
+        rows.append({"name": row.name, "dot-product": before, "L2": _millions(net), "flops 1e16": flops,
+                     "paper": row.paper})  # fmt: skip
     return rows
 
 
@@ -207,6 +223,7 @@ def behind(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     if given.data is None:
         yield {"needs": "networks: --data cifar10=FOLDER, with train.tar and test.tar in it"}
         return
+    sources = trained.splits(CIFAR, {CIFAR: given.data})
     width: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 8} if given.small else {}
     torch.manual_seed(0)
     for name, net in {
@@ -217,8 +234,8 @@ def behind(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     }.items():
         model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, 32, 32))
         train, test = (
-            [(b.images, b.labels) for b in open_images(f"{given.data}/{split}.tar", model, limit=count).batches(100)]
-            for split, count in (("train", 4000 if given.small else 50_000), ("test", 1000 if given.small else 10_000))
+            [(b.images, b.labels) for b in open_images(source, model, limit=count).batches(100)]
+            for source, count in zip(sources, (4000, 1000) if given.small else (50_000, 10_000), strict=True)
         )
         model.train()
         with torch.no_grad():
@@ -286,3 +303,100 @@ def _compared(model: lipcert.Model, weights: dict[str, Tensor], test: Sequence[A
         "accuracy": float((torch.cat(after) == labels).double().mean()),
         "top class kept": float((torch.cat(after) == torch.cat(before)).double().mean()),
     }
+
+
+def perturbed(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Figure 1 on CIFAR-10: the nearest perturbations that an attack finds, for the ViTs of table 1.
+
+    The paper shows one ImageNet image, which ViT takes for another class under a perturbation that CertViT withstands.
+    """
+    if given.data is None:
+        yield {"needs": NO_DATA}
+        return
+    scale, count = SCALES["small" if given.small else "full"], 8 if given.small else 100
+    train, test = trained.splits(CIFAR, {CIFAR: given.data})
+    for name, recipe in (("ViT", "standard"), ("CertViT", "certvit-l2, quantile"), ("lipcert", "lipcert-l2")):
+        row = Row(name, (), CIFAR, "certvit_cifar10", recipe, training="CertViT, table 9")
+        path, *_ = trained.Kept(given.kept).made("certvit_cifar10", trained.commands(row, scale, train))
+        model = lipcert.load(str(path))
+        batch = next(open_images(test, model, limit=count).batches(count))
+        assert batch.labels is not None
+        found = lipcert.attacks.pgd(model, batch.images.to(model.dtype), batch.labels, eps=36 / 255)
+        found = lipcert.attacks.smallest(
+            lipcert.attacks.PGD(), model, batch.images.to(model.dtype), batch.labels, found, 36 / 255
+        )
+        with torch.no_grad():
+            right = model(batch.images.to(model.dtype)).argmax(1) == batch.labels
+            became = model(found.images).argmax(1)
+        moved = found.distance[right & found.broken]
+        yield {
+            "name": name, "images": count, "right": float(right.double().mean()),
+            "median perturbation of those right": float(moved.median()) if len(moved) else None,
+            "first image": {"class": int(batch.labels[0]), "becomes": int(became[0]), "at": float(found.distance[0])},
+        }  # fmt: skip
+
+
+def iterations(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Figures 4 and 5 of Local-Lip: steps of power iteration until ‖u(t + 1) − u(t)‖ ≤ 1e-3, by layer of 6C2F."""
+    if given.data is None:
+        yield {"needs": NO_DATA}
+        return
+    scale, count = SCALES["small" if given.small else "full"], 8 if given.small else 1000
+    train, test = trained.splits(CIFAR, {CIFAR: given.data})
+    row = Row("6C2F", (), CIFAR, "lip_convnet_6c2f", "local-b", training="Local-Lip, table 3")
+    path, *_ = trained.Kept(given.kept).made("lip_convnet_6c2f", trained.commands(row, scale, train))
+    model = lipcert.load(str(path))
+    images = next(open_images(test, model, limit=count).batches(count)).images.to(model.dtype)
+    steps: dict[int, list[int]] = {}
+    for image in images.split(1):
+        bound, open_ = LocalBound(model, steps=1), dict[int, int]()
+        for step in range(1, 2001):
+            before = dict(bound.vectors)
+            with torch.no_grad():
+                bound._walk(image, 36 / 255)
+            for place, vector in bound.vectors.items():
+                if place in before and place not in open_ and float((vector - before[place]).norm()) <= 1e-3:
+                    open_[place] = step
+            if len(open_) == len(bound.vectors):
+                break
+        for place in bound.vectors:
+            steps.setdefault(place, []).append(open_.get(place, 2000))
+    layers = list(enumerate(sorted(steps), 1))
+    for number, place in layers if table.number == "figure 5" else layers[-1:]:
+        counted = torch.tensor(steps[place], dtype=torch.float64)
+        yield {
+            "name": f"layer {number}", "images": len(counted), "mean": float(counted.mean()),
+            "quartiles": [float(q) for q in counted.quantile(torch.tensor([0.25, 0.5, 0.75]).double())],
+        }  # fmt: skip
+
+
+def classes(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Figure 4 of LiResNet with the first classes of CIFAR-10: accuracy and certified accuracy fall with their number.
+
+    The paper takes 100 to 1000 classes of ImageNet and ε = 1, here ε = 36/255.
+    """
+    if given.data is None:
+        yield {"needs": NO_DATA}
+        return
+    images, epochs, tested = (1000, 3, 500) if given.small else (50_000, 200, 10_000)
+    sources = trained.splits(CIFAR, {CIFAR: given.data})
+    size: dict[str, Any] = {"width": 16, "num_features": 128, "depth": 4} if given.small else {}
+    for count in (2, 5, 10):
+        for loss in ("emma", "ce"):
+            torch.manual_seed(0)
+            model = lipcert.load("liresnet_l12w256", pretrained=False, num_classes=count, **size)
+            train, test = (
+                [(b.images[b.labels < count], b.labels[b.labels < count])  # type: ignore[operator, index]
+                 for b in open_images(source, model, limit=limit * 10 // count).batches(32 * 10 // count)]
+                for source, limit in zip(sources, (images, tested), strict=True)
+            )  # fmt: skip
+            full = [pair for pair in train if len(pair[0])]
+            lipcert.finetune(model, full, 36 / 255, loss=loss, epochs=epochs, optimizer="muon", lr=1e-2)
+            right = sure = seen = 0
+            for x, y in (pair for pair in test if len(pair[0])):
+                result = lipcert.certify(model, x, y, eps=36 / 255, method="gloro")
+                good = result.predicted == y
+                right, sure = right + int(good.sum()), sure + int((good & result.certified).sum())
+                seen += len(y)
+            yield {"name": f"{count} classes, {loss}", "training images": sum(len(y) for _, y in full),
+                   "images": seen, "clean": right / seen, "certified": sure / seen}  # fmt: skip

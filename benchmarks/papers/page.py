@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks._page import percent, section, table
-from benchmarks.papers.shown import bounded, figure, how_long
+from benchmarks.papers.shown import NO_BOUND, bounded, figure, how_long
 from benchmarks.papers.tables import TABLES
 
 Known = Mapping[str, Any]
@@ -104,6 +104,8 @@ def _filled(text: str) -> str:
 def _shares(ran: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
     counts = {method: one["images"] for row in ran for method, one in row["here"]["certified"].items()}
     constant = ["constant units", _ESTIMATE] if any(_ESTIMATE in row["here"] for row in ran) else []
+    zeros = ["zeros"] if any(row["here"].get("sparsity") for row in ran) else []
+    lip = ["the paper's Lip, no bound"] if any(NO_BOUND in row["here"] for row in ran) else []
     theirs = [name for name in ("clean", "pgd", "certified") if name in ran[0]["paper"]]
     rows = []
     for row in ran:
@@ -117,6 +119,8 @@ def _shares(ran: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
                 row["name"],
                 *map(percent, shares),
                 bounded(here["log10 bound"]),
+                *([figure(10 ** here[NO_BOUND]) if NO_BOUND in here else "–"] if lip else []),
+                *([percent(here.get("sparsity"))] if zeros else []),
                 *(local if constant else []),
                 *quoted,
             ]
@@ -127,7 +131,7 @@ def _shares(ran: Sequence[Any]) -> tuple[list[str], list[list[str]]]:
         f"the paper's {name.replace('pgd', 'PGD')}"
         for name in (*theirs, *(["bound"] if "bound" in ran[0]["paper"] else []))
     ]
-    return ["network", "clean", pgd, *certified, "bound", *constant, *names], rows
+    return ["network", "clean", pgd, *certified, "bound", *lip, *zeros, *constant, *names], rows
 
 
 def _seconds(ran: Sequence[Any]) -> tuple[list[str], list[list[str]]]:

@@ -17,7 +17,8 @@ _SHORT = {
     "training flops 1e13": "", "global bound": "global", "local bound": "local", "clean, deviation": "±",
     "pgd, deviation": "±", "certified, deviation": "±",
 }  # fmt: skip
-_HERE = ("clean", "pgd", "gloro", "local", "anchored", "bound", "s/epoch", "const.")
+_HERE = ("clean", "pgd", "gloro", "local", "anchored", "bound", "no bound", "zeros", "s/epoch", "const.")
+NO_BOUND = "log10 of the paper's Lip, no bound"
 _GROUPS = ("as in the paper", "too close to say", "the other way round")
 _ENOUGH = 100  # images for a comparison
 _LARGER = 0.02  # a difference of log10 bounds that counts
@@ -50,7 +51,8 @@ def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: M
 def _columns(table: Table, ran: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rows that ran, under two lines of headings; the paper's FLOPs and sizes are in the file alone."""
     cells = [_here(row) for row in ran]
-    shown = [key for key in _HERE if any(key in each for each in cells)]
+    timed = table.ordered != "certified"
+    shown = [key for key in _HERE if any(key in each for each in cells) and (timed or key != "s/epoch")]
     columns = [column for column in table.columns if _SHORT.get(column) != ""]
     one = len({row["data"] for row in ran}) == 1
     names = [short(row) if one else str(row["name"]) for row in ran]
@@ -213,6 +215,10 @@ def _here(row: Mapping[str, Any]) -> dict[str, str]:
     cells |= {method: f"{100 * each['certified']:.1f}" for method, each in found["certified"].items()}
     cells["bound"] = bounded(found["log10 bound"])
     cells["s/epoch"] = f"{found['seconds an epoch']:.1f}"
+    if found.get("sparsity"):
+        cells["zeros"] = f"{100 * found['sparsity']:.0f}"
+    if NO_BOUND in found:
+        cells["no bound"] = figure(10 ** found[NO_BOUND])
     if "constant units" in found:
         cells["const."] = f"{100 * found['constant units']:.1f}"
     return cells

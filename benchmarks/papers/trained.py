@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import time
 from dataclasses import dataclass
@@ -16,18 +17,24 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import lipcert
 from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Row, Scale, Table, values_of
+from benchmarks.papers.shown import NO_BOUND
+from lipcert.attacks import attack_named
 from lipcert.certifier._local import Local
 from lipcert.cli import app
 from lipcert.inputs.data import Batch, open_images
 from lipcert.networks.lip_convnet import LipConvNet
 from lipcert.settings import MethodName, parse_eps
+from lipcert.surgery import L2Attention
 from lipcert.training import LocalBound
 
+NAMED = ("mnist", "cifar10", "cifar100")  # of torchvision, which commands take by name
+_ATTACK = attack_named("pgd-100")  # Local-Lip, section 4
 _TRAINING = 3  # a step forward and backward, in passes forward
 _WITH_LOCAL = 100  # images whose local bounds are measured
 
@@ -91,8 +98,9 @@ def row(
     steps = commands(one, scale, train)
     short = Path(train).name if one.data in folders else train
     asked = [shlex.join(["lipcert", *step]).replace(train, short) for step in steps]
-    if one.data not in folders and (of.needs or scale.data is not None):
-        here = f"needs the data set {one.data}: --data {one.data}=FOLDER" + ("" if of.needs else ", or --scale full")
+    if one.data not in folders and (of.needs or scale.data is not None or one.data not in NAMED):
+        full = "" if of.needs or one.data not in NAMED else ", or --scale full"
+        here = f"needs the data set {one.data}: --data {one.data}=FOLDER{full}"
         return {**known, "here": here, "commands": asked}
     if not wanted:
         return {**known, "here": "not run", "commands": asked}
@@ -101,7 +109,13 @@ def row(
         path, typed, seconds = kept.made(str(steps[0][1]), steps)
     except Failed as error:
         return {**known, "here": str(error), "commands": asked}
-    measured = {"eps": one.eps, "tested": tested(one, scale), "attacked": scale.attacked, "test": Path(test).name}
+    measured = {
+        "eps": one.eps,
+        "tested": tested(one, scale),
+        "attacked": scale.attacked,
+        "test": Path(test).name,
+        "attack": "pgd-100",
+    }
     note = kept.figures(steps, measured)
     if not note.exists():
         found = {**certified(str(path), test, one, scale), **facts(one, str(path), steps, scale, train)}
@@ -151,7 +165,7 @@ def sources(one: Row) -> str:
 def splits(data: str, folders: dict[str, str]) -> tuple[str, str]:
     """Training and test images of a data set by name, or in its folder."""
     if data not in folders:
-        return f"torch/{data}:train", f"torch/{data}"
+        return (f"torch/{data}:train", f"torch/{data}") if data in NAMED else ("FOLDER/train", "FOLDER/test")
     folder = Path(folders[data])
     train, test = (folder / f"{name}.tar" for name in ("train", "test"))
     return (str(train), str(test)) if train.exists() else (str(folder / "train"), str(folder / "test"))
@@ -173,7 +187,8 @@ def certified(model: str, data: str, one: Row, scale: Scale) -> dict[str, Any]:
     batch = _first(data, loaded, max(*counts.values(), scale.attacked))
     assert batch.labels is not None
     attacked, labels = batch.images[: scale.attacked], batch.labels[: scale.attacked]
-    broken = lipcert.attacks.pgd(loaded, attacked.to(loaded.dtype), labels, eps=parse_eps(one.eps)).broken
+    assert _ATTACK is not None
+    broken = _ATTACK(loaded, attacked.to(loaded.dtype), labels, parse_eps(one.eps)).broken
     with torch.no_grad():
         right = loaded(batch.images.to(loaded.dtype)).argmax(1) == batch.labels
     stands = right[: len(attacked)] & ~broken
@@ -228,7 +243,7 @@ def _mean(which: torch.Tensor) -> float:
 def facts(one: Row, model: str, steps: list[list[str]], scale: Scale, train: str) -> dict[str, Any]:
     """Size, sparsity and bound of a network, and what its training took."""
     loaded = lipcert.load(model)
-    weights = [p for p in loaded.net.parameters() if p.dim() > 1]
+    weights = [m.weight for m in loaded.net.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         loaded(torch.zeros(1, *loaded.input_size, dtype=loaded.dtype))
     images = scale.passes(one.model)[0] or IMAGES[str(one.data)]
@@ -237,5 +252,30 @@ def facts(one: Row, model: str, steps: list[list[str]], scale: Scale, train: str
         "parameters": sum(p.numel() for p in loaded.net.parameters()),
         "sparsity": sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights),
         "log10 bound": lipcert.lipschitz(loaded).log10,
+        **printed_lip(loaded),
         "training flops": _TRAINING * counter.get_total_flops() * epochs * images,
     }
+
+
+def printed_lip(model: lipcert.Model) -> dict[str, float]:
+    """The number "Lip." of CertViT's section 3.6 for a ViT with L2 attention: no bound; nothing for other networks.
+
+    It multiplies Kim et al.'s constants of the attentions, the spectral norms of patch embedding, MLPs and head, and
+    1.12 for each GELU. Residual branches, normalisations and the scale of the pixels are left out, and 1.12 is below
+    the largest slope of GELU.
+    """
+    net: Any = model.net
+    inside = [name for name, module in net.named_modules() if isinstance(module, L2Attention)]
+    if not inside:
+        return {}
+    tokens = net.patch_embed.num_patches
+    log10 = 0.0
+    for name, module in net.named_modules():
+        if isinstance(module, L2Attention):
+            log10 += module.lipschitz((tokens, module.dim)).log10
+        elif isinstance(module, nn.GELU):
+            log10 += math.log10(1.12)
+        elif isinstance(module, (nn.Linear, nn.Conv2d)) and not name.startswith(tuple(f"{path}." for path in inside)):
+            norm = float(torch.linalg.matrix_norm(module.weight.detach().flatten(1), 2))
+            log10 += math.log10(norm) if norm else -math.inf
+    return {NO_BOUND: log10}

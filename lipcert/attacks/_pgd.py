@@ -20,13 +20,14 @@ class PGD:
 
     The first run starts at the image and maximises the lead of the strongest other class. Run r starts at a random
     perturbation and targets the r-th strongest class at the image (Gowal et al. 2019, arXiv 1910.09338). Steps follow
-    the normalised gradient; their length falls from 2ε to 0. The result for an image does not depend on the others in
+    the normalised gradient; their length falls from 2ε to 0, or is ``step`` times ε throughout. The result for an image does not depend on the others in
     its batch.
 
     Args:
         steps: gradient steps per run.
         restarts: number of runs.
         seed: seed of the random starts.
+        step: length of every step over ε; None for lengths that fall.
     """
 
     name: ClassVar[str] = "pgd-l2"
@@ -35,15 +36,19 @@ class PGD:
     steps: int = 40
     restarts: int = 3
     seed: int = 0
+    step: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.restarts < 1:
             raise InputError(f"an attack needs at least 1 step and 1 restart, got {self.steps} and {self.restarts}")
+        if self.step is not None and not self.step > 0:
+            raise InputError(f"the step of an attack is a positive multiple of eps, got {self.step}")
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that, with name and version, identify a run of the attack."""
-        return {"steps": self.steps, "restarts": self.restarts, "seed": self.seed}
+        fixed = {} if self.step is None else {"step": self.step}
+        return {"steps": self.steps, "restarts": self.restarts, "seed": self.seed, **fixed}
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, eps: float | Tensor) -> Adversarial:
         """Attacks images.
@@ -93,7 +98,8 @@ class PGD:
                 break
             length = slope.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
             direction = torch.where(length > 0, slope / length.clamp_min(torch.finfo(slope.dtype).tiny), 0.0)
-            delta = project(delta + 2 * (1 - step / self.steps) * size * direction, images, eps)
+            over_eps = 2 * (1 - step / self.steps) if self.step is None else self.step
+            delta = project(delta + over_eps * size * direction, images, eps)
         return best.images, best.distance
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -28,7 +29,12 @@ class Attack(Protocol):
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Adversarial: ...
 
 
-ATTACKS: dict[str, Callable[[], Attack]] = {"pgd": PGD, "autoattack": AutoAttack}
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "pgd": PGD,
+    # 100 steps of ε/4: Huang et al., NeurIPS 2021 (arXiv 2111.01395), section 4
+    "pgd-100": partial(PGD, 100, 1, step=0.25),
+    "autoattack": AutoAttack,
+}
 
 
 def attack_named(attack: str | Attack | None) -> Attack | None:

@@ -49,7 +49,7 @@ class CertifyOptions(TypedDict, total=False):
     seed: int
     smooth_at: str | None
     delta: float
-    attack: Literal["pgd", "autoattack"] | Attack | None
+    attack: Literal["pgd", "pgd-100", "autoattack"] | Attack | None
 
 
 @dataclass(frozen=True)
