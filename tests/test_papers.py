@@ -71,7 +71,7 @@ def test_full_scale_takes_the_numbers_of_the_papers_tables():
             "projections": 2,
             "parts": 16,
         },
-        ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "ramp": "0,1.099,0.667"},
+        ("certvit", "1", "CIFAR-10, Local-Lip 6C2F"): {"batch": 256, "epochs": 300, "ramp": "0,1.099,0.6667"},
         ("certvit", "3", "vit_base_patch8_224"): {"batch": 128, "epochs": 70, "eta": 0.01},
         ("liresnet", "1", "ImageNet, LiResNet L12W588"): {"batch": 1024, "epochs": 400},
         ("liresnet", "1", "CIFAR-10, LiResNet L12W512"): {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -251,6 +252,8 @@ def figure(value: float | None) -> str:
 
 def bounded(log10: float) -> str:
     """A bound, rounded up to as many digits as :func:`figure` shows."""
+    if log10 == -math.inf:  # all weights of a layer are zero
+        return "0"
     unit = 10.0 ** (floor(log10) - (2 if log10 < 4 else 1))
     return figure(ceil(10**log10 / unit) * unit)
 
