@@ -175,8 +175,8 @@ _NINE = [
 _TEN = [{"name": name, **asdict(preset)} for name, preset in list(PRESETS.items())[4:]]
 
 _NOTE = """CertViT is algorithms 1 to 3 with η, λ and epochs of table 9, and β as the threshold that the paper prints;
-in rows with "scripts" β is the quantile that the authors' scripts take. lipcert is the way of the package: least spectral
-norms at an error of 1 %, then the loss of GloRo. What the paper has as bounds of ViTs leaves out some of their
+in rows with "scripts" β is the quantile that the authors' scripts take. lipcert is the way of the package: least
+spectral norms at an error of 1 %, then the loss of GloRo. What the paper has as bounds of ViTs leaves out some of their
 operations, so that its shares of these are no certificates; its number stands beside the bound as no bound. The paper
 has 67.6 % for Local-Lip 4C3F, Local-Lip's own paper at most 53.5 %."""
 

@@ -106,7 +106,8 @@ class _Projection(nn.Module):
 class LayerProject(_Projection):
     """weight ∘ u + bias with u = h·min(1, R/‖h‖) for every centred token h: the projection onto the ball of radius R.
 
-    The nearest point of a convex set is 1-Lipschitz, see :class:`RmsLayerProject`. Computed as h·R/max(‖h‖, R).
+    It centres as LayerNorm does, and so is not equation 29 of LoFAST, which is :class:`RmsLayerProject`. The nearest
+    point of a convex set is 1-Lipschitz, see there. Computed as h·R/max(‖h‖, R).
     """
 
     def project(self, centred: Tensor) -> Tensor:
