@@ -21,7 +21,7 @@ Made by `benchmarks/make_equations.py`; a test looks each number up in the modul
 come with the repository and not with the package. "As printed" is the paper's formula, "tighter" a bound that is never
 larger than the paper's.
 
-Each table and figure is run by `python -m benchmarks.papers`, with the arguments below, in a checkout after `pip install
+Each table and figure is run by `python -m benchmarks.papers` and the arguments below, in a checkout after `pip install
 .`. What it takes besides stands beside it; `--scale trial` tries any of them on random images within minutes.
 
 """

@@ -52,7 +52,7 @@ def trained(known: Known) -> list[str]:
             columns, rows = _seconds(ran) if timed else _shares(ran)
             notes = [_FEWER] if any(name.startswith("local,") for name in columns) else []
             notes += [_LOCAL] if _ESTIMATE in columns else []
-            notes += [listed.note] if listed.note else []
+            notes += [text for text in (listed.note, stored.get("remark")) if text]
             notes += [f"{row['name']}: {row['remark']}" for row in ran if "remark" in row]
             said = [_filled(" ".join([f"{listed.title}.", stored["conditions"], *notes])), *_missing(stored["rows"])]
             paper, _, number = name.partition(", ")

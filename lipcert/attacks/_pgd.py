@@ -20,8 +20,8 @@ class PGD:
 
     The first run starts at the image and maximises the lead of the strongest other class. Run r starts at a random
     perturbation and targets the r-th strongest class at the image (Gowal et al. 2019, arXiv 1910.09338). Steps follow
-    the normalised gradient; their length falls from 2ε to 0, or is ``step`` times ε throughout. The result for an image does not depend on the others in
-    its batch.
+    the normalised gradient; their length falls from 2ε to 0, or is ``step`` times ε throughout. The result for an image
+    does not depend on the others in its batch.
 
     Args:
         steps: gradient steps per run.
