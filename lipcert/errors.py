@@ -89,7 +89,10 @@ class UnsupportedCode(UnsupportedOperation):
     def _message(self, count: int, listed: str) -> str:
         remedy = "write it as the same operations on tensors for every image and type"
         if "changes its module" in listed:
-            remedy += ". A layer that updates its weight at every call: set the computed weight once, and certify that"
+            remedy += (
+                ". Where torch.nn.utils.parametrize computes a weight anew at every call, freeze=True of lipcert.load "
+                "(--model-args freeze=True) keeps it; where forward does, store the computed weight once"
+            )
         return f"the network's code cannot be certified: {listed}; {remedy}"
 
 

@@ -14,7 +14,9 @@ import timm
 import torch
 from huggingface_hub import constants as hub_constants
 from torch import nn
+from torch.nn.utils import parametrize
 
+import lipcert
 from lipcert.errors import InputError, LipcertError, LoadError
 from lipcert.inputs import timm_networks as _timm
 from lipcert.inputs.artifact import save
@@ -381,3 +383,38 @@ def test_grey_images_get_the_mean_over_the_channels():
 def test_a_hub_id_without_its_prefix_is_recognised():
     with pytest.raises(LoadError, match="is given as hf-hub:timm/resnet18.a1_in1k"):
         load("timm/resnet18.a1_in1k")
+
+
+class Iterated(nn.Module):
+    """Divides a weight by an estimate of its norm that a power iteration improves at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("start", torch.ones(12))
+
+    def forward(self, weight):
+        start = nn.functional.normalize(weight.T @ (weight @ self.start), dim=0)
+        self.start.copy_(start.detach())
+        return weight / (weight @ start).norm()
+
+
+def test_weights_that_every_call_computes_anew_can_be_frozen():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).eval()
+    parametrize.register_parametrization(net[1], "weight", Iterated())
+    pixels = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "input_size": (3, 2, 2)}
+    with pytest.raises(LipcertError, match="freeze=True"):
+        lipcert.lipschitz(load(net, **pixels))
+    before = net[1].parametrizations.weight[0].start.clone()
+    model = load(net, freeze=True, **pixels)
+    images = torch.rand(4, 3, 2, 2)
+    assert type(model.net[1]) is nn.Linear
+    assert torch.equal(model(images), model(images))
+    norm = torch.linalg.matrix_norm(model.net[1].weight.double(), 2).item()
+    assert norm <= lipcert.lipschitz(model).value <= norm * (1 + 1e-5)
+    assert (lipcert.certify(model, images, eps=0.01).radius > 0).all()
+    # the module of the caller is as it was, and still trains
+    assert torch.equal(net[1].parametrizations.weight[0].start, before)
+    assert torch.allclose(net[1].weight, model.net[1].weight, atol=0.1)
+    assert net[1].weight.requires_grad
+    fails(InputError, "freeze", "True or False", source=net, freeze="true", **pixels)

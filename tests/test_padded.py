@@ -147,3 +147,59 @@ def test_choices_between_lines_that_meet_are_activations(name):
 def test_choices_that_jump_are_refused(function):
     with pytest.raises(LipcertError, match="gt"):
         lipcert.lipschitz(network(function))
+
+
+class Householder(nn.Module):
+    """The activation of SOC and deel-torchlip, in their spellings and in wrong ones."""
+
+    def __init__(self, spelling="where", shape=(6, 1, 1)):
+        super().__init__()
+        self.spelling = spelling
+        self.angle = nn.Parameter(torch.linspace(-3, 3, 6).reshape(shape))
+
+    def forward(self, z):
+        spelling, angle = self.spelling, self.angle
+        x, y = z.split(z.shape[1] // 2, 1) if "slices" not in spelling else (z[:, :6], z[:, 6:])
+        s = x * torch.sin(angle / 2) - y * torch.cos(angle / 2)
+        turned = 1.001 * angle if spelling == "another angle" else angle
+        a, b = x * torch.cos(turned) + y * torch.sin(angle), x * torch.sin(angle) - y * torch.cos(angle)
+        limit = 0.1 if spelling == "another limit" else 0
+        if spelling == "products":
+            return torch.cat([x * (s <= 0) + a * (s > 0), y * (s <= 0) + b * (s > 0)], dim=1)
+        if spelling == "both masks hold at 0":
+            return torch.cat([x * (s <= 0) + a * (s >= 0), y * (s <= 0) + b * (s >= 0)], dim=1)
+        if spelling == "two selectors":
+            return torch.cat([torch.where(s <= 0, x, a), torch.where(x - y <= 0, y, b)], dim=1)
+        if spelling == "halves swapped":
+            return torch.cat([torch.where(s <= 0, y, b), torch.where(s <= 0, x, a)], dim=1)
+        return torch.cat([torch.where(s > limit, a, x), torch.where(s <= limit, y, b)], dim=1)
+
+
+def with_householder(spelling, dims=4):
+    activation = Householder(spelling, (6, 1, 1) if dims == 4 else (6,))
+    parts = [nn.PixelUnshuffle(2), activation] if dims == 4 else [nn.PixelUnshuffle(2), nn.Flatten(), activation]
+    net = nn.Sequential(*parts, nn.Flatten(), nn.Linear(12, 3))
+    nn.init.orthogonal_(net[-1].weight)
+    return lipcert.load(net, mean=(0.5,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
+
+
+@pytest.mark.parametrize("dims", [2, 4])
+@pytest.mark.parametrize("spelling", ["where", "slices", "products"])
+def test_householder_activations_keep_distances(spelling, dims):
+    model = with_householder(spelling, dims).double()
+    assert lipcert.lipschitz(model).value == pytest.approx(1, rel=1e-4)
+    assert lipcert.lipschitz(with_householder(spelling, dims)).value == pytest.approx(1, rel=1e-4)
+    images = torch.rand(200, 3, 2, 2, generator=torch.Generator().manual_seed(0)).double()
+    moved = images + 0.2 * torch.randn(200, 3, 2, 2, generator=torch.Generator().manual_seed(1)).double()
+    change = (model(moved) - model(images)).norm(dim=1)
+    assert (change <= (moved - images).flatten(1).norm(dim=1) * (1 + 1e-9)).all()
+    certificates = lipcert.certify(model, images[:4], eps=0.01, method="anchored", attack="pgd")
+    assert (certificates.radius > 0).all()
+
+
+@pytest.mark.parametrize(
+    "spelling", ["another angle", "another limit", "both masks hold at 0", "two selectors", "halves swapped"]
+)
+def test_reflections_that_jump_are_refused(spelling):
+    with pytest.raises(LipcertError, match=r"\b(le|gt|ge)\b"):
+        lipcert.lipschitz(with_householder(spelling))

@@ -353,7 +353,9 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
     try:
         copied = copy.deepcopy(model).requires_grad_(False)
     except (RuntimeError, TypeError, PickleError) as error:
-        raise InputError(f"the model cannot be copied: {first_line(error)}") from error
+        raise InputError(
+            f"the model cannot be copied: {first_line(error)}; load its state_dict() into a new one"
+        ) from error
     if dtype == "real":
         copied.real = True
         return copied.double(), None

@@ -73,12 +73,15 @@ def _top(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
 def _lp_pool(
     dims: int, x: Tensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
 ) -> Tensor:
-    """Norms of windows.
+    """ℓp norms of windows for even p. For p = 1 torch takes no absolute values, so that they are sums.
 
     torch squares, averages, multiplies and takes the root one after the other: three roundings more than a norm has.
     Each copy adds one of them to the bound on rounding.
     """
     kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
+    if norm_type == 1:
+        average: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
+        return average(x, kernel, stride) * math.prod(kernel)
     steps = kernel if stride is None else (stride,) * dims if isinstance(stride, int) else tuple(stride)
     windows = x
     for size, step in zip(kernel, steps, strict=True):
@@ -146,7 +149,7 @@ def _opened(function: Any) -> Callable[..., Any]:
 def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
     """The function as a composition of other operations; None if it is recorded as one operation."""
     parts = _PARTS.get(op) if isinstance(op, str) else None
-    if parts is None or (op.startswith("lp_pool") and not _of_squares(*args, **kwargs)):
+    if parts is None or (op.startswith("lp_pool") and not _has_parts(*args, **kwargs)):
         return None
     if op == "threshold" and _jumps(*args, **kwargs):
         return None
@@ -159,7 +162,8 @@ def _jumps(x: Any, threshold: Any = None, value: Any = None, *more: Any, **named
     return threshold is None or threshold != value
 
 
-def _of_squares(
+def _has_parts(
     x: Any, norm_type: Any, kernel_size: Any = None, stride: Any = None, ceil_mode: bool = False, **more: Any
 ) -> bool:
-    return norm_type == 2 and not ceil_mode and not more and math.prod(x.shape) > 0
+    """Whether a pooling is a sum or a norm: with another p, roots of negative sums are NaN."""
+    return (norm_type == 1 or norm_type in range(2, 17, 2)) and not ceil_mode and not more and math.prod(x.shape) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import timm.data
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
@@ -39,6 +41,7 @@ def load(
     input_size: Sequence[int] | None = None,
     features: bool = False,
     new_head: bool = False,
+    freeze: bool = False,
     **timm_arguments: Any,
 ) -> Model:
     """Loads a model for conversion and certification, in evaluation mode.
@@ -60,6 +63,9 @@ def load(
             inspected but not certified.
         new_head: whether the classifier of ``checkpoint`` may be for another number of classes than ``num_classes``;
             the model's is then zero, to be trained.
+        freeze: whether to compute once what ``torch.nn.utils.parametrize`` computes at every call, and certify the
+            network with these weights. Some of it, such as power iterations, gives another weight at every call. A
+            module of yours is copied first.
         **timm_arguments: passed to ``timm.create_model``, such as ``num_classes``, ``img_size``, ``patch_size``.
 
     Returns:
@@ -74,8 +80,9 @@ def load(
         if not isinstance(value, Iterable):
             example = "(3, 32, 32)" if key == "input_size" else "(0.5, 0.5, 0.5)"
             raise InputError(f"{key} takes several numbers, such as {example}, got {value!r}")
-    if not isinstance(features, bool):
-        raise InputError(f"features is True or False, got {features!r}; an argument of timm cannot have this name")
+    for key, flag in (("features", features), ("freeze", freeze)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{key} is True or False, got {flag!r}; an argument of timm cannot have this name")
     options = {*pixels, *timm_arguments}
     if checkpoint is not None:
         options.add("checkpoint= (--checkpoint)")
@@ -86,7 +93,8 @@ def load(
         _refuse(options - {*_PIXELS}, "a module that is already built")
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")
-        model = _wrap(source, "the module", "the module", pixels, {}, {}, features)
+        net = _frozen(source) if freeze else source
+        model = _wrap(net, "the module", "the module", pixels, {}, {}, features)
         model.source, model.presumed, model.guesses = _presumed(source), True, _guesses(source)
         return model
     if type(source).__name__ == "ExportedProgram":
@@ -98,7 +106,7 @@ def load(
         if is_artifact(name):
             if not pretrained:
                 options.add("pretrained=False (--no-pretrained)")
-            _refuse(options, f"the lipcert artifact {name}, which is complete")
+            _refuse(options | ({"freeze"} if freeze else set()), f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
         if not os.path.exists(name) and re.fullmatch(r"[\w-]+/[\w.-]+", name) and Path(name).suffix not in SUFFIXES:
             raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{name}")
@@ -107,7 +115,33 @@ def load(
         checkpoint, name = name, _architecture(name)
     if checkpoint is not None and is_artifact(checkpoint):
         raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
-    return _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features, new_head)
+    model = _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features, new_head)
+    model.net = _frozen(model.net) if freeze else model.net
+    return model
+
+
+@torch.no_grad()
+def _frozen(net: nn.Module) -> nn.Module:
+    """A copy of a network in which parametrised tensors are plain ones, with the values they have now.
+
+    ``remove_parametrizations`` would change the network that was copied too: the two share their classes.
+
+    Raises:
+        InputError: the network cannot be copied.
+    """
+    try:
+        net = copy.deepcopy(net)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"the network cannot be copied: {first_line(error)}; load its state_dict() into a new one"
+        ) from error
+    for module in [module for module in net.modules() if parametrize.is_parametrized(module)]:
+        values = {name: getattr(module, name) for name in module.get_submodule("parametrizations")._modules}
+        module.__class__ = parametrize.type_before_parametrizations(module)
+        del module._modules["parametrizations"]
+        for name, value in values.items():
+            module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return net
 
 
 def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:

@@ -17,21 +17,21 @@ from lipcert.bounds.forms._facts import Polynomial, number_of
 from lipcert.bounds.forms._patterns import Emit, Match
 from lipcert.graph import Node
 
-_COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal": 1, "less": -1, "less_equal": -1}
+COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal": 1, "less": -1, "less_equal": -1}
 # A line (constant, slope).
 Line = tuple[Fraction, Fraction]
 
 
 def chosen(node: Node, facts: Mapping[Node, Sequence[Any]]) -> Iterator[Match]:
     """``where``, ``masked_fill`` and products with a mask, whose mask compares x with a number."""
-    parts = _parts_of(node)
+    parts = parts_of_choice(node)
     if parts is None or node.dtype is None or not node.dtype.is_floating_point:
         return
     mask, true, false, between = parts
     x, threshold = mask.args[0], number_of(mask.args[1]) if len(mask.args) == 2 and not mask.kwargs else None
     if not isinstance(x, Node) or threshold is None or x.shape != node.shape or x.dtype != node.dtype:
         return
-    above, below = (true, false) if _COMPARED[str(mask.op)] > 0 else (false, true)
+    above, below = (true, false) if COMPARED[str(mask.op)] > 0 else (false, true)
     lines = [_line(branch, x, facts) for branch in (above, below)]
     if lines[0] is None or lines[1] is None:
         return
@@ -82,14 +82,14 @@ def _line(
     return None if constant is None else (constant, Fraction(0), frozenset())
 
 
-def _parts_of(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
+def parts_of_choice(node: Node) -> tuple[Node, Any, Any, tuple[Node, ...]] | None:
     """(comparison, value where it holds, value elsewhere, operations between)."""
     if node.kwargs or not all(isinstance(argument, (Node, Tensor, int, float)) for argument in node.args):
         return None
     if node.op == "where" and len(node.args) == 3:
         mask, true, false = node.args
         # Tensor.where(condition, other) names its own value first.
-        if isinstance(true, Node) and true.op in _COMPARED:
+        if isinstance(true, Node) and true.op in COMPARED:
             mask, true = true, mask
     elif node.op == "masked_fill" and len(node.args) == 3:
         false, mask, true = node.args
@@ -108,5 +108,5 @@ def _mask(value: Any) -> tuple[Node | None, tuple[Node, ...]]:
     while isinstance(value, Node) and value.op == "identity" and value.args:
         between.append(value)
         value = value.args[0]
-    comparison = value if isinstance(value, Node) and value.op in _COMPARED and value.args else None
+    comparison = value if isinstance(value, Node) and value.op in COMPARED and value.args else None
     return comparison, tuple(between)

@@ -43,6 +43,7 @@ from lipcert.bounds.forms._patterns import (
     shifted_back,
     unshifted,
 )
+from lipcert.bounds.forms._reflections import reflected
 from lipcert.graph import Graph, Node
 from lipcert.surgery import RmsLayerProject
 
@@ -239,6 +240,7 @@ class Finder:
             yield from shifted_back(node)
         if node.op == "cat":
             yield from max_min(node)
+            yield from reflected(node, self.device)
         if node.op == "softmax":
             yield from unshifted(node)
         if node.op == "matmul":

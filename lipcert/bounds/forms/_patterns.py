@@ -103,7 +103,7 @@ def max_min(node: Node) -> Iterator[Match]:
     if not all(isinstance(part, Node) and part.op in names and len(part.operands) == 2 for part, names in named):
         return
     axis, sources = dim % len(node.shape), {*high.operands, *low.operands}
-    halves = [{half for x in part.operands if (half := _half_of(x, axis))} for part in parts]
+    halves = [{half for x in part.operands if (half := half_of(x, axis))} for part in parts]
     x = next((x for x, _ in halves[0]), node)
     if not axis or not halves[0] == halves[1] == {(x, 0), (x, 1)} or x.shape != node.shape:
         return
@@ -116,7 +116,7 @@ def max_min(node: Node) -> Iterator[Match]:
     yield Match(MaxMin, node, (x,), inside, build)
 
 
-def _half_of(node: Node, axis: int) -> tuple[Node, int] | None:
+def half_of(node: Node, axis: int) -> tuple[Node, int] | None:
     """(x, 0) if this is the first half of x along an axis, (x, 1) if it is the second; otherwise None."""
     if node.op == "part":
         cut, place = node.args

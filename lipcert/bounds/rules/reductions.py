@@ -141,9 +141,9 @@ def variance_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> 
 
 @rule("norm", "linalg_vector_norm")
 def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Value:
-    """ℓ2 norms: |‖a‖ − ‖b‖| ≤ ‖a − b‖, and the groups share no entry."""
+    """ℓp norms for p ≥ 2: |‖a‖_p − ‖b‖_p| ≤ ‖a − b‖_p ≤ ‖a − b‖₂, and the groups share no entry."""
     p = kwargs.get("ord", p)
-    if p not in ("fro", 2, None):
+    if not (p in ("fro", None) or (isinstance(p, (int, float)) and p >= 2)):
         raise NoAnswer(f"p = {p}")
     dims = reduced(x, dim)
     size = math.prod(x.shape[d] for d in dims)
