@@ -164,6 +164,36 @@ def _data() -> list[Data]:
         ("--labels, halves", listed("id,label\n1,0.5\n2,1\n", "l.csv", "labels", "1.png", "2.png"), ...),
         ("--labels from 1", listed("id,label\n1,1\n2,2\n", "l.csv", "labels", "1.png", "2.png"), ...),
         ("--labels that lacks one", listed("id,label\n1,1\n", "l.csv", "labels", "1.png", "2.png"), ...),
+        ("--labels, columns turned", listed("1,1.png\n0,2.png\n", "l.csv", "labels", "1.png", "2.png"), (1, 0)),
+        ("--labels, JSON", listed('{"1.png": 1, "2.png": 0}', "l.json", "labels", "1.png", "2.png"), (1, 0)),
+        (
+            "--labels, metadata.jsonl",
+            listed(
+                '{"file_name": "1.png", "label": 1}\n{"file_name": "2.png", "label": 0}',
+                "m.jsonl",
+                "labels",
+                "1.png",
+                "2.png",
+            ),
+            (1, 0),
+        ),
+        (
+            "--labels, an empty one",
+            listed("filename,label\n1.png,1\n2.png,\n", "l.csv", "labels", "1.png", "2.png"),
+            ...,
+        ),
+        ("--labels, numbers and names", listed("id,label\n1,1\n2,dog\n", "l.csv", "labels", "1.png", "2.png"), ...),
+        ("--labels, one for two files", listed("id,label\n1,1\n", "l.csv", "labels", "a/1.png", "b/1.png"), ...),
+        ("--labels, all hidden", listed("id,label\n1,-1\n2,-1\n", "l.csv", "labels", "1.png", "2.png"), None),
+        (
+            "--classes of a hub's model",
+            listed('{"id2label": {"0": "b", "1": "a"}}', "c.json", "classes", *PAIR),
+            (1, 0),
+        ),
+        ("links that lead nowhere", lambda p: (_linked(_files(p / "root", *PAIR)), {}), two),
+        ("grey values, palettes, CMYK", lambda p: (_modes(p / "root"), {}), (0, 0, 0, 1, 1)),
+        (".tar of a folder", lambda p: (_tar(p / "x.tar", _files(p / "root", "d/a/1.png", "d/b/1.png")), {}), two),
+        (".tar that is cut off", lambda p: (_cut(_tar(p / "x.tar", _files(p / "root", *PAIR))), {}), ...),
         (".tar", lambda p: (_tar(p / "x.tar", _files(p / "root", *PAIR)), {}), two),
         (".tar of splits", lambda p: (_tar(p / "x.tar", _files(p / "root", *split("train", "val"))), {}), two),
         (".tar.gz", lambda p: (_tar(p / "x.tar.gz", _files(p / "root", *PAIR), "w:gz"), {}), ...),
@@ -184,6 +214,23 @@ def _data() -> list[Data]:
         ),
         ("web data set, no labels", lambda p: (f"wds/{_shards(p / 'w', ('0.tar', 0, None))}", {}), None),
     ]
+
+
+def _linked(root: Path) -> Path:
+    (root / "b" / "2.png").symlink_to(root / "nothing.png")
+    return root
+
+
+def _modes(root: Path) -> Path:
+    for value, (name, mode) in enumerate({"a/1": "L", "a/2": "P", "a/3": "RGBA", "b/1": "I;16", "b/2": "LA"}.items()):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, (8, 8), {"RGBA": (value,) * 4, "LA": (value,) * 2}.get(mode, value)).save(root / f"{name}.png")
+    return root
+
+
+def _cut(archive: Path) -> Path:
+    archive.write_bytes(archive.read_bytes()[:2048])
+    return archive
 
 
 def _damaged(root: Path) -> Path:

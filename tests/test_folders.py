@@ -211,6 +211,8 @@ def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):
         "image,other,class\nx1.png,z,1.0\nx2.png,z,0.0\n",
         "filename,label\nval/x1.png,1\nval/x2.png,0\n",
         "filename,label\nx1.png,dog\nx2.png,cat\n",
+        "1,x1.png\n0,x2.png\n",
+        "filename,label\nval\\x1.png,1\nval\\x2.png,0\n",
     ],
 )
 def test_labels_of_a_flat_folder(tmp_path, text):
@@ -231,11 +233,79 @@ def test_labels_of_a_flat_folder(tmp_path, text):
         ("filename,label\nx1.png,1\nx2.png,5\n", "label 5"),
         ("filename,label\nx1.png,1\nx1.png,0\n", "two labels"),
         ("a,b,c\nx1.png,1,2\n", "needs a column"),
+        ("filename,label\nx1.png,1\nx2.png,\n", "no label for 1 of 2"),
+        ("filename,label\nx1.png,1\nx2.png,dog\n", "such as 1 and dog"),
+        ("filename,label\nx1.png,1\nx2.png,-1\n", "label -1"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, text, says):
     (tmp_path / "labels.csv").write_text(text)
     refused(says, spec=write(tmp_path / "val", "x1.png", "x2.png"), labels=tmp_path / "labels.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("l.json", '{"x1.png": 1, "x2.png": 0}'),
+        ("l.json", '[{"file_name": "x1.png", "label": "b"}, {"file_name": "x2.png", "label": "a"}]'),
+        ("metadata.jsonl", '{"file_name": "x1.png", "label": 1}\n{"file_name": "x2.png", "label": 0}\n'),
+    ],
+)
+def test_labels_in_json(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    root = write(tmp_path / "val", "x1.png", "x2.png")
+    assert labels(open_images(root, model(), labels=tmp_path / name)) == {"x1.png": 1, "x2.png": 0}
+    (tmp_path / name).write_text("[1, 2]" if name.endswith("json") else "1\n")
+    refused("no list of labels", spec=root, labels=tmp_path / name)
+
+
+def test_one_label_is_not_that_of_two_files(tmp_path):
+    root = write(tmp_path / "root", "a/1.png", "b/1.png")
+    (tmp_path / "l.csv").write_text("filename,label\n1.png,1\n")
+    refused("one label, of 1.png, for a/1.png and b/1.png", spec=root, labels=tmp_path / "l.csv")
+    (tmp_path / "l.csv").write_text("filename,label\na/1.png,1\nb/1.png,0\n")
+    assert labels(open_images(root, model(), labels=tmp_path / "l.csv")) == {"a/1.png": 1, "b/1.png": 0}
+
+
+def test_hidden_labels_in_a_list_are_left_out(tmp_path):
+    (tmp_path / "l.csv").write_text("filename,label\nx1.png,-1\nx2.png,-1\n")
+    images = open_images(write(tmp_path / "r", "x1.png", "x2.png"), model(), labels=tmp_path / "l.csv")
+    assert not images.labelled
+    assert any("hidden" in note for note in images.notes)
+
+
+def test_links_that_lead_nowhere_are_counted(tmp_path):
+    root = write(tmp_path / "root", "a/1.png", "b/1.png")
+    (root / "b" / "2.png").symlink_to(tmp_path / "nothing.png")
+    images = open_images(root, model())
+    assert labels(images) == {"a/1.png": 0, "b/1.png": 1}
+    assert "1 broken link" in " ".join(images.notes)
+
+
+def test_an_archive_that_is_cut_off(tmp_path):
+    root = write(tmp_path / "root", "a/1.png", "b/1.png", "b/2.png")
+    (root / "b" / "3.png").symlink_to("2.png")
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.add(root, "some/folder")
+    images = open_images(tmp_path / "x.tar", model())
+    assert labels(images) == {"a/1.png": 0, "b/1.png": 1, "b/2.png": 1}
+    assert "1 link" in " ".join(images.notes)
+    content = (tmp_path / "x.tar").read_bytes()
+    for end in range(512, len(content) - 1024, 512):
+        (tmp_path / "x.tar").write_bytes(content[:end])
+        if content[end : end + 512] != bytes(512):  # else only zeros are missing
+            refused("x.tar", spec=tmp_path / "x.tar")
+
+
+def test_folders_that_are_no_classes_are_told_of(tmp_path):
+    deep = write(tmp_path / "deep", "x/y/a/1.png", "x/y/b/1.png")
+    images = open_images(deep, model())
+    assert not images.labelled
+    assert f"{deep}/x/y" in " ".join(images.notes)
+    flat = open_images(write(tmp_path / "flat", "1.png"), model())
+    assert "--labels" in " ".join(flat.notes)
+    few = open_images(write(tmp_path / "few", "3/1.png", "7/1.png"), model(10))
+    assert "--classes" in few.note
 
 
 def test_names_that_are_no_utf8(tmp_path):

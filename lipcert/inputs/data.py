@@ -27,10 +27,10 @@ from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
-from lipcert.inputs.folders import SUFFIXES, ImageFiles, Purpose, in_folder, in_tar, printable
-from lipcert.inputs.lists import ClassList, LabelList
+from lipcert.inputs.folders import SUFFIXES, ImageFiles, Purpose, in_folder, in_tar
+from lipcert.inputs.lists import ClassList, LabelList, printable
 from lipcert.inputs.loading import number_of_classes
-from lipcert.inputs.named_data import KINDS, Stream, TinyImageNet, open_named, reason_of
+from lipcert.inputs.named_data import KINDS, Stream, TinyImageNet, names_of_torch, open_named, reason_of
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.inputs.samples import sample_images
 from lipcert.model import Model
@@ -43,6 +43,8 @@ _MODES = {1: "L", 3: "RGB"}
 _FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 # Resizing the shorter side of a longer strip to the model's input would take gigabytes.
 _LONGEST = 1000
+# Archives that are not read.
+_PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar")
 # The share of the resized image that is cut out; a tiny one asks for a resized image of gigabytes.
 _LEAST_CROP = 0.1
 
@@ -201,7 +203,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         if isinstance(label, float):
             raise InputError(f"{self.spec} has the label {label}, which is no class; give data with class numbers")
         self.labelled = False
-        hidden = not isinstance(label, (str, list, tuple, dict)) and label is not None
+        if label is None:
+            self.note = self.note or f"the images of {self.spec} have no labels"
+            return
+        hidden = not isinstance(label, (str, list, tuple, dict))
         reason = f"are hidden ({label})" if hidden else f"are no class numbers ({shortened(str(label))})"
         self.note = self.note or f"the labels of {self.spec} {reason}: they are left out"
 
@@ -361,6 +366,11 @@ class _IndexedImages(Images):
             self.labelled = source.targets is not None
             if source.classes is not None:
                 self._compare_classes(f"{spec} has", source.classes, classes)
+                self.note = f"{self.note}; --classes FILE numbers them" if self.note else None
+            return
+        if isinstance(source, _OneImage):
+            self._decode(0)
+            self.labelled = False
             return
         names = _class_names(source)
         if names:
@@ -477,13 +487,15 @@ def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | Non
     if not os.path.exists(path):
         place, colon, name = spec.rpartition(":")
         if not (colon and os.path.exists(place)):
+            meant = f"; torch/{spec} is a data set" if spec.lower() in names_of_torch() else ""
             kinds = ", ".join(f"{kind}/" for kind in KINDS)
-            raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
+            raise InputError(f"there is no folder or .tar file {spec}{meant}; data sets by name start with {kinds}")
         path, spec, split = Path(place), place, name
     if path.is_file() and path.suffix.lower() in SUFFIXES:
         return _OneImage(path)
     if path.is_file() and path.suffix.lower() != ".tar":
-        raise InputError(f"{spec} is neither an image nor a folder or a .tar of images")
+        unpack = "; unpack it" if any(path.name.lower().endswith(end) for end in _PACKED) else ""
+        raise InputError(f"{spec} is neither an image nor a folder or a .tar of images{unpack}")
     if path.is_dir() and (tiny := TinyImageNet.of(path, purpose, split)) is not None:
         return tiny
     try:
@@ -492,10 +504,13 @@ def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | Non
         raise
     except Exception as error:
         reason = first_line(error)
-        raise InputError(f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again") from error
+        raise InputError(
+            f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again, or unpack it"
+        ) from error
     if not files.images:
         suffixes = ", ".join(sorted(SUFFIXES))
         others = f"; {files.others.total()} files of other formats" if files.others else ""
+        others += f"; shards of a web data set are given as wds/{spec}" if ".tar" in files.others else ""
         raise InputError(f"{spec} holds no images ({suffixes}){others}")
     return ImageFiles(files, purpose, split, count, classes, labels)
 

@@ -10,8 +10,8 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
 
 from lipcert.errors import InputError, shortened
-from lipcert.inputs.lists import ClassList, LabelList
+from lipcert.inputs.lists import ClassList, LabelList, printable
 
 Purpose = Literal["train", "certify"]
 
@@ -56,6 +56,7 @@ class Files:
         images: paths of images, as parts.
         folders: paths of all folders.
         others: how many other files there are, by suffix.
+        archive: whether they are in an archive, of which only the whole can be given.
     """
 
     spec: str
@@ -63,6 +64,7 @@ class Files:
     images: list[tuple[str, ...]] = field(default_factory=list)
     folders: set[tuple[str, ...]] = field(default_factory=set)
     others: Counter[str] = field(default_factory=Counter)
+    archive: bool = False
 
     def add(self, parts: tuple[str, ...]) -> None:
         """Adds a file, unless it is hidden."""
@@ -82,9 +84,12 @@ class Files:
         def inside(paths: Collection[tuple[str, ...]]) -> list[tuple[str, ...]]:
             return [parts[depth:] for parts in paths if parts[:depth] == place and len(parts) > depth]
 
-        spec = "/".join((self.spec.rstrip("/"), *place))
-        return Files(
-            spec, lambda parts: self.opened((*place, *parts)), inside(self.images), {*inside(self.folders)}, self.others
+        return replace(
+            self,
+            spec="/".join((self.spec.rstrip("/"), *place)),
+            opened=lambda parts: self.opened((*place, *parts)),
+            images=inside(self.images),
+            folders={*inside(self.folders)},
         )
 
     def tops(self) -> list[str]:
@@ -125,16 +130,31 @@ def in_folder(folder: Path, spec: str) -> Files:
                 files.add(below)
             elif os.path.exists(path):  # reading a pipe would wait for ever
                 raise InputError(f"{path} is neither a file nor a folder; take it out")
+            else:
+                files.others["broken link"] += 1
 
     walk(folder, (), ())
     return files
+
+
+def whole_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive, which must end with a block of zeros: tarfile does not miss what is cut off.
+
+    Raises:
+        tarfile.TarError: it does not.
+    """
+    yield from archive
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("its end is cut off")
 
 
 def in_tar(path: Path, spec: str) -> Files:
     """The files of an uncompressed archive, and of archives in it, whose names are folders.
 
     Raises:
-        tarfile.TarError: a member is not whole, or the archive is compressed.
+        tarfile.TarError: a member is not whole, the archive is cut off, or it is compressed.
     """
     archive = tarfile.open(path, "r:")  # noqa: SIM115  read as long as the data set is in use
     members: dict[tuple[str, ...], tuple[tarfile.TarFile, tarfile.TarInfo]] = {}
@@ -144,20 +164,22 @@ def in_tar(path: Path, spec: str) -> Files:
         file: Any = holder.extractfile(member)
         return file
 
-    files = Files(spec, opened)
+    files = Files(spec, opened, archive=True)
 
     def read(holder: tarfile.TarFile, above: tuple[str, ...]) -> None:
-        for member in holder:
+        for member in whole_members(holder):
             parts = (*above, *(part for part in member.name.split("/") if part not in ("", ".")))
             if is_hidden(parts) or not parts or ".." in parts:
                 continue
             if member.isdir():
                 files.folders |= {parts[:depth] for depth in range(1, len(parts) + 1)}
+            elif member.issym():
+                files.others["link"] += 1
             elif member.isfile() and parts[-1].lower().endswith(".tar"):
                 place = (*parts[:-1], parts[-1][:-4])
                 files.folders.add(place)
                 read(tarfile.open(fileobj=holder.extractfile(member), mode="r:"), place)  # noqa: SIM115
-            elif member.isfile():
+            elif member.isfile() or member.islnk():
                 members[parts] = (holder, member)
                 files.add(parts)
 
@@ -210,22 +232,21 @@ class ImageFiles:
 
     def _unwrapped(self, files: Files) -> Files:
         """Goes into a single folder that holds all images and is no class."""
-        while True:
-            tops = files.tops()
-            if len(tops) != 1 or any(len(parts) == 1 for parts in files.images):
-                return files
-            inner = files.below((tops[0],))
-            flat = any(len(parts) == 1 for parts in inner.images)
+        while (inner := _only_folder(files)) is not None:
+            top, flat = files.tops()[0], any(len(parts) == 1 for parts in inner.images)
             stem = os.path.splitext(os.path.basename(files.spec.rstrip("/")))[0]
-            wrapper = tops[0].lower() in _CONTAINERS or tops[0] == stem or bool(_split_name(tops[0]))
+            wrapper = files.archive or top.lower() in _CONTAINERS or top == stem or bool(_split_name(top))
             if flat or not (wrapper or all(map(_WNID.fullmatch, inner.tops()))):
-                if not flat and len(inner.tops()) > 1:
-                    self.notes.append(
-                        f"all images lie in one folder, {tops[0]}, which gives no labels; if its folders are the "
-                        f"classes, give {inner.spec}"
-                    )
-                return files
+                break
             files = inner
+        while inner is not None and (deeper := _only_folder(inner)) is not None:
+            inner = deeper
+        if inner is not None and len(inner.tops()) > 1:
+            self.notes.append(
+                f"all images lie in one folder, {files.tops()[0]}, which gives no labels; if the folders of "
+                f"{inner.spec} are the classes, give that"
+            )
+        return files
 
     def _label_by_folder(self, count: int, classes: ClassList | None) -> None:
         names = self.files.tops()
@@ -237,6 +258,8 @@ class ImageFiles:
         if beside or (len(names) == 1 and classes is None):
             if classes is not None:
                 raise InputError(f"{self.files.spec} has no class folders, whose names {classes.path} could number")
+            if not self.notes:
+                self.notes.append("no class folders, and so no labels; --labels FILE gives them")
             return
         empty = [name for name in names if not any(parts[0] == name for parts in self.samples)]
         if classes is not None:
@@ -262,12 +285,11 @@ class ImageFiles:
         self.targets = [numbers[parts[0]] for parts in self.samples]
 
     def _label_by_list(self, labels: LabelList, classes: ClassList | None, count: int) -> None:
-        listed = [labels.of("/".join(parts)) for parts in self.samples]
-        missing = [parts for parts, label in zip(self.samples, listed, strict=True) if label is None]
-        if missing:
-            one = printable("/".join(missing[0]))
-            raise InputError(f"{labels.path} has no label for {len(missing)} of {len(listed)} images, such as {one}")
-        self.targets, self.classes = labels.numbered([str(label) for label in listed], classes, count)
+        listed = labels.of(["/".join(parts) for parts in self.samples])
+        if {*listed} == {"-1"}:
+            self.notes.append(f"the labels in {labels.path} are hidden (-1): they are left out")
+            return
+        self.targets, self.classes = labels.numbered(listed, classes, count)
         order = "" if self.classes is None else ", its names in natural order"
         self.labels_by, self.mapped = f"{labels.path}{order}", self.classes is None
 
@@ -282,17 +304,18 @@ class ImageFiles:
         return "/".join(self.samples[index])
 
 
-def printable(name: str) -> str:
-    """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
 def _wnids(names: Sequence[str], count: int) -> dict[str, int] | None:
     """The numbers of ImageNet-1k of folders that are its WordNet ids, for a model of 1000 classes; None otherwise."""
     if count != 1000 or not names or not all(map(_WNID.fullmatch, names)):
         return None
     positions = {str(wnid): number for number, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
     return {name: positions[name] for name in names} if {*names} <= positions.keys() else None
+
+
+def _only_folder(files: Files) -> Files | None:
+    """The files in the one folder that all images are in; None where there are several, or images beside them."""
+    tops = files.tops()
+    return files.below((tops[0],)) if len(tops) == 1 and all(len(parts) > 1 for parts in files.images) else None
 
 
 def _split_name(folder: str) -> str | None:
@@ -378,6 +401,6 @@ def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | 
     if chosen is None:
         lacks = f"no split {split}" if split is not None else "no training images"
         raise InputError(
-            f"{files.spec} has {lacks}, only {have}; name one: {whole.spec.rstrip('/')}/{next(iter(folders.values()))}"
+            f"{files.spec} has {lacks}, only {have}; name one: {files.spec}:{next(iter(folders.values()))}"
         )
     return chosen, whole.below((chosen,)), _classes(whole, folders["train"]) if "train" in folders else set()

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class ClassList:
             content = json.loads(text)
         except ValueError as error:
             raise InputError(f"{self.path} is no JSON file: {error}") from error
+        if isinstance(content, dict) and isinstance(
+            content.get("id2label"), dict
+        ):  # the configuration of a hub's model
+            content = content["id2label"]
         if isinstance(content, list) and all(isinstance(name, str) for name in content):
             self.positions = True
             return [(name, number) for number, name in enumerate(content)]
@@ -121,7 +125,9 @@ class ClassList:
 
 
 class LabelList:
-    """The label of each file: CSV with a column of file names and one of labels, with or without a head.
+    """The label of each file: CSV with a column of file names and one of labels, with or without a head; or JSON.
+
+    JSON is an object of file names and labels, or a list of rows; ``.jsonl`` has a row a line.
 
     Args:
         path: the file.
@@ -133,17 +139,17 @@ class LabelList:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         text = _text(self.path)
-        delimiter = next((sign for sign in ("\t", ";", ",") if sign in text), " ")
-        rows = [
-            [cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(row)
-        ]
+        rows = self._of_json(text) if self.path.suffix.lower() in (".json", ".jsonl") else _cells(text)
         head = [cell.lower() for cell in rows[0]] if rows else []
         file = next((head.index(name) for name in _FILE_COLUMNS if name in head), None)
         label = next((head.index(name) for name in _LABEL_COLUMNS if name in head), None)
         if file is not None and label is not None:
             rows = rows[1:]
         elif rows and all(len(row) == 2 for row in rows) and not (file is None) ^ (label is None):
-            file, label = 0, 1
+            named = [
+                sum(bool(re.search(r"\.[A-Za-z]{3,4}$", cell)) for cell in column) for column in zip(*rows, strict=True)
+            ]
+            file, label = (1, 0) if named[1] > named[0] else (0, 1)
         else:
             raise InputError(
                 f"{self.path} needs a column with file names, such as filename, and one with labels, such as label"
@@ -152,48 +158,91 @@ class LabelList:
         for row in rows:
             if len(row) <= max(file, label):
                 raise InputError(f"{self.path} has a line with {len(row)} columns: {shortened(','.join(row))}")
-            name = row[file].removeprefix("./")
+            name = row[file].replace("\\", "/").removeprefix("./")
             if self.labels.setdefault(name, row[label]) != row[label]:
                 raise InputError(f"{self.path} has two labels for {shortened(name)}")
-        self.stems = {os.path.splitext(name)[0]: value for name, value in self.labels.items()}
-        self.bases = _unique(
-            {os.path.basename(name): (name, value) for name, value in self.labels.items()}, self.labels
-        )
+        self.stems = {os.path.splitext(name)[0]: name for name in self.labels}
+        bases = {os.path.basename(name): name for name in self.labels}
+        self.bases = bases if len(bases) == len(self.labels) else {}
 
-    def of(self, name: str) -> str | None:
-        """The label of a file, by its path below the folder, without its suffix, or by its name alone."""
+    def _of_json(self, text: str) -> list[list[str]]:
+        """Rows of cells, the first of them the head."""
+        try:
+            lines = self.path.suffix.lower() == ".jsonl"
+            content = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
+        except ValueError as error:
+            raise InputError(f"{self.path} is no JSON file: {error}") from error
+        if isinstance(content, dict):
+            content = [{"filename": name, "label": label} for name, label in content.items()]
+        if not content or not all(isinstance(row, dict) and row.keys() == content[0].keys() for row in content):
+            raise InputError(f"{self.path} is no list of labels; it takes file names with their labels, or rows")
+        return [[*content[0]], *([str(cell) for cell in row.values()] for row in content)]
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """The labels of files, by the path below the folder, without its suffix, or by the name alone.
+
+        Raises:
+            InputError: a file has none, or shares one with another file.
+        """
+        keys: dict[str, str] = {}
+        missing = []
+        for name in names:
+            key = self._key(name)
+            if key is None or not self.labels[key]:
+                missing.append(name)
+            elif keys.setdefault(key, name) != name:
+                files = f"{shortened(keys[key])} and {shortened(name)}"
+                raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
+        if missing:
+            one = printable(missing[0])
+            raise InputError(f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}")
+        return [self.labels[key] for key in keys]
+
+    def _key(self, name: str) -> str | None:
         stem, base = os.path.splitext(name)[0], os.path.basename(name)
         for key, table in ((name, self.labels), (stem, self.stems), (base, self.labels), (base, self.bases)):
             if key in table:
-                return table[key]
+                return key if table is self.labels else table[key]
         return self.stems.get(os.path.basename(stem))
 
     def numbered(self, labels: Sequence[str], classes: ClassList | None, count: int) -> tuple[list[int], int | None]:
         """The class numbers, and how many classes names are of; None where the list gives numbers.
 
         Raises:
-            InputError: a label that is neither a number nor in the list of classes.
+            InputError: a label that is neither a number of a class nor in the list of classes.
         """
-        numbers = [_whole(label) for label in labels]
-        if classes is None and all(number is not None for number in numbers):
-            whole = [number for number in numbers if number is not None]
-            if whole and min(whole) == 1 and max(whole) == count:
-                raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
-            return whole, None
-        broken = next((label for label in labels if re.fullmatch(r"-?\d*\.\d+", label) and _whole(label) is None), None)
-        if broken is not None:
-            raise InputError(f"{self.path} has the label {broken}, which is no class")
+        numbers = [number for label in labels if (number := _whole(label)) is not None]
         if classes is not None:
             positions = classes.numbers(sorted({*labels}), count)
             return [positions[label] for label in labels], None
-        names = sorted({*self.labels.values()}, key=natural_key)
+        if len(numbers) == len(labels):
+            if numbers and min(numbers) == 1 and max(numbers) == count:
+                raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
+            beyond = next((number for number in numbers if not 0 <= number < count), None)
+            if beyond is not None:
+                raise InputError(f"{self.path} has the label {beyond}, and the model has the classes 0 to {count - 1}")
+            return numbers, None
+        name = next(label for label in labels if _whole(label) is None)
+        if re.fullmatch(r"-?\d*\.\d+", name):
+            raise InputError(f"{self.path} has the label {name}, which is no class")
+        if numbers:
+            raise InputError(
+                f"{self.path} has numbers and names for labels, such as {numbers[0]} and {shortened(name)}; give "
+                "numbers alone, or number the names with --classes FILE"
+            )
+        names = sorted({*self.labels.values()} - {""}, key=natural_key)
         positions = {name: number for number, name in enumerate(names)}
         return [positions[label] for label in labels], len(names)
 
 
-def _unique(bases: Mapping[str, tuple[str, str]], labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels by the last part of the path, if no two paths share it."""
-    return {base: value for base, (_, value) in bases.items()} if len(bases) == len(labels) else {}
+def printable(name: str) -> str:
+    """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _cells(text: str) -> list[list[str]]:
+    delimiter = next((sign for sign in ("\t", ";", ",") if sign in text), " ")
+    return [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(row)]
 
 
 def _text(path: Path) -> str:

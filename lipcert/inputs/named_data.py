@@ -21,7 +21,7 @@ from PIL import Image
 from timm.data.dataset_factory import _TORCH_BASIC_DS
 
 from lipcert.errors import InputError, first_line
-from lipcert.inputs.folders import SUFFIXES, WANTED, Purpose, is_hidden, split_in
+from lipcert.inputs.folders import SUFFIXES, WANTED, Purpose, is_hidden, split_in, whole_members
 from lipcert.inputs.timm_networks import is_network_error
 
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
@@ -43,6 +43,11 @@ def _svhn(root: str, split: str) -> Any:
 
 # What torchvision has and timm does not open.
 _MORE: dict[str, Callable[[str, str], Any]] = {"svhn": _svhn}
+
+
+def names_of_torch() -> list[str]:
+    """The names after ``torch/`` that are known to open, sorted."""
+    return sorted((*_TORCH_BASIC_DS, *_MORE))
 
 
 def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
@@ -68,7 +73,8 @@ def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
         return Shards(Path(folder), split, purpose)
     package = KINDS[kind]
     if package is not None and importlib.util.find_spec(package) is None:
-        raise InputError(f"{kind}/ data sets need the package {package}: pip install {package.replace('_', '-')}")
+        missing = f"there is no folder {folder}; others than folders" if kind == "wds" else f"{kind}/ data sets"
+        raise InputError(f"{missing} need the package {package}: pip install {package.replace('_', '-')}")
     default = _SPLITS[purpose]
     options: dict[str, Any] = {"split": split or default[0]}
     more = None
@@ -87,7 +93,7 @@ def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
         raise
     except Exception as error:
         if kind == "torch" and "Unknown torchvision dataset" in str(error):
-            names = ", ".join(sorted((*_TORCH_BASIC_DS, *_MORE)))
+            names = ", ".join(names_of_torch())
             raise InputError(f"there is no data set {name}; torch/ has {names} and what else timm opens") from error
         where = f", or put its files into {options['root']}" if kind == "torch" else ""
         reason = reason_of(error)
@@ -211,7 +217,7 @@ class Shards(Stream):
             with tarfile.open(path, "r:") as archive:
                 sample: dict[str, Any] = {}
                 before = None
-                for member in archive:
+                for member in whole_members(archive):
                     if not member.isfile() or is_hidden(member.name.removeprefix("./").split("/")):
                         continue
                     place, _, base = member.name.rpartition("/")
@@ -224,14 +230,18 @@ class Shards(Stream):
                 yield from self._of(sample, path)
 
     def _of(self, sample: dict[str, Any], path: Path) -> Iterator[tuple[Any, Any]]:
-        image = next((sample[kind] for kind in sample if f".{kind.rpartition('.')[2]}" in SUFFIXES), None)
-        if image is None:
+        kinds = [kind for kind in sample if f".{kind.rpartition('.')[2]}" in SUFFIXES]
+        kinds = [kind for kind in kinds if "." not in kind] or kinds
+        if not kinds:
             return
+        if len(kinds) > 1:
+            raise InputError(f"{path} has samples of several images, {' and '.join(kinds[:2])}; keep one of them")
+        image = sample[kinds[0]]
         label: Any = None
         written = next((sample[key] for key in ("cls", "cls.txt", "label", "label.txt") if key in sample), None)
         if written is not None:
             text = written.decode(errors="replace").strip()
-            label = int(text) if re.fullmatch(r"-?\d+", text) else text
+            label = int(text.partition(".")[0]) if re.fullmatch(r"-?\d+(\.0*)?", text) else text
         elif "json" in sample:
             fields = json.loads(sample["json"])
             label = next((fields[key] for key in _LABELS if isinstance(fields, dict) and key in fields), None)
