@@ -311,6 +311,10 @@ def _robustness(net: nn.Module) -> dict[str, Any]:
     return {"model": state | {"module.normalizer.new_std": torch.full((3, 1, 1), 0.5)}, "epoch": 3}
 
 
+def _normalised(net: nn.Module, mean: str, std: str, prefix: str) -> dict[str, Any]:
+    return {mean: torch.full((1, 3, 1, 1), 0.25), std: torch.full((1, 3, 1, 1), 0.5), **_prefixed(net, prefix)}
+
+
 def _trained(net: nn.Module) -> dict[str, Any]:
     recorded = {"model": NAME, "num_classes": CLASSES, "mean": [0.25] * 3, "std": [0.5] * 3}
     return {"arch": NAME, "state_dict": net.state_dict(), "args": argparse.Namespace(**recorded)}
@@ -359,6 +363,8 @@ def _checkpoints() -> list[tuple[str, tuple[str, Callable[[nn.Module, Path], Non
         ("PyTorch's tutorial", _torch(lambda n: {"model_state_dict": n.state_dict(), "optimizer_state_dict": {}}), own),
         ("pytorch-cifar", _torch(lambda n: {"net": n.state_dict(), "acc": 93.1, "epoch": 3}), own),
         ("MadryLab's robustness", _torch(_robustness, "w.pt"), 0.25),
+        ("a normaliser and a network in a Sequential", _torch(lambda n: _normalised(n, "0.mean", "0.std", "1.")), 0.25),
+        ("RobustBench", _torch(lambda n: _normalised(n, "mu", "sigma", "model.")), 0.25),
         ("SWA", _torch(lambda n: {"n_averaged": torch.tensor(3), **_prefixed(n, "module.")}), own),
         ("DataParallel", _torch(lambda n: _prefixed(n, "module.")), own),
         ("torch.compile", _torch(lambda n: _prefixed(n, "_orig_mod.")), own),
@@ -404,6 +410,14 @@ def _checkpoints() -> list[tuple[str, tuple[str, Callable[[nn.Module, Path], Non
         ("NumPy", ("w.npz", lambda n, p: np.savez(p, a=np.zeros(3))), ...),
         ("half a file", ("w.pth", lambda n, p: _half(n, p)), ...),
         ("a web page", _bytes("w.pth", b"<html>404</html>"), ...),
+        ("a pointer of Git LFS", _bytes("w.safetensors", b"version https://git-lfs.github.com/spec/v1"), ...),
+        ("weight norm", _torch(lambda n: {**_prefixed(n, ""), "fc.weight_g": torch.ones(CLASSES, 1)}), ...),
+        (
+            "a sparse weight",
+            _torch(lambda n: n.state_dict() | {"fc.weight": n.state_dict()["fc.weight"].to_sparse()}),
+            ...,
+        ),
+        ("an optimiser alone", _torch(lambda n: {"optimizer": {"state": {}}, "epoch": 3}), ...),
         ("an empty file", _bytes("w.pth", b""), ...),
         ("a folder", ("w.pth", lambda n, p: p.mkdir()), ...),
     ]

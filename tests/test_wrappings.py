@@ -86,6 +86,33 @@ def test_the_normaliser_of_robustness(net, tmp_path):
     assert given.mean.flatten().tolist() == [0.5] * 3
 
 
+@pytest.mark.parametrize(("mean", "std", "prefix"), [("0.mean", "0.std", "1."), ("mu", "sigma", "model.")])
+def test_normalisers_in_front_of_the_network(net, tmp_path, mean, std, prefix):
+    """As of nn.Sequential(Normalize(), net), and of RobustBench: certified with the default they would be another."""
+    numbers = {mean: torch.full((1, 3, 1, 1), 0.25), std: torch.full((1, 3, 1, 1), 0.5)}
+    torch.save({**numbers, **prefixed(net, prefix)}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match=rf"{mean} and {std} in it: mean 0\.25"):
+        model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+    assert same(model, net)
+    assert model.mean.flatten().tolist() == [0.25] * 3
+    assert model.std.flatten().tolist() == [0.5] * 3
+
+
+def test_what_does_not_fit_says_what_to_do(net, tmp_path):
+    def says(state, *expected):
+        torch.save(state, tmp_path / "w.pth")
+        with pytest.raises(LoadError) as caught:
+            load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+        for part in expected:
+            assert part in str(caught.value)
+
+    state = net.state_dict()
+    says({**state, "fc.weight_g": torch.ones(3, 1)}, "remove weight norm")
+    says(timm.create_model(NAME, num_classes=5).state_dict(), "num_classes=5")
+    says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
+    says({"optimizer": {"state": {}}, "epoch": 3}, "only optimizer, epoch")
+
+
 def test_two_networks_in_one_file_are_not_chosen_from(net, tmp_path):
     other = {key: value + 1 for key, value in prefixed(net, "teacher.").items()}
     torch.save({**prefixed(net, "student."), **other}, tmp_path / "w.pth")
@@ -211,6 +238,8 @@ def quantised(net, path):
         ("w.pth", quantised, "quantised"),
         ("w.pth", torch.save, "whole module"),
         ("w.onnx", lambda net, path: path.write_bytes(b"\x08\x07"), "ONNX"),
+        ("w.safetensors", lambda net, path: path.write_bytes(b"version https://git-lfs"), "Git LFS"),
+        ("w.pth", lambda net, path: path.write_bytes(b"<html>404</html>"), "web page"),
         ("w.h5", lambda net, path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
         ("w.pth", lambda net, path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
         ("w.pth", lambda net, path: path.write_bytes(pickle.dumps(net.state_dict())), "never run"),

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import pickle
+import re
 import sys
 import warnings
 import zipfile
@@ -30,15 +31,22 @@ SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt", ".
 # The keys under which training scripts store the weights in a checkpoint. Averaged weights come first, as in timm's
 # loader.
 _WRAPPERS = (
-    "state_dict_ema", "model_ema", "ema", "ema_state_dict", "model_ema_state_dict", "params_ema", "state_dict",
-    "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "module", "state",
+    "state_dict_ema", "model_ema", "ema", "ema_state_dict", "model_ema_state_dict", "params_ema", "shadow",
+    "state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "module", "state",
 )  # fmt: skip
 _NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
 # Tensors that tools add to a state dict and that no network reads.
 _ADDED = ("total_ops", "total_params")
+# Tensors from which a weight is computed.
+_COMPUTED = re.compile(r"\.parametrizations\.|weight_(g|v|orig|mask)$")
+# What modules that normalise pixels call their mean and their standard deviation.
+_NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
 # Kinds of files that are no checkpoints, by their first bytes or their suffix, and what to do.
 _EXPORT = "export the state_dict of the network it was made of"
 _FOREIGN = (
+    (b"version ", ".lfs", "a pointer of Git LFS and not the file itself; run git lfs pull"),
+    (b"<!DOCTYP", ".html", "a web page; download the file itself"),
+    (b"<html", ".htm", "a web page; download the file itself"),
     (b"\x89HDF", ".h5", f"an HDF5 file of Keras; {_EXPORT}"),
     (b"GGUF", ".gguf", "a GGUF file of quantised weights; give those of the network it was made of"),
     (b"", ".onnx", f"an ONNX program and not weights; {_EXPORT}"),
@@ -205,9 +213,13 @@ def load_weights(
     ]
     reasons = [problem for problem in problems if problem]
     if reasons:
-        raise LoadError(
-            f"{file} does not fit {name}: {'; '.join(reasons)}; give the timm name and arguments it was made with"
-        )
+        remedy = "give the timm name and arguments it was made with"
+        classes = _other_heads(net, {key: state[inside[key]] for key in tensors if key in inside})
+        if any(_COMPUTED.search(key) for key in extra):
+            remedy = "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving"
+        elif shapes and len(shapes) == len(classes) and not (missing or extra or kinds):
+            remedy = f"give num_classes={next(iter(classes.values()))[0]} (--model-args)"
+        raise LoadError(f"{file} does not fit {name}: {'; '.join(reasons)}; {remedy}")
     with torch.no_grad():
         for key, value in tensors.items():  # one by one, so that not all tensors of the file are in memory at once
             if key in heads:
@@ -227,9 +239,7 @@ def load_weights(
         )
     if pixels:
         numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
-        warnings.warn(
-            f"{file}: the normalisation is that of {used[0].rpartition('.')[0]} in it: {numbers}", stacklevel=2
-        )
+        warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=2)
     return pixels
 
 
@@ -290,9 +300,9 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
 def _normaliser(state: Mapping[str, Tensor], outside: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
     """Mean and standard deviation of a module that normalises pixels, and their names."""
     for key in outside:
-        place, _, last = key.rpartition(".")
-        other = f"{place}.{last.replace('mean', 'std') if 'mean' in last else 'sigma'}"
-        if (last in ("mean", "new_mean", "mu") and "norm" in place.lower() or last == "new_mean") and other in state:
+        place, dot, last = key.rpartition(".")
+        partner = _NORMALISERS.get(last)
+        if partner is not None and (other := f"{place}{dot}{partner}") in outside:
             mean, std = state[key].flatten(), state[other].flatten()
             if mean.numel() == std.numel() in (1, 3):
                 return {"mean": mean.tolist(), "std": std.tolist()}, [key, other]
@@ -462,6 +472,9 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
             raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
         if weights and all(_is_plain(value) for value in weights.values()):
             return clean_state_dict(weights)
+        odd = next((key for key, value in weights.items() if isinstance(value, Tensor) and not _is_plain(value)), None)
+        if odd is not None:
+            raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
     if isinstance(content, _Omitted):
         raise LoadError(f"{path} is a whole module saved as an object, which is never run; save its state_dict()")
     if isinstance(state, _Omitted) or (
@@ -472,7 +485,12 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
             "safetensors"
         )
     listing = ", ".join(_WRAPPERS[:9])
-    raise LoadError(f"{path} holds no state dict; expected names and tensors, alone or under one of {listing}, …")
+    only = (
+        f", only {', '.join(shortened(str(key)) for key in [*state][:4])}"
+        if isinstance(state, Mapping) and state
+        else ""
+    )
+    raise LoadError(f"{path} holds no state dict{only}; expected names and tensors, alone or under one of {listing}, …")
 
 
 def _is_plain(value: Any) -> bool:
