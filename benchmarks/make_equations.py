@@ -31,7 +31,7 @@ ON_CIFAR = (
 )  # fmt: skip
 _PRINTED, _TIGHTER = "as printed", "tighter"
 _LOFAST, _ATTENTION = "lipcert.certifier._lofast", "benchmarks.papers.attention"
-_THEOREM = "benchmarks.papers.lofast"
+_THEOREM, _PAPERS = "benchmarks.papers.lofast", "lipcert.certifier._lofast_paper"
 _LOCAL, _BOXES = "lipcert.training._local", "lipcert.bounds._box"
 _SOLVE, _FAITHFUL, _BEHIND = "lipcert.certvit.solve", "lipcert.certvit.blockwise", "benchmarks.papers.behind"
 # (numbers, what, how it compares with the paper, module, or None and then the reason why there is none)
@@ -91,7 +91,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
          "lipcert.bounds._margins"),
         (
             "theorem 1, lemmas 1 and 2", "LoFAST",
-            "as printed, for comparison; `--method lofast` bounds the same by the exact Jacobian", _THEOREM,
+            "as printed: `--method lofast-paper`; `--method lofast` bounds the same by the exact Jacobian", _PAPERS,
         ),
         ("equations 10 to 24", "parts of its proof", _PRINTED, _THEOREM),
         (

@@ -202,7 +202,7 @@ def test_blocks_chain():
     assert [block.name for block in blocks] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1", "head"]
     for block, following in zip(blocks, blocks[1:], strict=False):
         assert torch.equal(block.rho_out, following.rho_in)
-        torch.testing.assert_close(block.rho_out, block.zeta * block.rho_in + block.remainder)
+        torch.testing.assert_close(block.rho_out, block.jacobian * block.rho_in + block.remainder)
         assert bool((block.remainder > 0).all())
     assert torch.equal(blocks[-1].rho_out, anchor.deviations(eps).logits)
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from torch import Tensor
 from benchmarks.papers.attention import AttentionLayer
 
 _LARGEST = 4096  # columns of a matrix that is written out
-_GELU = 1.13  # its largest slope is 1.1289
 
 
 @dataclass(frozen=True)
@@ -149,40 +147,6 @@ def specformer(x: Tensor, layer: AttentionLayer, eps: float) -> float:
 def layer_project(x: Tensor, radius: float) -> Tensor:
     """Equation 29: every row x of norm above R to R x / ‖x‖, without centring; R = √d, and 1 in front of attention."""
     return x * (radius / x.norm(dim=-1, keepdim=True)).clamp_max(1.0)
-
-
-def holds(model: Any, image: Tensor, label: int, eps: float) -> bool:
-    """Whether Theorem 1, layer by layer (equation 9), leaves the prediction of a ViT as it is: not rounded up.
-
-    The ViT is one of :mod:`benchmarks.papers.vits`, of whose tokens X a block makes Y = X + Attn(P(X)), then Y +
-    MLP(P(Y)), P being equation 29. P is 1-Lipschitz up to its scale; since it stands between the residual and
-    attention, the theorem is taken with H = 0, and ‖X' − X‖ is added. The head reads the mean of n tokens, so that f_y
-    − f_j changes by at most ‖w_y − w_j‖/√n times the change of the tokens.
-
-    Args:
-        model: the ViT, with its normalisation.
-        image: shape (1, C, H, W).
-        label: y.
-        eps: ε in pixels.
-    """
-    net = model.net
-    with torch.no_grad():
-        x = net._pos_embed(net.patch_embed((image - model.mean) / model.std)).double()
-        rho = eps / float(model.std.min()) * _norm(net.patch_embed.proj.weight.double().flatten(1))
-        for block in net.blocks:
-            tokens = block.norm1(x.to(image.dtype)).double()
-            wq, wk, wv = block.attn.qkv.weight.double().T.chunk(3, dim=1)
-            layer = AttentionLayer(wq, wk, wv, block.attn.proj.weight.double().T, heads=block.attn.num_heads)
-            scale = float(block.norm1.weight.abs().max())
-            rho += theorem_1(tokens[0], layer, scale * rho, residual=False).change
-            dense = _norm(block.mlp.fc1.weight.double()) * _norm(block.mlp.fc2.weight.double())
-            rho *= 1 + float(block.norm2.weight.abs().max()) * _GELU * dense
-            x = block(x.to(image.dtype)).double()
-        head = net.head.weight.double()
-        logits = x.mean(1) @ head.T + net.head.bias.double()
-        left = logits[0, label] - logits[0] - rho * (head[label] - head).norm(dim=1) / math.sqrt(x.shape[1])
-    left[label] = math.inf
-    return bool(left.min() > 0)
 
 
 def attack(

@@ -2,7 +2,8 @@
 
 Source: Havens, Araujo, Zhang, Hu, "Fine-grained local sensitivity analysis of standard dot-product self-attention",
 ICML 2024. Its Theorem 1 bounds the effect of one attention layer by the norm of its Jacobian and a second-order term.
-Here both are derived for any operation, so the constants differ from those of the paper.
+Here both are derived for any operation, so the constants differ from those of the paper, and have other letters. The
+theorem as published is the method ``lofast-paper``.
 
 A network (equation 9 of the paper) is split into stages at values through which everything later depends on the image.
 In a ViT these are the embedding and both residual additions of every block, so J_k is the Jacobian of the residual
@@ -44,14 +45,14 @@ class StageSensitivity:
 
     Attributes:
         name: path of the module that ends the stage.
-        zeta: ‖J_k‖, shape (N,).
+        jacobian: ‖J_k‖, shape (N,).
         remainder: r_k(ρ_k), shape (N,).
         rho_in: ρ_k, shape (N,).
         rho_out: ρ_{k+1}, shape (N,).
     """
 
     name: str
-    zeta: Tensor
+    jacobian: Tensor
     remainder: Tensor
     rho_in: Tensor
     rho_out: Tensor
@@ -110,8 +111,10 @@ class Layers:
         """The effect of every stage on perturbations of norm at most eps, shape (N,), in order."""
         blocks = []
         for each in self.deviations(eps).stages:
-            zeta = torch.as_tensor(self.linearization.gain(each.stage.start, each.stage.end), dtype=eps.dtype)
-            blocks.append(StageSensitivity(each.stage.name, zeta.expand_as(eps), each.remainder, each.start, each.end))
+            jacobian = torch.as_tensor(self.linearization.gain(each.stage.start, each.stage.end), dtype=eps.dtype)
+            blocks.append(
+                StageSensitivity(each.stage.name, jacobian.expand_as(eps), each.remainder, each.start, each.end)
+            )
         return blocks
 
     def radius(self, predicted: Tensor, margins: Tensor) -> Tensor:

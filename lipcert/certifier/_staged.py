@@ -17,6 +17,7 @@ from lipcert.certifier._global import Global
 from lipcert.certifier._gloro import GloRo
 from lipcert.certifier._local import LocalMethod
 from lipcert.certifier._lofast import LoFASTMethod
+from lipcert.certifier._lofast_paper import LoFASTPaper
 from lipcert.certifier._method import Method, Subject
 from lipcert.certifier._triage import too_loose
 from lipcert.errors import InputError, UnsupportedOperation
@@ -24,7 +25,7 @@ from lipcert.norms import Budget, Ledger
 from lipcert.settings import FACTS, STAGED
 
 CLASSES: Mapping[str, type[Method]] = {
-    kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, AnchoredMethod)
+    kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, LoFASTPaper, AnchoredMethod)
 }
 # Floating-point operations a second, for estimates of time: about what one core reaches.
 RATE = 1e10

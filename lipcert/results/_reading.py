@@ -17,7 +17,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same, same_logits
 from lipcert.results._statistics import Tally
-from lipcert.settings import METHODS, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
+from lipcert.settings import METHODS, PUBLISHED, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
 
 # The entries of a summary that must agree before rows of two runs may share a file.
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
@@ -176,7 +176,7 @@ class Run(Tally):
         except InputError:
             yield f"the summary says that ε was {self.eps_typed!r}, which is not a radius"
         method, asked = self.summary.get("method"), self.summary.get("rigor", "probabilistic")
-        if method not in (*METHODS, SMOOTHING):
+        if method not in (*METHODS, *PUBLISHED, SMOOTHING):
             yield f"the summary names the method {method!r}, which lipcert does not have"
         if asked == "deterministic" and self.delta:
             yield f"the summary says deterministic, and rows state δ = {self.delta:g}"

@@ -13,7 +13,17 @@ from lipcert.settings._certify import (
 from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, ConstrainSettings
 from lipcert.settings._fields import one_of, option, settings_of, takes
 from lipcert.settings._finetune import GLOBAL, LOCAL, LOSSES, SCHEDULES, FinetuneSettings, MaxNorm
-from lipcert.settings._methods import DETERMINISTIC, FACTS, LINEARISED, METHODS, SINGLE, SMOOTHING, STAGED, MethodFacts
+from lipcert.settings._methods import (
+    DETERMINISTIC,
+    FACTS,
+    LINEARISED,
+    METHODS,
+    PUBLISHED,
+    SINGLE,
+    SMOOTHING,
+    STAGED,
+    MethodFacts,
+)
 from lipcert.settings._version import version
 
 __all__ = [
@@ -32,6 +42,7 @@ __all__ = [
     "LOSSES",
     "MEASURE_NAMES",
     "METHODS",
+    "PUBLISHED",
     "MaxNorm",
     "MethodFacts",
     "MethodName",

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
 from lipcert.settings._fields import one_of, option, plain
-from lipcert.settings._methods import LINEARISED, METHODS, SMOOTHING, STAGED
+from lipcert.settings._methods import LINEARISED, METHODS, PUBLISHED, SMOOTHING, STAGED
 
 if TYPE_CHECKING:
     from lipcert.attacks import Attack
 
-MethodName = Literal["staged", "global", "gloro", "local", "lofast", "anchored", "smoothing"]
+MethodName = Literal["staged", "global", "gloro", "local", "lofast", "lofast-paper", "anchored", "smoothing"]
 Dtype = Literal["real", "float32", "float16", "bfloat16"]
 RigorAsked = Literal["probabilistic", "deterministic"]
 
@@ -100,7 +100,7 @@ class CertifySettings:
     method: MethodName = option(
         f"staged goes from the cheapest to the strongest; {SMOOTHING} is about the smoothed classifier of any network.",
         METHODS[0],
-        choices=(*METHODS, SMOOTHING),
+        choices=(*METHODS, *PUBLISHED, SMOOTHING),
     )
     _: KW_ONLY
     dtype: Dtype = option(
