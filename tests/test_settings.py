@@ -104,7 +104,9 @@ def test_a_field_with_a_help_text_becomes_an_option():
 
 def test_settings_of_constrain_check_themselves():
     assert ConstrainSettings(layers="a, b").layers == ("a", "b")
-    for wrong in ({"error": 1}, {"measure": "none"}, {"engine": "faithful"}, {"engine": "x"}, {"workers": -1}):
+    assert ConstrainSettings(engine="faithful").lowered == "l1"
+    other = {"engine": "faithful", "measure": "nuclear"}
+    for wrong in ({"error": 1}, {"measure": "none"}, other, {"engine": "x"}, {"workers": -1}):
         with pytest.raises(InputError):
             settings_of(ConstrainSettings, **wrong)
     options = CliRunner().invoke(app, ["constrain", "--help"]).output
