@@ -1,5 +1,6 @@
 """Runs ``lipcert certify``, after its options are checked."""
 
+import math
 import shlex
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ import typer
 
 from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import RATE, Certifier, certifier_for, triage
+from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.data import Images, open_images
 from lipcert.inputs.preprocessing import Preprocessing
@@ -244,6 +246,7 @@ def _certify_with(
     processes: Processes,
 ) -> _Outcome:
     if settings.method == STAGED and settings.at is None:
+        check_noise(loaded)
         _triage(loaded, settings, images)
     with progress("reading the network") as update:
         certifier = certifier_for(loaded, settings, progress=update)
@@ -299,10 +302,10 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     if found is None:
         return
     right = "" if found.correct is None else f"{found.correct} correctly classified; "
-    say(
-        f"first {found.images} images: {right}first-order limit {lower(found.limits[0])} to {lower(found.limits[-1])}, "
-        f"above {settings.eps_typed} for {found.reachable}; PGD of {found.steps} steps changes {found.broken}"
-    )
+    low, high = (lower(limit) if math.isfinite(limit) else "none" for limit in (found.limits[0], found.limits[-1]))
+    reach = f"{low} to {high}, above {settings.eps_typed} for {found.reachable}"
+    limits = f"first-order limit {reach}" if low != "none" else "no gradient, so no first-order limit"
+    say(f"first {found.images} images: {right}{limits}; PGD of {found.steps} steps changes {found.broken}")
 
 
 def _show_methods(certifier: Certifier) -> None:

@@ -197,6 +197,9 @@ def test_denoisers_are_for_smoothing(tmp_path: Path) -> None:
     code, _, said = command("certify", "--eps", "1/255", "--denoiser", "dct", "--method", "gloro", cwd=tmp_path)
     assert code == 2
     assert said.splitlines()[-1].endswith("use it with --method smoothing")
+    code, _, said = command("certify", "bundled", "--eps", "1/255", "--denoiser", "dct", cwd=tmp_path)
+    assert code == 2
+    assert said.splitlines() == ["lipcert: this denoiser is for noise of a known sigma; use it with --method smoothing"]
 
 
 def test_a_module_of_ones_own_under_a_known_name_is_not_written(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from lipcert.certifier import METHODS, Certifier, triage
 from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
 from lipcert.cli import app
 from lipcert.cli._advice import LOOSE, Known, advise
+from lipcert.cli._certifying import _triage as show_triage
 from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
+from lipcert.settings import CertifySettings
 
 SIZE = (3, 4, 4)
 
@@ -151,6 +153,16 @@ def test_triage_counts_what_it_says():
     assert 0 <= found.correct <= 8
     assert found.limits == sorted(found.limits)
     assert found.reachable == sum(limit > 36 / 255 for limit in found.limits)
+
+
+def test_the_screen_names_no_limit_where_there_is_none(capsys):
+    model = curved()
+    with torch.no_grad():
+        model.net[-1].weight.zero_()
+    show_triage(model, CertifySettings("1/255"), open_images(None, model))
+    said = capsys.readouterr().err
+    assert "no gradient, so no first-order limit; PGD" in said
+    assert "nfinity" not in said
 
 
 def test_sample_images_are_drawn_for_any_size():

@@ -18,7 +18,7 @@ from lipcert.certifier._method import Subject, forward_pass
 from lipcert.certifier._nominal import NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
 from lipcert.certifier._triage import Hopes, first_order_limit
-from lipcert.denoisers import Denoised
+from lipcert.denoisers import check_noise
 from lipcert.errors import (
     BrokenCertificate,
     InputError,
@@ -104,8 +104,7 @@ class Certifier:
             eps = settings_of(CertifySettings, eps, method, **settings)
         if eps.method == SMOOTHING:
             raise InputError("method smoothing has a separate certifier, lipcert.smoothing.Smoothing")
-        if isinstance(model, Denoised) and model.told:
-            raise InputError("this denoiser is for noise of a known sigma; use it with --method smoothing")
+        check_noise(model)
         self.settings = eps
         self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
         self.attack = cast("Attack | None", eps.attack)

@@ -1,7 +1,7 @@
 """Denoisers for networks that were not trained under noise: ``dct`` and ``natural``, or one of your own."""
 
 from lipcert.denoisers._dct import DCT
-from lipcert.denoisers._denoised import NAMES, Denoised, denoiser_named, is_named
+from lipcert.denoisers._denoised import NAMES, Denoised, check_noise, denoiser_named, is_named
 from lipcert.denoisers._natural import Natural, NaturalNet
 
-__all__ = ["DCT", "NAMES", "Denoised", "Natural", "NaturalNet", "denoiser_named", "is_named"]
+__all__ = ["DCT", "NAMES", "Denoised", "Natural", "NaturalNet", "check_noise", "denoiser_named", "is_named"]

@@ -79,11 +79,6 @@ class Denoised(Model):
                 f"the denoiser makes {shape} of images of shape {tuple(grey.shape)}; both must be the same"
             )
 
-    @property
-    def told(self) -> bool:
-        """Whether the denoiser needs to know the standard deviation of the noise."""
-        return isinstance(self.denoiser, Told)
-
     def tell(self, sigma: float) -> None:
         """Tells the denoiser the standard deviation of the noise, if it is one that needs it."""
         if isinstance(self.denoiser, Told):
@@ -92,6 +87,16 @@ class Denoised(Model):
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the denoised images, shape (N, classes)."""
         return super().forward(self.denoiser(images))
+
+
+def check_noise(model: Model) -> None:
+    """Refuses a denoiser that needs to know the noise where there is none.
+
+    Raises:
+        InputError: the model has one.
+    """
+    if isinstance(model, Denoised) and isinstance(model.denoiser, Told):
+        raise InputError("this denoiser is for noise of a known sigma; use it with --method smoothing")
 
 
 def is_named(model: Model) -> bool:
