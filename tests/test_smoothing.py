@@ -21,6 +21,7 @@ import lipcert
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
+from lipcert.results import read_run
 from lipcert.smoothing import Denoised, Smoothing, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed
@@ -557,6 +558,35 @@ def test_radii_of_noise_inside_a_nonlinear_network_withstand_attacks(sigma: floa
 def test_places_where_noise_cannot_be_added(path: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Smoothing(lipcert.load(None), EPS, sigma=0.25, smooth_at=path)
+
+
+@pytest.mark.parametrize("all_samples", [False, True])
+def test_noise_behind_layers_without_a_bound_certifies_nothing(tmp_path: Path, all_samples: bool) -> None:
+    """As bounds of the network do where K is infinite; no draws are spent but those that select the class."""
+
+    class Root(HalfSpace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.root = Sqrt()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.root(x))
+
+    class Sqrt(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sqrt()
+
+    model = wrapped(Root())
+    settings: dict[str, Any] = {"sigma": 0.25, "smooth_at": "root", "samples": 1000, "all_samples": all_samples}
+    images = torch.rand(3, *model.input_size, generator=torch.Generator().manual_seed(0))
+    result = lipcert.certify(model, images, eps=0.1, method="smoothing", **settings)
+    assert result.radius.tolist() == [0.0] * 3
+    assert not result.certified.any()
+    assert result.samples.tolist() == [0] * 3
+    assert "take an earlier module" in Smoothing(model, 0.1, **settings).notes["smooth_at"]
+    run = read_run(result.save(tmp_path / "r.jsonl"))
+    assert not list(run.contradictions())
+    assert all(row["abstained"] for row in run.rows)
 
 
 def test_an_identity_beside_a_way_around_it_is_no_place_for_noise() -> None:

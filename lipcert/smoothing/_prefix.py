@@ -29,7 +29,7 @@ class Prefix:
     2407.02811), theorem 1.
 
     Attributes:
-        constant: K, rounded up.
+        constant: K, rounded up; where it is infinite, no radius is above 0.
         shape: shape of the value for one image.
 
     Args:
@@ -37,8 +37,8 @@ class Prefix:
         path: path of the module.
 
     Raises:
-        InputError: there is no such module, its output is not one tensor, a later value also depends on the image in
-            another way, or the constant is infinite.
+        InputError: there is no such module, its output is not one tensor, or a later value also depends on the image in
+            another way.
         UnsupportedOperation: the network has operations without a rule.
     """
 
@@ -53,10 +53,7 @@ class Prefix:
         real.real = True
         analysis = analyze(real)
         node = self._node(real, analysis.graph, path)
-        constant = analysis.values[node].lip
-        if not constant.finite:
-            raise InputError(f"the Lipschitz constant up to smooth_at={path!r} is infinite; take an earlier module")
-        self.constant = max(float(constant), torch.finfo(torch.float64).tiny)
+        self.constant = max(float(analysis.values[node].lip), torch.finfo(torch.float64).tiny)
         self.shape = node.shape[1:]
 
     def _node(self, real: Model, graph: Any, path: str) -> Node:

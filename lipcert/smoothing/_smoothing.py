@@ -101,8 +101,11 @@ class Smoothing:
         self.prefix = None if eps.smooth_at is None else Prefix(self.model, eps.smooth_at)
         if self.prefix is not None:
             self.plan = replace(self.plan, stretch=self.prefix.constant)
-            self.notes["smooth_at"] = f"the Lipschitz constant up to there is {self.prefix.constant:.4g}"
-        _check_reach(self.plan)
+            self.notes["smooth_at"] = f"the Lipschitz constant up to there is {self.prefix.constant:.4g}" + (
+                ", so no image has a radius above 0; take an earlier module" if self.plan.hopeless else ""
+            )
+        if not self.plan.hopeless:
+            _check_reach(self.plan)
         if eps.dtype != "real":
             self.model = self.model.to(getattr(torch, eps.dtype))
         self.dtype = str(self.model.dtype).removeprefix("torch.")

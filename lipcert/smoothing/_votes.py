@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +48,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", needed(self.eps, self.sigma, self.stretch))
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no draws give a radius above 0, since nothing bounds the layers before the noise."""
+        return self.stretch == math.inf
 
     def radius(self, count: int, samples: int) -> float:
         """The radius of a class with ``count`` of ``samples`` draws; with ``all_samples``, 0 for an incomplete number.
@@ -108,7 +114,7 @@ class Votes:
             return
         self.chosen = self.predicted = int(self._won.argmax())
         if self._claimed is None:
-            self._want(plan.samples if plan.all_samples else _STEP)
+            self._want(0 if plan.hopeless else plan.samples if plan.all_samples else _STEP)
         else:
             self.predicted, samples = self._claimed
             self._want(samples)
