@@ -16,8 +16,8 @@ from ._errors import one_line_errors
 app = typer.Typer(name="lipcert", cls=Commands, no_args_is_help=True, **SETTINGS)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(f"lipcert {version()}")
         raise typer.Exit
 
@@ -32,7 +32,7 @@ def options(
             metavar="MODULE",
             envvar="LIPCERT_IMPORT",
             help="A Python module to import first, from this folder or installed, which registers your own timm "
-            "models or rules. May be given several times.",
+            "models or rules. May be repeated.",
             show_default=False,
         ),
     ] = None,

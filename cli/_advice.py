@@ -1,4 +1,4 @@
-"""What to do next: the one place where a command, from what it knows at its end, decides what it suggests."""
+"""What to do next: the one place where a command, from its outcome, decides what it suggests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from pathlib import Path
 
 from ._print import command
 
-# Decimal logarithms of global bounds. From LOOSE on no method has certified a visible radius, and training for margins
+# Decimal logarithms of global bounds. From LOOSE on no method has certified ε ≥ 0.001, and training for margins
 # makes no progress, because its loss is a multiple of the bound. Up to TIGHT certificates are worth a try.
 LOOSE, TIGHT = 12.0, 6.0
 _COLOURS = 3
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a command knows when it ends.
+class Status:
+    """The state of the work when a command ends.
 
     Attributes:
         model: the words that name the model in another command, with its options.
         channels: channels of its images.
         eps: ε as text.
-        log10: decimal logarithm of the global bound; None if there is none, or it is not known.
+        log10: decimal logarithm of the global bound; None without one.
         data: ``--data`` as the user typed it; None without.
         lists: the files that give its images their labels, as words: ``--classes`` and ``--labels``.
         trained: whether the model has been trained for certificates.
@@ -43,22 +43,22 @@ class Known:
     rows: Path | None = None
 
 
-def advise(known: Known) -> str:
+def advise(status: Status) -> str:
     """The next command, which runs as it is apart from names in capitals, and its reason if that is not obvious."""
-    data = ["--data", known.data or "IMAGES", *known.lists]
-    loose = known.log10 is not None and known.log10 > LOOSE
-    if known.certified or (known.images and not loose):
-        if known.rows is None:
+    data = ["--data", status.data or "IMAGES", *status.lists]
+    loose = status.log10 is not None and status.log10 > LOOSE
+    if status.certified or (status.images and not loose):
+        if status.rows is None:
             return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
-        target = known.rows / "report.html" if known.rows.is_dir() else known.rows.with_suffix(".html")
-        return command("report", known.rows, "--html", target)
+        target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
+        return command("report", status.rows, "--html", target)
     if loose:
-        reason = "certifies the smoothed classifier, since this network's own bounds are too loose"
-        front = ["--denoiser", "natural"] if known.channels == _COLOURS and not known.denoised else []
+        reason = "certifies the smoothed classifier: the bounds of the network itself are too loose"
+        front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100"]
-        return f"{command('certify', *known.model, *data, '--eps', known.eps, *sampled, *front)}, which {reason}"
-    if known.log10 is not None and known.log10 > TIGHT and not known.trained:
-        train = ["--data", known.data or "TRAIN", *known.lists, "--eps", known.eps]
-        return f"{command('finetune', *known.model, *train)}, which trains for the margins that certificates need"
-    bundled = list(known.model) == ["bundled"] and known.data is None
-    return command("certify", *known.model, *([] if bundled else data), "--eps", known.eps)
+        return f"{command('certify', *status.model, *data, '--eps', status.eps, *sampled, *front)}, which {reason}"
+    if status.log10 is not None and status.log10 > TIGHT and not status.trained:
+        train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]
+        return f"{command('finetune', *status.model, *train)}, which trains for the margins that certificates need"
+    bundled = list(status.model) == ["bundled"] and status.data is None
+    return command("certify", *status.model, *([] if bundled else data), "--eps", status.eps)

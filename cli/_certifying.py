@@ -22,13 +22,14 @@ from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import check_environment
-from lipcert.results import Tally, shard_path, sigma_choice_of, summary, summary_path
+from lipcert.report import facts
+from lipcert.results import Run, interval, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, SELECTION, choose_sigma
 
-from ._advice import Known, advise
+from ._advice import Status, advise
 from ._loading import load_model, model_options, show_preprocessing
 from ._output import default_name
 from ._print import (
@@ -43,7 +44,6 @@ from ._print import (
     print_table,
     progress,
     say,
-    share,
     upper,
     words_of,
 )
@@ -90,8 +90,8 @@ def run(
             outcomes, failed = _certify_one(plan, names[0] if names else None, out, processes), []
 
         if as_json:
-            found = [outcome.summary for outcome in outcomes]
-            print_json({"models": found, "failed": failed} if several else found[0])
+            summaries = [outcome.run.summary for outcome in outcomes]
+            print_json({"models": summaries, "failed": failed} if several else summaries[0])
         elif several:
             _print_comparison(outcomes, plan, out)
         else:
@@ -118,35 +118,21 @@ class _Plan:
     sharded: bool
     fail_under: float | None
 
-    @property
-    def eps(self) -> str:
-        """ε as the user typed it."""
-        return self.settings[0].eps_typed
-
 
 @dataclass(frozen=True)
 class _Outcome:
     """The results of one model."""
 
     name: str
-    tally: Tally
-    summary: dict[str, Any]
+    run: Run
     log10_bound: float | None
-    path: Path | None
     words: Sequence[str] = ()
     channels: int = 3
 
     @property
-    def median_radius(self) -> float | None:
-        """The median radius; None if searches stop as soon as the verdict at ε is known."""
-        stopped = self.summary["method"] == "staged" or (self.tally.samples and not self.summary["all_samples"])
-        return None if stopped else self.tally.median_radius
-
-    @property
     def certified(self) -> float:
-        """The fraction of images that are certified, and predicted correctly if labels are known."""
-        accuracy = self.tally.certified_accuracy
-        return self.tally.certified / max(len(self.tally), 1) if accuracy is None else accuracy
+        """The fraction of images that are certified at ε, and predicted correctly if labels are earlier."""
+        return self.run.certified_at(self.run.eps) / max(len(self.run), 1)
 
 
 def _certify_all(
@@ -182,7 +168,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
     check_environment(
         torch.device("cpu")
-    )  # another rounding mode, for instance, would make the model's file look damaged
+    )  # before loading: in another rounding mode the model's file would look damaged
     loaded = plan.load(name)
     plan.pixels.apply(loaded)
     images = open_images(plan.data, loaded, limit=plan.limit, **plan.lists)
@@ -205,14 +191,13 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
 def _sigma_choice(
     loaded: Model, asked: CertifySettings, images: Images, out: Path | None, processes: Processes
 ) -> dict[str, Any]:
-    """σ for ``--sigma auto``, and what speaks for it: on images that the run leaves out, or as it was chosen before."""
-    if out is not None and (known := sigma_choice_of(out)) is not None:
-        return known
+    """σ for ``--sigma auto`` with its record: chosen on images outside the run, or as the earlier run chose it."""
+    if out is not None and (earlier := sigma_choice_of(out)) is not None:
+        return earlier
     others = images.others(CHOOSING)
     if others is None:
         raise InputError(
-            "--sigma auto is chosen on images that are not certified, and there are none here: certify a part of the "
-            "images with --limit, or give --sigma a number"
+            "--sigma auto needs images outside the run, and there are none: set --limit, or give --sigma a number"
         )
     with progress("choosing sigma") as update:
         choice = choose_sigma(
@@ -223,16 +208,16 @@ def _sigma_choice(
             indices=others.indices,
             progress=lambda line: update(0, None, f"choosing sigma: {line}"),
         )
-    found: dict[str, Any] = asdict(choice)
-    found["shares"] = {f"{sigma:g}": share for sigma, share in choice.shares.items()}
-    found = processes.gather(found)[0]
-    tried = ", ".join(f"{sigma} {100 * share:.0f} %" for sigma, share in found["shares"].items())
-    of = "" if choice.labelled else " (without labels: the class drawn most)"
+    entry: dict[str, Any] = asdict(choice)
+    entry["shares"] = {f"{sigma:g}": share for sigma, share in choice.shares.items()}
+    entry = processes.gather(entry)[0]
+    candidates = ", ".join(f"{sigma} {100 * share:.0f} %" for sigma, share in entry["shares"].items())
+    labels = "" if choice.labelled else ", without labels"
     say(
-        f"sigma: {choice.sigma:g}, chosen on {choice.images} other images than those that are certified, by the share "
-        f"that looks certified there{of}: {tried}"
+        f"sigma: {choice.sigma:g}, chosen on {choice.images} images outside the run{labels}; estimated certified share "
+        f"by sigma: {candidates}"
     )
-    return found
+    return entry
 
 
 def _certify_with(
@@ -289,35 +274,36 @@ def _certify_with(
             )
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10
-    return _Outcome(label, tally, summary(description, tally, complete=True), bound, path)
+    return _Outcome(label, Run(path, summary(description, tally, complete=True), tally.rows), bound)
 
 
 def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     """Prints, seconds after the start, what can be hoped for: accuracy, first-order limits and a short attack."""
     parameters = sum(p.numel() for p in model.parameters())
     size = "×".join(str(side) for side in model.input_size[1:])
-    say(f"network: {parameters / 1e6:.1f} M parameters, {size} pixels; certifying at {settings.eps_typed}")
+    typed = ", ".join(text for _, text in settings.every_eps)
+    say(f"network: {parameters / 1e6:.1f} M parameters, {size} pixels; certifying at ε = {typed}")
     with busy("first images"):
-        found = triage(model, images, settings.eps)
-    if found is None:
+        first = triage(model, images, settings.eps)
+    if first is None:
         return
-    right = "" if found.correct is None else f"{found.correct} correctly classified; "
-    low, high = (lower(limit) if math.isfinite(limit) else "none" for limit in (found.limits[0], found.limits[-1]))
-    reach = f"{low} to {high}, above {settings.eps_typed} for {found.reachable}"
-    limits = f"first-order limit {reach}" if low != "none" else "no gradient, so no first-order limit"
-    say(f"first {found.images} images: {right}{limits}; PGD of {found.steps} steps changes {found.broken}")
+    correct = "" if first.correct is None else f"{first.correct} correctly classified; "
+    low, high = (lower(limit) if math.isfinite(limit) else "none" for limit in (first.limits[0], first.limits[-1]))
+    limits = f"first-order limits {low} to {high}, {first.reachable} above {settings.eps_typed}"
+    limits = limits if low != "none" else "no gradient, so no first-order limit"
+    say(f"first {first.images} images: {correct}{limits}; PGD ({first.steps} steps) breaks {first.broken}")
 
 
 def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time of each method, and why others are skipped."""
     if certifier.method == STAGED:
         costs = [f"{name} {_duration(method.work / RATE)}" for name, method in certifier.methods.items()]
-        say(f"methods, at most per image: {', '.join(costs)}")
+        say(f"estimated time per image, at most: {', '.join(costs)}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        say(f"note: {', '.join(names)} skipped: {reason}; force one with --method")
+        say(f"note: {', '.join(names)} skipped: {reason}; force with --method")
 
 
 def _duration(seconds: float) -> str:
@@ -325,47 +311,29 @@ def _duration(seconds: float) -> str:
 
 
 def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
-    tally = outcome.tally
-    facts = [("images", str(len(tally)))]
-    if tally.labelled:
-        what = "most drawn class is right" if tally.samples else "clean accuracy"
-        facts.append((what, share(tally.correct, len(tally))))
-        if tally.accuracy_under_attack is not None and (attack := outcome.summary["attack"]):
-            facts.append((f"accuracy under {attack['name']}", share(tally.withstood, len(tally))))
-        facts.append((f"certified accuracy at {plan.eps}", share(tally.certified_correct, len(tally))))
-    elif len(tally):
-        if tally.attacked:
-            facts.append((f"attacked at {plan.eps}", share(tally.broken, len(tally))))
-        facts.append((f"certified at {plan.eps}", share(tally.certified, len(tally))))
-    if outcome.median_radius is not None:
-        facts.append((f"median radius{' of those right' if tally.labelled else ''}", lower(outcome.median_radius)))
+    run = outcome.run
+    rows = facts(run, run.every_eps)
     if outcome.log10_bound is not None:
-        facts.append(("Lipschitz bound", upper(outcome.log10_bound)))
-    rigors = ["deterministic"] if "deterministic" in tally.rigors else []
-    rigors += [f"probabilistic, δ ≤ {tally.delta:g} per image"] if tally.delta else []
-    facts.append(("rigor", ", ".join(rigors)))
-    settings = plan.settings[0]
-    if settings.noise:
-        facts += _facts_of_draws(tally, settings, outcome.summary)
-    else:
-        facts.append(("holds for", "real arithmetic" if settings.dtype == "real" else settings.dtype))
-        facts += [("rounding", tally.rounding)] if tally.rounding else []
-    facts.append(("method", ", ".join(f"{name} ({count} images)" for name, count in tally.methods.most_common())))
-    facts.append(("seconds", f"{tally.seconds:.1f} ({tally.seconds / max(len(tally), 1):.3g} per image)"))
-    if outcome.path is not None:
-        facts += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
-    facts += _why_not(tally, plan.eps)
-    facts.append(("next", _next(plan, out, [outcome])))
-    print_facts(facts)
+        rows.append(("Lipschitz bound", upper(outcome.log10_bound)))
+    rows.append(("seconds", f"{run.seconds:.1f} ({run.seconds / max(len(run), 1):.3g} per image)"))
+    if run.samples:
+        most = len(run) * (plan.settings[0].samples + SELECTION)
+        rate = f"{run.samples / max(run.seconds, 1e-9):,.0f} noisy images a second"
+        rows.append(("early stopping", f"saved {100 * (1 - run.samples / most):.1f} % of {most:,} draws; {rate}"))
+    if run.path is not None:
+        rows += [("rows", str(run.path)), ("summary", str(summary_path(run.path)))]
+    rows += _why_not(run, run.eps_typed)
+    rows.append(("next", _next(plan, out, [outcome])))
+    print_facts(rows)
 
 
-def _why_not(tally: Tally, eps: str) -> list[tuple[str, str]]:
+def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
-    reasons = Counter(row["reason"] for row in tally.rows if row.get("reason"))
+    reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
     words = {
-        "first-order limit": f"margin over gradient norm is at most {eps}, so no bound of lipcert reaches it",
-        "attacked": f"an attack changes the prediction within {eps}",
-        "bounds too loose": "no method's bound is tight enough",
+        "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
+        "attacked": f"adversarial example found within {eps}",
+        "bounds too loose": f"no certificate and no adversarial example within {eps}",
     }
     return [("not certified", f"{count}: {words.get(reason, reason)}") for reason, count in reasons.most_common()]
 
@@ -377,60 +345,42 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
     if plan.sharded and plan.parts > 1:
         return "the same without --shard, which puts the rows together"
     if len(outcomes) > 1 and out is not None and not out.is_dir():
-        return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
+        return command("report", *(outcome.run.path for outcome in outcomes), "--html", out.with_suffix(".html"))
     first, several = outcomes[0], len(outcomes) > 1
-    known = Known(
+    status = Status(
         first.words,
         first.channels,
-        plan.eps,
+        plan.settings[0].eps_typed,
         first.log10_bound,
         plan.data,
         words_of(plan.lists),
         denoised="--denoiser" in first.words,
-        images=len(first.tally),
-        certified=1 if several or plan.settings[0].noise else first.tally.certified,
+        images=len(first.run),
+        certified=1 if several or plan.settings[0].noise else first.run.certified,
         rows=out,
     )
-    return advise(known)
-
-
-def _facts_of_draws(tally: Tally, settings: CertifySettings, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The facts about a smoothed classifier: the noise, abstentions and samples."""
-    place = "" if settings.smooth_at is None else f" at {settings.smooth_at}"
-    dtype = "" if settings.dtype == "real" else f" in {settings.dtype}"
-    noise = f"noise of sigma = {summary['sigma']:g}{place}"
-    facts = [("holds for", f"the network{dtype} smoothed by {noise}, not the network itself")]
-    if tally.samples:
-        facts.append(("abstained", share(tally.abstained, len(tally))))
-        most = len(tally) * (settings.samples + SELECTION)
-        saved = f"{tally.samples:,} of {most:,}: {100 * (1 - tally.samples / most):.1f} % saved"
-        facts.append(("noisy images", f"{saved}; {tally.samples / max(tally.seconds, 1e-9):,.0f} a second"))
-    return facts
+    return advise(status)
 
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | None) -> None:
     """Prints one line per model, with the largest certified fraction first."""
-    attacked = any(outcome.tally.attacked for outcome in outcomes)
-    right = "right" if plan.settings[0].noise else "clean"  # the class drawn most is not the network's own
-    columns = ["model", "images", right, *(["attacked"] if attacked else []), f"certified at {plan.eps}"]
+    attacked = any(outcome.run.attacked for outcome in outcomes)
+    clean = "top class correct" if plan.settings[0].noise else "clean"
+    targets = plan.settings[0].every_eps
+    columns = ["model", "images", clean, *(["attacked"] if attacked else [])]
+    columns += [column for _, typed in targets for column in (f"certified at {typed}", "95 % CI")]
     columns += ["median radius", "Lipschitz bound", "seconds"]
     rows = []
     for outcome in sorted(outcomes, key=lambda outcome: -outcome.certified):
-        tally = outcome.tally
-        radius = outcome.median_radius
-        rows.append(
-            [
-                outcome.name,
-                str(len(tally)),
-                percent(tally.accuracy),
-                *([percent(tally.accuracy_under_attack)] if attacked else []),
-                percent(outcome.certified),
-                "-" if radius is None else lower(radius),
-                "-" if outcome.log10_bound is None else upper(outcome.log10_bound),
-                f"{tally.seconds:.1f}",
-            ]
-        )
-    print_table(columns, rows, optional=("seconds", "Lipschitz bound"))
+        run = outcome.run
+        row = [outcome.name, str(len(run)), percent(run.accuracy)]
+        row += [percent(run.accuracy_under_attack)] if attacked else []
+        for eps, _ in targets:
+            row += [percent(run.certified_at(eps) / len(run)), interval(run.certified_at(eps), len(run))]
+        row.append("-" if run.stopped or run.median_radius is None else lower(run.median_radius))
+        row.append("-" if outcome.log10_bound is None else upper(outcome.log10_bound))
+        rows.append([*row, f"{run.seconds:.1f}"])
+    print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
     say(f"next: {_next(plan, out, outcomes)}")
 
 
@@ -438,16 +388,16 @@ def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -
     """Says which models are below what was asked for; whether there are any."""
     below = False
     for outcome in outcomes:
-        reached = outcome.tally.certified_accuracy
+        reached = outcome.run.certified_accuracy
         what = "the certified accuracy" if len(outcomes) == 1 else f"{outcome.name}: the certified accuracy"
         if reached is None:
             continue
         if plan.fail_under is not None and reached < plan.fail_under:
             below = True
-            line = f"{what} at {plan.eps} is {reached:.4g}, below {plan.fail_under:g}"
+            line = f"{what} at {outcome.run.eps_typed} is {reached:.4g}, below {plan.fail_under:g}"
             complain(f"lipcert: {line}")
             if annotations is not None:
                 annotate("error", line)
         elif annotations is not None:
-            annotate("notice", f"{what} at {plan.eps} is {reached:.4g}")
+            annotate("notice", f"{what} at {outcome.run.eps_typed} is {reached:.4g}")
     return below

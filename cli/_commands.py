@@ -28,15 +28,15 @@ SETTINGS: dict[str, Any] = {
 OPTIONS, MODEL, OUTPUT = "Options", "Model", "Output"
 
 COMMANDS = {
-    "convert": "Swap modules for Lipschitz ones and write the model to one file.",
-    "inspect": "Show the Lipschitz budget of a model, worst first.",
-    "constrain": "Lower the norms of the layers and keep their outputs.",
+    "convert": "Replace modules by Lipschitz ones; writes an artifact.",
+    "inspect": "Show the Lipschitz constants of the layers, largest first.",
+    "constrain": "Lower the norms of the layers and preserve their outputs.",
     "finetune": "Train a model for larger certified radii.",
-    "certify": "Certify images: no perturbation below the radius changes the class.",
-    "report": "Show results as tables, a page or a model card.",
-    "verify": "Recompute certificates and compare them with a result file.",
-    "models": "Show which architectures of timm are covered, and how.",
-    "doctor": "Show versions, devices and settings of this machine.",
+    "certify": "Certify images against l2 perturbations.",
+    "report": "Show results as tables, an HTML page or a model card.",
+    "verify": "Recompute rows of a result file and compare.",
+    "models": "List supported timm architectures and certified checkpoints.",
+    "doctor": "Show versions, devices, caches and optional packages.",
 }
 
 _EXAMPLES = {
@@ -59,15 +59,15 @@ _EXAMPLES = {
     """,
     "certify": """
         lipcert certify --eps 36/255                               the bundled model and images
-        lipcert certify m.safetensors --data val/ --eps 0.5 --out r.jsonl
-        lipcert certify --eps 36/255 --attack --limit 100          bounds from both sides
+        lipcert certify m.safetensors --data val/ --eps 36/255,0.5 --out r.jsonl
+        lipcert certify --eps 36/255 --attack --limit 100          with a PGD attack, which bounds from above
         lipcert certify vit_base_patch16_224 --data val/ --eps 36/255 --method smoothing --sigma 0.25
-                                                                   any checkpoint as it is, smoothed by noise
+                                                                   randomized smoothing, for any checkpoint
         lipcert certify --models zoo.txt --data val/ --eps 0.1 --out results/
         lipcert certify --eps 36/255 --fail-under 0.7 --json       for CI
         torchrun --nproc-per-node 4 -m lipcert certify --eps 36/255 --out r.jsonl
         lipcert certify --eps 36/255 --shard 1/3 --out r.jsonl     on the first of three machines;
-                                                                   without --shard it puts the rows together
+                                                                   without --shard it merges the rows
     """,
     "report": """
         lipcert report r.jsonl
@@ -147,14 +147,14 @@ class _Command(typer.core.TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
         for one in self.get_params(ctx):
-            named, text = one.get_help_record(ctx) or ("", "")
-            if not named:
+            usage, text = one.get_help_record(ctx) or ("", "")
+            if not usage:
                 continue
             if one.param_type_name == "argument":
-                groups["Arguments"].append((named.partition(" <")[0], text))
+                groups["Arguments"].append((usage.partition(" <")[0], text))
             else:
-                named = named.replace("<list[str]>", "<str>")  # given several times
-                groups.setdefault(getattr(one, "rich_help_panel", None) or OPTIONS, []).append((named, text))
+                usage = usage.replace("<list[str]>", "<str>")  # repeatable
+                groups.setdefault(getattr(one, "rich_help_panel", None) or OPTIONS, []).append((usage, text))
         last = {name: groups.pop(name) for name in (MODEL, OUTPUT) if name in groups}
         for name, records in {**groups, **last}.items():
             if records:
@@ -179,21 +179,19 @@ def _with_quiet(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the option ``--quiet``."""
 
     @functools.wraps(command)
-    def run(*args: Any, quiet: bool, **given: Any) -> None:
+    def run(*args: Any, quiet: bool, **arguments: Any) -> None:
         _print.quiet = quiet
         try:
             with warnings.catch_warnings():
                 if quiet:
                     warnings.simplefilter("ignore")
-                command(*args, **given)
+                command(*args, **arguments)
         finally:
             _print.quiet = False
 
-    shown = typer.Option(
-        "--quiet", "-q", help="Print only results and errors, no progress bars and notes.", rich_help_panel=OUTPUT
-    )
+    about = typer.Option("--quiet", "-q", help="Print only results and errors.", rich_help_panel=OUTPUT)
     option = inspect.Parameter(
-        "quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, shown]
+        "quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, about]
     )
     signature = inspect.signature(command)
     run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from lipcert.errors import Interrupted
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import ConstrainSettings
 
-from ._advice import Known, advise
+from ._advice import Status, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Classes, Data, Device, Force, Labels, Limit, ModelName, Weights, options_of, out
 from ._output import check_out, default_name
@@ -44,7 +44,7 @@ def constrain(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lower the norms of the layers and keep their outputs on images; every fifth image is held out."""
+    """Lower the norms of the layers and preserve their outputs on images; holds out every fifth image."""
     asked, asked_pixels, asked_weights = settings(), pixels(), weights()
     start()
     from lipcert.certvit import constrain as constrain_model
@@ -73,8 +73,8 @@ def constrain(
                 batches = _Batches(images, processes, batch)
                 constrain_model(loaded, batches, origin=origin, progress=show, **here)
         except KeyboardInterrupt as stop:
-            kept = f"the same command continues from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
-            raise Interrupted(f"interrupted; {kept}") from stop
+            outcome = f"rerun to continue from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
+            raise Interrupted(f"interrupted; {outcome}") from stop
         report = cast("ConstraintReport", loaded.constraint)
         if processes.first:
             with busy(f"writing {path}"):
@@ -85,8 +85,8 @@ def constrain(
         else:
             lists = words_of({"classes": classes, "labels": labels})
             bound = report.after.log10_bound
-            known = Known([str(path)], loaded.input_size[0], log10=bound, data=data, lists=lists)
-            _print_report(report, str(source), path, known)
+            status = Status([str(path)], loaded.input_size[0], log10=bound, data=data, lists=lists)
+            _print_report(report, str(source), path, status)
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ def _phases() -> Iterator[Callable[[str, float, float | None], None]]:
         yield show
 
 
-def _print_report(report: "ConstraintReport", source: str, path: Path, known: Known) -> None:
+def _print_report(report: "ConstraintReport", source: str, path: Path, status: Status) -> None:
     for remark in report.remarks:
         say(f"note: {remark}")
     print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers], optional=_LESS)
     print_table(
-        ("network", "Σ log10 norms", "Lipschitz bound", "accuracy", "top class kept"),
+        ("network", "Σ log10 norms", "Lipschitz bound", "accuracy", "same top class"),
         [
             _network_row("before", report.before),
             *(_network_row(f"baseline {name}", figures) for name, figures in report.baselines.items()),
@@ -135,10 +135,10 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, known: Kn
             ("model", source),
             ("layers", f"{solved} of {len(report.layers)} constrained to {report.allowed}"),
             *(("untouched", f"{name}: {reason}") for name, reason in report.untouched),
-            ("images", f"{report.images}, and {report.held_out} held out, for accuracy and top class"),
+            ("images", f"{report.images}, and {report.held_out} held out for accuracy and agreement"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
-            ("next", advise(known)),
+            ("next", advise(status)),
         ]
     )
 

@@ -14,7 +14,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import one_of
 
-from ._advice import LOOSE, Known, advise
+from ._advice import LOOSE, Status, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Device, Force, Weights, choice, complete_data, complete_model, options_of, out
 from ._output import check_out, default_name
@@ -47,12 +47,12 @@ def convert(
     ],
     attention: Annotated[
         str,
-        typer.Option(help="l2: L2 attention, which is Lipschitz.", **choice(_CHOICES["attention"])),
+        typer.Option(help="l2: L2 attention, which is globally Lipschitz.", **choice(_CHOICES["attention"])),
     ] = "l2",
     norm: Annotated[
         str,
         typer.Option(
-            help="Replace LayerNorm by projections; lofast: of radius 1 before attention, to train again.",
+            help="Replace LayerNorm by projections; lofast: of radius 1 before attention, needs retraining.",
             **choice(_CHOICES["norm"]),
         ),
     ] = "keep",
@@ -60,8 +60,7 @@ def convert(
     data: Annotated[
         str | None,
         typer.Option(
-            help=f"Train the new attention on the first {IMAGES} of these images: one, or a folder or .tar, or "
-            "torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
+            help=f"Fit the new attention on the first {IMAGES} of these images; kinds as for certify --data.",
             show_default=False,
             autocompletion=complete_data,
         ),
@@ -71,7 +70,7 @@ def convert(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Swap modules for Lipschitz ones and write the model to one file; with --data, train the new attention."""
+    """Replace modules by Lipschitz ones and write an artifact; with --data, fit the new attention to the old one."""
     choices: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
     for name, value in choices.items():
         one_of(name, value, _CHOICES[name])
@@ -99,7 +98,7 @@ def convert(
         with progress("adapting attention") as update:
             convert_model(loaded, **choices, images=images, origin=origin, adaptation=True, progress=update)
     else:
-        with busy("swapping modules"):
+        with busy("replacing modules"):
             convert_model(loaded, **choices, images=images, origin=origin)
     after = _bound(loaded, "bounding the network after")
     report = cast("ConversionReport", loaded.conversion)
@@ -112,30 +111,32 @@ def convert(
         return
     log10 = None if after is None else after.log10
     words = [str(path)]
-    if log10 is not None and log10 > LOOSE:  # the converted model leads nowhere: the original is more accurate
+    if (
+        log10 is not None and log10 > LOOSE
+    ):  # no method will certify the converted model, and the original is more accurate
         words = model_options(model, weights=asked_weights, device=device, pixels=asked)
-    known = Known(words, loaded.input_size[0], log10=log10, data=data)
+    status = Status(words, loaded.input_size[0], log10=log10, data=data)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
-    kept: dict[str, list[str]] = {}
+    unchanged: dict[str, list[str]] = {}
     for module in report.kept:
-        kept.setdefault(f"{module.was}: {module.reason}", []).append(module.path)
+        unchanged.setdefault(f"{module.was}: {module.reason}", []).append(module.path)
     moved = f"{100 * report.logits_moved:.1f} % (median), {100 * report.logits_moved_most:.1f} % at most,"
-    seen = f"{report.images} {'random images' if report.random else f'images of {data}'}"
+    tested = f"{report.images} {'random images' if report.random else f'images of {data}'}"
     print_facts(
         [
             ("model", model),
             ("parameters", f"{report.parameters_before:,} → {report.parameters_after:,}"),
-            *(("swapped", f"{count} {what}") for what, count in swapped.most_common()),
+            *(("replaced", f"{count} {what}") for what, count in swapped.most_common()),
             *(
-                ("left", f"{len(paths)} {what} ({paths[0]}{', …' if paths[1:] else ''})")
-                for what, paths in kept.items()
+                ("unchanged", f"{len(paths)} {what} ({paths[0]}{', …' if paths[1:] else ''})")
+                for what, paths in unchanged.items()
             ),
             *_adaptation_facts(report.adaptation),
-            ("logits moved", f"{moved} on {seen}"),
-            ("top class kept", f"{100 * report.agreement:.1f} %"),
+            ("change of logits", f"{moved} on {tested}"),
+            ("same top class", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
-            ("next", advise(known)),
+            ("next", advise(status)),
         ]
     )
 
@@ -153,8 +154,8 @@ def _adaptation_facts(adaptation: "Adaptation | None") -> list[tuple[str, str]]:
             "attention adapted",
             f"{sum(layer.adapted for layer in layers)} of {len(layers)} on {adaptation.images} images",
         ),
-        ("error of attention", f"{errors} {100 * max(before):.1f} % → {100 * max(after):.1f} % at most"),
-        ("logits moved, held out", f"{logits} on {adaptation.held_out} images held out from the fit"),
+        ("attention error", f"{errors} {100 * max(before):.1f} % → {100 * max(after):.1f} % at most"),
+        ("change of logits, held out", f"{logits} on {adaptation.held_out} held-out images"),
     ]
 
 

@@ -38,8 +38,8 @@ def doctor(as_json: AsJson = False) -> None:
             ("python", f"{platform.python_version()} on {platform.platform()}"),
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),
-            *((f"certificates, {dtype}", _holds(dtype)) for dtype in DTYPES),
-            *(("certificates assume", line) for line in assumptions("float16")),
+            *((f"arithmetic, {dtype}", _holds(dtype)) for dtype in DTYPES),
+            *(("assumed", line) for line in assumptions("float16")),
             ("bundled model", str(BUNDLED) if BUNDLED.is_file() else "missing: pip install lipcert again"),
             ("cache of the hub", _folder(Path(huggingface_hub.constants.HF_HUB_CACHE))),
             ("cache of torch", _folder(Path(torch.hub.get_dir()))),
@@ -64,8 +64,8 @@ def _installed(name: str) -> str | None:
 
 
 def _optional(name: str, what: str, requirement: str) -> str:
-    found = _installed(name)
-    return f"{name} {found}" if found else f"not installed; for {what}: pip install '{requirement}'"
+    version = _installed(name)
+    return f"{name} {version}" if version else f"not installed; for {what}: pip install '{requirement}'"
 
 
 def _devices() -> list[tuple[str, str]]:
@@ -74,11 +74,13 @@ def _devices() -> list[tuple[str, str]]:
     from lipcert.numerics import memory_left
 
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    found = [("cpu", f"{threads}, {_gigabytes(memory_left(torch.device('cpu')))} free")]
+    devices = [("cpu", f"{threads}, {_gigabytes(memory_left(torch.device('cpu')))} free")]
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        found.append((f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {_gigabytes(free)} of {_gigabytes(total)} free"))
-    return found
+        devices.append(
+            (f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {_gigabytes(free)} of {_gigabytes(total)} free")
+        )
+    return devices
 
 
 def _holds(dtype: str) -> str:
@@ -91,7 +93,7 @@ def _holds(dtype: str) -> str:
         check_environment(torch.device("cpu"), dtype)
     except InputError as error:
         return str(error)
-    return "settings and arithmetic are as assumed"
+    return "as certificates assume"
 
 
 def _gigabytes(count: float) -> str:

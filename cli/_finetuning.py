@@ -15,16 +15,17 @@ from lipcert.inputs.loading import resolve
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
-from lipcert.settings import FinetuneSettings, parse_eps
+from lipcert.results import share
+from lipcert.settings import FinetuneSettings, eps_text
 from lipcert.smoothing import normal
 from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
 from lipcert.training import finetune as train
 
-from ._advice import Known, advise
+from ._advice import Status, advise
 from ._loading import load_model, show_preprocessing
 from ._options import Weights
 from ._output import check_out, default_name
-from ._print import busy, command, print_facts, print_json, progress, say, share, words_of
+from ._print import busy, command, print_facts, print_json, progress, say, words_of
 from ._torchrun import torchrun
 
 _EVALUATED = 64
@@ -53,10 +54,10 @@ class TrainingImages:
     def batches(self, images: Images, model: Model, count: Callable[[int], None]) -> Batches | Mixed:
         """The batches of an epoch; ``count`` is called with the number of images after each batch."""
         others = 0 if self.mix is None else round(self.batch_size * (self.mix_ratio or 0.0))
-        own = Batches(images, model, self.batch_size - others, self.augmentation, count)
+        first = Batches(images, model, self.batch_size - others, self.augmentation, count)
         if self.mix is None:
-            return own
-        return Mixed(own, Batches(open_images(self.mix, model, purpose="train"), model, others, self.augmentation))
+            return first
+        return Mixed(first, Batches(open_images(self.mix, model, purpose="train"), model, others, self.augmentation))
 
 
 def run(
@@ -88,27 +89,29 @@ def run(
 
         total = None if images.length is None else images.length * asked.epochs
         with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:
-            seen = 0
+            processed = 0
 
             def count_up(more: int) -> None:
-                nonlocal seen
-                if not seen:  # training has begun, so all settings are valid
+                nonlocal processed
+                if not processed:  # training has begun, so all settings are valid
                     show_preprocessing(images, loaded)
-                seen += more
-                update(seen, total)
+                processed += more
+                update(processed, total)
 
             def finished(epoch: Epoch) -> None:
                 _say_epoch(epoch)
                 update(
-                    seen, total, f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}"
+                    processed,
+                    total,
+                    f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}",
                 )
 
             batches = of.batches(images, loaded, count_up)
-            shown = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
-            before = _accuracy(loaded, shown, processes, asked.sigma)
+            sample = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
+            before = _accuracy(loaded, sample, processes, asked.sigma)
             update(0, total, f"epoch 1 of {asked.epochs}")
             try:
-                wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
+                settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
                 train(
                     loaded,
                     batches,
@@ -116,15 +119,13 @@ def run(
                     origin=asdict(of),
                     checkpoint=unfinished,
                     progress=finished,
-                    **wanted,
+                    **settings,
                 )
             except KeyboardInterrupt as error:
-                kept = (
-                    f"the same command continues from {unfinished}" if unfinished.exists() else "no epoch was finished"
-                )
-                raise Interrupted(f"interrupted; {kept}") from error
-        after = _accuracy(loaded, shown, processes, asked.sigma)
-        count = seen // asked.epochs if images.length is None else images.length
+                outcome = f"rerun to continue from {unfinished}" if unfinished.exists() else "no epoch was finished"
+                raise Interrupted(f"interrupted; {outcome}") from error
+        after = _accuracy(loaded, sample, processes, asked.sigma)
+        count = processed // asked.epochs if images.length is None else images.length
         facts: dict[str, Any] = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
         facts |= {} if images.split is None else {"split": images.split}
         if processes.first:
@@ -137,11 +138,11 @@ def run(
             print_json({"written": str(path), **facts, f"{measured}_on_training_images": accuracy})
             return
         names = words_of({"classes": lists["classes"]})  # the test images have the same classes, but other labels
-        known = Known([str(path)], loaded.input_size[0], _text(asked.eps), data="TEST", lists=names, trained=True)
-        following = advise(known)
+        status = Status([str(path)], loaded.input_size[0], eps_text(asked.eps), data="TEST", lists=names, trained=True)
+        suggestion = advise(status)
         if asked.sigma:
             noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"]
-            following = command("certify", path, "--data", "TEST", *names, "--eps", _text(asked.eps), *noise)
+            suggestion = command("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise)
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         print_facts(
             [
@@ -150,22 +151,16 @@ def run(
                 (f"{what}, before", share(*before)),
                 (f"{what}, after", f"{share(*after)}, on training images"),
                 ("written", str(path)),
-                ("certified", "nothing yet"),
-                ("next", following),
+                ("certified", "not yet: run certify"),
+                ("next", suggestion),
             ]
         )
-
-
-def _text(eps: float) -> str:
-    """ε as text: a fraction of 255 if it is a whole number of 8-bit steps."""
-    steps = f"{round(255 * eps)}/255"
-    return steps if round(255 * eps) and parse_eps(steps) == eps else f"{eps:.9g}"
 
 
 def _accuracy(model: Model, images: Images, processes: Processes, sigma: float | None) -> tuple[int, int]:
     """The numbers of correct predictions, under noise if σ is given, and of images."""
     part = slice(processes.rank, None, processes.count)
-    right = seen = 0
+    right = processed = 0
     with processes.together(), torch.no_grad():
         for batch in images.batches(_EVALUATED * processes.count):
             pixels = batch.images[part]
@@ -174,8 +169,8 @@ def _accuracy(model: Model, images: Images, processes: Processes, sigma: float |
                 pixels = pixels + sigma * torch.cat(drawn)
             predicted = model(pixels.to(model.device, model.dtype)).argmax(1).cpu()
             right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
-            seen += len(batch)
-    return sum(processes.gather(right)), seen
+            processed += len(batch)
+    return sum(processes.gather(right)), processed
 
 
 def _say_epoch(epoch: Epoch) -> None:

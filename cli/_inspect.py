@@ -36,7 +36,7 @@ def inspect(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show the Lipschitz budget: the operations on the path from pixels to logits that decides the bound."""
+    """Show the Lipschitz constants of the operations on the path that determines the global bound."""
     asked, asked_weights = pixels(), weights()
     start()
     from lipcert.bounds import lipschitz
@@ -48,7 +48,7 @@ def inspect(
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)
-    shown = worst if everything else worst[:TOP]
+    selected = worst if everything else worst[:TOP]
     total = _total_gain(bound)
     parameters = sum(p.numel() for p in loaded.parameters())
     if as_json:
@@ -58,13 +58,13 @@ def inspect(
         ("module", "operation", "gain", "share"),
         [
             (_module(layer), layer.operation, upper(layer.log10_gain), _percent(layer.log10_gain, total))
-            for layer in shown
+            for layer in selected
         ],
     )
-    rest = "" if len(shown) == len(worst) else ", --all shows the rest"
+    hint = "" if len(selected) == len(worst) else "; --all shows all"
     kinds = _sums(bound, lambda layer: layer.operation)
     facts = [
-        ("operations", f"{len(shown)} of {len(worst)} on the path shown{rest}; the product of all gains is the bound"),
+        ("operations", f"{len(selected)} of {len(worst)} on the path{hint}; the product of their gains is the bound"),
         ("largest gains", ", ".join(f"{name} {_percent(gain, total)}" for name, gain in kinds[:NAMED])),
         ("parameters", f"{parameters:,}"),
         ("Lipschitz bound", f"{upper(bound.log10)}, {bound.rigor}"),
@@ -87,9 +87,9 @@ def verdict(bound: "Bound") -> str:
         radius = lower(10**log_radius * (1 - 1e-12))  # covers the rounding errors of the logarithms
     else:
         radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0"
-    reach = f"a margin of {MARGIN:g} logits certifies a radius of {radius}"
+    reach = f"a margin of {MARGIN:g} logits gives a radius of {radius}"
     if log_radius >= math.log10(PIXEL_STEP):
-        return f"useful by itself: {reach}"
+        return f"useful for methods global and gloro: {reach}"
     whole = _total_gain(bound)
     named: list[str] = []
     covered = 0.0
@@ -99,12 +99,12 @@ def verdict(bound: "Bound") -> str:
         named.append(path)
         covered += gain
     if bound.log10 > LOOSE:
-        hope = "none has certified a visible radius on so loose a network, unlike smoothing"
+        advice = "no method of lipcert but smoothing has certified ε ≥ 0.001 on so loose a network"
     else:
-        hope = "methods anchored and staged bound the network around each image instead"
+        advice = "methods anchored and staged bound the network locally instead"
     return (
-        f"too large for methods global and gloro: {reach}; the largest gains are those of {', '.join(named)}, "
-        f"{_percent(covered, whole)} of the sum of log10 gains; {hope}"
+        f"too large for methods global and gloro: {reach}; largest gains: {', '.join(named)}, "
+        f"{_percent(covered, whole)} of the sum of log10 gains; {advice}"
     )
 
 

@@ -44,8 +44,7 @@ def load_model(
             **arguments,
         )
     if denoiser is not None:
-        made = _made(denoiser) if ":" in denoiser else denoiser
-        loaded = Denoised(loaded, made, denoiser)
+        loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     move_to(loaded, device)
     return loaded
 
@@ -65,7 +64,7 @@ def model_options(
         weights: where its weights come from.
         denoiser: the denoiser in front.
         device: where it computes; auto is left out.
-        pixels: the preprocessing that was given.
+        pixels: the requested preprocessing.
     """
     words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
     words += words_of({"checkpoint": weights.checkpoint, "model-args": weights.model_args, "denoiser": denoiser})
@@ -74,24 +73,24 @@ def model_options(
     for field in fields(pixels) if pixels is not None else ():
         value = getattr(pixels, field.name)
         if value is not None:
-            shown = ",".join(f"{x:.9g}" for x in value) if isinstance(value, tuple) else str(value)
-            words += [f"--{field.name.replace('_', '-')}", shown]
+            text = ",".join(f"{x:.9g}" for x in value) if isinstance(value, tuple) else str(value)
+            words += [f"--{field.name.replace('_', '-')}", text]
     return words
 
 
-def _made(text: str) -> torch.nn.Module:
+def _denoiser_of(text: str) -> torch.nn.Module:
     """The module returned by the user's function or class ``MODULE:NAME``."""
     place, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        made = getattr(importlib.import_module(place), name)()
+        module = getattr(importlib.import_module(place), name)()
     except Exception as error:  # the user's code may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
-    if not isinstance(made, torch.nn.Module):
-        raise InputError(f"--denoiser {text} must return a torch.nn.Module, got {type(made).__name__}")
-    return made
+    if not isinstance(module, torch.nn.Module):
+        raise InputError(f"--denoiser {text} must return a torch.nn.Module, got {type(module).__name__}")
+    return module
 
 
 def move_to(model: Model, device: str) -> None:
@@ -122,9 +121,9 @@ def show_data(images: Images) -> None:
 def show_preprocessing(images: Images, model: Model) -> None:
     """Prints what was inferred about the images, and their preprocessing in one line with remarks on it."""
     show_data(images)
-    known = preprocessing(model, files=not images.stored)
+    config = preprocessing(model, files=not images.stored)
     size = images.first_size()
-    say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(known)}")
+    say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(config)}")
     if size is not None:
-        for remark in remarks(known, *size):
+        for remark in remarks(config, *size):
             say(f"note: {remark}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import typer
@@ -13,10 +13,10 @@ from lipcert.inputs.zoo import Architecture, architectures, matches
 
 from ._errors import one_line_errors
 from ._options import AsJson, complete_family
-from ._print import busy, command, print_json, print_table, say
+from ._print import busy, command, percent, print_json, print_table, say
 
-_CERTIFIED = ("checkpoint", "parameters", "eps", "clean", "attacked", "certified", "images", "method", "s/image")
-_COLUMNS = ("architecture", "family", "parameters", "bound", "convert", "certificates")
+_CERTIFIED = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method", "s/image")
+_COLUMNS = ("architecture", "family", "parameters", "global bound", "convert", "methods with rules")
 
 
 @one_line_errors
@@ -35,27 +35,27 @@ def models(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which architectures of timm are covered, what convert replaces, and which certificates work."""
+    """List timm architectures: rules for a global bound, what convert replaces, and which methods have rules."""
     if certified:
         _show_certified(pattern, family, as_json)
         return
     with busy("importing timm"):
-        found = architectures(pattern, family)
-    if not found:
+        entries = architectures(pattern, family)
+    if not entries:
         named = " and ".join(text for text in (pattern, family and f"family {family}") if text)
         import timm
 
         raise InputError(f"timm {timm.__version__} has no architecture that matches {named}; see lipcert models")
     if as_json:
-        print_json([_record(one) for one in found])
+        print_json([_record(one) for one in entries])
         return
-    rows = [_row(one) for one in found]
+    rows = [_row(one) for one in entries]
     print_table(_COLUMNS, rows, optional=("family",))
     if not sys.stdout.isatty():
-        say(summary(found))
-        say(_next(found))
+        say(summary(entries))
+        say(_next(entries))
         return
-    for line in (*_reasons(found), summary(found), _next(found)):
+    for line in (*_reasons(entries), summary(entries), _next(entries)):
         print(line)
 
 
@@ -63,38 +63,45 @@ def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> N
     """Shows the checkpoints of lipcert; for a single one also its training and the command that certifies it."""
     if family is not None:
         raise InputError("--family is for architectures of timm, and --certified for checkpoints; use only one of them")
-    found = [one for one in checkpoints() if pattern is None or matches(one.name, pattern)]
-    if not found:
+    entries = [one for one in checkpoints() if pattern is None or matches(one.name, pattern)]
+    if not entries:
         raise InputError(f"no checkpoint that comes with lipcert matches {pattern}; see lipcert models --certified")
     if as_json:
-        print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in found])
+        print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in entries])
         return
-    print_table(_CERTIFIED, [_certified_row(one) for one in found], optional=("s/image", "parameters", "images"))
-    for one in found:
-        attack = f"; attacked: PGD on {one.attacked_images} images" if one.attacked_images else ""
-        say(f"{one.name}: {one.data}; {one.rigor}{attack}; card: {one.card}")
-    if len(found) == 1:
-        for line in found[0].trained:
-            say(f"made by: {line}")
-    say(f"next: {found[-1].command}")
+    with busy("importing torch"):
+        from lipcert.results import interval, share
+    print_table(_CERTIFIED, [_certified_row(one, interval) for one in entries], optional=("95 % CI", "parameters", "images"))
+    for one in entries:
+        attack = ""
+        if one.attacked is not None:
+            attack = f"; accuracy under PGD {share(round(one.attacked * one.attacked_images), one.attacked_images)}"
+        say(f"{one.name}: {one.data}; {one.rigor}{attack}; reproduce: {one.command}")
+    if len(entries) == 1:
+        say(f"model card: {entries[0].card}")
+        for line in entries[0].trained:
+            say(f"training: {line}")
 
 
-def _certified_row(one: Checkpoint) -> tuple[str, ...]:
-    shares = ("–" if share is None else f"{100 * share:.1f} %" for share in (one.clean, one.attacked, one.certified))
-    return (one.name, _short(one.parameters), one.eps, *shares, str(one.images), one.method, f"{one.seconds:.2g}")
+def _certified_row(one: Checkpoint, interval: Callable[[int, int], str]) -> tuple[str, ...]:
+    certified = round(one.certified * one.images)
+    figures = (percent(one.clean), percent(one.certified), interval(certified, one.images), str(one.images))
+    return (one.name, _short(one.parameters), one.eps, *figures, one.method, f"{one.seconds:.2g}")
 
 
-def summary(found: list[Architecture]) -> str:
+def summary(entries: list[Architecture]) -> str:
     """One line with the numbers of covered architectures."""
-    unknown = sum(not one.checked for one in found)
-    linearised = sum("anchored" in one.certificates for one in found)
-    line = f"{sum(one.covered for one in found)} of {len(found)} covered, {linearised} by every certificate"
-    return f"{line}, {unknown} not checked yet" if unknown else line
+    unknown = sum(not one.checked for one in entries)
+    linearised = sum("anchored" in one.certificates for one in entries)
+    line = f"{sum(one.covered for one in entries)} of {len(entries)} architectures have rules for a global bound, "
+    line += f"{linearised} for every method"
+    line += f", {unknown} not checked yet" if unknown else ""
+    return f"{line}; this says that methods run, not that they certify: lipcert certify MODEL shows that"
 
 
-def _next(found: list[Architecture]) -> str:
+def _next(entries: list[Architecture]) -> str:
     """A suggestion for the next command."""
-    best = max(found, key=lambda one: (len(one.certificates), bool(one.attention), -(one.parameters or 0)))
+    best = max(entries, key=lambda one: (len(one.certificates), bool(one.attention), -(one.parameters or 0)))
     if best.attention:
         return f"next: {command('convert', best.name)}, which replaces its attention"
     return f"next: {command('inspect', best.name)}"
@@ -107,7 +114,7 @@ def _row(one: Architecture) -> tuple[str, ...]:
         one.name,
         one.family,
         _short(one.parameters or 0),
-        "none" if one.reason else "finite" if one.log10 is None else f"10^{one.log10:g}",
+        "no rule" if one.reason else "has rules" if one.log10 is None else f"10^{one.log10:g}",
         _surgery(one),
         _certificates(one),
     )
@@ -115,9 +122,9 @@ def _row(one: Architecture) -> tuple[str, ...]:
 
 def _surgery(one: Architecture) -> str:
     """What ``convert`` replaces: all or some classes of attention, and norms."""
-    left = len({was for was, _ in one.kept if not was.lower().endswith(("norm", "norm1", "norm2d"))})
-    parts = [f"l2 ({left} left)" if left else "l2"] if one.attention else []
-    return ", ".join([*parts, *(["norm"] if one.norms else [])]) or "linear"
+    unchanged = len({was for was, _ in one.kept if not was.lower().endswith(("norm", "norm1", "norm2d"))})
+    parts = [f"l2 ({unchanged} unchanged)" if unchanged else "l2"] if one.attention else []
+    return ", ".join([*parts, *(["norm"] if one.norms else [])]) or "nothing"
 
 
 def _certificates(one: Architecture) -> str:
@@ -130,12 +137,12 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
-def _reasons(found: list[Architecture]) -> list[str]:
+def _reasons(entries: list[Architecture]) -> list[str]:
     """Each reason once, with the number of architectures that it applies to."""
     return [
-        *_grouped("no finite bound", ((one.name, one.reason) for one in found)),
-        *_grouped("not linearised", ((one.name, one.linearised_reason) for one in found)),
-        *_grouped("left by convert", ((one.name, f"{was}: {why}") for one in found for was, why in one.kept)),
+        *_grouped("no global bound", ((one.name, one.reason) for one in entries)),
+        *_grouped("not linearised", ((one.name, one.linearised_reason) for one in entries)),
+        *_grouped("unchanged by convert", ((one.name, f"{was}: {why}") for one in entries for was, why in one.kept)),
     ]
 
 

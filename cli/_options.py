@@ -28,8 +28,8 @@ def complete_model(incomplete: str) -> list[str]:
     from lipcert.inputs.checkpoints import checkpoints
     from lipcert.inputs.zoo import names
 
-    own = (one.name for one in checkpoints())
-    return [*_starting(incomplete, ("bundled", *own, *names())), *_files(incomplete, "*.safetensors")]
+    shipped = (one.name for one in checkpoints())
+    return [*_starting(incomplete, ("bundled", *shipped, *names())), *_files(incomplete, "*.safetensors")]
 
 
 def complete_family(incomplete: str) -> list[str]:
@@ -60,15 +60,15 @@ def _starting(incomplete: str, choices: Sequence[str]) -> list[str]:
 
 
 def _files(incomplete: str, pattern: str) -> list[str]:
-    """Folders, and files that match the pattern, whose paths start with the given text.
+    """Folders, and files that match the pattern, whose paths start with the arguments text.
 
     A single folder comes with what it contains, so that shells do not write a space after it.
     """
     place, _, start = incomplete.rpartition("/")
     if incomplete.startswith("/"):
         place = place or "/"
-    found = sorted(path for path in Path(place or ".").glob(f"{start}*") if start or not path.name.startswith("."))
-    names = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.match(pattern)]
+    paths = sorted(path for path in Path(place or ".").glob(f"{start}*") if start or not path.name.startswith("."))
+    names = [f"{path}/" if path.is_dir() else str(path) for path in paths if path.is_dir() or path.match(pattern)]
     return names + _files(names[0], pattern) if len(names) == 1 and names[0].endswith("/") else names
 
 
@@ -163,8 +163,8 @@ class Weights:
         return [] if self.checkpoint is None else [self.checkpoint]
 
 
-def _annotated(typed: Any, shown: Any) -> Any:
-    return Annotated[typed, shown]
+def _annotated(typed: Any, about: Any) -> Any:
+    return Annotated[typed, about]
 
 
 def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -173,33 +173,33 @@ def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., No
     For that parameter the command receives a function that creates the settings from the options and from the
     remaining fields.
     """
-    own = [one for one in fields(kind) if "help" in one.metadata]
+    entries = [one for one in fields(kind) if "help" in one.metadata]
 
     def parameter(one: Field[Any]) -> inspect.Parameter:
-        about = one.metadata
-        default = one.default if about["given"] is None else about["given"]
+        meta = one.metadata
+        default = one.default if meta["given"] is None else meta["given"]
         required = default in (MISSING, ...)
-        more = {} if about["typed"] is bool else choice(about["choices"])
-        flag = [f"--{one.name.replace('_', '-')}"] if about["typed"] is bool else []
-        shown = typer.Option(
+        more = {} if meta["typed"] is bool else choice(meta["choices"])
+        flag = [f"--{one.name.replace('_', '-')}"] if meta["typed"] is bool else []
+        about = typer.Option(
             *flag,
-            help=about["help"],
-            show_default=default is not None and about["typed"] is not bool,
-            rich_help_panel=about["group"],
+            help=meta["help"],
+            show_default=default is not None and meta["typed"] is not bool,
+            rich_help_panel=meta["group"],
             **more,
         )
         default = inspect.Parameter.empty if required else default
         return inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(about["typed"], shown)
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(meta["typed"], about)
         )
 
-    options = [parameter(one) for one in own]
+    options = [parameter(one) for one in entries]
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            chosen = {one.name: given.pop(one.name) for one in own}
-            command(**{name: functools.partial(settings_of, kind, **chosen)}, **given)
+        def run(**arguments: Any) -> None:
+            values = {one.name: arguments.pop(one.name) for one in entries}
+            command(**{name: functools.partial(settings_of, kind, **values)}, **arguments)
 
         signature = inspect.signature(command)
         others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != name]

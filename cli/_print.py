@@ -87,7 +87,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional:
     left_out = next((names for names in without if _width(_without(whole, names)) <= width), optional)
     columns, *rows = _without(whole, left_out)
     if left_out:
-        say(f"note: this terminal is too narrow for {', '.join(left_out)}; --json has them")
+        say(f"note: terminal too narrow for {', '.join(left_out)}; see --json")
     from rich import box  # takes as long as all else
     from rich.console import Console
     from rich.table import Table
@@ -102,8 +102,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional:
 
 def _without(table: Sequence[Sequence[str]], names: Sequence[str]) -> list[list[str]]:
     """A table, its head first, without some of its columns."""
-    kept = [i for i in range(len(table[-1])) if not table[0] or table[0][i] not in names]
-    return [[row[i] for i in kept] if row else [] for row in table]
+    places = [i for i in range(len(table[-1])) if not table[0] or table[0][i] not in names]
+    return [[row[i] for i in places] if row else [] for row in table]
 
 
 def _width(table: Sequence[Sequence[str]]) -> int:
@@ -140,14 +140,14 @@ def progress(what: str, total: float | None = None) -> Iterator[Update]:
         with _lines(what, total) as update:
             yield update
         return
-    with _bars() as shown:
-        task = shown.add_task(what, total=total)
+    with _bars() as bars:
+        task = bars.add_task(what, total=total)
 
         def update(done: float, total: float | None = None, what: str | None = None) -> None:
-            known = shown.tasks[0]
-            if known.completed and total != known.total:  # another count, with a speed of its own
-                shown.reset(task, total=total, description=what or known.description)
-            shown.update(task, completed=done, total=total, description=what or known.description)
+            state = bars.tasks[0]
+            if state.completed and total != state.total:  # another count, with a speed of its own
+                bars.reset(task, total=total, description=what or state.description)
+            bars.update(task, completed=done, total=total, description=what or state.description)
 
         yield update
 

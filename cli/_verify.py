@@ -48,7 +48,7 @@ def verify(
     data: Annotated[
         str | None,
         typer.Option(
-            help="The images, if they are no longer where they were.",
+            help="The images, if they have moved.",
             show_default=False,
             autocompletion=complete_data,
         ),
@@ -59,7 +59,7 @@ def verify(
     as_json: AsJson = False,
     denoiser: Denoiser = None,
 ) -> None:
-    """Recompute results from the model and the images; exit with code 1 if any of them is not confirmed."""
+    """Recompute rows from the model and the images; exit code 1 if one is not confirmed."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     start()
@@ -74,9 +74,9 @@ def verify(
     loaded = load_model(model, weights(), denoiser=denoiser, device=device)
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
-    known = run.summary["data"]
-    spec = data or str(known.get("spec"))
-    lists: dict[str, Any] = {"classes": classes or known.get("classes"), "labels": labels or known.get("labels")}
+    recorded = run.summary["data"]
+    spec = data or str(recorded.get("spec"))
+    lists: dict[str, Any] = {"classes": classes or recorded.get("classes"), "labels": labels or recorded.get("labels")}
     images = open_images(None if spec == "bundled" else spec, loaded, **lists)
     show_data(images)
 
@@ -85,7 +85,7 @@ def verify(
     with progress("verifying") as update:
         verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
     rows = [verdict for verdict in verdicts if verdict.index is not None]
-    fallen = sum(row.objection is not None and not row.unsettled for row in rows)
+    refuted = sum(row.objection is not None and not row.unsettled for row in rows)
     unsettled = sum(row.unsettled for row in rows)
     objections = [
         verdict.objection if verdict.index is None else f"image {verdict.index}: {verdict.objection}"
@@ -93,13 +93,13 @@ def verify(
         if verdict.objection
     ]
     if as_json:
-        counts = {"verified": len(rows), "rows": len(run), "fallen": fallen, "unsettled": unsettled}
+        counts = {"verified": len(rows), "rows": len(run), "refuted": refuted, "unsettled": unsettled}
         print_json({**counts, "objections": objections})
     else:
-        stand = f"{len(rows) - fallen - unsettled} of {len(rows)} computed again"
-        facts = [("rows", str(len(run))), ("stand", stand)]
+        confirmed = f"{len(rows) - refuted - unsettled} of {len(rows)} recomputed"
+        facts = [("rows", str(len(run))), ("confirmed", confirmed)]
         if unsettled:
-            facts.append(("unsettled", f"{unsettled}: draws of noise fall into other classes on this machine"))
+            facts.append(("unsettled", f"{unsettled}: some noisy images get other classes on this machine"))
         if not objections:
             facts.append(("next", command("report", results, "--html", results.with_suffix(".html"))))
         print_facts(facts)

@@ -79,7 +79,8 @@ class AnchoredMethod(LinearisedMethod):
         options: dict[str, Any] = {"delta": self.budget.delta, "rigor": settings.rigor, "passes": passes}
         if self.subject.roundoff is not None:
             return DeployedAnchored(model, settings.dtype, **options)
-        eps = settings.eps if settings.method == STAGED else None  # staged certification needs only a verdict
+        verdict = settings.method == STAGED and not settings.further_eps  # staged certification needs no more
+        eps = settings.eps if verdict else None
         if settings.at is not None:
             return Anchored(model, at=settings.at, eps=eps, **options)
         return anchored(model, eps=eps, **options)

@@ -274,7 +274,8 @@ class Certifier:
             return Hopes(None, torch.zeros_like(broken))
         with torch.enable_grad():
             limit = first_order_limit(self.model, images, predicted)
-        open_images = (~broken & (limit > self.eps) & limit.isfinite() & (least <= self.eps)).nonzero()[:, 0]
+        open_images = ~broken & (limit > self.eps) & limit.isfinite() & (least <= self.settings.largest_eps)
+        open_images = open_images.nonzero()[:, 0]
         costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
         if self.attack is None and costly and len(open_images):
             self._says("attack", 0.0)

@@ -33,7 +33,7 @@ def certifier_for(
         UnsupportedOperation: the model has operations without a rule; smoothing needs no rules.
     """
     if settings.at is None:
-        check_eps(settings.eps, model)
+        check_eps(settings.largest_eps, model)
     if settings.method != SMOOTHING:
         return Certifier(model, settings, progress=progress)
     from lipcert.smoothing import Smoothing  # it imports this package

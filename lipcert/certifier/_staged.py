@@ -149,7 +149,7 @@ def run(
         ledger: pays for random start vectors.
         watch: called with the running method and the number of finished images of the batch.
     """
-    eps = next(iter(methods.values())).subject.settings.eps
+    eps = next(iter(methods.values())).subject.settings.largest_eps
     count = len(images)
     verdicts = Verdicts(
         torch.zeros(count, dtype=torch.float64),

@@ -106,6 +106,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         split: the split that was chosen among several; None where the user named it, or there is only one.
         labels_by: in words, what labels follow from; None where that is the data set itself.
         lists: the files ``classes`` and ``labels`` that were given.
+        class_names: names of classes by number, as far as the data set has them.
         order: positions in the whole data set, in the order of the run; None for a stream.
         total: images in the whole data set; None for a stream.
         limit: how many images the run looks at; None for all.
@@ -123,6 +124,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.split: str | None = None
         self.labels_by: str | None = None
         self.lists: dict[str, str] = {}
+        self.class_names: dict[int, str] = {}
         self.total = total
         self.order = None if total is None else order_of(total, limit)
 
@@ -363,7 +365,7 @@ class _IndexedImages(Images):
         self.split, self.labels_by = getattr(source, "split", None), getattr(source, "labels_by", None)
         self.notes += getattr(source, "notes", [])
         if isinstance(source, ImageFiles):
-            self.labelled = source.targets is not None
+            self.labelled, self.class_names = source.targets is not None, source.class_names
             if source.classes is not None:
                 self._compare_classes(f"{spec} has", source.classes, classes)
                 self.note = f"{self.note}; --classes FILE numbers them" if self.note else None
@@ -374,6 +376,7 @@ class _IndexedImages(Images):
             return
         names = _class_names(source)
         if names:
+            self.class_names = {number: str(name) for name, number in names.items()}
             self._compare_classes(f"{spec} has", len(names), classes)
         self._look_at_label(self._decode(0)[1])
 
@@ -515,14 +518,14 @@ def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | Non
     return ImageFiles(files, purpose, split, count, classes, labels)
 
 
-def _class_names(source: Any) -> set[str] | None:
-    """Names of the classes where the data set knows them all."""
+def _class_names(source: Any) -> dict[str, int]:
+    """The numbers of the classes by name, where the data set knows them all."""
     reader = getattr(source, "reader", source)
     for attribute in ("class_to_idx", "class_name_to_idx"):
         names = getattr(reader, attribute, None)
         if names:
-            return set(names)
-    return None
+            return dict(names)
+    return {}
 
 
 def order_of(count: int, limit: int | None) -> Sequence[int]:

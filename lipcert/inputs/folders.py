@@ -195,6 +195,7 @@ class ImageFiles:
         split: the name of the split that was chosen; None where the root is no root of splits.
         trained: the class folders of its training images, among which those of the split are numbered.
         classes: how many classes the labels are of; None where there are no labels.
+        class_names: the names of classes by number, as far as folders give them.
         labels_by: in words, where labels come from; None where there are none.
         mapped: whether a list gives the labels, so that their number need not be that of the model's classes.
         notes: what was inferred or left out.
@@ -218,6 +219,7 @@ class ImageFiles:
         self.samples = sorted(files.images, key=lambda parts: natural_key("/".join(parts)))
         self.mapped = False
         self.classes: int | None = None
+        self.class_names: dict[int, str] = {}
         self.labels_by: str | None = None
         self.targets: Sequence[int] | None = None
         if files.others:
@@ -283,6 +285,7 @@ class ImageFiles:
             if empty:
                 self.notes.append(f"{', '.join(map(printable, empty[:_SHOWN]))}: no images, but counted as a class")
         self.targets = [numbers[parts[0]] for parts in self.samples]
+        self.class_names = {number: printable(name) for name, number in numbers.items()}
 
     def _label_by_list(self, labels: LabelList, classes: ClassList | None, count: int) -> None:
         listed = labels.of(["/".join(parts) for parts in self.samples])

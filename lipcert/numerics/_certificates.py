@@ -68,6 +68,14 @@ class Certificates:
         """Share of images that are correct and certified; None without labels."""
         return None if self.correct is None else (self.correct & self.certified).double().mean().item()
 
+    def certified_accuracy_at(self, eps: float) -> float | None:
+        """Share of images that are correct and have a radius larger than ``eps``; None without labels.
+
+        A lower bound on the robust accuracy at any ε. Staged certification and smoothing stop at the verdict for the ε
+        of the run, and compute larger radii for several: ``lipcert.certify(..., eps="36/255,0.5")``.
+        """
+        return None if self.correct is None else (self.correct & (self.radius > eps)).double().mean().item()
+
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""
         entries: dict[str, Any] = {"rounding": self.rounding[i]} if self.rounding else {}

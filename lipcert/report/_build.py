@@ -10,18 +10,19 @@ import numpy as np
 
 from lipcert.report import _figures
 from lipcert.report._curves import families, span
-from lipcert.report._images import examples
+from lipcert.report._images import Example, examples
 from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
-from lipcert.report._words import about, above, known, listed, promises, radius, right, share, wilson
-from lipcert.results import Run, Tally
+from lipcert.report._words import about, class_name, listed, lower_bound, promises, radius, right, upper_bound
+from lipcert.results import Run, Tally, interval, share, wilson
 from lipcert.settings import version
 
 Eps = Sequence[tuple[float, str]]
 
 OVERVIEW = (
-    "radius: the median of the images predicted right; none for runs that stop at the verdict for ε. δ: probability "
-    "that one radius is too large, over lipcert's own random draws; 0 is deterministic. Certificates that hold for "
-    "smoothed(σ) are not about the network itself; right is there the share whose most drawn class is right."
+    "radius: median over correctly classified images; none for runs that stop at the verdict for ε. δ: probability "
+    "that a radius is too large, over random draws of lipcert; 0 is deterministic. Certificates valid for smoothed(σ) "
+    "are not about the network itself; their clean column counts images whose top class under noise is correct, "
+    "abstentions included."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -38,8 +39,8 @@ def radii_of_interest(runs: Sequence[Run], named: Eps = ()) -> list[tuple[float,
     Returns:
         Values and texts, ascending, each value once.
     """
-    asked = dict(named or [(run.eps, run.eps_typed) for run in runs])
-    return sorted(asked.items())
+    targets = dict(named or [target for run in runs for target in run.every_eps])
+    return sorted(targets.items())
 
 
 def title(runs: Sequence[Run]) -> str:
@@ -49,31 +50,24 @@ def title(runs: Sequence[Run]) -> str:
 
 def remarks(runs: Sequence[Run]) -> list[str]:
     """Remarks that a reader needs before comparing or quoting results, one line each."""
-    found = [note for run in runs for note in run.notes]
+    notes = [note for run in runs for note in run.notes]
     if len({run.eps for run in runs}) > 1:
-        asked = ", ".join(f"{run.name} {run.eps_typed}" for run in runs)
-        found.append(f"the runs asked for different ε ({asked}); the curves compare at every ε all the same")
+        targets = ", ".join(f"{run.name} {run.eps_typed}" for run in runs)
+        notes.append(f"runs with different ε ({targets}); the curves compare them at every ε")
     if len({(_data_name(run.summary), frozenset(row["index"] for row in run.rows)) for run in runs}) > 1:
-        found.append("the runs are about different images, so that differences are not due to the models alone")
+        notes.append("runs on different images: differences are not due to the models alone")
     if len({run.labelled for run in runs}) > 1:
-        found.append("some runs have no labels: their shares count every certified image, right or wrong")
+        notes.append("some runs have no labels: their percentages count every certified image, correct or not")
     if len({run.smoothed for run in runs}) > 1:
-        found.append(
-            "some certificates are about the network and some about a smoothed classifier, another function: compare, "
-            "and do not add them up"
+        notes.append("some certificates are about the network, some about a smoothed classifier: do not add them up")
+    if any(run.smoothed and run.stopped for run in runs):
+        notes.append("draws stop once the verdict at ε is known; --all-samples may certify larger radii")
+    if any(run.staged for run in runs):
+        notes.append(
+            "staged certification stops at the verdict for ε: for other ε, give several (--eps 36/255,0.5), or "
+            "--method anchored; the median radius is not meaningful"
         )
-    if any(run.smoothed and not run.noise.get("all_samples") for run in runs):
-        found.append(
-            "draws for a smoothed classifier end as soon as the verdict at the ε asked for is known: above it, more "
-            "may be certifiable with --all-samples"
-        )
-    staged = [run for run in runs if run.staged]
-    if staged:
-        found.append(
-            "staged certification stops at the verdict for the ε asked for: at any other ε, above or below it, more "
-            "may be certifiable with --method anchored, and its median radius says nothing"
-        )
-    return found
+    return notes
 
 
 def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
@@ -88,26 +82,21 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
         return [
             name,
             _percent(run.certified_at(value), run),
-            _interval(run.certified_at(value), run),
+            interval(run.certified_at(value), len(run)),
             typed,
             *([_percent(run.correct, run) if run.labelled else "–"] if labelled else []),
             *([_percent(run.surviving_at(value), run) if run.attacked else "–"] if attacked else []),
-            median,
+            *([median] if medians else []),
             f"{run.delta:g}",
             str(len(run)),
             *([run.holds_for] if smoothed else []),
             run.network,
         ]
 
-    columns = ["results", "certified", "95 %", "ε", *(["right" if smoothed else "clean"] if labelled else [])]
-    columns += [
-        *(["unbroken"] if attacked else []),
-        "radius",
-        "δ",
-        "images",
-        *(["holds for"] if smoothed else []),
-        "model",
-    ]
+    medians = any(_median(run) for run in runs)
+    columns = ["results", "certified", "95 % CI", "ε", *(["clean"] if labelled else [])]
+    columns += [*(["attacked"] if attacked else []), *(["radius"] if medians else []), "δ", "images"]
+    columns += [*(["valid for"] if smoothed else []), "model"]
     rows = []
     for value, typed in eps:
         for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
@@ -118,22 +107,22 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
 
 
 def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
-    """The shares of one run: name, number of images, and whether the share is an estimate."""
-    found = [(right(run), run.correct, False)] if run.labelled else []
+    """The shares of one run: name, number of images, and whether the share comes from an attack."""
+    entries = [(right(run), run.correct, False)] if run.labelled else []
     for value, typed in eps:
-        found.append((f"{known(run)} at {typed}", run.certified_at(value), False))
         if run.attacked:
-            what = f"accuracy under {run.attack_name}" if run.labelled else above(run)
-            found.append((f"{what} at {typed}", run.surviving_at(value), True))
-    return found
+            what = upper_bound(run) if run.labelled else f"not broken by {run.attack_name}"
+            entries.append((f"{what} at {typed}", run.surviving_at(value), True))
+        entries.append((f"{lower_bound(run)} at {typed}", run.certified_at(value), False))
+    return entries
 
 
 def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     """The results of one run: (name, value) pairs."""
-    found = [("images", str(len(run)))]
-    for what, part, estimate in shares(run, eps):
-        found.append((what, share(part, len(run)) + (", an estimate" if estimate else "")))
-    return found + _others(run)
+    entries = [("images", str(len(run)))]
+    for what, part, attacked in shares(run, eps):
+        entries.append((what, share(part, len(run)) + (", upper bound" if attacked else "")))
+    return entries + _others(run)
 
 
 def record(run: Run, eps: Eps) -> dict[str, Any]:
@@ -172,15 +161,15 @@ def _median(run: Run) -> str | None:
 
 def _others(run: Run) -> list[tuple[str, str]]:
     """The results that are not shares of the images."""
-    found = []
+    entries = []
     if median := _median(run):
-        found.append((f"median radius{' of those right' if run.labelled else ''}", median))
-    found += [("rigor", run.rigor), ("holds for", about(run))]
-    found += [("rounding", run.rounding)] if run.rounding else []
+        entries.append((f"median radius{', correctly classified' if run.labelled else ''}", median))
+    entries += [("rigor", run.rigor), ("valid for", about(run))]
+    entries += [("round-off", run.rounding)] if run.rounding else []
     if run.smoothed:
-        found += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
-    decided = run.methods.most_common()
-    return [*found, ("decided by", ", ".join(f"{name} {count}" for name, count in decided))]
+        entries += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
+    methods = ", ".join(f"{name} ({count} images)" for name, count in run.methods.most_common())
+    return [*entries, ("method", methods)]
 
 
 def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images: bool = False) -> Document:
@@ -194,31 +183,33 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
     """
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
-    found = Document(title(runs), "")
-    parts = [heading(1, found.title)]
+    document = Document(title(runs), "")
+    parts = [heading(1, document.title)]
     if several:
         columns, rows = overview(runs, eps)
-        shown = [[link(name) if name != "best σ" else name, bold(part), *rest] for name, part, *rest in rows]
-        parts += [table(columns, shown), OVERVIEW]
+        linked = [[link(row[0]) if row[0] != "best σ" else row[0], bold(row[1]), *row[2:]] for row in rows]
+        parts += [table(columns, linked), OVERVIEW]
     else:
         parts += [_tiles(runs[0], eps), table(("", ""), [("images", str(len(runs[0]))), *_others(runs[0])], False)]
         parts.append(escaped(sentence(runs[0], eps)))
     notes = remarks(runs)
     parts += [items(notes)] if notes else []
-    parts.append(heading(2, "Certified share over ε"))
+    parts.append(
+        heading(2, "Certified accuracy over ε" if all(run.labelled for run in runs) else "Certified share over ε")
+    )
     if figures:
-        found.pictures["curve.svg"], found.curves = _figures.curve(runs)
-        found.pictures["radii.svg"] = _figures.histogram(runs)
+        document.pictures["curve.svg"], document.curves = _figures.curve(runs)
+        document.pictures["radii.svg"] = _figures.histogram(runs)
         parts += [picture("curve.svg", _described(runs, eps)), escaped(_caption(runs))]
         parts += [heading(2, "Certified radii"), picture("radii.svg", _radii_caption(runs)), _radii_caption(runs)]
     else:
         parts.append(_curve_as_table(runs))
     for i, run in enumerate(runs, start=1):
         parts += [heading(2, run.name), escaped(sentence(run, eps))] if several else []
-        parts += _details(run, eps, 3 if several else 2, str(i if several else ""), found.pictures, figures, images)
-    parts += [heading(2, "What these figures promise"), items(promises(runs)), MARK]
-    found.text = "\n\n".join(parts) + "\n"
-    return found
+        parts += _details(run, eps, 3 if several else 2, str(i if several else ""), document.pictures, figures, images)
+    parts += [heading(2, "What these figures mean"), items(promises(runs)), MARK]
+    document.text = "\n\n".join(parts) + "\n"
+    return document
 
 
 def _curve_as_table(runs: Sequence[Run]) -> str:
@@ -232,8 +223,8 @@ def _curve_as_table(runs: Sequence[Run]) -> str:
 def _tiles(run: Run, eps: Eps) -> str:
     """The shares with their intervals, in large type."""
     cells = []
-    for what, part, estimate in shares(run, eps):
-        counted = f"{part} of {len(run)}, 95 %: {_interval(part, run)}{', an estimate' if estimate else ''}"
+    for what, part, attacked in shares(run, eps):
+        counted = f"{part} of {len(run)}, 95 % CI {interval(part, len(run))}{', upper bound' if attacked else ''}"
         cells.append((what, bold(_percent(part, run)), counted))
     return table(("", "", ""), cells, numbers=False)
 
@@ -241,29 +232,22 @@ def _tiles(run: Run, eps: Eps) -> str:
 def sentence(run: Run, eps: Eps) -> str:
     """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
-    part = f"{100 * run.certified_at(value) / len(run):.1f} % of {len(run)} images"
-    if run.smoothed:
-        return f"{run.name}: {part} {_of_smoothed(run, typed)}"
-    what = "are predicted right, and no" if run.labelled else "keep their prediction: no"
-    changes = "changes that" if run.labelled else "changes it"
-    text = f"{run.name}: {part} {what} ℓ2 perturbation of the pixels up to ε = {typed} {changes} ({run.rigor})."
-    if run.attacked:
-        text += (
-            f" {run.attack} left {100 * run.surviving_at(value) / len(run):.1f} % standing there, which is an estimate "
-            "from above; the truth lies between."
-        )
-    elif run.labelled:
-        text += f" {100 * run.correct / len(run):.1f} % are predicted right at all; the truth lies between."
-    return text
-
-
-def _of_smoothed(run: Run, typed: str) -> str:
-    what = "are predicted right by the smoothed classifier" if run.labelled else "keep the smoothed classifier's answer"
-    text = f"{what}, and no ℓ2 perturbation of the pixels up to ε = {typed} changes that ({run.rigor}). "
-    text += "This classifier answers with the class that the network gives most often under Gaussian noise of σ = "
-    text += f"{run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
+    count, certified = len(run), run.certified_at(value)
+    subject = f"the smoothed classifier of {run.network}" if run.smoothed else run.network
+    verb = "classifies correctly, such that" if run.labelled else "classifies such that"
+    text = f"{run.name}: of {count} images, {subject} certifiably {verb} no ℓ2 perturbation of the pixels up to "
+    text += f"ε = {typed} changes the class, {certified} ({100 * certified / count:.1f} %; {run.rigor})."
     if run.labelled:
-        text += f" For {100 * run.correct / len(run):.1f} % the class drawn most is right, an estimate from above."
+        what = "have the correct top class" if run.smoothed else "are classified correctly"
+        text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."
+    if run.attacked:
+        surviving = run.surviving_at(value)
+        text += (
+            f" {run.attack} fails on {surviving} ({100 * surviving / count:.1f} %); the robust accuracy lies between."
+        )
+    if run.smoothed:
+        text += " The smoothed classifier returns the class that the network predicts most often under Gaussian noise "
+        text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
     return text
 
 
@@ -282,8 +266,8 @@ def _details(
     run: Run, eps: Eps, level: int, number: str, pictures: dict[str, str | bytes], figures: bool, images: bool
 ) -> list[str]:
     """The parts about one run; the names of its pictures end with ``number``."""
-    parts = [heading(level, "Largest and smallest radii"), _extremes(run, number, pictures, images)]
-    parts += [heading(level, "Which method decided"), _methods(run, eps)]
+    parts = _extremes(run, level, number, pictures, images)
+    parts += [heading(level, "Methods"), _methods(run, eps)]
     budget = modules(run.summary)
     if budget:
         caption = "log10 of each module's gain, the factor by which it can enlarge a perturbation; largest first."
@@ -294,44 +278,62 @@ def _details(
             parts.append(picture(f"budget{number}.svg", f"Bars of log10 gains, the largest: {worst}"))
         else:
             parts.append(table(("module", "log10 of gain"), [(n, f"{g:.2f}") for n, g in budget]))
-    return [*parts, heading(level, "How it was made"), *_made(run)]
+    return [*parts, heading(level, "Settings"), *_settings(run)]
 
 
 def _methods(run: Run, eps: Eps) -> str:
     rows = []
     for name, count in run.methods.most_common():
-        own = [row for row in run.rows if row["method"] == name]
-        counted = [sum(row.get("correct", True) and row["radius"] > value for row in own) for value, _ in eps]
-        tally = Tally(own)
+        tally = Tally(row for row in run.rows if row["method"] == name)
         words = ["deterministic"] if "deterministic" in tally.rigors else []
         words += [f"probabilistic, δ ≤ {tally.delta:g}"] if tally.delta else []
-        rows.append([name, str(count), *map(str, counted), listed(words)])
+        rows.append([name, str(count), *(str(tally.certified_at(value)) for value, _ in eps), listed(words)])
     return table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
 
 
-def _extremes(run: Run, number: str, pictures: dict[str, str | bytes], images: bool) -> str:
-    """The correctly predicted images with the largest and the smallest radii."""
+def _extremes(run: Run, level: int, number: str, pictures: dict[str, str | bytes], images: bool) -> list[str]:
+    """The correctly classified images with the largest radii, and those with the smallest."""
     rows = sorted((row for row in run.rows if row.get("correct", True)), key=lambda row: -row["radius"])
-    shown = rows if len(rows) <= 2 * _EXTREMES else [*rows[:_EXTREMES], *rows[-_EXTREMES:]]
-    at_hand = examples(run, {row["index"] for row in shown}) if images else {}
-    attacked = any(one.attacked for one in at_hand.values())
-    columns = ["image", *(["as certified"] if at_hand else []), *(["attacked"] if attacked else [])]
-    cells = []
-    for row in shown:
-        name, one = str(row["index"]), at_hand.get(row["index"])
-        cell = [f"{name}, {row['file']}" if row.get("file") else name]
-        for kind, content in (("image", one and one.image), ("attacked", one and one.attacked)):
-            if not {"image": at_hand, "attacked": attacked}[kind]:
-                continue
-            file = f"{kind}{number}-{name}.png"
-            if content and one:
+    if len(rows) <= 2 * _EXTREMES:
+        groups = {"Radii": rows}
+    else:
+        groups = {"Largest radii": rows[:_EXTREMES], "Smallest radii": rows[: -_EXTREMES - 1 : -1]}
+    available = examples(run, {row["index"] for some in groups.values() for row in some}) if images else {}
+    return [
+        part
+        for name, some in groups.items()
+        for part in (heading(level, name), _images_table(run, some, available, number, pictures))
+    ]
+
+
+def _images_table(
+    run: Run,
+    rows: Sequence[Mapping[str, Any]],
+    available: Mapping[int, Example],
+    number: str,
+    pictures: dict[str, str | bytes],
+) -> str:
+    """The images of some rows with prediction, margin and radius; only columns with content."""
+    attacked = any(available[row["index"]].attacked for row in rows if row["index"] in available)
+    lines = []
+    for row in rows:
+        name, example = str(row["index"]), available.get(row["index"])
+        line = {"image": f"{name}, {row['file']}" if row.get("file") else name}
+        for kind, content in (("image", example and example.image), ("attacked", example and example.attacked)):
+            column = "as certified" if kind == "image" else "attacked"
+            line[column] = ""
+            if content and example:
+                file = f"{kind}{number}-{name}.png"
                 pictures[file] = content
-                words = f"image {name}" if kind == "image" else f"attacked: class {one.predicted} at {one.distance:.3g}"
-            cell.append(Markdown(picture(file, words) + (f" {words}" if kind == "attacked" else "")) if content else "")
-        margin = row.get("margin")
-        cell += [str(row["predicted"]), "–" if margin is None else f"{margin:.3g}", radius(row["radius"])]
-        cells.append([*cell, str(row["method"])])
-    return table([*columns, "predicted", "margin", "radius", "method"], cells)
+                words = f"attacked: {class_name(run, example.predicted)} at {example.distance:.3g}"
+                words = f"image {name}" if kind == "image" else words
+                line[column] = Markdown(picture(file, words) + (f" {words}" if attacked and kind != "image" else ""))
+        line["predicted"] = class_name(run, row["predicted"])
+        line["margin"] = "" if row.get("margin") is None else f"{row['margin']:.3g}"
+        line |= {"radius": radius(row["radius"]), "method": str(row["method"])}
+        lines.append(line)
+    columns = [name for name in (lines[0] if lines else ()) if any(line[name] for line in lines)]
+    return table(columns, [[line[name] for name in columns] for line in lines])
 
 
 def _noise(run: Run) -> str:
@@ -340,7 +342,7 @@ def _noise(run: Run) -> str:
     return f"{text}; sigma was chosen on {choice['images']} other images" if choice else text
 
 
-def _made(run: Run) -> list[str]:
+def _settings(run: Run) -> list[str]:
     summary = run.summary
     data, bound = summary.get("data", {}), summary.get("bound") or {}
     rows = [
@@ -350,7 +352,7 @@ def _made(run: Run) -> list[str]:
         ("images", f"{len(run)} of {data.get('images') or 'a stream'}, {_data_name(summary)}"),
         ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
-        ("holds for", about(run)),
+        ("valid for", about(run)),
         *([("noise", _noise(run))] if run.smoothed else []),
         *([("global Lipschitz bound", _global(bound))] if bound else []),
         *([("attack", run.attack)] if run.attacked else []),
@@ -359,8 +361,8 @@ def _made(run: Run) -> list[str]:
         *((str(key), _in_words(value)) for key, value in summary.get("environment", {}).items()),
     ]
     command = summary.get("command")
-    made = code(command if isinstance(command, str) else shlex.join(command)) if command else ""
-    return [table(("", ""), rows, numbers=False), *([made] if made else [])]
+    shell = code(command if isinstance(command, str) else shlex.join(command)) if command else ""
+    return [table(("", ""), rows, numbers=False), *([shell] if shell else [])]
 
 
 def _in_words(value: Any) -> str:
@@ -380,30 +382,24 @@ def _percent(part: int, run: Run) -> str:
     return f"{100 * part / len(run):.1f} %"
 
 
-def _interval(part: int, run: Run) -> str:
-    low, high = wilson(part, len(run))
-    return f"{100 * low:.1f}–{100 * high:.1f} %"
-
-
 def _described(runs: Sequence[Run], eps: Eps) -> str:
     """A description of the curve for screen readers."""
-    found = [f"{run.name} {_percent(run.certified_at(value), run)} at {typed}" for run in runs for value, typed in eps]
-    return f"Certified share over ε: {', '.join(found)}"
+    points = [f"{run.name} {_percent(run.certified_at(value), run)} at {typed}" for run in runs for value, typed in eps]
+    return f"Certified share over ε: {', '.join(points)}"
 
 
 def _caption(runs: Sequence[Run]) -> str:
-    solid = listed(sorted({known(run) for run in runs}))
-    text = f"Solid: {solid}, the share of the images with a radius larger than ε."
+    text = f"Solid: {listed(sorted({lower_bound(run) for run in runs}))}, the images with a radius larger than ε."
     if any(run.attacked for run in runs):
-        text += " Dashed: the share that an attack left standing, an estimate from above."
+        text += " Dashed: accuracy under attack, an upper bound."
     if any(run.labelled for run in runs):
         text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
     if families(runs):
         text += " Grey: the best σ at each ε, which are several classifiers."
     if any(run.stopped for run in runs):
-        text += " Hatched: above the ε asked for, where runs that stop at the verdict did not look further."
-    return f"{text} The truth lies between the solid line and the others."
+        text += " Hatched: above the largest ε of a run that stops at the verdict; larger radii were not computed."
+    return f"{text} The robust accuracy lies between the solid line and the others."
 
 
 def _radii_caption(runs: Sequence[Run]) -> str:
-    return f"Certified radii{' of the images predicted right' if runs[0].labelled else ''}. Dots: the ε asked for."
+    return f"Certified radii{' of correctly classified images' if runs[0].labelled else ''}. Dotted: the ε of the run."

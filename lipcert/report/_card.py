@@ -43,12 +43,12 @@ def model_card(
         raise InputError(f"a card describes one model, but these results are of different weights: {names}")
     eps = radii_of_interest(runs, named)
     network, artifact = runs[0].network, artifact_of(runs[0])
-    hub, _, known = network.partition(":")
+    hub, _, hub_id = network.partition(":")
     data = ModelCardData(
         library_name="lipcert",
         pipeline_tag="image-classification",
-        license=license or ("apache-2.0" if artifact in _own() else None),
-        base_model=base_model or (known if hub == "hf-hub" else None),
+        license=license or ("apache-2.0" if artifact in _shipped() else None),
+        base_model=base_model or (hub_id if hub == "hf-hub" else None),
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
         model_name=runs[0].name,
@@ -91,13 +91,13 @@ def artifact_of(run: Run) -> Path | None:
 
     command = run.summary.get("command") or ""
     words = shlex.split(command) if isinstance(command, str) else command
-    for path in (*(Path(word) for word in words if is_artifact(word)), *_own()):
+    for path in (*(Path(word) for word in words if is_artifact(word)), *_shipped()):
         if read_metadata(path)["weights_hash"] == run.weights_hash:
             return path
     return None
 
 
-def _own() -> dict[Path, str]:
+def _shipped() -> dict[Path, str]:
     """The files of the checkpoints that come with lipcert, and their names."""
     return {one.path: one.name for one in checkpoints()}
 
@@ -108,17 +108,17 @@ def _denoising(run: Run) -> str:
     for step in run.summary["model"]["recipe"]:
         if step["step"] == "denoise":
             place, _, maker = str(step["denoiser"]).rpartition(":")
-            made = f"{maker}(), {step['denoiser']!r}" if place else repr(maker)
+            denoiser = f"{maker}(), {step['denoiser']!r}" if place else repr(maker)
             lines += f"from {place} import {maker}\n" if place else ""
-            lines += f"model = lipcert.smoothing.Denoised(model, {made})\n"
+            lines += f"model = lipcert.smoothing.Denoised(model, {denoiser})\n"
     return lines
 
 
 def _hub_data(run: Run) -> list[str]:
     """Hub names of the data sets used for surgery, training and certification."""
     steps = [step.get("data") for step in run.summary["model"]["recipe"]]
-    known = [str(spec).partition(":")[0] for spec in (*steps, run.summary.get("data", {}).get("spec"))]
-    return list(dict.fromkeys(spec.partition("/")[2] for spec in known if spec.startswith(("hfds/", "hfids/"))))
+    specs = [str(spec).partition(":")[0] for spec in (*steps, run.summary.get("data", {}).get("spec"))]
+    return list(dict.fromkeys(spec.partition("/")[2] for spec in specs if spec.startswith(("hfds/", "hfids/"))))
 
 
 def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | None) -> str:
@@ -127,19 +127,19 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     parts.append(escaped(f"An image classifier, {first.architecture}, with certificates against ℓ2 perturbations."))
     for run in runs:
         parts += [heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), escaped(sentence(run, eps))]
-        known = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
-        parts.append(table(("", ""), [*known, *facts(run, eps)], numbers=False))
+        about_data = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
+        parts.append(table(("", ""), [*about_data, *facts(run, eps)], numbers=False))
     origin = [
         ("weights", f"{artifact.name if artifact else '–'}, SHA-256 {first.weights_hash or '–'}"),
-        ("made from", str(data.base_model or "no model of a hub that is known")),
+        ("base model", str(data.base_model or "not recorded")),
         *first.steps,
         ("licence", str(data.license or "not stated")),
     ]
     parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]
-    parts += [heading(2, "What these figures promise"), items(promises(runs)), heading(2, "Certify it again")]
+    parts += [heading(2, "What these figures mean"), items(promises(runs)), heading(2, "Reproduce")]
     smoothing = "".join(f", {key}={value}" for key, value in first.noise.items())
     method = f', method="smoothing"{smoothing}' if first.smoothed else ""
-    source = _own().get(artifact, artifact.name) if artifact else first.network
+    source = _shipped().get(artifact, artifact.name) if artifact else first.network
     use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n{'' if artifact else _denoising(first)}"
     use += f'result = lipcert.certify(model, images, labels, eps="{first.eps_typed}"{method})  # images in [0, 1]'
     return "\n\n".join([*parts, code(use), MARK])
@@ -147,18 +147,18 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
     common: dict[str, Any] = {**_TASK, **_dataset(run)}
-    known = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
-    found = []
+    details = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
+    results = []
 
     def add(kind: str, name: str, part: int, **arguments: Any) -> None:
         value = round(part / len(run), 6)
-        arguments = {**known, **arguments}
-        found.append(
+        arguments = {**details, **arguments}
+        results.append(
             EvalResult(**common, metric_type=kind, metric_name=name, metric_value=value, metric_args=arguments)
         )
 
     if run.labelled:
-        add("accuracy", "Share whose most drawn class is right" if run.smoothed else "Clean accuracy", run.correct)
+        add("accuracy", "Top class correct, abstentions included" if run.smoothed else "Clean accuracy", run.correct)
     of = ", of the smoothed classifier" if run.smoothed else ""
     for value, typed in eps:
         ball = {"norm": "l2", "eps": value}
@@ -180,7 +180,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
             **({"delta": run.delta} if run.delta else {}),
             method=str(run.summary.get("method", "unknown")),
         )
-    return found
+    return results
 
 
 def _dataset(run: Run) -> dict[str, str]:

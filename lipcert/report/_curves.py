@@ -53,12 +53,12 @@ def steps(values: Array, start: float, end: float) -> Array:
 
 def families(runs: Sequence[Run]) -> list[list[Run]]:
     """Groups of two or more runs of one network, smoothed with different σ, on the same images."""
-    found: dict[object, list[Run]] = {}
+    groups: dict[object, list[Run]] = {}
     for run in runs:
         if run.smoothed:
             key = (run.weights_hash, str(run.summary.get("data")), frozenset(row["index"] for row in run.rows))
-            found.setdefault(key, []).append(run)
-    return [group for group in found.values() if len({run.holds_for for run in group}) > 1]
+            groups.setdefault(key, []).append(run)
+    return [group for group in groups.values() if len({run.holds_for for run in group}) > 1]
 
 
 def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
@@ -69,12 +69,12 @@ def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
     """
     radii = np.concatenate([run.radii[run.right] for run in runs])
     radii = radii[(radii > 0) & (radii < UNBOUNDED)]
-    asked = [run.eps for run in runs]
-    end = 1.08 * max([*asked, *radii.tolist()])
+    targets = [eps for run in runs for eps, _ in run.every_eps]
+    end = 1.08 * max([*targets, *radii.tolist()])
     if not len(radii):
         return 0.0, end, False
     low, quarter, high = np.quantile(radii, [0.05, 0.25, 0.95])
-    if max(high, *asked) / quarter < WIDE:
+    if max(high, *targets) / quarter < WIDE:
         return 0.0, end, False
     # A few tiny radii must not press what happens around ε against the right edge.
-    return 10.0 ** math.floor(math.log10(max(low, min(high, *asked) / _DECADES))), end, True
+    return 10.0 ** math.floor(math.log10(max(low, min(high, *targets) / _DECADES))), end, True

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from lipcert.report._curves import attack_curve, certified_curve, families, span, steps
-from lipcert.report._words import above, known, right
+from lipcert.report._words import lower_bound, right, upper_bound
 from lipcert.results import Run
 
 # The palette of Okabe and Ito (2008), distinct for all kinds of colour vision, without black and light yellow.
@@ -85,6 +85,7 @@ def curve(runs: Sequence[Run]) -> tuple[str, dict[str, Any]]:
             "images": len(run),
             "right": int(run.right.sum()),
             "eps": run.eps,
+            "reach": run.every_eps[-1][0],
             "stopped": run.stopped,
             "radii": sorted(run.radii[run.right].tolist()),
             "broken": sorted(run.broken_at[run.right & np.isfinite(run.broken_at)].tolist()) if run.attacked else None,
@@ -122,22 +123,28 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
         )
         if run.attacked:
             axes.step(
-                eps, upper, where="post", linestyle="--", linewidth=1.7, label=above(run) if one else None, **marks
+                eps,
+                upper,
+                where="post",
+                linestyle="--",
+                linewidth=1.7,
+                label=upper_bound(run) if one else None,
+                **marks,
             )
         # Symbols distinguish the curves without colour. They are drawn only where the certified share is positive.
         above_zero = np.flatnonzero(lower > 0)
         some = above_zero[np.linspace(0, len(above_zero) - 1, 7)[:-1].astype(int)] if len(above_zero) else above_zero
         symbols = {} if one else {"marker": _MARKERS[i % len(_MARKERS)], "markevery": some.tolist(), "markersize": 6}
-        label = known(run) if one else name
+        label = lower_bound(run) if one else name
         axes.step(eps, lower, where="post", linewidth=2.4, label=label, **symbols, **marks)
     for family in families(runs):
         eps = steps(np.concatenate([run.radii for run in family]), start, end)
         best = np.max([100 * certified_curve(run, eps) for run in family], axis=0)
         axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0, label="best σ")
-    beyond = [run.eps for run in runs if run.stopped]
+    beyond = [run.every_eps[-1][0] for run in runs if run.stopped]
     if beyond and min(beyond) < end:
         axes.axvspan(min(beyond), end, facecolor="none", edgecolor="0.5", alpha=0.35, hatch="//", linewidth=0, zorder=0)
-    for value, typed in sorted({run.eps: run.eps_typed for run in runs}.items()):
+    for value, typed in sorted({target for run in runs for target in run.every_eps}):
         axes.axvline(value, **_DOTS)
         axes.text(value, 1.01, f"ε = {typed}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
     wide = len(runs) > 3 or any(len(run.name) > 20 for run in runs)

@@ -54,17 +54,17 @@ def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
     if not {"image"} <= run.rows[0].keys() or not (spec == "bundled" or os.path.exists(spec)):
         return {}
     rows = {row["index"]: row for row in run.rows if row["index"] in indices}
-    found: dict[int, tuple[Tensor, Example]] = {}
+    opened: dict[int, tuple[Tensor, Example]] = {}
     try:
         images = open_images(None if spec == "bundled" else spec, _stand_in(run))
         for batch in images.batches(len(rows), only=rows.keys()):
             same = [i for i, index in enumerate(batch.indices) if batch.hashes[i] == rows[index]["image"]]
-            found |= {batch.indices[i]: (batch.images[i], Example(_png(batch.images[i]))) for i in same}
+            opened |= {batch.indices[i]: (batch.images[i], Example(_png(batch.images[i]))) for i in same}
     except (LipcertError, LookupError, TypeError, ValueError):  # the images or the summary have changed since
         return {}
-    broken = [index for index in found if rows[index].get("attacked")]
-    return {index: one for index, (_, one) in found.items()} | dict(
-        _attacked(run, {index: found[index][0] for index in broken}, {i: rows[i]["predicted"] for i in broken})
+    broken = [index for index in opened if rows[index].get("attacked")]
+    return {index: one for index, (_, one) in opened.items()} | dict(
+        _attacked(run, {index: opened[index][0] for index in broken}, {i: rows[i]["predicted"] for i in broken})
     )
 
 
@@ -81,11 +81,14 @@ def _attacked(run: Run, images: dict[int, Tensor], predicted: dict[int, int]) ->
         return
     stacked = torch.stack(list(images.values())).to(model.dtype)
     labels = torch.tensor(list(predicted.values()))
-    found = smallest(attack, model, stacked, labels, attack(model, stacked, labels, run.eps), run.eps)
-    classes = model(found.images).argmax(1)
+    nearest = smallest(attack, model, stacked, labels, attack(model, stacked, labels, run.eps), run.eps)
+    classes = model(nearest.images).argmax(1)
     for i, index in enumerate(images):
-        if found.broken[i]:
-            yield index, Example(_png(images[index]), _png(found.images[i]), float(found.distance[i]), int(classes[i]))
+        if nearest.broken[i]:
+            yield (
+                index,
+                Example(_png(images[index]), _png(nearest.images[i]), float(nearest.distance[i]), int(classes[i])),
+            )
 
 
 def _model(run: Run) -> Model | None:
@@ -117,9 +120,17 @@ def _stand_in(run: Run) -> Model:
             return images.new_zeros(len(images), count)
 
     count = 1 + max(max(row["predicted"], row.get("label", 0)) for row in run.rows)
-    known = run.summary["preprocessing"]
-    config = {key: known[key] for key in ("interpolation", "crop_pct", "crop_mode") if known[key] is not None}
-    return Model(Classes(), mean=known["mean"], std=known["std"], input_size=known["input_size"], data_config=config)
+    config_of_run = run.summary["preprocessing"]
+    config = {
+        key: config_of_run[key] for key in ("interpolation", "crop_pct", "crop_mode") if config_of_run[key] is not None
+    }
+    return Model(
+        Classes(),
+        mean=config_of_run["mean"],
+        std=config_of_run["std"],
+        input_size=config_of_run["input_size"],
+        data_config=config,
+    )
 
 
 def _png(image: Tensor) -> bytes:
@@ -127,13 +138,13 @@ def _png(image: Tensor) -> bytes:
     from PIL import Image, PngImagePlugin
 
     pixels = (image.detach().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    shown = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    times = _SIDE // max(shown.size)
+    picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    times = _SIDE // max(picture.size)
     if times:
-        shown = shown.resize((times * shown.width, times * shown.height), Image.Resampling.NEAREST)
+        picture = picture.resize((times * picture.width, times * picture.height), Image.Resampling.NEAREST)
     else:
-        shown.thumbnail((_SIDE, _SIDE))
+        picture.thumbnail((_SIDE, _SIDE))
     file, marked = io.BytesIO(), PngImagePlugin.PngInfo()
     marked.add_text("Comment", MARK)
-    shown.save(file, "png", optimize=True, pnginfo=marked)
+    picture.save(file, "png", optimize=True, pnginfo=marked)
     return file.getvalue()

@@ -29,19 +29,19 @@ def to_html(document: Document) -> str:
     """
     reader = MarkdownIt("commonmark").enable("table")
     tokens = reader.parse(document.text.replace(MARK, ""))
-    seen: Counter[str] = Counter()
+    repeats: Counter[str] = Counter()
     tables = 0
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             # The children contain the text without the backslashes of Markdown.
             name = slug("".join(child.content for child in tokens[i + 1].children or ()))
-            token.attrSet("id", f"{name}-{seen[name]}" if seen[name] else name)
-            seen[name] += 1
+            token.attrSet("id", f"{name}-{repeats[name]}" if repeats[name] else name)
+            repeats[name] += 1
         if token.type == "table_open":
             token.meta["kind"] = ("scroll ranking" if tokens[i + 4].content else "figures") if not tables else "scroll"
             tables += 1
-    reader.add_render_rule("image", lambda *given: _picture(document, *given))
-    reader.add_render_rule("table_open", lambda _, shown, i, *__: f'<div class="{shown[i].meta["kind"]}"><table>\n')
+    reader.add_render_rule("image", lambda *arguments: _picture(document, *arguments))
+    reader.add_render_rule("table_open", lambda _, stream, i, *__: f'<div class="{stream[i].meta["kind"]}"><table>\n')
     reader.add_render_rule("table_close", lambda *_: "</table></div>\n")
     body = re.sub(
         r"<p>(<figure.*?</figure>)</p>", r"\1", reader.renderer.render(tokens, reader.options, {}), flags=re.S

@@ -2,62 +2,80 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from decimal import ROUND_FLOOR, Context, Decimal
+
+from timm import is_model
+from timm.data import ImageNetInfo
 
 from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
 
+IMAGENET = 1000  # classes of ImageNet-1k
+
 _RADIUS = (
-    "A certified radius r says: every image in [0, 1] whose ℓ2 distance to the given one is smaller than r gets the "
-    "same prediction. Distances are measured on pixels, before normalisation."
+    "A certified radius r means: every image in [0, 1] at an ℓ2 distance smaller than r from the certified one is "
+    "predicted as the same class. Distances are measured on pixels, before normalisation."
 )
 _NETWORK = (
-    "It holds for a forward pass in the dtype named here, rounding included; real means real arithmetic, and then "
-    "rounding in a deployment is not covered.",
-    "deterministic: it holds with certainty. probabilistic, δ: lipcert's own random start vectors make it fail with "
-    "probability at most δ per image.",
+    "It is valid for a forward pass in the stated dtype, round-off included, or for exact arithmetic; in the latter "
+    "case round-off of a deployed forward pass is not covered.",
+    "deterministic: always true. probabilistic, δ: false with probability at most δ per image, over random start "
+    "vectors that lipcert draws.",
 )
 _SMOOTHED = (
-    "smoothed(σ): what is certified is another function than the network, the smoothed classifier. It answers with the "
-    "class that the network gives most often when Gaussian noise of standard deviation σ is added to the pixels. "
+    "smoothed(σ): the certificate is about the smoothed classifier, another function than the network. It returns the "
+    "class that the network predicts most often under Gaussian noise of standard deviation σ on the pixels. "
     "Nothing is certified about the network without noise.",
-    "To use the smoothed classifier is to draw many noisy images for each answer, and to abstain where none of the "
-    "classes wins clearly. The network is sampled in the dtype named here, or else in that of its weights.",
-    "probabilistic, δ, of a smoothed classifier: over the draws of the noise a radius is too large with probability at "
-    "most δ per image. The draws are pseudo-random and rounded; that this changes nothing is assumed, not proved.",
+    "To use the smoothed classifier, draw many noisy images for each prediction, and abstain where no class wins "
+    "clearly. The network is sampled in the stated dtype, or else in that of its weights.",
+    "probabilistic, δ, of a smoothed classifier: over the draws of the noise, a radius is too large with probability "
+    "at most δ per image. Draws are pseudo-random and rounded; we assume, and do not prove, that this has no effect.",
 )
 _COMMON = (
-    "Shares are exact for these images. Intervals (Wilson, 95 %) say what other images of the same kind may give.",
-    "It does not say that the prediction is right, nor anything about changes that are not small in ℓ2.",
-    "Figures from an attack are estimates from above: an image that an attack did not break may still be fragile.",
+    "Percentages are exact for these images. Confidence intervals (Wilson, 95 %) are for the population that the "
+    "images are drawn from.",
+    "In other norms: a perturbation of d pixel values that are each at most t has an ℓ2 norm of at most t√d, so a "
+    "radius r also holds in ℓ∞ up to r/√d.",
+    "A certificate does not say that the prediction is correct, and nothing about changes that are large in ℓ2.",
+    "Accuracy under attack is an upper bound on the robust accuracy: an attack that fails proves nothing.",
 )
 
 
 def promises(runs: Sequence[Run]) -> list[str]:
     """What the results of the runs guarantee and what they do not, one paragraph each."""
     kinds = {run.smoothed for run in runs}
-    found = [_RADIUS, *(_NETWORK if False in kinds else ()), *(_SMOOTHED if True in kinds else ())]
+    texts = [_RADIUS, *(_NETWORK if False in kinds else ()), *(_SMOOTHED if True in kinds else ())]
     if len(kinds) > 1:
-        found.append(
-            "Certificates of a network and of a smoothed classifier are about two functions: never add them up."
-        )
-    return [*found, *_COMMON]
+        texts.append("A network and its smoothed classifier are two functions: never add up their certificates.")
+    return [*texts, *_COMMON]
 
 
 def right(run: Run) -> str:
     """The name of the accuracy of a run."""
-    return "most drawn class is right" if run.smoothed else "clean accuracy"
+    return "top class correct, abstentions included" if run.smoothed else "clean accuracy"
 
 
 def about(run: Run) -> str:
-    """The function that the certificates are about."""
+    """What the certificates are valid for."""
     dtype = str(run.summary.get("dtype", "unknown"))
     if run.smoothed:
-        network = "the network" if dtype == "real" else f"the network in {dtype}"
-        return f"{run.holds_for}: {network} under noise, not the network itself"
-    return "the network in real arithmetic" if dtype == "real" else f"the network in {dtype}"
+        place = run.noise.get("smooth_at")
+        network = "" if dtype == "real" else f", sampled in {dtype}"
+        where = f" at {place}" if place else ""
+        return f"the smoothed classifier, σ = {run.noise['sigma']:g}{where}{network}; not the network itself"
+    return "exact arithmetic" if dtype == "real" else f"a forward pass in {dtype}"
+
+
+def class_name(run: Run, number: int) -> str:
+    """The name of a class: from the data set or, for timm networks of 1000 classes, ImageNet-1k; else its number."""
+    names, logits = run.summary.get("class_names") or {}, run.summary.get("example_logits") or [[]]
+    name = str(names.get(str(number), number))
+    if name.startswith("n0") or name.startswith("n1"):
+        return ImageNetInfo().label_name_to_description(name)
+    if not names and len(logits[0]) == IMAGENET and is_model(run.network):
+        return ImageNetInfo().index_to_description(number)
+    return name
 
 
 def radius(value: float) -> str:
@@ -66,37 +84,19 @@ def radius(value: float) -> str:
         return "unbounded"
     if value == 0:
         return "0"
-    cut = Context(prec=3, rounding=ROUND_FLOOR).create_decimal(Decimal(value))
-    return f"{cut:f}" if 1e-3 <= value < 1e4 else f"{cut:.2e}"
+    rounded = Context(prec=3, rounding=ROUND_FLOOR).create_decimal(Decimal(value))
+    return f"{rounded:f}" if 1e-3 <= value < 1e4 else f"{rounded:.2e}"
 
 
-def share(part: int, whole: int) -> str:
-    """A count with its percentage and 95 % confidence interval: ``7 of 40 (17.5 %, 95 %: 8.7–32.0 %)``."""
-    low, high = wilson(part, whole)
-    return f"{part} of {whole} ({100 * part / whole:.1f} %, 95 %: {100 * low:.1f}–{100 * high:.1f} %)"
-
-
-def wilson(part: int, whole: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval (Wilson 1927) for a proportion estimated by ``part`` of ``whole``.
-
-    Its centre is (p + z²/2n) / (1 + z²/n) and its half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n), for p = part/whole,
-    n = whole and z = 1.96. It contains the proportions that a test with the normal approximation does not reject.
-    """
-    p, z = part / whole, 1.959963984540054
-    centre, scale = p + z * z / (2 * whole), 1 + z * z / whole
-    width = z * math.sqrt(p * (1 - p) / whole + z * z / (4 * whole**2))
-    return max(0.0, min(p, (centre - width) / scale)), min(1.0, max(p, (centre + width) / scale))
-
-
-def known(run: Run) -> str:
-    """The name of the lower curve of a run."""
-    what = "certified accuracy" if run.labelled else "certified share (no labels)"
+def lower_bound(run: Run) -> str:
+    """The name of the certified share of a run."""
+    what = "certified accuracy" if run.labelled else "certified (no labels)"
     return f"{what}, {run.holds_for}" if run.smoothed else what
 
 
-def above(run: Run) -> str:
-    """The name of the upper curve of a run."""
-    return "not broken by the attack" if run.attacked else right(run) if run.labelled else "all images"
+def upper_bound(run: Run) -> str:
+    """The name of the curve above the certified one."""
+    return f"accuracy under {run.attack_name}" if run.attacked else right(run) if run.labelled else "all images"
 
 
 def listed(items: Sequence[str]) -> str:

@@ -95,10 +95,10 @@ def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
         models.setdefault(run.weights_hash, []).append(run)
     if len(models) == 1:
         return {path: list(runs)}
-    names = [re.sub(r"[^\w.-]+", "-", own[0].name) for own in models.values()]
+    names = [re.sub(r"[^\w.-]+", "-", same_model[0].name) for same_model in models.values()]
     return {
-        path.with_name(f"{path.stem}-{name}{path.suffix}"): own
-        for name, own in zip(names, models.values(), strict=True)
+        path.with_name(f"{path.stem}-{name}{path.suffix}"): same_model
+        for name, same_model in zip(names, models.values(), strict=True)
     }
 
 
@@ -113,9 +113,9 @@ def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
     The commands belong to huggingface_hub, a dependency of timm, which handles login and token.
     """
     lines = ["hf auth login"]
-    for path, own in cards(card, runs).items():
-        model = artifact_of(own[0])
-        repository = f"YOU/{re.sub(r'[^A-Za-z0-9._-]+', '-', own[0].name)}"
+    for path, runs_of_one in cards(card, runs).items():
+        model = artifact_of(runs_of_one[0])
+        repository = f"YOU/{re.sub(r'[^A-Za-z0-9._-]+', '-', runs_of_one[0].name)}"
         for file, name in ((model, None), (path, "README.md"), (info_path(path), "model_info.json")):
             if file is not None:
                 lines.append(shlex.join(["hf", "upload", repository, str(file), name or file.name]))
@@ -132,8 +132,8 @@ def _check(path: Path, kind: str) -> None:
 
 def _check_free(path: Path) -> None:
     try:
-        taken = path.exists() and SIGN not in path.read_bytes()
+        occupied = path.exists() and SIGN not in path.read_bytes()
     except OSError:
-        taken = True
-    if taken:
+        occupied = True
+    if occupied:
         raise InputError(f"{path} exists and was not written by lipcert report; give another name, or move it away")

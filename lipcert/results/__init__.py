@@ -9,7 +9,7 @@ from lipcert.results._certify import Result, SmoothedResult, certify
 from lipcert.results._files import ResultFile, shard_path, shards_of, summary
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path
 from lipcert.results._rows import rows
-from lipcert.results._statistics import Tally
+from lipcert.results._statistics import Tally, interval, share, wilson
 
 __all__ = [
     "Result",
@@ -18,13 +18,16 @@ __all__ = [
     "SmoothedResult",
     "Tally",
     "certify",
+    "interval",
     "read_rows",
     "read_run",
     "read_runs",
     "rows",
     "shard_path",
     "shards_of",
+    "share",
     "sigma_choice_of",
     "summary",
     "summary_path",
+    "wilson",
 ]

@@ -158,7 +158,7 @@ def certify(
     model: Model | nn.Module,
     images: Pixels,
     labels: Tensor | np.ndarray | Sequence[int] | None = None,
-    eps: float | str | None = None,
+    eps: float | str | Sequence[float | str] | None = None,
     *,
     batch_size: int | None = None,
     **settings: Unpack[CertifyOptions],
@@ -172,7 +172,8 @@ def certify(
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
             DataLoader, where each batch is a tensor of images or a pair of images and labels.
         labels: true classes, shape (N,), or None.
-        eps: ℓ2 radius on pixels in [0, 1], such as ``"36/255"``; required.
+        eps: ℓ2 radius on pixels in [0, 1], such as ``"36/255"``, or several, such as ``"36/255,0.5"``; required. See
+            :meth:`~lipcert.certifier.Certificates.certified_accuracy_at`.
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
             ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,

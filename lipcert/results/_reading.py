@@ -30,22 +30,24 @@ class Run(Tally):
     """The results of one model on one set of images.
 
     Attributes:
-        path: the file with the rows.
+        path: the file with the rows; None for rows in memory.
         name: the run's name in tables and figures: the file's name, with its folder if two files share the name.
         summary: the content of the summary file.
         rows: one mapping per image.
-        size: bytes of the complete rows in the file.
+        size: bytes of the complete rows in the file; None if that is not of interest.
         notes: remarks on missing rows, one line each.
     """
 
-    def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int):
+    def __init__(
+        self, path: Path | None, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int | None = None
+    ):
         super().__init__(rows)
         self.path = path
-        self.name = path.stem
+        self.name = "results" if path is None else path.stem
         self.summary = summary
         self.size = size
         self.notes: list[str] = []
-        if size < path.stat().st_size:
+        if path is not None and size is not None and size < path.stat().st_size:
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not summary.get("complete", True):
             self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")
@@ -61,6 +63,12 @@ class Run(Tally):
         return str(self.summary.get("eps_typed", f"{self.eps:.6g}"))
 
     @property
+    def every_eps(self) -> list[tuple[float, str]]:
+        """All ε of the run with their texts, ascending."""
+        further = [str(text) for text in self.summary.get("further_eps") or ()]
+        return [(self.eps, self.eps_typed), *((parse_eps(text), text) for text in further)]
+
+    @property
     def right(self) -> NDArray[np.bool_]:
         """Whether each prediction is the label, shape (N,); True everywhere without labels."""
         return np.array([row.get("correct", True) for row in self.rows], dtype=bool)
@@ -74,10 +82,6 @@ class Run(Tally):
     def broken_at(self) -> NDArray[np.float64]:
         """Distance at which an attack changed the prediction, shape (N,); ∞ if it did not, or without an attack."""
         return np.array([broken_at(row, self.eps) for row in self.rows])
-
-    def certified_at(self, eps: float) -> int:
-        """The number of correct images with a radius larger than ``eps``: a lower bound on the robust ones."""
-        return int((self.right & (self.radii > eps)).sum())
 
     def surviving_at(self, eps: float) -> int:
         """The number of correct images that no attack broke within ``eps``: an upper bound on the robust ones."""
@@ -141,7 +145,10 @@ class Run(Tally):
 
     @property
     def stopped(self) -> bool:
-        """Whether the search for a radius ended as soon as the verdict at ε was known: radii say nothing beyond ε."""
+        """Whether the search for a radius ended as soon as the verdict at ε was known.
+
+        Radii then say nothing about other ε; of a run with several ε, nothing beyond the largest.
+        """
         return self.staged or (self.smoothed and not self.noise.get("all_samples"))
 
     @property

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lipcert.norms import Rigor
+
+
+def wilson(part: int, whole: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval (Wilson 1927) for a proportion estimated by ``part`` of ``whole``.
+
+    Its centre is (p + z²/2n) / (1 + z²/n) and its half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n), for p = part/whole,
+    n = whole and z = 1.96. It contains the proportions that a test with the normal approximation does not reject.
+    """
+    p, z = part / whole, 1.959963984540054
+    centre, scale = p + z * z / (2 * whole), 1 + z * z / whole
+    width = z * math.sqrt(p * (1 - p) / whole + z * z / (4 * whole**2))
+    return max(0.0, min(p, (centre - width) / scale)), min(1.0, max(p, (centre + width) / scale))
+
+
+def interval(part: int, whole: int) -> str:
+    """:func:`wilson` as text: ``8.7–32.0 %``."""
+    low, high = wilson(part, whole)
+    return f"{100 * low:.1f}–{100 * high:.1f} %"
+
+
+def share(part: int, whole: int) -> str:
+    """A count with its percentage and 95 % confidence interval: ``7 of 40 (17.5 %, 95 % CI 8.7–32.0 %)``."""
+    return f"{part} of {whole} ({100 * part / whole:.1f} %, 95 % CI {interval(part, whole)})"
 
 
 class Tally:
@@ -46,6 +70,10 @@ class Tally:
     def certified_correct(self) -> int:
         """The number of images that are correct and certified at the ε of the run; 0 without labels."""
         return sum(row["certified"] and row.get("correct", False) for row in self.rows)
+
+    def certified_at(self, eps: float) -> int:
+        """The number of images with a radius larger than ``eps``, correct ones if labels are known."""
+        return sum(row.get("correct", True) and row["radius"] > eps for row in self.rows)
 
     @property
     def attacked(self) -> bool:
@@ -108,12 +136,12 @@ class Tally:
 
     @property
     def rounding(self) -> str:
-        """In words, for how many images the effect of rounding on the certificate is proved; empty if not stated."""
+        """For how many images round-off in the certificate's own computation is bounded; empty if not stated."""
         words = Counter(row["rounding"] for row in self.rows if "rounding" in row)
         proved, checked = words["proved"], words["checked"]
         if proved and checked:
-            return f"proved for {proved} of {len(self)} images, checked with noise for {checked}"
-        return "proved" if proved else "checked with noise" if checked else ""
+            return f"bounded for {proved} of {len(self)} images, tested for {checked}"
+        return "bounded" if proved else "tested" if checked else ""
 
     @property
     def delta(self) -> float:

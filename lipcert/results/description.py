@@ -58,6 +58,7 @@ def describe(
             **({} if images.split is None else {"split": images.split}),
             **images.lists,
         },
+        **({"class_names": {str(i): name for i, name in images.class_names.items()}} if images.class_names else {}),
         "preprocessing": preprocessing(model, files=not images.stored),
         "lipcert": version(),
         "limit": images.limit,

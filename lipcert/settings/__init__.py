@@ -7,6 +7,7 @@ from lipcert.settings._certify import (
     CertifyOptions,
     CertifySettings,
     MethodName,
+    eps_text,
     noise_fields,
     parse_eps,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "noise_fields",
     "one_of",
     "option",
+    "eps_text",
     "parse_eps",
     "settings_of",
     "takes",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from fractions import Fraction
 from numbers import Real
@@ -25,7 +26,7 @@ MethodName = Literal["staged", "global", "gloro", "local", "lofast", "lofast-pap
 Dtype = Literal["real", "float32", "float16", "bfloat16"]
 RigorAsked = Literal["probabilistic", "deterministic"]
 
-EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5, 1e-3."
+EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5 or 1e-3."
 _NOISE = "Options of method smoothing"
 # In place of a standard deviation: choose one on other images.
 AUTO = "auto"
@@ -49,6 +50,7 @@ class CertifyOptions(TypedDict, total=False):
     seed: int
     smooth_at: str | None
     delta: float
+    further_eps: Sequence[float | str]
     attack: Literal["pgd", "pgd-100", "autoattack"] | Attack | None
 
 
@@ -58,6 +60,7 @@ class CertifySettings:
 
     Attributes:
         eps: ε in ℓ2 on pixels in [0, 1], positive: a number, or a text such as ``"36/255"``, which is rounded up.
+            Several ε, as a sequence or with commas between, are certified in one run; the field holds the smallest.
         method: one of ``METHODS`` or ``"smoothing"``. ``"staged"`` applies the methods from the cheapest to the
             strongest, each to the images that are still undecided. ``"smoothing"`` accepts any network and certifies
             another function, the network's classifier smoothed by Gaussian noise on the pixels, see
@@ -90,13 +93,15 @@ class CertifySettings:
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against
             the attack. Staged certification computes only the global methods for images that the attack breaks within
             ε.
+        further_eps: the larger ε of a run with several, as texts in ascending order. Radii then answer for each ε:
+            staged certification computes radii in place of verdicts, and smoothing counts all samples.
         eps_typed: ε as the user wrote it.
 
     Raises:
         InputError: a value is not valid.
     """
 
-    eps: float = option(EPS)
+    eps: float = option(f"{EPS[:-1]}; 36/255,0.5 for several in one run.", typed=list[str])
     method: MethodName = option(
         f"staged goes from the cheapest to the strongest; {SMOOTHING} is about the smoothed classifier of any network.",
         METHODS[0],
@@ -142,14 +147,19 @@ class CertifySettings:
         typed=float,
     )
     delta: float = 1e-9
+    further_eps: Sequence[float | str] = ()
     attack: str | Attack | None = None
     eps_typed: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         plain(self)
-        typed, eps = self.eps, parse_eps(self.eps) if isinstance(self.eps, str) else self.eps
-        if not (isinstance(eps, Real) and not isinstance(eps, bool) and math.isfinite(eps) and eps > 0):
-            raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
+        several = self.eps if isinstance(self.eps, (list, tuple)) else (self.eps,)
+        targets = dict(sorted(pair for one in (*several, *self.further_eps) for pair in _values(one)))
+        if not targets:
+            raise InputError("eps must be a positive number; for example eps=36/255")
+        object.__setattr__(self, "eps", min(targets))
+        object.__setattr__(self, "eps_typed", targets.pop(self.eps))
+        object.__setattr__(self, "further_eps", tuple(targets.values()))
         for entry in fields(self):
             if entry.metadata.get("choices"):
                 one_of(entry.name, getattr(self, entry.name), entry.metadata["choices"])
@@ -167,12 +177,20 @@ class CertifySettings:
         if not (isinstance(self.delta, Real) and 0 < self.delta < 1):
             raise InputError(f"delta must be a probability between 0 and 1, got {self.delta}")
         self._check_smoothing()
-        object.__setattr__(self, "eps_typed", typed if isinstance(typed, str) else f"{float(eps):.9g}")
-        object.__setattr__(self, "eps", float(eps))
         if isinstance(self.attack, str):
             from lipcert.attacks import attack_named  # imports torch
 
             object.__setattr__(self, "attack", attack_named(self.attack))
+
+    @property
+    def every_eps(self) -> list[tuple[float, str]]:
+        """All ε of the run with their texts, ascending."""
+        return [(self.eps, self.eps_typed), *((parse_eps(str(text)), str(text)) for text in self.further_eps)]
+
+    @property
+    def largest_eps(self) -> float:
+        """The largest ε of the run."""
+        return self.every_eps[-1][0]
 
     def _check_smoothing(self) -> None:
         """Refuses noise settings that are not valid, or that the method does not use."""
@@ -190,6 +208,8 @@ class CertifySettings:
             raise InputError(f"sigma {AUTO} is for noise on the pixels; with smooth_at give sigma a number")
         if self.sigma != AUTO:
             object.__setattr__(self, "sigma", self._positive_sigma())
+        if self.further_eps:
+            object.__setattr__(self, "all_samples", True)
         if not (isinstance(self.alpha, Real) and 0 < self.alpha < 1):
             raise InputError(f"alpha is a failure probability between 0 and 1, got {self.alpha}; for example 0.001")
         if not (type(self.samples) is int and 1 <= self.samples < 2**40):
@@ -225,6 +245,29 @@ class CertifySettings:
 def noise_fields() -> list[dataclasses.Field[Any]]:
     """The fields that only the method smoothing uses."""
     return [one for one in fields(CertifySettings) if one.metadata.get("group") == _NOISE]
+
+
+def _values(eps: object) -> list[tuple[float, str]]:
+    """One ε, or several with commas between: values and texts.
+
+    Raises:
+        InputError: ε is no positive number.
+    """
+    if isinstance(eps, str):
+        return [(parse_eps(part), part.strip()) for part in eps.split(",")]
+    if not (isinstance(eps, Real) and not isinstance(eps, bool) and math.isfinite(eps) and eps > 0):
+        raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
+    text = eps_text(float(eps))
+    return [(parse_eps(text) if "/" in text else float(eps), text)]
+
+
+def eps_text(eps: float) -> str:
+    """ε as a text that :func:`parse_eps` reads back, up to an ulp: 36/255 for a whole number of 8-bit steps."""
+    short = f"{eps:.9g}"
+    if not math.isclose(float(short), eps, rel_tol=1e-12):
+        steps = f"{round(255 * eps)}/255"
+        return steps if round(255 * eps) and math.isclose(parse_eps(steps), eps, rel_tol=1e-15) else repr(eps)
+    return short
 
 
 def parse_eps(text: str) -> float:
