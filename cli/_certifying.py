@@ -125,6 +125,7 @@ class _Outcome:
 
     name: str
     run: Run
+    path: Path | None
     log10_bound: float | None
     words: Sequence[str] = ()
     channels: int = 3
@@ -180,7 +181,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
         settings = asked if choice is None else replace(asked, eps=cast(Any, asked.eps_typed), sigma=choice["sigma"])
         label, path = name or str(loaded.source.get("name", "the model")), out
         if len(plan.settings) > 1:
-            label += f", sigma {settings.sigma:g}"
+            label += f", smoothed({settings.sigma:g})"
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
         outcome = _certify_with(settings, choice, plan, loaded, images, label, path, processes)
         words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
@@ -274,7 +275,8 @@ def _certify_with(
             )
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10
-    return _Outcome(label, Run(path, summary(description, tally, complete=True), tally.rows), bound)
+    run = Run(path or Path("results"), summary(description, tally, complete=True), tally.rows)
+    return _Outcome(label, run, path, bound)
 
 
 def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
@@ -320,8 +322,8 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
         most = len(run) * (plan.settings[0].samples + SELECTION)
         rate = f"{run.samples / max(run.seconds, 1e-9):,.0f} noisy images a second"
         rows.append(("early stopping", f"saved {100 * (1 - run.samples / most):.1f} % of {most:,} draws; {rate}"))
-    if run.path is not None:
-        rows += [("rows", str(run.path)), ("summary", str(summary_path(run.path)))]
+    if outcome.path is not None:
+        rows += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     rows += _why_not(run, run.eps_typed)
     rows.append(("next", _next(plan, out, [outcome])))
     print_facts(rows)
@@ -345,7 +347,7 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
     if plan.sharded and plan.parts > 1:
         return "the same without --shard, which puts the rows together"
     if len(outcomes) > 1 and out is not None and not out.is_dir():
-        return command("report", *(outcome.run.path for outcome in outcomes), "--html", out.with_suffix(".html"))
+        return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
     first, several = outcomes[0], len(outcomes) > 1
     status = Status(
         first.words,
@@ -365,8 +367,8 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
 def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | None) -> None:
     """Prints one line per model, with the largest certified fraction first."""
     attacked = any(outcome.run.attacked for outcome in outcomes)
-    clean = "top class correct" if plan.settings[0].noise else "clean"
-    targets = plan.settings[0].every_eps
+    settings = plan.settings[0]
+    clean, targets = "top class correct" if settings.noise else "clean", settings.every_eps
     columns = ["model", "images", clean, *(["attacked"] if attacked else [])]
     columns += [column for _, typed in targets for column in (f"certified at {typed}", "95 % CI")]
     columns += ["median radius", "Lipschitz bound", "seconds"]
@@ -381,6 +383,8 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
         row.append("-" if outcome.log10_bound is None else upper(outcome.log10_bound))
         rows.append([*row, f"{run.seconds:.1f}"])
     print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
+    if settings.noise:
+        say(f"valid for smoothed classifiers, each radius except with probability ≤ {settings.alpha:g} per image")
     say(f"next: {_next(plan, out, outcomes)}")
 
 

@@ -8,7 +8,7 @@ import typer
 
 from lipcert.inputs.preprocessing import Preprocessing
 
-from ._advice import LOOSE, Known, advise
+from ._advice import LOOSE, Status, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Device, ModelName, Weights, options_of
 from ._print import lower, print_facts, print_json, print_table, progress, start, upper
@@ -74,7 +74,7 @@ def inspect(
         facts.append(("output", "features: this network has no classifier"))
     else:
         words = model_options(model, weights=asked_weights, device=device, pixels=asked)
-        facts.append(("next", advise(Known(words, loaded.input_size[0], log10=bound.log10))))
+        facts.append(("next", advise(Status(words, loaded.input_size[0], log10=bound.log10))))
     print_facts(facts)
 
 

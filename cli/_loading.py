@@ -3,7 +3,10 @@
 import importlib
 import os
 import sys
+import time
 from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -18,6 +21,8 @@ from ._options import Weights
 from ._parse import parse_model_args
 from ._print import busy, say, words_of
 
+_SAMPLED = 64  # images whose sizes are read
+
 
 def load_model(
     model: str | None,
@@ -31,8 +36,7 @@ def load_model(
     arguments = parse_model_args(weights.model_args)
     source = resolve(model)
     if model is None:
-        which = "the bundled checkpoint" if source == BUNDLED else f"{source}, the newest artifact in this folder"
-        say(f"model: {which}")
+        say(f"model: {'the bundled checkpoint' if source == BUNDLED else _newest(Path(source))}")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
         loaded = load(
@@ -47,6 +51,12 @@ def load_model(
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     move_to(loaded, device)
     return loaded
+
+
+def _newest(path: Path) -> str:
+    """An artifact that a command takes because the user named no model, with its age."""
+    age = timedelta(seconds=int(max(0.0, time.time() - path.stat().st_mtime)))
+    return f"{path}, the newest artifact in this folder, written {age} ago; name a model to use another"
 
 
 def model_options(
@@ -122,8 +132,10 @@ def show_preprocessing(images: Images, model: Model) -> None:
     """Prints what was inferred about the images, and their preprocessing in one line with remarks on it."""
     show_data(images)
     config = preprocessing(model, files=not images.stored)
-    size = images.first_size()
-    say(f"images: {f'{size[1]}×{size[0]} → ' if size else ''}{in_words(config)}")
-    if size is not None:
-        for remark in remarks(config, *size):
-            say(f"note: {remark}")
+    sizes = images.sizes(_SAMPLED)
+    areas = sorted(dict.fromkeys(sizes), key=lambda size: size[0] * size[1])
+    ends = areas if len(areas) < 2 else (areas[0], areas[-1])
+    size = " to ".join(f"{height}×{width}" for width, height in ends) + (" → " if ends else "")
+    say(f"images: {size}{in_words(config)}")
+    for remark in remarks(config, sizes):
+        say(f"note: {remark}{f' ({len(sizes)} images sampled)' if len(areas) > 1 else ''}")

@@ -71,7 +71,9 @@ def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> N
         return
     with busy("importing torch"):
         from lipcert.results import interval, share
-    print_table(_CERTIFIED, [_certified_row(one, interval) for one in entries], optional=("95 % CI", "parameters", "images"))
+    print_table(
+        _CERTIFIED, [_certified_row(one, interval) for one in entries], optional=("95 % CI", "parameters", "images")
+    )
     for one in entries:
         attack = ""
         if one.attacked is not None:

@@ -42,20 +42,24 @@ def test_words():
     assert in_words(KNOWN) == "resize to 248×213, crop 224×192, bicubic; mean 0.5, 0.4, 0.5; std 0.25"
     assert in_words({**KNOWN, "crop_pct": 1.0}).startswith("resize to 224×192, crop what is longer, bicubic; ")
     assert in_words({**KNOWN, "crop_pct": 1.0, "crop_mode": "squash"}).startswith("resize to 224×192, bicubic; ")
-    assert in_words({**KNOWN, "crop_pct": None}).startswith("stored at that size; mean")
+    assert in_words({**KNOWN, "crop_pct": None}).startswith("224×192, as stored; mean")
     for damaged in ({}, {**KNOWN, "mean": 3}, {**KNOWN, "crop_pct": 0}, {**KNOWN, "input_size": "x"}):
         assert in_words(damaged) == "not stated"
 
 
 def test_remarks():
     square = {**KNOWN, "input_size": [3, 224, 224], "crop_pct": 1.0}
-    assert [*remarks(square, 224, 224)] == []
-    assert [*remarks(square, 448, 448)] == []
-    assert "enlarged from 32×32" in next(remarks(square, 32, 32))
-    assert [*remarks(square, 448, 224)] == ["50 % of an image of 224×448 is cut off before it is certified"]
-    assert "18 % of an image" in [*remarks({**square, "crop_pct": 0.9}, 500, 500)][0]
-    assert [*remarks({**square, "crop_mode": "squash"}, 448, 224)] == []
-    assert [*remarks({**square, "crop_pct": None}, 3, 3)] == []
+    assert [*remarks(square, [(224, 224)])] == []
+    assert [*remarks(square, [(448, 448)])] == []
+    assert [*remarks(square, [])] == []
+    assert next(remarks(square, [(32, 32)])).startswith("the images are enlarged")
+    assert [*remarks(square, [(448, 224)])] == ["centre crop discards 50 % of the pixels"]
+    mixed = ["25 % of the images are enlarged: ε and radii are measured on the resized images"]
+    mixed += ["centre crop discards 0 to 50 % of the pixels"]
+    assert [*remarks(square, [(448, 224), (448, 224), (448, 448), (32, 32)])] == mixed
+    assert "discards 18 %" in [*remarks({**square, "crop_pct": 0.9}, [(500, 500)])][0]
+    assert [*remarks({**square, "crop_mode": "squash"}, [(448, 224)])] == []
+    assert [*remarks({**square, "crop_pct": None}, [(3, 3)])] == []
 
 
 @pytest.mark.parametrize(("mode", "crop"), [("center", 0.8), ("center", 1.0), ("squash", 0.8), ("border", 0.9)])
@@ -68,7 +72,7 @@ def test_what_is_told_is_what_timm_does(images, mode, crop):
     resize = next(step for name, step in steps.items() if name.startswith("Resize"))
     size = (resize.size, resize.size) if isinstance(resize.size, int) else tuple(resize.size)
     assert told.startswith(f"resize to {size[0]}×{size[1]}")
-    assert data.first_size() == (16, 12)
+    assert data.sizes(3) == [(16, 12)] * 3
 
 
 def test_the_summary_the_report_and_the_card_say_it(images):

@@ -26,7 +26,8 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.report import _build, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
-from lipcert.report._words import radius, wilson
+from lipcert.report._words import radius
+from lipcert.results import wilson
 
 EPS = 0.1
 ATTACK = {"name": "PGD-ℓ2", "version": "1.0", "settings": {"steps": 5, "restarts": 2}}
@@ -177,7 +178,7 @@ def test_rigor_and_delta(results):
     rows = [row(0, 0.2, rigor="deterministic", method="gloro"), *ROWS[1:]]
     (r,) = read_runs([results(rows, method="staged")])
     assert r.rigor == "probabilistic, δ ≤ 5e-10 per image"
-    assert "gloro 1" in run(r.path).stdout
+    assert "gloro (1 images)" in run(r.path).stdout
     (r,) = read_runs([results([row(0, 0.2, rigor="deterministic")])])
     assert r.rigor == "deterministic"
     assert r.delta == 0
@@ -229,10 +230,10 @@ def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
 
 def test_one_run_on_the_command_line(results):
     out = run(results(ATTACKED, attack=ATTACK), "--eps", "0.05", "--eps", "1/10").stdout
-    assert "clean accuracy\t5 of 6 (83.3 %, 95 %: 43.6–97.0 %)" in out
-    assert "certified accuracy at 0.05\t3 of 6 (50.0 %, 95 %: 18.8–81.2 %)" in out
-    assert "certified accuracy at 1/10\t2 of 6 (33.3 %, 95 %: 9.7–70.0 %)" in out
-    assert "accuracy under PGD-ℓ2 at 1/10\t3 of 6 (50.0 %, 95 %: 18.8–81.2 %), an estimate" in out
+    assert "clean accuracy\t5 of 6 (83.3 %, 95 % CI 43.6–97.0 %)" in out
+    assert "certified accuracy at 0.05\t3 of 6 (50.0 %, 95 % CI 18.8–81.2 %)" in out
+    assert "certified accuracy at 1/10\t2 of 6 (33.3 %, 95 % CI 9.7–70.0 %)" in out
+    assert "accuracy under PGD-ℓ2 at 1/10\t3 of 6 (50.0 %, 95 % CI 18.8–81.2 %), upper bound" in out
     assert "nan" in refused(results(), "--eps", "nan")
 
 
@@ -245,8 +246,8 @@ def test_staged_radii_are_not_compared(results):
     assert not any("median" in name for name, _ in _build.facts(r, [(EPS, "0.1")]))
     assert any("median" in name for name, _ in _build.facts(other, [(EPS, "0.1")]))
     text = _build.report([r]).text
-    assert "did not look further" in text
-    assert "at any other ε, above or below it, more may be certifiable" in text
+    assert "larger radii were not computed" in text
+    assert "stops at the verdict for ε: for other ε, give several" in text
     if _figures.available():
         assert _figures.curve([r])[0].count("<pattern") > _figures.curve([other])[0].count("<pattern")
 
@@ -276,7 +277,7 @@ def test_several_runs_are_compared(results, tmp_path):
     assert (at["eps_typed"], at["certified"]["images"], at["certified"]["share"]) == ("1/10", 2, pytest.approx(1 / 3))
     assert at["certified"]["interval"] == [pytest.approx(0.097, abs=5e-4), pytest.approx(0.7, abs=5e-4)]
     assert dict(zip(header, first, strict=True)) == {
-        "results": "b", "certified": "50.0 %", "95 %": "18.8–81.2 %", "ε": "1/10", "clean": "–", "radius": "0.100",
+        "results": "b", "certified": "50.0 %", "95 % CI": "18.8–81.2 %", "ε": "1/10", "clean": "–", "radius": "0.100",
         "δ": "5e-10", "images": "6",
     }  # fmt: skip
     assert second[:5] == ["a", "33.3 %", "9.7–70.0 %", "1/10", "83.3 %"]
@@ -303,17 +304,17 @@ def test_files_of_one_name_get_their_folder(results, tmp_path):
 def test_unlabelled_results_speak_of_shares_only(results):
     (r,) = read_runs([results([unlabelled(i, radius) for i, radius in enumerate(RADII)])])
     text = _build.report([r], figures=False).text + str(model_card([r]))
-    assert "accuracy" not in text
-    assert "predicted right, and no" not in text
-    assert "r: 50.0 % of 6 images keep their prediction" in text
+    assert "accuracy" not in text.replace("upper bound on the robust accuracy", "").replace("Accuracy under attack", "")
+    assert "classified correctly" not in text
+    assert "r: 3 of 6 images (50.0 %) are certified at ε = 0.1: no ℓ2 perturbation" in text
     assert "certified\\_share" in text or "certified_share" in text
 
 
 def test_without_an_image_predicted_right_there_is_no_median(results):
     (run,) = read_runs([results(rows=[row(i, 0.2, correct=False) for i in range(3)])])
     assert not [name for name, _ in _build.facts(run, []) if "median" in name]
-    columns, (cells,) = _build.overview([run], [(EPS, "0.1")])
-    assert cells[columns.index("radius")] == "–"
+    columns, _ = _build.overview([run], [(EPS, "0.1")])
+    assert "radius" not in columns  # no column without content
 
 
 def test_steps_stand_one_by_one_without_what_is_off(results):
@@ -355,7 +356,7 @@ def test_the_page_stands_alone(results, tmp_path):
     assert len(ids) == len(set(ids))
     targets = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
     assert {"r"} <= targets <= set(ids)
-    for part in ("δ ≤ 5e-10", "estimate from above", "lipcert certify --out 'a b.jsonl'", "real arithmetic", "torch"):
+    for part in ("δ ≤ 5e-10", "upper bound", "lipcert certify --out 'a b.jsonl'", "exact arithmetic", "torch"):
         assert part in html.unescape(page)
     markdown = (tmp_path / "r.md").read_text()
     figures = re.findall(r"\]\(<([^>]+\.svg)>\)", markdown)
@@ -372,15 +373,15 @@ def test_the_numbers_on_the_page_are_those_of_the_rows(results):
     page = to_html(_build.report(read_runs([results(ATTACKED, attack=ATTACK)])))
     tiles = re.findall(r"<td[^>]*>([^<]*)</td>\s*<td[^>]*><strong>([^<]*)</strong></td>\s*<td[^>]*>([^<]*)", page)
     assert [[html.unescape(cell).replace("\xa0", " ") for cell in tile] for tile in tiles] == [
-        ["clean accuracy", "83.3 %", "5 of 6, 95 %: 43.6–97.0 %"],
-        ["certified accuracy at 0.1", "33.3 %", "2 of 6, 95 %: 9.7–70.0 %"],
-        ["accuracy under PGD-ℓ2 at 0.1", "50.0 %", "3 of 6, 95 %: 18.8–81.2 %, an estimate"],
+        ["clean accuracy", "83.3 %", "5 of 6, 95 % CI 43.6–97.0 %"],
+        ["accuracy under PGD-ℓ2 at 0.1", "50.0 %", "3 of 6, 95 % CI 18.8–81.2 %, upper bound"],
+        ["certified accuracy at 0.1", "33.3 %", "2 of 6, 95 % CI 9.7–70.0 %"],
     ]
     data = json.loads(re.search(r'<script type="application/json" id="curves">(.*?)</script>', page)[1])
     right = [r for r in ATTACKED if r["correct"]]
     assert data["runs"] == [
         {
-            "name": "r", "images": 6, "right": len(right), "eps": EPS, "stopped": False,
+            "name": "r", "images": 6, "right": len(right), "eps": EPS, "reach": EPS, "stopped": False,
             "radii": sorted(r["radius"] for r in right),
             "broken": sorted(r["attack_distance"] for r in right if r["attack_distance"] is not None),
         }
@@ -414,7 +415,7 @@ def test_images_stand_beside_their_radii(tmp_path, monkeypatch):
     page = Path("r.html").read_text()
     broken = [one for one in r.rows if one["attacked"] and one["correct"]]
     assert broken
-    shown = re.findall(r'alt="attacked: class (\d+) at ([\d.]+)"', page)
+    shown = re.findall(r'alt="attacked: (\d+) at ([\d.]+)"', page)
     stated = sorted(one["attack_distance"] for one in broken)
     assert sorted(float(at) for _, at in shown) == pytest.approx(stated, rel=0.01)
     assert page.count('alt="image ') == sum(one["correct"] for one in r.rows)
@@ -485,7 +486,7 @@ def test_the_card_is_what_hubs_read(results, tmp_path):
     run(results(ATTACKED, name="model", attack=ATTACK), "--card", "README.md", "--eps", "0.05", "--eps", "1/10")
     card = ModelCard((tmp_path / "README.md").read_text())
     found = {result.metric_name: result for result in card.data.eval_results}
-    assert card.data.model_name == "model"
+    assert card.data.model_name == "vit"  # no file with its weights
     assert found["Clean accuracy"].metric_value == pytest.approx(5 / 6, abs=1e-6)
     certified = found["Certified accuracy at ε = 1/10"]
     assert certified.metric_value == pytest.approx(2 / 6, abs=1e-6)
@@ -507,7 +508,7 @@ def test_each_model_has_a_card(results, tmp_path):
         model_card(read_runs(paths[:2]))
     run(*paths, "--card", "card.md", "--html", "page.html")
     cards = {path.name: ModelCard(path.read_text()) for path in tmp_path.glob("*.md")}
-    assert {name: card.data.model_name for name, card in cards.items()} == {"card-r.md": "r", "card-b.md": "b"}
+    assert {name: card.data.model_name for name, card in cards.items()} == {"card-r.md": "vit", "card-b.md": "vit"}
     assert len(cards["card-r.md"].data.eval_results) == 4
     assert (tmp_path / "page.html").exists()
     assert len(model_card(read_runs([paths[0], paths[2]])).data.eval_results) == 4
@@ -530,8 +531,9 @@ def test_the_card_names_licence_base_and_file(results, tmp_path):
     card = ModelCard(Path("README.md").read_text())
     assert (card.data.license, card.data.base_model) == ("mit", "timm/vit")
     assert "lipcert.load('mine.safetensors')" in str(card)
-    assert "hf upload YOU/r mine.safetensors mine.safetensors\n" in out
-    assert "hf upload YOU/r README.md README.md\n" in out
+    assert card.data.model_name == "mine"
+    assert "hf upload YOU/mine mine.safetensors mine.safetensors\n" in out
+    assert "hf upload YOU/mine README.md README.md\n" in out
     info = json.loads(Path("model_info.json").read_text())
     assert (info["clean_acc"], info["certified_acc"], info["eps"]) == ("83.33", "33.33", "0.1")
     assert "autoattack_acc" not in info

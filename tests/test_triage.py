@@ -16,7 +16,7 @@ import lipcert
 from lipcert.certifier import METHODS, Certifier, triage
 from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
 from lipcert.cli import app
-from lipcert.cli._advice import LOOSE, Known, advise
+from lipcert.cli._advice import LOOSE, Status, advise
 from lipcert.cli._certifying import _triage as show_triage
 from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
@@ -178,16 +178,16 @@ def test_sample_images_are_drawn_for_any_size():
 
 LISTS = words_of({"classes": None, "labels": "l.csv"})
 KNOWN = {
-    "a pretrained network": Known(["resnet18"], log10=40.0),
-    "in front of a denoiser": Known(["resnet18", "--denoiser", "dct"], log10=40.0, denoised=True),
-    "labels from a file": Known(["resnet18"], log10=40.0, data="d", lists=LISTS),
-    "one channel": Known(["m.safetensors"], 1, log10=40.0),
-    "surgery helped": Known(["m.safetensors"], log10=8.0, data="my images"),
-    "trained": Known(["m.safetensors"], log10=8.0, trained=True),
-    "tight": Known(["bundled"], 1, log10=3.0),
-    "no bound": Known(["m.safetensors"]),
-    "certified": Known(["m.safetensors"], log10=3.0, images=8, certified=2, rows=Path("r.jsonl")),
-    "nothing certified": Known(["m.safetensors"], log10=3.0, images=8, rows=Path("r.jsonl")),
+    "a pretrained network": Status(["resnet18"], log10=40.0),
+    "in front of a denoiser": Status(["resnet18", "--denoiser", "dct"], log10=40.0, denoised=True),
+    "labels from a file": Status(["resnet18"], log10=40.0, data="d", lists=LISTS),
+    "one channel": Status(["m.safetensors"], 1, log10=40.0),
+    "surgery helped": Status(["m.safetensors"], log10=8.0, data="my images"),
+    "trained": Status(["m.safetensors"], log10=8.0, trained=True),
+    "tight": Status(["bundled"], 1, log10=3.0),
+    "no bound": Status(["m.safetensors"]),
+    "certified": Status(["m.safetensors"], log10=3.0, images=8, certified=2, rows=Path("r.jsonl")),
+    "nothing certified": Status(["m.safetensors"], log10=3.0, images=8, rows=Path("r.jsonl")),
 }
 
 

@@ -61,7 +61,7 @@ def test_true_rows_stand(results):
     assert 0 < summary["counts"]["certified"] <= 12
     result = verified()
     follows = "next\tlipcert report r.jsonl --html r.html\n"
-    assert result.stdout == f"rows\t12\nstand\t12 of 12 computed again\n{follows}"
+    assert result.stdout == f"rows\t12\nconfirmed\t12 of 12 recomputed\n{follows}"
     assert json.loads(verified("--json").stdout) == {
         "verified": 12,
         "rows": 12,
@@ -71,7 +71,7 @@ def test_true_rows_stand(results):
     }
     assert (
         run("verify", "bundled", "r.jsonl", "--sample", "5").stdout
-        == f"rows\t12\nstand\t5 of 5 computed again\n{follows}"
+        == f"rows\t12\nconfirmed\t5 of 5 recomputed\n{follows}"
     )
 
 
@@ -80,12 +80,12 @@ def test_rows_with_products_of_norms_are_computed_as_they_were(tmp_path, monkeyp
     settings = ["certify", "--eps", EPS, "--limit", "2", "--out", "r.jsonl"]
     run(*settings, "--method", "lofast", "--passes", "1")
     assert json.loads(Path("r.summary.json").read_text())["passes"] == 1
-    assert "2 of 2 computed again" in run("verify", "bundled", "r.jsonl").stdout
+    assert "2 of 2 recomputed" in run("verify", "bundled", "r.jsonl").stdout
     assert "other passes" in run(*settings, "--method", "lofast", code=2).stderr
     assert "gloro takes no norms" in run(*settings[:-2], "--method", "gloro", "--passes", "9", code=2).stderr
     # A staged run whose rows other methods decided.
     run(*settings[:-1], "s.jsonl", "--passes", "1")
-    assert "2 of 2 computed again" in run("verify", "bundled", "s.jsonl").stdout
+    assert "2 of 2 recomputed" in run("verify", "bundled", "s.jsonl").stdout
 
 
 def test_a_proof_of_rounding_is_not_claimed_without_one(tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_false_rows_fall(results, name, change, word):
     rows, _, verified = results
     rows[3][name] = change(rows[3])
     result = verified(code=1)
-    assert result.stdout.endswith("stand\t11 of 12 computed again\n")
+    assert result.stdout.endswith("confirmed\t11 of 12 recomputed\n")
     line = next(line for line in result.stderr.splitlines() if f"image {rows[3]['index']}:" in line)
     assert word in line
 
@@ -292,7 +292,7 @@ def test_reports_refuse_what_rows_contradict(results, forgery):
 def test_attacks_are_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("certify", "--eps", "1", "--method", "gloro", "--limit", "2", "--attack", "--out", "r.jsonl")
-    assert "2 of 2 computed again" in run("verify", "bundled", "r.jsonl").stdout
+    assert "2 of 2 recomputed" in run("verify", "bundled", "r.jsonl").stdout
     (first, second) = map(json.loads, Path("r.jsonl").read_text().splitlines())
     changes = {"attack_distance": first["attack_distance"] * (2 if first["attacked"] else 0.5)}
     changes["attacked"] = changes["attack_distance"] <= 1
@@ -314,7 +314,7 @@ def test_rows_that_an_attack_cut_short_stand(results):
     rows[0] |= {"attacked": True, "attack_distance": 0.05}
     counted(rows, summary)
     result = verified()
-    assert "stand\t1 of 1" in result.stdout
+    assert "confirmed\t1 of 1" in result.stdout
     assert "the results of autoattack-l2 are not recomputed" in result.stderr
 
 

@@ -164,9 +164,9 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Name of an image's file, relative to the data set; None where it has none."""
         return None
 
-    def first_size(self) -> tuple[int, int] | None:
-        """Width and height of the first image before it is resized; None where that is not known without decoding."""
-        return None
+    def sizes(self, count: int) -> list[tuple[int, int]]:
+        """Widths and heights of ``count`` images of the run before they are resized; [] if that needs decoding."""
+        return []
 
     def batches(self, size: int | Iterable[int], only: Collection[int] | None = None) -> Iterator[Batch]:
         """All images in order, or some of them.
@@ -415,17 +415,19 @@ class _IndexedImages(Images):
             reason = "it is damaged, or no image of a known format" if foreign else first_line(error)
             raise InputError(f"cannot read the image {self._name(index)}: {reason}; mend it or take it out") from error
 
-    def first_size(self) -> tuple[int, int] | None:
-        reader = getattr(self.source, "reader", None)
-        if reader is None or not self.order:
-            return None
-        with contextlib.suppress(Exception), warnings.catch_warnings():  # decoding it says what is wrong with it
-            warnings.simplefilter("ignore")
-            Image.init()  # all formats: in a new process none is loaded yet, and the size would stay unknown
-            file = reader[self.order[0]][0]
-            with file, Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
-                return image.size
-        return None
+    def sizes(self, count: int) -> list[tuple[int, int]]:
+        reader, sizes = getattr(self.source, "reader", None), []
+        order = self.order or ()
+        if reader is None:
+            return []
+        Image.init()  # all formats: in a new process none is loaded yet, and the size would stay unknown
+        for index in order[:: max(1, len(order) // count)][:count]:
+            with contextlib.suppress(Exception), warnings.catch_warnings():  # decoding it says what is wrong with it
+                warnings.simplefilter("ignore")
+                file = reader[index][0]
+                with file, Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
+                    sizes.append(image.size)
+        return sizes
 
     def _name(self, index: int) -> str:
         if hasattr(self.source, "filename"):

@@ -147,7 +147,7 @@ def in_words(config: Mapping[str, Any]) -> str:
     """One line: ``resize to 248×248, crop 224×224, bicubic; mean 0.485, 0.456, 0.406; std 0.229, 0.224, 0.225``."""
     try:
         resized, size, squashed = _sizes(config)
-        steps = "stored at that size" if resized is None else f"resize to {_times(resized)}"
+        steps = f"{_times(size)}, as stored" if resized is None else f"resize to {_times(resized)}"
         if resized not in (None, size):
             steps += f", crop {_times(size)}"
         elif resized is not None and not squashed:
@@ -159,17 +159,23 @@ def in_words(config: Mapping[str, Any]) -> str:
         return "not stated"
 
 
-def remarks(config: Mapping[str, Any], width: int, height: int) -> Iterator[str]:
-    """Remarks on images of a given size: that they are enlarged, or that parts are cut off before certification."""
+def remarks(config: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Remarks on images of some (width, height): how many are enlarged, and how much of them is cropped away."""
     resized, (rows, columns), squashed = _sizes(config)
-    if resized is None:
+    if resized is None or not sizes:
         return
-    scale = max(resized[0] / height, resized[1] / width)
-    if scale > 1:
-        yield f"the images are enlarged from {height}×{width}: ε and radii are measured on what the network gets"
-    share = 1.0 if squashed else min(1.0, rows * columns / (scale * height * scale * width))
-    if share < _WHOLE:
-        yield f"{100 * (1 - share):.0f} % of an image of {height}×{width} is cut off before it is certified"
+    scales = [max(resized[0] / height, resized[1] / width) for width, height in sizes]
+    enlarged = sum(scale > 1 for scale in scales)
+    if enlarged:
+        which = "the images" if enlarged == len(sizes) else f"{100 * enlarged / len(sizes):.0f} % of the images"
+        yield f"{which} are enlarged: ε and radii are measured on the resized images"
+    kept = [
+        1.0 if squashed else min(1.0, rows * columns / (scale * height * scale * width))
+        for scale, (width, height) in zip(scales, sizes, strict=True)
+    ]
+    if min(kept) < _WHOLE:
+        most, least = (f"{100 * (1 - share):.0f}" for share in (min(kept), max(kept)))
+        yield f"centre crop discards {most if most == least else f'{least} to {most}'} % of the pixels"
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], bool]:

@@ -62,7 +62,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         notes.append("some certificates are about the network, some about a smoothed classifier: do not add them up")
     if any(run.smoothed and run.stopped for run in runs):
         notes.append("draws stop once the verdict at ε is known; --all-samples may certify larger radii")
-    if any(run.staged for run in runs):
+    if any(run.staged and len(run.every_eps) == 1 for run in runs):
         notes.append(
             "staged certification stops at the verdict for ε: for other ε, give several (--eps 36/255,0.5), or "
             "--method anchored; the median radius is not meaningful"
@@ -233,18 +233,16 @@ def sentence(run: Run, eps: Eps) -> str:
     """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     count, certified = len(run), run.certified_at(value)
-    subject = f"the smoothed classifier of {run.network}" if run.smoothed else run.network
-    verb = "classifies correctly, such that" if run.labelled else "classifies such that"
-    text = f"{run.name}: of {count} images, {subject} certifiably {verb} no ℓ2 perturbation of the pixels up to "
-    text += f"ε = {typed} changes the class, {certified} ({100 * certified / count:.1f} %; {run.rigor})."
+    what = "classified correctly and certified" if run.labelled else "certified"
+    by = "the smoothed classifier" if run.smoothed else "the network"
+    text = f"{run.name}: {certified} of {count} images ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
+    text += f"no ℓ2 perturbation of the pixels up to ε changes the class that {by} predicts ({run.rigor})."
     if run.labelled:
         what = "have the correct top class" if run.smoothed else "are classified correctly"
         text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."
     if run.attacked:
         surviving = run.surviving_at(value)
-        text += (
-            f" {run.attack} fails on {surviving} ({100 * surviving / count:.1f} %); the robust accuracy lies between."
-        )
+        text += f" {run.attack} fails on {surviving} ({100 * surviving / count:.1f} %); robust accuracy lies between."
     if run.smoothed:
         text += " The smoothed classifier returns the class that the network predicts most often under Gaussian noise "
         text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
@@ -295,7 +293,7 @@ def _extremes(run: Run, level: int, number: str, pictures: dict[str, str | bytes
     """The correctly classified images with the largest radii, and those with the smallest."""
     rows = sorted((row for row in run.rows if row.get("correct", True)), key=lambda row: -row["radius"])
     if len(rows) <= 2 * _EXTREMES:
-        groups = {"Radii": rows}
+        groups = {"Images": rows}
     else:
         groups = {"Largest radii": rows[:_EXTREMES], "Smallest radii": rows[: -_EXTREMES - 1 : -1]}
     available = examples(run, {row["index"] for some in groups.values() for row in some}) if images else {}

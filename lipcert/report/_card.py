@@ -51,7 +51,7 @@ def model_card(
         base_model=base_model or (hub_id if hub == "hf-hub" else None),
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
-        model_name=runs[0].name,
+        model_name=title(runs[0]),
         eval_results=[result for run in runs for result in _results(run, eps)],
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(runs, eps, data, artifact)}\n")
@@ -70,7 +70,7 @@ def model_info(run: Run) -> dict[str, Any]:
     attacked = {"autoattack_acc": percent(run.surviving_at(run.eps))} if "autoattack" in run.attack_name else {}
     return {
         "link": "",
-        "name": run.name,
+        "name": title(run),
         "authors": "",
         "additional_data": None,
         "number_forward_passes": run.noise.get("samples") or 1,
@@ -89,12 +89,16 @@ def artifact_of(run: Run) -> Path | None:
     """The file with the run's weights: a local artifact named in its command, or one of lipcert's; otherwise None."""
     from lipcert.inputs.artifact import is_artifact, read_metadata  # they import torch
 
-    command = run.summary.get("command") or ""
-    words = shlex.split(command) if isinstance(command, str) else command
-    for path in (*(Path(word) for word in words if is_artifact(word)), *_shipped()):
+    for path in (*(Path(word) for word in _words(run) if is_artifact(word)), *_shipped()):
         if read_metadata(path)["weights_hash"] == run.weights_hash:
             return path
     return None
+
+
+def _words(run: Run) -> list[str]:
+    """The command of a run."""
+    command = run.summary.get("command") or ""
+    return shlex.split(command) if isinstance(command, str) else command
 
 
 def _shipped() -> dict[Path, str]:
@@ -118,12 +122,15 @@ def _hub_data(run: Run) -> list[str]:
     """Hub names of the data sets used for surgery, training and certification."""
     steps = [step.get("data") for step in run.summary["model"]["recipe"]]
     specs = [str(spec).partition(":")[0] for spec in (*steps, run.summary.get("data", {}).get("spec"))]
-    return list(dict.fromkeys(spec.partition("/")[2] for spec in specs if spec.startswith(("hfds/", "hfids/"))))
+    ids = (
+        _HUB_IDS.get(spec) or (spec.partition("/")[2] if spec.startswith(("hfds/", "hfids/")) else "") for spec in specs
+    )
+    return list(dict.fromkeys(filter(None, ids)))
 
 
 def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | None) -> str:
     first = runs[0]
-    parts = [heading(1, first.name)]
+    parts = [heading(1, title(first))]
     parts.append(escaped(f"An image classifier, {first.architecture}, with certificates against ℓ2 perturbations."))
     for run in runs:
         parts += [heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), escaped(sentence(run, eps))]
@@ -137,12 +144,30 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     ]
     parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]
     parts += [heading(2, "What these figures mean"), items(promises(runs)), heading(2, "Reproduce")]
-    smoothing = "".join(f", {key}={value}" for key, value in first.noise.items())
-    method = f', method="smoothing"{smoothing}' if first.smoothed else ""
-    source = _shipped().get(artifact, artifact.name) if artifact else first.network
-    use = f"import lipcert\n\nmodel = lipcert.load({source!r})\n{'' if artifact else _denoising(first)}"
-    use += f'result = lipcert.certify(model, images, labels, eps="{first.eps_typed}"{method})  # images in [0, 1]'
-    return "\n\n".join([*parts, code(use), MARK])
+    return "\n\n".join([*parts, code(_snippet(first, artifact)), MARK])
+
+
+def _snippet(run: Run, artifact: Path | None) -> str:
+    """Python code that loads the model and certifies some images again."""
+    smoothing = "".join(f", {key}={value!r}" for key, value in run.noise.items())
+    method = f', method="smoothing"{smoothing}' if run.smoothed else ""
+    source = _shipped().get(artifact, artifact.name) if artifact else run.network
+    spec = str(run.summary.get("data", {}).get("spec"))
+    images = None if spec == "bundled" else f"path/to/{os.path.basename(spec)}" if os.path.isabs(spec) else spec
+    lines = ["import lipcert", "from lipcert.inputs.data import open_images", "", f"model = lipcert.load({source!r})"]
+    lines += [] if artifact else _denoising(run).splitlines()
+    lines += [f"batch = next(open_images({images!r}, model, limit=8).batches(8))"]
+    eps = ",".join(typed for _, typed in run.every_eps)
+    lines += [f'result = lipcert.certify(model, batch.images, batch.labels, eps="{eps}"{method})', "print(result)"]
+    return "\n".join(lines)
+
+
+def title(run: Run) -> str:
+    """A name for the model of a run: the name or the file of its artifact, or the run's network."""
+    path = artifact_of(run)
+    if path is None:
+        return run.network
+    return _shipped().get(path) or path.name.removesuffix(".safetensors").removesuffix(".lipcert")
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
@@ -183,14 +208,31 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
     return results
 
 
+# Hub ids of the data sets that torchvision has; a folder of one of these names is a split.
+_HUB_IDS = {
+    "torch/cifar10": "uoft-cs/cifar10",
+    "torch/cifar100": "uoft-cs/cifar100",
+    "torch/mnist": "ylecun/mnist",
+    "torch/svhn": "ufldl-stanford/svhn",
+}
+_SPLITS = ("train", "val", "validation", "test")
+
+
 def _dataset(run: Run) -> dict[str, str]:
-    """The data set's hub name; for a local path only its last part."""
+    """The data set's hub id; for a local path its last part, and for a split the folder above it as the user typed it.
+
+    Folders of an absolute path may be private, and cards are published.
+    """
     spec = str(run.summary.get("data", {}).get("spec", "unknown"))
     if spec == "bundled":
         return {"dataset_type": "digits", "dataset_name": "Digits 8×8, the images bundled with lipcert"}
     if os.path.isabs(spec):
-        name = os.path.basename(spec.rstrip(os.sep))
-        return {"dataset_type": name, "dataset_name": name}
-    place, _, split = spec.partition(":")
-    name = place.partition("/")[2] or place
+        words = _words(run)
+        typed = Path(words[words.index("--data") + 1]) if "--data" in words[:-1] else Path(spec)
+        name, split = Path(spec).name, str(run.summary["data"].get("split") or "")
+        if typed.stem.lower() in _SPLITS and not typed.is_absolute() and typed.parent.name not in ("", ".."):
+            name, split = typed.parent.name, typed.stem
+    else:
+        place, _, split = spec.partition(":")
+        name = _HUB_IDS.get(place) or place.partition("/")[2] or place
     return {"dataset_type": name, "dataset_name": name, **({"dataset_split": split} if split else {})}

@@ -13,7 +13,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.files import replacing
 from lipcert.report import _figures
 from lipcert.report._build import Eps, report
-from lipcert.report._card import artifact_of, model_card, model_info
+from lipcert.report._card import artifact_of, model_card, model_info, title
 from lipcert.report._markdown import MARK
 from lipcert.report._page import to_html
 from lipcert.results import Run
@@ -115,7 +115,7 @@ def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
     lines = ["hf auth login"]
     for path, runs_of_one in cards(card, runs).items():
         model = artifact_of(runs_of_one[0])
-        repository = f"YOU/{re.sub(r'[^A-Za-z0-9._-]+', '-', runs_of_one[0].name)}"
+        repository = f"YOU/{re.sub(r'[^A-Za-z0-9._-]+', '-', title(runs_of_one[0]))}"
         for file, name in ((model, None), (path, "README.md"), (info_path(path), "model_info.json")):
             if file is not None:
                 lines.append(shlex.join(["hf", "upload", repository, str(file), name or file.name]))

@@ -30,24 +30,22 @@ class Run(Tally):
     """The results of one model on one set of images.
 
     Attributes:
-        path: the file with the rows; None for rows in memory.
+        path: the file with the rows.
         name: the run's name in tables and figures: the file's name, with its folder if two files share the name.
         summary: the content of the summary file.
         rows: one mapping per image.
-        size: bytes of the complete rows in the file; None if that is not of interest.
+        size: bytes of the complete rows in the file; 0 for rows that were not read from it.
         notes: remarks on missing rows, one line each.
     """
 
-    def __init__(
-        self, path: Path | None, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int | None = None
-    ):
+    def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int = 0):
         super().__init__(rows)
         self.path = path
-        self.name = "results" if path is None else path.stem
+        self.name = path.stem
         self.summary = summary
         self.size = size
         self.notes: list[str] = []
-        if path is not None and size is not None and size < path.stat().st_size:
+        if 0 < size < path.stat().st_size:
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not summary.get("complete", True):
             self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")

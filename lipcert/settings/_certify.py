@@ -255,7 +255,7 @@ def _values(eps: object) -> list[tuple[float, str]]:
     """
     if isinstance(eps, str):
         return [(parse_eps(part), part.strip()) for part in eps.split(",")]
-    if not (isinstance(eps, Real) and not isinstance(eps, bool) and math.isfinite(eps) and eps > 0):
+    if not (isinstance(eps, Real) and not isinstance(eps, bool) and 0 < float(eps) < math.inf):
         raise InputError(f"eps must be a positive number, got {eps}; for example eps=36/255")
     text = eps_text(float(eps))
     return [(parse_eps(text) if "/" in text else float(eps), text)]
