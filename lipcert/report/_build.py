@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lipcert.report import _figures
+from lipcert.report._artifact import title
 from lipcert.report._curves import families, span
 from lipcert.report._images import Example, examples
 from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
@@ -41,11 +42,6 @@ def radii_of_interest(runs: Sequence[Run], named: Eps = ()) -> list[tuple[float,
     """
     targets = dict(named or [target for run in runs for target in run.every_eps])
     return sorted(targets.items())
-
-
-def title(runs: Sequence[Run]) -> str:
-    """A heading for the runs."""
-    return f"Certificates of {runs[0].name}" if len(runs) == 1 else f"Certificates of {len(runs)} results"
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
@@ -183,7 +179,8 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
     """
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
-    document = Document(title(runs), "")
+    name = title(runs[0]) if len({run.weights_hash for run in runs}) == 1 else f"{len(runs)} results"
+    document = Document(f"Certificates: {name}", "")
     parts = [heading(1, document.title)]
     if several:
         columns, rows = overview(runs, eps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from lipcert.errors import InputError
-from lipcert.inputs.checkpoints import checkpoints
+from lipcert.report._artifact import artifact_of, command_of, shipped, title
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
@@ -47,7 +46,7 @@ def model_card(
     data = ModelCardData(
         library_name="lipcert",
         pipeline_tag="image-classification",
-        license=license or ("apache-2.0" if artifact in _shipped() else None),
+        license=license or ("apache-2.0" if artifact in shipped() else None),
         base_model=base_model or (hub_id if hub == "hf-hub" else None),
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
@@ -83,27 +82,6 @@ def model_info(run: Run) -> dict[str, Any]:
         **attacked,
         "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {version()}",
     }
-
-
-def artifact_of(run: Run) -> Path | None:
-    """The file with the run's weights: a local artifact named in its command, or one of lipcert's; otherwise None."""
-    from lipcert.inputs.artifact import is_artifact, read_metadata  # they import torch
-
-    for path in (*(Path(word) for word in _words(run) if is_artifact(word)), *_shipped()):
-        if read_metadata(path)["weights_hash"] == run.weights_hash:
-            return path
-    return None
-
-
-def _words(run: Run) -> list[str]:
-    """The command of a run."""
-    command = run.summary.get("command") or ""
-    return shlex.split(command) if isinstance(command, str) else command
-
-
-def _shipped() -> dict[Path, str]:
-    """The files of the checkpoints that come with lipcert, and their names."""
-    return {one.path: one.name for one in checkpoints()}
 
 
 def _denoising(run: Run) -> str:
@@ -151,7 +129,7 @@ def _snippet(run: Run, artifact: Path | None) -> str:
     """Python code that loads the model and certifies some images again."""
     smoothing = "".join(f", {key}={value!r}" for key, value in run.noise.items())
     method = f', method="smoothing"{smoothing}' if run.smoothed else ""
-    source = _shipped().get(artifact, artifact.name) if artifact else run.network
+    source = shipped().get(artifact, artifact.name) if artifact else run.network
     spec = str(run.summary.get("data", {}).get("spec"))
     images = None if spec == "bundled" else f"path/to/{os.path.basename(spec)}" if os.path.isabs(spec) else spec
     lines = ["import lipcert", "from lipcert.inputs.data import open_images", "", f"model = lipcert.load({source!r})"]
@@ -160,14 +138,6 @@ def _snippet(run: Run, artifact: Path | None) -> str:
     eps = ",".join(typed for _, typed in run.every_eps)
     lines += [f'result = lipcert.certify(model, batch.images, batch.labels, eps="{eps}"{method})', "print(result)"]
     return "\n".join(lines)
-
-
-def title(run: Run) -> str:
-    """A name for the model of a run: the name or the file of its artifact, or the run's network."""
-    path = artifact_of(run)
-    if path is None:
-        return run.network
-    return _shipped().get(path) or path.name.removesuffix(".safetensors").removesuffix(".lipcert")
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
@@ -227,7 +197,7 @@ def _dataset(run: Run) -> dict[str, str]:
     if spec == "bundled":
         return {"dataset_type": "digits", "dataset_name": "Digits 8×8, the images bundled with lipcert"}
     if os.path.isabs(spec):
-        words = _words(run)
+        words = command_of(run)
         typed = Path(words[words.index("--data") + 1]) if "--data" in words[:-1] else Path(spec)
         name, split = Path(spec).name, str(run.summary["data"].get("split") or "")
         if typed.stem.lower() in _SPLITS and not typed.is_absolute() and typed.parent.name not in ("", ".."):

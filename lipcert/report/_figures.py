@@ -144,9 +144,10 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
     beyond = [run.every_eps[-1][0] for run in runs if run.stopped]
     if beyond and min(beyond) < end:
         axes.axvspan(min(beyond), end, facecolor="none", edgecolor="0.5", alpha=0.35, hatch="//", linewidth=0, zorder=0)
-    for value, typed in sorted({target for run in runs for target in run.every_eps}):
+    for i, (value, typed) in enumerate(sorted({target for run in runs for target in run.every_eps})):
         axes.axvline(value, **_DOTS)
-        axes.text(value, 1.01, f"ε = {typed}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+        name, height = f"ε = {typed}", 1.01 + 0.06 * (i % 2)  # side by side they could overlap
+        axes.text(value, height, name, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
     wide = len(runs) > 3 or any(len(run.name) > 20 for run in runs)
     figure.legend(loc="outside lower left", ncols=1 if wide or len(runs) == 1 else 2, frameon=False)
     drawn.append(axes)
@@ -171,7 +172,8 @@ def histogram(runs: Sequence[Run]) -> Any:
         axes.set_ylabel("images")
         radii = np.clip(run.radii[run.right], start, end)
         axes.hist(radii, bins=bins, color=_COLOURS[i % len(_COLOURS)], linewidth=0, rwidth=0.92)
-        axes.axvline(run.eps, **_DOTS)
+        for eps, _ in run.every_eps:
+            axes.axvline(eps, **_DOTS)
         axes.yaxis.get_major_locator().set_params(integer=True, nbins=4)
         axes.set_title(_short(run), fontsize=11, loc="left")
     panels[-1].set_xlabel("certified radius" + (", those below the axis in its first bar" if logarithmic else ""))

@@ -94,7 +94,7 @@ def _attacked(run: Run, images: dict[int, Tensor], predicted: dict[int, int]) ->
 def _model(run: Run) -> Model | None:
     """The model of a run, if its artifact is available; otherwise None."""
     from lipcert.inputs.loading import load
-    from lipcert.report._card import artifact_of
+    from lipcert.report._artifact import artifact_of
     from lipcert.results.verify import check_model
 
     path = artifact_of(run)

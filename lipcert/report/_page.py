@@ -30,14 +30,22 @@ def to_html(document: Document) -> str:
     reader = MarkdownIt("commonmark").enable("table")
     tokens = reader.parse(document.text.replace(MARK, ""))
     repeats: Counter[str] = Counter()
-    tables = 0
+    tables, head, column = 0, [], 0
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             # The children contain the text without the backslashes of Markdown.
             name = slug("".join(child.content for child in tokens[i + 1].children or ()))
             token.attrSet("id", f"{name}-{repeats[name]}" if repeats[name] else name)
             repeats[name] += 1
+        if token.type == "tr_open":
+            column = 0
+        if token.type == "th_open":
+            head.append(tokens[i + 1].content)
+        if token.type == "td_open":  # phones show a row as a list of names and values
+            token.attrSet("data-name", head[column])
+            column += 1
         if token.type == "table_open":
+            head = []
             token.meta["kind"] = ("scroll ranking" if tokens[i + 4].content else "figures") if not tables else "scroll"
             tables += 1
     reader.add_render_rule("image", lambda *arguments: _picture(document, *arguments))

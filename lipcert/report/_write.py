@@ -12,8 +12,9 @@ from pathlib import Path
 from lipcert.errors import InputError
 from lipcert.inputs.files import replacing
 from lipcert.report import _figures
+from lipcert.report._artifact import artifact_of, title
 from lipcert.report._build import Eps, report
-from lipcert.report._card import artifact_of, model_card, model_info, title
+from lipcert.report._card import model_card, model_info
 from lipcert.report._markdown import MARK
 from lipcert.report._page import to_html
 from lipcert.results import Run
