@@ -48,27 +48,23 @@ def certify(
     data: Data = None,
     classes: Classes = None,
     labels: Labels = None,
-    attack: Annotated[
-        bool, typer.Option("--attack", help="Search for perturbations that change predictions, by PGD.")
-    ] = False,
+    attack: Annotated[bool, typer.Option("--attack", help="Also attack with PGD.")] = False,
     autoattack: Annotated[
-        bool, typer.Option("--autoattack", help="Search for them by AutoAttack: pip install 'lipcert[attack]'.")
+        bool, typer.Option("--autoattack", help="Also attack with AutoAttack; needs pip install 'lipcert[attack]'.")
     ] = False,
     limit: Limit = None,
     shard: Annotated[
         str | None,
-        typer.Option(
-            help="Certify only a part of the images: 2/5 is the second of five. Needs --out.", show_default=False
-        ),
+        typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.", show_default=False),
     ] = None,
     device: Device = "auto",
     out: out(  # type: ignore[valid-type]
-        "Write one JSON line per image; a stopped run continues there. A folder for several models."
+        "Write one JSON line per image; rerun to continue. A folder for several models."
     ) = None,
     fail_under: Annotated[
         float | None,
         typer.Option(
-            help="Exit with code 1 if the certified accuracy is below this fraction.",
+            help="Exit code 1 if the certified accuracy at the smallest eps is below this fraction.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -77,12 +73,12 @@ def certify(
     annotations: Annotated[
         str | None,
         typer.Option(
-            help="Mark the outcome for a CI service.", show_default=False, rich_help_panel=OUTPUT, **choice(FORMS)
+            help="Annotate the outcome for a CI service.", show_default=False, rich_help_panel=OUTPUT, **choice(FORMS)
         ),
     ] = None,
     denoiser: Denoiser = None,
 ) -> None:
-    """Certify images: no perturbation of the pixels smaller than the radius changes the prediction."""
+    """Certify images: no l2 perturbation of the pixels below the certified radius changes the prediction."""
     asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords["sigma"])]
     asked_pixels, asked_weights = pixels(), weights()
     if fail_under is not None and not 0 <= fail_under <= 1:

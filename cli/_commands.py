@@ -162,6 +162,14 @@ class _Command(typer.core.TyperCommand):
                     formatter.write_dl(records)
 
 
+# Options of timm's scripts, and what lipcert has in their place.
+_OF_TIMM = {
+    "--num-classes": "give --model-args num_classes=N",
+    "--img-size": "give --model-args img_size=N",
+    "--in-chans": "give --model-args in_chans=N",
+    "--batch-size": "leave it out, the batch size is chosen by memory",
+    "--pretrained": "leave it out, weights are loaded unless --no-pretrained is given",
+}
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -171,6 +179,8 @@ def _one_line(error: Any) -> str:
     about = getattr(getattr(error, "param", None), "help", None)
     if message.startswith("Missing") and about:
         message = f"{message}: {about.rstrip('.')}"
+    if hint := _OF_TIMM.get(getattr(error, "option_name", "")):
+        message = f"No such option: {error.option_name}; {hint}"
     where = error.ctx.command_path if error.ctx is not None else "lipcert"
     return f"{message[:1].lower()}{message[1:]}{'' if message.endswith('?') else ';'} {where} --help says more"
 

@@ -1,6 +1,7 @@
 """``lipcert finetune``: trains a model for larger certified radii and writes it to an artifact."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import FinetuneSettings
 
+from ._commands import OUTPUT
 from ._errors import one_line_errors
 from ._options import (
     AsJson,
@@ -42,7 +44,7 @@ def finetune(
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="Learn the predictions of this model, too: an artifact of the same classes, or a timm name.",
+            help="Distil from this model: an artifact of the same classes, or a timm name.",
             show_default=False,
         ),
     ] = None,
@@ -58,7 +60,7 @@ def finetune(
     crop: Annotated[
         str,
         typer.Option(
-            help="shift: by up to an eighth of the side; flip: not moved, only flipped.",
+            help="shift: by up to an eighth of the side; flip: flips only.",
             rich_help_panel=_IMAGES,
             **choice(("resized", "shift", "flip", "none")),
         ),
@@ -72,23 +74,35 @@ def finetune(
     ] = 0.0,
     mix: Annotated[
         str | None,
+        typer.Option(help="A second data set, such as generated images.", show_default=False, rich_help_panel=_IMAGES),
+    ] = None,
+    mix_ratio: Annotated[float, typer.Option(help="Fraction of --mix in a batch.", rich_help_panel=_IMAGES)] = 0.7,
+    validate: Annotated[
+        int | None,
         typer.Option(
-            help="A second data set to mix in, such as generated images.", show_default=False, rich_help_panel=_IMAGES
+            help="Hold out this many training images; keep the epoch that is best on them.", show_default=False
         ),
     ] = None,
-    mix_ratio: Annotated[
-        float, typer.Option(help="Fraction of the second data set in a batch.", rich_help_panel=_IMAGES)
-    ] = 0.5,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the figures of each epoch to a .csv file or a TensorBoard folder.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model for larger certified radii; a stopped run continues from a checkpoint beside the output."""
+    """Train a model for larger certified radii; rerun the command to continue after an interruption."""
     asked, asked_pixels = settings(), pixels()
     if batch_size < 1:
         raise InputError(f"--batch-size must be at least 1 image, got {batch_size}")
     if not 0 < mix_ratio < 1:
         raise InputError(f"--mix-ratio must be between 0 and 1, got {mix_ratio}")
+    if validate is not None and (validate < 1 or asked.ema is not None):
+        raise InputError("--validate takes a number of images, and no --ema: it keeps the weights of one epoch")
     start()
     from . import _finetuning
 
@@ -101,6 +115,8 @@ def finetune(
             data, limit, batch_size, augment, crop, randaugment, cutout, mix, mix_ratio if mix else None
         ),
         lists={"classes": classes, "labels": labels},
+        validate=validate,
+        log=log,
         out=out,
         force=force,
         as_json=as_json,

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lipcert.errors import Interrupted
+from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
-from lipcert.inputs.data import Images, open_images
+from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.loading import resolve
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
@@ -18,7 +18,7 @@ from lipcert.model import Model
 from lipcert.results import share
 from lipcert.settings import FinetuneSettings, eps_text
 from lipcert.smoothing import normal
-from lipcert.training import Augmentation, Batches, Epoch, Mixed, check_trainable
+from lipcert.training import Augmentation, Batches, Epoch, Log, Mixed, Validation, check_trainable
 from lipcert.training import finetune as train
 
 from ._advice import Status, advise
@@ -68,6 +68,8 @@ def run(
     of: TrainingImages,
     *,
     lists: Mapping[str, Any],
+    validate: int | None,
+    log: Path | None,
     out: Path | None,
     force: bool,
     as_json: bool,
@@ -82,10 +84,16 @@ def run(
         pixels.apply(loaded)
         path = out or default_name(str(source), "finetuned")
         check_out(path, [Path(source), *weights.files], loaded, "finetune", force)
-        unfinished = path.with_name(f"{path.name}.checkpoint")
+        unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
         taught = None if teacher is None else load_model(teacher, Weights(), device=device)
         check_trainable(loaded, asked, taught)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
+        validation, write_log = None, None if log is None else Log(log)
+        if validate is not None:
+            if images.length is None or images.length <= validate:
+                raise InputError(f"--validate {validate} leaves no images for training")
+            images = open_images(of.data, loaded, limit=images.length - validate, purpose="train", **lists)
+            validation = Validation(loaded, cast(Batch, images.others(validate)), asked, best)
 
         total = None if images.length is None else images.length * asked.epochs
         with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:
@@ -99,7 +107,10 @@ def run(
                 update(processed, total)
 
             def finished(epoch: Epoch) -> None:
-                _say_epoch(epoch)
+                figures = {} if validation is None else validation(epoch.number, processes.first)
+                _say_epoch(epoch, figures)
+                if write_log is not None and processes.first:
+                    write_log(epoch, figures)
                 update(
                     processed,
                     total,
@@ -116,7 +127,7 @@ def run(
                     loaded,
                     batches,
                     teacher=taught,
-                    origin=asdict(of),
+                    origin={**asdict(of), **({} if validate is None else {"validate": validate})},
                     checkpoint=unfinished,
                     progress=finished,
                     **settings,
@@ -124,6 +135,8 @@ def run(
             except KeyboardInterrupt as error:
                 outcome = f"rerun to continue from {unfinished}" if unfinished.exists() else "no epoch was finished"
                 raise Interrupted(f"interrupted; {outcome}") from error
+        if validation is not None:
+            validation.restore()
         after = _accuracy(loaded, sample, processes, asked.sigma)
         count = processed // asked.epochs if images.length is None else images.length
         facts: dict[str, Any] = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
@@ -132,6 +145,7 @@ def run(
             with busy(f"writing {path}"):
                 save(loaded, path, facts=facts, force=force)
             unfinished.unlink(missing_ok=True)
+            best.unlink(missing_ok=True)
         if as_json:
             accuracy = {"before": before[0] / before[1], "after": after[0] / after[1]}
             measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
@@ -150,6 +164,7 @@ def run(
                 ("images", f"{count} of {of.data}" + (f", split {images.split}" if images.split else "")),
                 (f"{what}, before", share(*before)),
                 (f"{what}, after", f"{share(*after)}, on training images"),
+                *([] if validation is None else [("best epoch", f"{validation.epoch}, score {validation.best:.3f}")]),
                 ("written", str(path)),
                 ("certified", "not yet: run certify"),
                 ("next", suggestion),
@@ -173,8 +188,9 @@ def _accuracy(model: Model, images: Images, processes: Processes, sigma: float |
     return sum(processes.gather(right)), processed
 
 
-def _say_epoch(epoch: Epoch) -> None:
+def _say_epoch(epoch: Epoch, figures: Mapping[str, float]) -> None:
     line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.3f}"
     if epoch.bound is not None:
         line += f", Lipschitz bound {epoch.bound:.4g} certified, {epoch.estimate:.4g} estimated in training"
+    line += "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
     say(f"{line}, {epoch.seconds:.1f} s")

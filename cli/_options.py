@@ -96,26 +96,24 @@ Denoiser = Annotated[
     str | None,
     typer.Option(
         metavar="[dct|natural|MODULE:NAME]",
-        help="Apply a denoiser to images first: dct needs no weights, natural is a network for natural images, "
-        "MODULE:NAME is a function or class of your Python module that makes one.",
+        help="Denoise images first: dct (no weights), natural (a network for natural images), or MODULE:NAME, a "
+        "function or class in your Python module that returns a torch.nn.Module.",
         show_default=False,
         rich_help_panel=MODEL,
     ),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Overwrite the output file, whatever it contains.", rich_help_panel=OUTPUT)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.", rich_help_panel=OUTPUT)]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.", rich_help_panel=OUTPUT)]
 Device = Annotated[
     str,
     typer.Option(
-        help="Where to compute: auto is a GPU if there is one.",
+        help="Device; auto: a GPU if there is one.",
         autocompletion=complete_device,
         metavar="[auto|cpu|cuda|cuda:N]",
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(help="Use this many images, from a fixed shuffle of all.", show_default=False)
+    int | None, typer.Option(help="Use only this many images, drawn by a fixed shuffle.", show_default=False)
 ]
 _DATA = (
     "One image, or a folder or .tar of images (class folders give labels), or torch/NAME, hfds/NAME, wds/FOLDER "
@@ -123,22 +121,30 @@ _DATA = (
 )
 Data = Annotated[
     str | None,
-    typer.Option(help=f"{_DATA}; by default the bundled images.", show_default=False, autocompletion=complete_data),
+    typer.Option(
+        "--data",
+        "--data-dir",
+        help=f"{_DATA}; by default the bundled images.",
+        show_default=False,
+        autocompletion=complete_data,
+    ),
 ]
 Classes = Annotated[
     Path | None,
     typer.Option(
-        help="A file that numbers the class folders: a name a line in order, or a name and its number, or JSON.",
+        help="A file that maps class folders to class numbers: one name per line, name and number, or JSON.",
         show_default=False,
     ),
 ]
 Labels = Annotated[
     Path | None,
-    typer.Option(help="A CSV file with the label of each image: filename,label.", show_default=False),
+    typer.Option(help="A CSV file with columns filename and label.", show_default=False),
 ]
 LabelledData = Annotated[
     str,
     typer.Option(
+        "--data",
+        "--data-dir",
         help="A folder or .tar with class folders, or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
         autocompletion=complete_data,
     ),
@@ -152,9 +158,13 @@ class Weights:
     checkpoint: Path | None = option(
         "Weights for the timm name: .safetensors, or a PyTorch file.", None, Path | None, group=MODEL
     )
-    no_pretrained: bool = option("Use random weights and download nothing.", False, bool, group=MODEL)
+    no_pretrained: bool = option("Use random weights; download nothing.", False, bool, group=MODEL)
     model_args: str | None = option(
-        'timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".', None, str | None, group=MODEL
+        'timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".',
+        None,
+        str | None,
+        group=MODEL,
+        alias="--model-kwargs",
     )
 
     @property
@@ -180,9 +190,10 @@ def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., No
         default = one.default if meta["given"] is None else meta["given"]
         required = default in (MISSING, ...)
         more = {} if meta["typed"] is bool else choice(meta["choices"])
-        flag = [f"--{one.name.replace('_', '-')}"] if meta["typed"] is bool else []
+        flag = f"--{one.name.replace('_', '-')}"
+        flags = [flag, *meta["alias"]] if meta["typed"] is bool or meta["alias"] else []
         about = typer.Option(
-            *flag,
+            *flags,
             help=meta["help"],
             show_default=default is not None and meta["typed"] is not bool,
             rich_help_panel=meta["group"],

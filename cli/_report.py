@@ -22,25 +22,25 @@ def report(
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.", show_default=False)] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the same as Markdown, with figures beside it.", show_default=False)
+        Path | None, typer.Option(help="Write the report as Markdown, with separate figures.", show_default=False)
     ] = None,
     card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.", show_default=False)] = None,
     license: Annotated[
-        str | None, typer.Option(help="The licence of the model, for its card: apache-2.0.", show_default=False)
+        str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.", show_default=False)
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The hub id of the original model, for its card.", show_default=False)
+        str | None, typer.Option(help="Hub id of the base model, for the card.", show_default=False)
     ] = None,
     eps: Annotated[
         list[str] | None,
         typer.Option(
-            help="Show figures at this radius; may be repeated. By default the radii of the runs.",
+            help="Show results at this radius; repeatable. Default: the eps of the runs.",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show results: certified accuracy over ε, radii, methods; several results are compared."""
+    """Show results: certified accuracy over ε, radii, methods; compares several results."""
     start()
     from lipcert.report import (
         OVERVIEW,
@@ -62,7 +62,7 @@ def report(
     for remark in remarks(runs):
         say(f"note: {remark}")
     if (html or markdown) and not available():
-        say("note: matplotlib is missing, so tables stand in place of figures; pip install 'lipcert[plot]' draws them")
+        say("note: without matplotlib, tables replace figures; pip install 'lipcert[plot]'")
     with busy("writing the report"):
         written = write(
             runs, html=html, markdown=markdown, card=card, eps=named, license=license, base_model=base_model
@@ -79,7 +79,7 @@ def report(
         say(OVERVIEW)
     print_facts([("written", str(path)) for path in written])
     if card:
-        say("publish it:")
+        say("to publish:")
         for line in publishing(card, runs):
             say(f"  {line}")
     elif not html:

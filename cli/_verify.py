@@ -43,7 +43,7 @@ def verify(
         Path,
         typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.", autocompletion=complete_results),
     ],
-    sample: Annotated[int, typer.Option(help="Number of rows to recompute, chosen at random.")] = SAMPLE,
+    sample: Annotated[int, typer.Option(help="Number of rows to recompute, drawn at random.")] = SAMPLE,
     everything: Annotated[bool, typer.Option("--all", help="Recompute all rows.")] = False,
     data: Annotated[
         str | None,

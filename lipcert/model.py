@@ -58,7 +58,14 @@ def checked(model: object) -> Model:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; make one: lipcert.load('vit_tiny_patch16_224')")
     if getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
-        return _LOADERS[0](model)
+        loaded = _LOADERS[0](model)
+        mean, std = (", ".join(f"{x:.4g}" for x in value.flatten().tolist()) for value in (loaded.mean, loaded.std))
+        warnings.warn(
+            f"a timm network without its normalisation: taken are mean {mean} and std {std} of its configuration; give "
+            "others by lipcert.load(module, mean=..., std=...)",
+            stacklevel=4,
+        )
+        return loaded
     raise InputError(
         "model is a plain module; wrap it first: model = lipcert.load(module, mean=..., std=..., input_size=...)"
     )
@@ -209,14 +216,20 @@ class Model(nn.Module):
             InputError: the images are not valid; the message says what to do.
         """
         if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
-            expected = ", ".join(str(n) for n in self.input_size)
-            raise InputError(
-                f"images must have shape (N, {expected}), got {tuple(images.shape)}; resize them to the model's input"
-            )
+            expected, shape = ", ".join(str(n) for n in self.input_size), tuple(images.shape)
+            hint = "resize them to the model's input"
+            if shape == self.input_size:
+                hint = "give a batch: images[None]"
+            elif len(shape) == 4 and (shape[3], *shape[1:3]) == self.input_size:
+                hint = "channels come first: images.permute(0, 3, 1, 2)"
+            raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")
         if images.numel() and not (images.amin() >= 0 and images.amax() <= 1):
+            hint = "pass pixels before normalisation; timm's create_loader gives them for mean=(0, 0, 0), std=(1, 1, 1)"
+            if images.amin() >= 0 and 2 < images.amax() <= 255:
+                hint = "divide pixels from 0 to 255 by 255"
             raise InputError(
-                "images must lie in [0, 1] and hold no NaN, got values from "
-                f"{images.amin():.4g} to {images.amax():.4g}; pass pixels before normalisation"
+                f"images must lie in [0, 1] and hold no NaN, got values from {images.amin():.4g} to "
+                f"{images.amax():.4g}; {hint}"
             )

@@ -11,7 +11,7 @@ from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._method import Method, Subject
 from lipcert.certifier._staged import RATE
-from lipcert.certifier._triage import Triage, triage
+from lipcert.certifier._triage import Triage, first_order_limit, triage
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates
 from lipcert.settings import METHODS, CertifySettings
@@ -32,5 +32,6 @@ __all__ = [
     "Triage",
     "bottom_logit",
     "certifier_for",
+    "first_order_limit",
     "triage",
 ]

@@ -86,6 +86,8 @@ def load(
     options = {*pixels, *timm_arguments}
     if checkpoint is not None:
         options.add("checkpoint= (--checkpoint)")
+    if "device" in timm_arguments:
+        raise InputError("device is no argument of load; move the model afterwards: lipcert.load(...).to('cuda')")
     if "checkpoint_path" in timm_arguments:
         raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
     if isinstance(source, nn.Module):

@@ -17,7 +17,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # timm's defaults for resizing, used if a model's configuration lacks an entry.
 RESIZING: dict[str, Any] = {"interpolation": "bilinear", "crop_pct": 0.875, "crop_mode": "center"}
 
-_GROUP = "Images, where they differ from the model's configuration"
+_GROUP = "Preprocessing; by default from the configuration of the model"
 # No remark if at least this share of an image is kept; the rest is rounding of sizes.
 _WHOLE = 0.999
 # No mean and no standard deviation of pixels in [0, 1] is larger; somewhat more is left to odd networks.
@@ -47,13 +47,13 @@ class Preprocessing:
         "Standard deviation of the normalisation, likewise.", None, str | None, group=_GROUP
     )
     crop_pct: float | None = option(
-        "Share of the resized image's side that is cut out: 1 keeps it.", None, float | None, group=_GROUP
+        "Centre crop, as a fraction of the side of the resized image.", None, float | None, group=_GROUP
     )
     input_size: Sequence[int] | str | None = option(
         "Height and width of the network's input: 224, or 224,192.", None, str | None, group=_GROUP
     )
     interpolation: str | None = option(
-        "How images are resized.", None, str | None, choices=INTERPOLATIONS, group=_GROUP
+        "Interpolation for resizing.", None, str | None, choices=INTERPOLATIONS, group=_GROUP
     )
 
     def __post_init__(self) -> None:

@@ -234,9 +234,10 @@ def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | Non
     for batch in images:
         some, classes = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
         if not isinstance(some, (Tensor, np.ndarray)):
-            raise InputError(
-                f"a batch is a {type(batch).__name__}; batches are tensors (N, C, H, W), or pairs of them and labels"
-            )
+            kind, hint = f"a {type(batch).__name__}", ""
+            if hasattr(some, "getexif"):  # of PIL
+                kind, hint = "a PIL image", "; convert it by torchvision.transforms.functional.to_tensor"
+            raise InputError(f"a batch is {kind}; batches are tensors (N, C, H, W), or pairs of them and labels{hint}")
         pixels = _tensor(some)
         yield pixels[None] if pixels.dim() == 3 else pixels, None if classes is None else _classes(classes)
 

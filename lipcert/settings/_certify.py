@@ -103,25 +103,25 @@ class CertifySettings:
 
     eps: float = option(f"{EPS[:-1]}; 36/255,0.5 for several in one run.", typed=list[str])
     method: MethodName = option(
-        f"staged goes from the cheapest to the strongest; {SMOOTHING} is about the smoothed classifier of any network.",
+        f"staged: from the cheapest to the strongest method; {SMOOTHING}: certifies the smoothed classifier.",
         METHODS[0],
         choices=(*METHODS, *PUBLISHED, SMOOTHING),
     )
     _: KW_ONLY
     dtype: Dtype = option(
-        "What certificates hold for: real arithmetic, or a forward pass in this format.", DTYPES[0], choices=DTYPES
+        "Certify exact arithmetic (real), or a forward pass in this format.", DTYPES[0], choices=DTYPES
     )
-    rigor: RigorAsked = option("deterministic: no random start vectors, for small networks.", RIGORS[0], choices=RIGORS)
+    rigor: RigorAsked = option("deterministic: no random start vectors; for small networks.", RIGORS[0], choices=RIGORS)
     at: str | int | None = option(
-        "Perturb a module's output, not the pixels: patch_embed, blocks.0.", None, typed=str | None
+        "Perturb the output of a module, such as patch_embed, in place of the pixels.", None, typed=str | None
     )
     passes: float | None = option(
-        "Spend at most about this many forward passes per image on norms of Jacobians; products replace the others.",
+        "Limit the norms of Jacobians to about this many forward passes per image; other norms are looser.",
         None,
         typed=float | None,
     )
     sigma: float | str | None = option(
-        "Standard deviation of the noise; 0.12,0.25 for a run with each; auto: from images that --limit leaves out.",
+        "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.",
         None,
         typed=str | None,
         group=_NOISE,
@@ -129,20 +129,20 @@ class CertifySettings:
     samples: int = option("Maximum number of noise draws per image.", 100_000, typed=int, group=_NOISE)
     alpha: float = option("Failure probability per image.", 1e-3, typed=float, group=_NOISE)
     all_samples: bool = option(
-        "Use all draws, for larger radii, instead of stopping once the verdict at eps is known.",
+        "No early stopping: use all draws, for larger radii.",
         False,
         typed=bool,
         group=_NOISE,
     )
     seed: int = option("Seed of the noise.", 0, typed=int, group=_NOISE)
     smooth_at: str | None = option(
-        "Add the noise to a module's output, such as blocks.0; radii stay those of pixels.",
+        "Add the noise to the output of a module, such as blocks.0; radii still refer to pixels.",
         None,
         typed=str | None,
         group=_NOISE,
     )
     time: float = option(
-        "Skip methods of staged certification that are estimated to take more CPU seconds per image than this.",
+        "Staged: skip methods with an estimated CPU time per image above this many seconds.",
         100.0,
         typed=float,
     )

@@ -59,38 +59,36 @@ class ConstrainSettings:
     error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, float)
     _: KW_ONLY
     measure: str | None = option(
-        "What to lower: spectral, or l1 for faithful; clip and rescale are baselines, which are reported in any case.",
+        "The norm to lower: spectral, or l1 for faithful; clip and rescale are baselines, always reported.",
         None,
         str | None,
         choices=MEASURE_NAMES,
     )
-    engine: str = option(
-        "faithful: the paper's block-iterative algorithm for l1, to compare with.", ENGINES[0], choices=ENGINES
-    )
+    engine: str = option("faithful: the block-iterative algorithm of the paper, for l1.", ENGINES[0], choices=ENGINES)
     eta: float | None = option(
         "In place of --error: mean squared error of an output row, as in the CertViT paper.", None, float | None
     )
-    iterations: int | None = option("Limit of Douglas-Rachford: 150, or 2 for faithful.", None, int | None)
+    iterations: int | None = option("Maximum of Douglas-Rachford iterations: 150, or 2 for faithful.", None, int | None)
     beta: float | None = option("Threshold of the proximal step.", None, float | None, group=_FAITHFUL)
     quantile: float | None = option(
-        "In place of --beta: share of the weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL
+        "In place of --beta: fraction of weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL
     )
     mini_batches: int | None = option(
-        "Parts of the images, each with a constraint of its own; 4.", None, int | None, group=_FAITHFUL
+        "Number of mini-batches, each with its own constraint; 4.", None, int | None, group=_FAITHFUL
     )
     relaxation: float | None = option("Lambda, in (0, 2); 1.2.", None, float | None, group=_FAITHFUL)
     projection_epochs: int | None = option(
         "Passes over the mini-batches for a projection; 100.", None, int | None, group=_FAITHFUL
     )
     point: str = option(
-        "sparse: the thresholded weights, which miss the error more.", POINTS[0], choices=POINTS, group=_FAITHFUL
+        "sparse: the thresholded weights, with a larger error.", POINTS[0], choices=POINTS, group=_FAITHFUL
     )
     layers: Iterable[str] | str | None = option(
         "Only these layers: module paths, separated by commas.", None, str | None
     )
-    workers: int = option("Processes that solve layers in parallel; 0: this process alone.", 0, int)
+    workers: int = option("Processes that solve layers in parallel; 0: none.", 0, int)
     resume_dir: str | os.PathLike[str] | None = option(
-        "Keep finished layers in this folder; a stopped run continues there.", None, Path | None
+        "Folder for finished layers; rerun to continue.", None, Path | None
     )
     devices: Sequence[str] = ("cpu",)
     max_bytes: int = 2 << 30

@@ -23,6 +23,7 @@ def option(
     choices: Sequence[str] = (),
     group: str | None = None,
     given: Any = None,
+    alias: str = "",
 ) -> Any:
     """A field of settings that is also an option of the command.
 
@@ -33,8 +34,12 @@ def option(
         choices: allowed values, shown by ``--help`` and completed by shells; the settings check them.
         group: heading in ``--help``.
         given: default of the option as text, if the field's default is not a text.
+        alias: a second name of the option.
     """
-    about = {"help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given}
+    aliases = (alias,) if alias else ()
+    about = {
+        "help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given, "alias": aliases,
+    }  # fmt: skip
     return field(default=default, metadata=about)
 
 

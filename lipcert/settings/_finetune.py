@@ -53,9 +53,9 @@ class FinetuneSettings:
     """
 
     loss: Loss = option(
-        "anchored, or adversarial, which takes less time: for the anchored certificate; cut: for anchored, where only "
-        "the last activations are smooth; emma, gloro, trades, fixed: for gloro; lmt: for global; "
-        "local-b, local-g: for local; noise: for smoothing; ce: cross-entropy.",
+        "anchored, adversarial (faster): for method anchored; cut: for anchored after a Lipschitz prefix; emma, "
+        "gloro, trades, fixed: for gloro; lmt: for global; local-b, local-g: for local; noise: for smoothing; ce: "
+        "cross-entropy.",
         LOSSES[0],
         choices=LOSSES,
     )
@@ -101,7 +101,7 @@ class FinetuneSettings:
         group=_UPDATES,
     )
     optimizer: str = option(
-        "nadam comes with Lookahead; muon, with --lr 0.01, is fast if norms are limited.",
+        "nadam: with Lookahead; muon: with --lr 0.01, fast with --max-norm.",
         "adamw",
         choices=OPTIMIZERS,
         group=_UPDATES,
@@ -119,7 +119,7 @@ class FinetuneSettings:
     )
     accumulate: int = option("Batches per update.", 1, int, group=_UPDATES)
     ema: float | None = option(
-        "Average the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
+        "Moving average of the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
     )
     amp: Amp | None = option(
         "Compute the network's matrix products in this type; not with anchored.",
@@ -132,13 +132,13 @@ class FinetuneSettings:
         "Keep kernels and images in the channels-last memory format.", False, bool, group=_UPDATES
     )
     only: str | None = option(
-        "Train only parameters that match these patterns, with commas: '*.attn.*' adapts attention.",
+        "Train only parameters that match these comma-separated patterns: '*.attn.*'.",
         None,
         str | None,
         group=_UPDATES,
     )
     keep_zeros: bool = option(
-        "Keep weights at zero that are zero at the start, as constrain leaves some.",
+        "Keep zero weights at zero, as constrain produces them.",
         False,
         bool,
         group=_UPDATES,

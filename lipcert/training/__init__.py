@@ -23,12 +23,14 @@ from lipcert.training._losses import (
 )
 from lipcert.training._matrices import NormHold, hold_projections
 from lipcert.training._muon import Muon
+from lipcert.training._validation import Log, Validation
 
 __all__ = [
     "LOSSES",
     "Augmentation",
     "Batches",
     "LocalBound",
+    "Log",
     "Mixed",
     "Epoch",
     "FinetuneSettings",
@@ -36,6 +38,7 @@ __all__ = [
     "Muon",
     "NormHold",
     "TrainingBound",
+    "Validation",
     "adversarial_loss",
     "anchored_loss",
     "check_trainable",

@@ -1,0 +1,106 @@
+"""What may follow an epoch of training: a line in a log, and validation that keeps the best weights."""
+
+import csv
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from lipcert.certifier import Certifier, first_order_limit
+from lipcert.errors import InputError
+from lipcert.inputs.data import Batch
+from lipcert.model import Model
+from lipcert.settings import GLOBAL, FinetuneSettings
+from lipcert.training._finetune import Epoch
+
+
+class Validation:
+    """Held-out images, and the weights of the epoch with the best score on them.
+
+    The score is the accuracy for the losses noise and ce, the accuracy certified by gloro for the losses with the
+    global bound, and otherwise the share of images that are correctly classified and whose first-order limit is above
+    ε, which estimates the anchored certificate from above. With the loss noise, images get noise of the σ of training.
+
+    Args:
+        model: the model in training.
+        batch: images with labels.
+        asked: the settings of the training.
+        file: the best weights so far, which an interrupted run finds again.
+    """
+
+    def __init__(self, model: Model, batch: Batch, asked: FinetuneSettings, file: Path):
+        if batch.labels is None:
+            raise InputError("validation needs images with labels")
+        self.model, self.asked, self.file, self.labels = model, asked, file, batch.labels
+        noise = torch.randn(batch.images.shape, generator=torch.Generator().manual_seed(0)) * (asked.sigma or 0.0)
+        self.images = batch.images + noise
+        self.best, self.epoch = -1.0, 0
+        if file.exists():
+            with safe_open(file, "pt") as content:
+                recorded = content.metadata()
+            self.best, self.epoch = float(recorded["score"]), int(recorded["epoch"])
+
+    def __call__(self, epoch: int, first: bool) -> dict[str, float]:
+        """Measures the model after an epoch; the first process writes the weights if they are the best so far."""
+        pixels = self.images.to(self.model.device, self.model.dtype)
+        with torch.no_grad():
+            predicted = torch.cat([self.model(part).argmax(1).cpu() for part in pixels.split(64)])
+        correct = predicted == self.labels
+        score = correct
+        if self.asked.loss in GLOBAL:
+            score = correct & Certifier(self.model, self.asked.eps, "gloro").run(self.images).certified
+        elif self.asked.loss not in ("noise", "ce"):
+            limits = [
+                first_order_limit(self.model, part, classes)
+                for part, classes in zip(pixels.split(64), predicted.split(64), strict=True)
+            ]
+            score = correct & (torch.cat(limits) > self.asked.eps)
+        figures = {"validation_accuracy": correct.double().mean().item(), "score": score.double().mean().item()}
+        if figures["score"] > self.best:
+            self.best, self.epoch = figures["score"], epoch
+            if first:
+                state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
+                safetensors.torch.save_file(state, self.file, {"score": str(self.best), "epoch": str(epoch)})
+        return figures
+
+    def restore(self) -> None:
+        """Gives the model the best weights."""
+        self.model.load_state_dict(safetensors.torch.load_file(self.file))
+
+
+class Log:
+    """The figures of every epoch, as a CSV file or, for a path without ``.csv``, as a TensorBoard folder.
+
+    Raises:
+        InputError: TensorBoard is not installed.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.board = path, None
+        if path.suffix != ".csv":
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                reason = f"the log {path} needs TensorBoard: pip install tensorboard, or name a .csv file"
+                raise InputError(reason) from error
+            self.board = SummaryWriter(str(path))
+
+    def __call__(self, epoch: Epoch, figures: dict[str, float]) -> None:
+        """Adds an epoch."""
+        row: dict[str, Any] = {**asdict(epoch), **figures}
+        if self.board is not None:
+            for name, value in row.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(name, value, epoch.number)
+            self.board.flush()
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        resumed = epoch.number > 1 and self.path.exists()
+        with self.path.open("a" if resumed else "w", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            if not resumed:
+                writer.writeheader()
+            writer.writerow(row)
