@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from lipcert.inputs.artifact import save
     from lipcert.inputs.loading import load
     from lipcert.model import Model
-    from lipcert.results import certify
+    from lipcert.results import CertifiedAccuracy, certify
     from lipcert.surgery import convert
     from lipcert.training import finetune
 
     __version__: str
 
 __all__ = [
+    "CertifiedAccuracy",
     "Model",
     "__version__",
     "attacks",
@@ -42,6 +43,7 @@ __all__ = [
 
 # The modules from which names are imported at first use, so that ``lipcert --help`` does not import torch and timm.
 _HOMES = {
+    "CertifiedAccuracy": "lipcert.results",
     "Model": "lipcert.model",
     "certify": "lipcert.results",
     "constrain": "lipcert.certvit",

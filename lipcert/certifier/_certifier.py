@@ -306,6 +306,34 @@ class Certifier:
         return adversarial.distance.cpu()
 
     @torch.no_grad()
+    def logit_bounds(self, images: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+        """Bounds on every logit over all images within ℓ2 distance ε, from Lipschitz constants.
+
+        Logit j moves by at most K_j ε, with K_j the constant of the features times ‖w_j‖ of the last layer. A bound on
+        round-off in the logits at the image is added; it holds for exact arithmetic.
+
+        Args:
+            images: pixels in [0, 1], shape (N, C, H, W).
+            eps: ε; None for that of the certifier.
+
+        Returns:
+            Lower and upper bounds, float64, shape (N, classes) each.
+
+        Raises:
+            InputError: the certifier is for another arithmetic than ``"real"``.
+            UnsupportedOperation: an operation has no rule for its round-off.
+        """
+        if self.dtype != "real":
+            raise InputError(f"logit bounds are for dtype real, and this certifier is for {self.dtype}")
+        self.model.check_images(images)
+        pixels = images.to(self.model.device, torch.float64)
+        logits = self.model(pixels).cpu()
+        error = roundoff.Roundoff(self.model, roundoff.REAL, self.analysis.graph).values(pixels).cpu()
+        moved = self.subject.margins.of_logits() * (self.eps if eps is None else eps) + error[:, None]
+        moved = (moved + logits.abs() * 2.0**-52) * (1 + 2.0**-50)  # the roundings of these lines
+        return logits - moved, logits + moved
+
+    @torch.no_grad()
     def bottom(self, images: Tensor) -> Tensor:
         """Logits with the ⊥ logit of GloRo at the certifier's ε appended, float64, shape (N, classes + 1)."""
         self.model.check_images(images)

@@ -1,0 +1,179 @@
+"""Several ε in one run, bounds on logits, and what a new user gives that is not quite right."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.certifier import Certifier
+from lipcert.cli import app
+from lipcert.errors import InputError
+from lipcert.inputs.data import open_images
+from lipcert.report import facts, read_runs
+from lipcert.settings import CertifySettings
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A network with random weights, images and its predictions."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.GELU(), nn.Linear(16, 3))
+    model = lipcert.load(net, mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, 4, 4))
+    images = torch.rand(12, 3, 4, 4)
+    return model, images, model(images).argmax(1)
+
+
+def test_radii_of_a_run_with_several_eps_answer_for_each(small):
+    model, images, labels = small
+    largest = lipcert.certify(model, images, labels, eps=1.0, method="anchored").radius
+    both = lipcert.certify(model, images, labels, eps=["1e-3", largest.max().item() / 2])
+    # Verdicts at the second ε are those of full radii, which a run for the first alone need not have.
+    threshold = largest.max().item() / 2
+    assert both.certified_accuracy_at(threshold) == (largest > threshold).double().mean().item()
+    assert 0 < both.certified_accuracy_at(threshold) < both.certified_accuracy == 1
+    metric = lipcert.CertifiedAccuracy(["1e-3", threshold])
+    for part in (slice(0, 5), slice(5, 12)):
+        metric.update(lipcert.certify(model, images[part], labels[part], eps=["1e-3", threshold]))
+    assert metric.compute().tolist() == pytest.approx([1.0, both.certified_accuracy_at(threshold)])
+    metric.reset()
+    with pytest.raises(InputError, match="no images"):
+        metric.compute()
+    with pytest.raises(InputError, match="needs labels"):
+        metric.update(lipcert.certify(model, images, eps=0.1))
+
+
+@pytest.mark.parametrize(
+    ("eps", "expected"),
+    [
+        ("0.5, 36/255", [36 / 255, 0.5]),
+        (["36/255", 0.5, "0.5"], [36 / 255, 0.5]),
+        ((0.3,), [0.3]),
+    ],
+)
+def test_eps_may_be_several(eps, expected):
+    settings = CertifySettings(eps)
+    assert [value for value, _ in settings.every_eps] == pytest.approx(expected, rel=1e-15)
+    assert settings.eps == settings.every_eps[0][0]
+    assert CertifySettings(settings.eps, further_eps=list(settings.further_eps)) == settings
+    assert CertifySettings(eps, "smoothing", sigma=0.5).all_samples is (len(expected) > 1)
+
+
+def test_each_eps_of_a_run_is_reported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["certify", "--eps", "36/255", "--eps", "1e-6,0.5", "--method", "gloro", "--limit", "9"]
+    result = CliRunner().invoke(app, [*command, "--out", "r.jsonl"])
+    assert result.exit_code == 0, result.output
+    (run,) = read_runs(["r.jsonl"])
+    for typed in ("1e-6", "36/255", "0.5"):
+        name = f"certified accuracy at {typed}"
+        assert f"{name}\t{dict(facts(run, run.every_eps))[name]}" in result.stdout
+    assert "1e-6\t0 of 9" not in result.stdout
+    assert json.loads(Path("r.summary.json").read_text())["further_eps"] == ["36/255", "0.5"]
+    again = CliRunner().invoke(app, ["certify", "--eps", "1e-6", *command[5:], "--out", "r.jsonl"])
+    assert again.exit_code == 2
+    assert "other further_eps" in again.stderr
+    assert CliRunner().invoke(app, ["verify", "bundled", "r.jsonl"]).exit_code == 0
+
+
+def test_a_float_eps_can_be_reported(small):
+    model, images, labels = small
+    result = lipcert.certify(model, images, labels, eps=36 / 255, method="gloro")
+    assert "certified accuracy at 36/255" in str(lipcert.report(result))
+
+
+def test_logits_stay_within_their_bounds(small):
+    """Against gradient ascent and descent on each logit."""
+    model, images, _ = small
+    eps = 0.3
+    certifier = Certifier(model, eps, "gloro")
+    low, high = certifier.logit_bounds(images)
+    double, pixels = model.double(), images.double()
+    reached = torch.zeros(3)
+    for j in range(3):
+        for sign, bound in ((1, high), (-1, low)):
+            delta = torch.zeros_like(pixels)
+            for _ in range(20):
+                point = (pixels + delta).clamp(0, 1).requires_grad_()
+                (slope,) = torch.autograd.grad(sign * double(point)[:, j].sum(), point)
+                delta = delta + 0.1 * slope / slope.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+                delta *= (eps / delta.flatten(1).norm(dim=1).view(-1, 1, 1, 1)).clamp(max=1)
+            logits = double((pixels + delta).clamp(0, 1))[:, j]
+            assert bool((sign * logits <= sign * bound[:, j]).all())
+            start = double(pixels)[:, j]
+            reached[j] = max(reached[j], ((logits - start) / (bound[:, j] - start)).max())
+    model.float()
+    assert float(reached.min()) > 0.2  # the bounds are of use
+    assert bool((certifier.logit_bounds(images, 2 * eps)[1] > high).all())
+
+
+@pytest.mark.parametrize(
+    ("images", "hint"),
+    [
+        (torch.rand(3, 4, 4), r"images\[None\]"),
+        (torch.rand(2, 4, 4, 3), "permute"),
+        (255 * torch.rand(2, 3, 4, 4), "divide pixels from 0 to 255 by 255"),
+        (torch.rand(2, 3, 4, 4) - 1, "before normalisation"),
+        ([Image.new("RGB", (4, 4))], "to_tensor"),
+    ],
+    ids=["one image", "channels last", "0 to 255", "normalised", "PIL"],
+)
+def test_images_of_a_wrong_kind_get_a_hint(small, images, hint):
+    with pytest.raises(InputError, match=hint):
+        lipcert.certify(small[0], images, eps=0.1)
+
+
+def test_a_bare_timm_network_is_told_its_normalisation():
+    net = lipcert.load("resnet10t", pretrained=False, num_classes=3).net
+    with pytest.warns(UserWarning, match=r"taken are mean 0.485, 0.456, 0.406 and std"):
+        lipcert.certify(net, torch.rand(1, 3, 176, 176), eps=0.1, method="global")
+    with pytest.raises(InputError, match=r"\.to\('cuda'\)"):
+        lipcert.load("resnet10t", pretrained=False, device="cuda")
+
+
+def test_words_of_timm_are_known(tmp_path):
+    result = CliRunner().invoke(app, ["certify", "resnet18", "--num-classes", "3", "--eps", "0.1"])
+    assert (result.exit_code, "give --model-args num_classes=N" in result.stderr) == (2, True)
+    words = [
+        "certify",
+        "resnet10t",
+        "--no-pretrained",
+        "--model-kwargs",
+        "num_classes",
+        "--data-dir",
+        "x",
+        "--eps",
+        "1",
+    ]
+    assert "--model-args takes KEY=VALUE" in CliRunner().invoke(app, words).stderr
+
+
+def test_finetune_keeps_the_best_epoch_and_writes_a_log(tmp_path, monkeypatch):
+    """The weights are those of the epoch of the best score in the log."""
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(24):
+        path = Path("train") / "abc"[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = (80 * torch.rand(8, 8, 3, generator=generator) + 60 * (i % 3)).byte().numpy()
+        Image.fromarray(pixels).save(path)
+    command = ["finetune", "resnet10t", "--no-pretrained", "--model-args", "num_classes=3", "--input-size", "32"]
+    command += ["--data", "train", "--loss", "ce", "--epochs", "3", "--lr", "1e-2", "--batch-size", "6"]
+    result = CliRunner().invoke(app, [*command, "--validate", "9", "--log", "log.csv", "--out", "m.safetensors"])
+    assert result.exit_code == 0, result.output
+    head, *lines = Path("log.csv").read_text().splitlines()
+    rows = [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines]
+    assert [row["number"] for row in rows] == ["1", "2", "3"]
+    best = max(float(row["score"]) for row in rows)
+    assert f"best epoch\t{1 + [float(row['score']) for row in rows].index(best)}, score {best:.3f}" in result.stdout
+    assert not list(Path().glob("*.best"))
+    model = lipcert.load("m.safetensors")
+    held = open_images("train", model, limit=15, purpose="train").others(9)
+    accuracy = (model(held.images).argmax(1) == held.labels).double().mean().item()
+    assert accuracy == pytest.approx(best)
+    refused = CliRunner().invoke(app, [*command, "--validate", "24", "--out", "n.safetensors"])
+    assert "leaves no images" in refused.stderr
