@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class CertifiedAccuracy:
     """
 
     def __init__(self, eps: float | str | Sequence[float | str]):
-        self.eps = torch.tensor([value for value, _ in CertifySettings(eps).every_eps], dtype=torch.float64)
+        self.eps = torch.tensor([value for value, _ in CertifySettings(cast(Any, eps)).every_eps], dtype=torch.float64)
         self.reset()
 
     def reset(self) -> None:
