@@ -76,7 +76,7 @@ def finetune(
         str | None,
         typer.Option(help="A second data set, such as generated images.", show_default=False, rich_help_panel=_IMAGES),
     ] = None,
-    mix_ratio: Annotated[float, typer.Option(help="Fraction of --mix in a batch.", rich_help_panel=_IMAGES)] = 0.7,
+    mix_ratio: Annotated[float, typer.Option(help="Fraction of --mix in a batch.", rich_help_panel=_IMAGES)] = 0.5,
     validate: Annotated[
         int | None,
         typer.Option(
