@@ -19,11 +19,19 @@ from benchmarks.papers.page import of_papers
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
+EXPERIMENTS = ROOT / "docs" / "experiments.md"
 PICTURE = ROOT / "docs" / "pictures" / "certified.svg"
+DARK = PICTURE.with_name("certified-dark.svg")
 HEAD = """# Measurements
 
 Made by `benchmarks/make_measurements.py` from the files in `benchmarks/results`, which name the machine that each
-measurement ran on. Shares are of the images that are stated. ε is in ℓ2, on pixels in [0, 1].
+measurement ran on. Shares are of the images that are stated. ε is in ℓ2, on pixels in [0, 1]. Experiments with
+training, and the papers' tables, are on [a page of their own](experiments.md).
+"""
+EXPERIMENTS_HEAD = """# Experiments
+
+Made by `benchmarks/make_measurements.py`: how settings of training change certified accuracy, and the tables of the
+papers at a small scale, which is no reproduction. The results are on the page of [measurements](measurements.md).
 """
 _VITS = {
     "cifar10-vit": "`cifar10-vit`, 2 blocks after a convolution",
@@ -41,28 +49,28 @@ def read(name: str) -> Any:
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """The page of results as Markdown."""
     parts = [
         _accuracy(),
-        _recipes(),
-        _hybrids(),
-        _search(),
-        _gradients(),
-        _updates(),
-        _margin_losses(),
-        *of_papers(read("papers")),
+        _from_pretrained(),
+        _smoothing(),
+        *([_denoised()] if (RESULTS / "denoised.json").exists() else []),
         _methods(),
         _surgery(),
         _behind_a_cut(),
         _attacked(),
+        _attacks_per_second(),
         _beside_crown(),
-        _smoothing(),
-        *([_denoised()] if (RESULTS / "denoised.json").exists() else []),
-        _from_pretrained(),
         _cost(),
         _memory(),
     ]
     return "\n".join([HEAD, *parts])
+
+
+def experiments() -> str:
+    """The page of training experiments and of the papers' tables as Markdown."""
+    parts = [_recipes(), _hybrids(), _search(), _gradients(), _updates(), _margin_losses(), *of_papers(read("papers"))]
+    return "\n".join([EXPERIMENTS_HEAD, *parts])
 
 
 def points() -> dict[str, list[tuple[float, float]]]:
@@ -80,13 +88,17 @@ def points() -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def picture() -> str:
-    """Certified accuracy over ε on CIFAR-10, an SVG file; between two ε the share at the larger one is drawn."""
+def picture(kind: str = "default") -> str:
+    """Certified accuracy over ε on CIFAR-10, an SVG file; between two ε the share at the larger one is drawn.
+
+    Args:
+        kind: a style of matplotlib: ``"default"``, or ``"dark_background"``.
+    """
     from matplotlib import style
     from matplotlib.figure import Figure
 
     curves = points()
-    with style.context(["default", {"svg.hashsalt": "lipcert", "svg.fonttype": "path", "font.size": 11}]):
+    with style.context([kind, {"svg.hashsalt": "lipcert", "svg.fonttype": "path", "font.size": 11}]):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         axes = figure.subplots()
         for (name, line), colour, marker in zip(curves.items(), ("#0072B2", "#009E73", "#D55E00"), "osD", strict=True):
@@ -99,7 +111,12 @@ def picture() -> str:
         axes.set(xlim=(0, 0.44), ylim=(0, 70), xlabel="ε, ℓ2 on pixels in [0, 1]", ylabel="certified accuracy in %")
         axes.legend(frameon=False)
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            file,
+            format="svg",
+            transparent=kind != "default",
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
     text = file.getvalue()
     return f"{text[text.index('<svg') :]}<!-- {json.dumps(curves)} -->\n"
 
@@ -475,6 +492,28 @@ def _from_pretrained() -> str:
     return section("Fine-tuning of a pretrained network", columns, rows, text)
 
 
+def _attacks_per_second() -> str:
+    record = read("attacks_per_second")
+    rows = [
+        [
+            f"`{row['network']}`",
+            f"{row['eps']:.3g}",
+            row["images"],
+            row["attack"],
+            row["changed"],
+            f"{row['seconds']:.1f}",
+            f"{row['per second']:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    size = f"{record['steps']} steps with {record['restarts']} restarts"
+    text = f"""`benchmarks.attacks_per_second`: ℓ2 PGD of {size} on correctly classified images, one thread.
+lipcert's maximises the margin, after restarts toward other classes; PGDL2 of torchattacks maximises the cross-entropy.
+"""
+    columns = ["network", "ε", "images", "attack", "predictions changed", "CPU s", "changed per CPU s"]
+    return section("PGD beside torchattacks", columns, rows, text)
+
+
 def _cost() -> str:
     rows = []
     for row in read("methods_224")["rows"]:
@@ -518,5 +557,7 @@ def shown(text: str) -> Mapping[str, list[list[float]]]:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    EXPERIMENTS.write_text(experiments())
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(picture())
+    DARK.write_text(picture("dark_background"))

@@ -56,6 +56,7 @@ def terminal(name: str, command: str, folder: Path) -> None:
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}", style="bold"))
     console.print(Text.from_ansi(output(command, folder)))
+    console.print()  # or the last line would be clipped
     svg = console.export_svg(title="lipcert", unique_id=name)
     # The fonts would be loaded from elsewhere; those of the reader do.
     svg = re.sub(r"@font-face\s*{.*?}", "", svg, flags=re.S).replace("Fira Code", "ui-monospace")
@@ -78,14 +79,14 @@ def main() -> None:
     """Runs the commands and draws."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--browser", default=shutil.which("chromium") or "chromium")
-    given = parser.parse_args()
+    args = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         terminal("certify", CERTIFY, folder)
         output(OTHER, folder)
         output(REPORT, folder)
-        page(given.browser, folder)
+        page(args.browser, folder)
 
 
 if __name__ == "__main__":

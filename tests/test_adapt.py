@@ -197,7 +197,7 @@ def test_the_command_adapts_on_data(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 0, result.output
     facts = dict(line.split("\t", 1) for line in result.stdout.splitlines() if "\t" in line)
     assert facts["attention adapted"].endswith("of 2 on 12 images")
-    assert facts["logits moved, held out"].endswith("on 4 images held out from the fit")
+    assert facts["change of logits, held out"].endswith("on 4 held-out images")
     adaptation = read_metadata("a.safetensors")["facts"]["adaptation"]
     assert [layer["path"] for layer in adaptation["layers"]] == ["blocks.0.attn", "blocks.1.attn"]
     assert adaptation["logits_after"] <= adaptation["logits_before"]

@@ -200,7 +200,7 @@ def test_certify_without_labels(artifact):
         path.rename(path.parent.parent / path.name)
     printed = facts(run("certify", "--data", "images", "--eps", "0.1", "--out", "r.jsonl", *GLORO).stdout)
     assert not any("accuracy" in name for name in printed)
-    assert printed["certified at 0.1"].startswith("0 of 7 ")
+    assert printed["certified (no labels) at 0.1"].startswith("0 of 7 ")
     assert "median radius" in printed
     assert all("label" not in row and "correct" not in row for row in read_rows("r.jsonl"))
     message = refused("certify", "--data", "images", "--eps", "0.1", "--fail-under", "0", "model.safetensors")
@@ -275,7 +275,7 @@ def test_certificates_left_out_are_noted(artifact, monkeypatch):
 
     monkeypatch.setattr(Certifier, "__init__", leaves_one_out)
     result = run("certify", "--data", "images", "--eps", "0.1", *GLORO)
-    assert "note: anchored skipped: it would take long; force one with --method\n" in result.stderr
+    assert "note: anchored skipped: it would take long; force with --method\n" in result.stderr
 
 
 def test_interrupted_elsewhere(artifact, monkeypatch):
@@ -307,7 +307,7 @@ def test_fail_under(folder, monkeypatch):
     save(model, "constant.safetensors")
     command = ["certify", "--data", "images", "--eps", "1", "--out", "r.jsonl", *GLORO, "--fail-under"]
     result = run(*command, "0.5", code=1)
-    assert facts(result.stdout)["certified accuracy at 1"] == "3 of 7 (42.9 %)"
+    assert facts(result.stdout)["certified accuracy at 1"] == "3 of 7 (42.9 %, 95 % CI 15.8–75.0 %)"
     assert result.stderr.endswith("lipcert: the certified accuracy at 1 is 0.4286, below 0.5\n")
     run(*command, "0.42")
     assert all(row["certified"] and row["radius"] == sys.float_info.max for row in read_rows("r.jsonl"))
@@ -324,9 +324,9 @@ def test_convert(folder, ways):
     model = load_artifact(path)
     count = sum(p.numel() for p in model.parameters())
     assert printed["parameters"].endswith(f" → {count:,}")
-    swapped = result.stdout.count("swapped\t")
+    swapped = result.stdout.count("replaced\t")
     assert swapped == {"--norm": 4, "--attention": 2}.get(ways[0] if ways else "", 3)
-    assert "on 7 images of images" in printed["logits moved"]
+    assert "on 7 images of images" in printed["change of logits"]
     assert re.fullmatch(r"\S+ → \S+", printed["Lipschitz bound"])
     assert model.recipe[0]["attention"] == ("keep" if "--attention" in ways else "l2")
     recorded = read_metadata(path)["facts"]
@@ -336,7 +336,7 @@ def test_convert(folder, ways):
 
 def test_convert_with_random_images_says_so(folder):
     printed = facts(run("convert", *BY_NAME).stdout)
-    assert printed["logits moved"].endswith("random images")
+    assert printed["change of logits"].endswith("random images")
 
 
 def test_convert_reads_a_checkpoint_and_leaves_it(folder):
@@ -422,16 +422,18 @@ def layers(**gains: float) -> tuple[LayerBound, ...]:
 def test_verdict_names_what_makes_the_bound_vacuous():
     bound = Bound(1e12, "deterministic", "test", layers=layers(a=1.0, b=6.0, c=2.0, d=4.0, e=-1.0))
     assert _inspect.verdict(bound) == (
-        "too large for methods global and gloro: a margin of 10 logits certifies a radius of 7.07e-12; "
-        "the largest gains are those of b, d, 76.9 % of the sum of log10 gains; "
-        "methods anchored and staged bound the network around each image instead"
+        "too large for methods global and gloro: a margin of 10 logits gives a radius of 7.07e-12; "
+        "largest gains: b, d, 76.9 % of the sum of log10 gains; "
+        "methods anchored and staged bound the network locally instead"
     )
     huge = Bound(math.inf, "deterministic", "test", log10=4000.5, layers=layers(a=4000.5))
     assert "a radius of 10^-4000;" in _inspect.verdict(huge)
     usable = Bound(10.0, "deterministic", "test", layers=layers(a=1.0))
-    assert _inspect.verdict(usable).startswith("useful by itself: a margin of 10 logits certifies a radius of 0.707")
+    assert _inspect.verdict(usable).startswith(
+        "useful for methods global and gloro: a margin of 10 logits gives a radius of 0.707"
+    )
     nothing = Bound(math.inf, "deterministic", "test", log10=math.inf)
-    assert "certifies a radius of 0;" in _inspect.verdict(nothing)
+    assert "gives a radius of 0;" in _inspect.verdict(nothing)
     constant = Bound(0.0, "deterministic", "test", log10=-math.inf)
     assert _inspect.verdict(constant) == (
         "the bound is 0: with these weights the network gives every image the same logits"
@@ -485,7 +487,7 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
 
 def test_tables_leave_columns_out_rather_than_break_names(monkeypatch, capsys):
     columns, rows = ("layer", "steps", "norm"), [("blocks.0.attn.qkv", "25", "1.5"), ("blocks.0.attn.proj", "30", "2")]
-    for width, shown, said in ((35, True, ""), (34, False, "this terminal is too narrow for steps")):
+    for width, shown, said in ((35, True, ""), (34, False, "terminal too narrow for steps")):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys, "stdout", terminal := Terminal())
         _print.print_table(columns, rows, optional=("steps", "norm"))
@@ -585,7 +587,7 @@ def test_certify_with_an_attack(folder):
     found = read_rows("r.jsonl")
     withstood = sum(row["correct"] and not row["attacked"] for row in found)
     assert withstood < sum(row["correct"] for row in found)
-    assert facts(result.stdout)["accuracy under pgd-l2"].startswith(f"{withstood} of 6 ")
+    assert facts(result.stdout)["accuracy under pgd-l2 at 0.8"].startswith(f"{withstood} of 6 ")
     assert all(row["radius"] <= row["attack_distance"] for row in found)
     summary = json.loads(Path("r.summary.json").read_text())
     assert summary["attack"] == {"name": "pgd-l2", "version": "1", "settings": PGD().settings}

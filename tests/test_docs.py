@@ -83,6 +83,7 @@ def test_references_to_several_equations_are_understood():
 def test_the_page_of_measurements_is_what_the_measurements_say() -> None:
     again = "run python -m benchmarks.make_measurements"
     assert make_measurements.PAGE.read_text() == make_measurements.page(), again
+    assert make_measurements.EXPERIMENTS.read_text() == make_measurements.experiments(), again
     drawn = make_measurements.shown(make_measurements.PICTURE.read_text())
     assert drawn == {name: [[*point] for point in line] for name, line in make_measurements.points().items()}, again
     assert make_measurements.shown(make_measurements.picture()) == drawn

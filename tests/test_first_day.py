@@ -181,7 +181,7 @@ def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> N
     command = [sys.executable, "-m", "lipcert", "certify", "--data", "one.png", "--eps", "1", "--method", "gloro"]
     shown = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
     assert "images: 32×40 → resize to 8×8, crop" in shown, shown
-    assert "cut off before it is certified" in shown
+    assert "centre crop discards" in shown
 
 
 def test_measures_are_those_that_the_command_offers() -> None:
