@@ -10,9 +10,14 @@ from mkdocs.structure.files import File, Files
 
 from lipcert import __version__
 from lipcert.cli import app
+from lipcert.cli._commands import COMMANDS
 
 # As in :class:`~lipcert.model.Model`; on a page the name alone stands.
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>~?(?:[\w.]+\.)?(\w+)</code>")
+
+
+# The first and the last headings of a command's options.
+_ENDS = ("Arguments", "Options", "Model", "Output")
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -31,27 +36,46 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options, as ``--help`` tells them."""
+    """Every command with its examples, and its options under the headings of ``--help``."""
     group: Any = typer.main.get_command(app)
     context = group.context_class(group, info_name="lipcert")
-    parts = ["# Commands", "Made from the commands themselves: `lipcert COMMAND --help` says the same."]
-    parts.append(_options(group, context))
+    parts = ["# Commands", "The commands in the order of use. `lipcert COMMAND --help` prints the same."]
+    parts += ["| command | what it does |", "| --- | --- |"]
+    parts[2:] = [
+        "\n".join(parts[2:] + [f"| [`{name}`](#lipcert-{name}) | {text} |" for name, text in COMMANDS.items()])
+    ]
+    parts += ["## Options of all commands", _table(group.params, context)]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        own = command.context_class(command, info_name=name, parent=context)
-        usage = " ".join(f"lipcert {name} {' '.join(command.collect_usage_pieces(own))}".split())
-        parts += [f"## lipcert {name}", _plain(command.help), f"```text\n{usage}\n```", _options(command, own)]
+        of_command = command.context_class(command, info_name=name, parent=context)
+        usage = " ".join(f"lipcert {name} {' '.join(command.collect_usage_pieces(of_command))}".split())
+        examples = "\n".join(
+            line.strip() for line in command.epilog.partition("Examples:")[2].splitlines() if line.strip()
+        )
+        parts += [f"## lipcert {name}", _plain(command.help), f"```text\n{usage}\n```"]
+        parts += [f"```text\n{examples}\n```"] if examples else []
+        groups: dict[str, list[Any]] = {}
+        for one in command.get_params(of_command):
+            heading = "Arguments" if one.param_type_name == "argument" else getattr(one, "rich_help_panel", None)
+            groups.setdefault(heading or "Options", []).append(one)
+        order = ["Arguments", "Options", *(name for name in groups if name not in _ENDS), "Model", "Output"]
+        for heading in (name for name in order if name in groups):
+            members = groups[heading]
+            parts += [
+                f"### {heading} {{: #{name}-{heading.split()[0].lower()}-{len(heading)} }}",
+                _table(members, of_command),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
-def _options(command: Any, context: Any) -> str:
+def _table(params: Any, context: Any) -> str:
     rows = []
-    for one in command.params:
-        record = one.get_help_record(context) or (one.make_metavar(ctx=context), getattr(one, "help", ""))
+    for one in params:
         if getattr(one, "hidden", False) or one.name == "help":
             continue
-        names, text = record
-        rows.append(f"| `{names.replace('|', ' or ')}` | {_plain(text).replace('|', chr(92) + '|')} |")
+        names, text = one.get_help_record(context) or (one.make_metavar(ctx=context), getattr(one, "help", ""))
+        names = names.replace("<list[str]>", "<str>").replace("|", " or ")
+        rows.append(f"| `{names}` | {_plain(text).replace('|', chr(92) + '|')} |")
     return "\n".join(["| argument or option | what it is |", "| --- | --- |", *rows])
 
 
