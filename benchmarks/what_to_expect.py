@@ -40,18 +40,18 @@ NETWORKS = (
 NORMS = ("keep", "smooth")
 HEAD = """# What to expect for your network
 
-Made by `python -m benchmarks.what_to_expect --page` from measurements of the commands, one thread. A pretrained network
-was not trained for its bound, and its bound shows it: the product of what its layers can do to a perturbation is
-astronomical, although no image makes all of them do it at once. Linearised certificates cannot pass the first-order
-limit, margin over gradient norm, and for most images of such a network an attack finds a change near there. So
-`lipcert certify` says within seconds that this network has no certificate at a visible ε, and why.
+Made by `python -m benchmarks.what_to_expect --page` from measurements of the commands, one thread. The global
+Lipschitz bound of a pretrained network is astronomical, since it is the product of the bounds of its layers. Linearised
+certificates cannot exceed the first-order limit, margin over gradient norm, and for most images of such a network an
+attack finds an adversarial example near it. `lipcert certify` says within seconds that no certificate is in reach, and
+why.
 
-- **A pretrained ImageNet network, as it is**: its smoothed classifier has certificates, with
+- **A pretrained ImageNet network, unmodified**: certify its smoothed classifier,
   `lipcert certify MODEL --method smoothing --sigma auto --denoiser natural --data IMAGES --eps 36/255`.
-- **A ViT that may change**: `lipcert convert --norm smooth`, `lipcert constrain`, then `lipcert finetune`. Small
-  networks on small images certify best.
+- **A ViT that you can modify**: `lipcert convert --norm smooth`, `lipcert constrain`, then `lipcert finetune`. Small
+  networks on small images have the largest certified radii.
 - **A free choice of network**: one of lipcert's architectures,
-  [trained from the start](how-to/train-a-certifiable-network.md).
+  [trained from random weights](how-to/train-a-certifiable-network.md).
 """
 
 

@@ -214,7 +214,7 @@ def test_sigma_auto_looks_at_other_images(tmp_path: Path) -> None:
     (line,) = [line for line in said.splitlines() if line.startswith("sigma: ")]
     summary = json.loads((tmp_path / "r.summary.json").read_text())
     choice = summary["sigma_choice"]
-    assert line.startswith(f"sigma: {summary['sigma']:g}, chosen on 48 other images than those that are certified")
+    assert line.startswith(f"sigma: {summary['sigma']:g}, chosen on 48 images outside the run")
     assert (choice["sigma"], choice["images"], choice["labelled"]) == (summary["sigma"], 48, True)
     assert max(choice["shares"], key=choice["shares"].get) == f"{choice['sigma']:g}"
     assert len(choice["shares"]) > 2

@@ -57,7 +57,7 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
         return ""
     return (
         f"the global bound is 10^{log10:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "
-        "no method has certified a visible radius on so loose a network"
+        "no method of lipcert has certified ε ≥ 0.001 on so loose a network"
     )
 
 
