@@ -20,7 +20,7 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, rounding, rule, secant
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, box, jacobian, key_of, rounding, rule, secant
 from lipcert.bounds._remainder import (
     Against,
     Contracted,
@@ -90,7 +90,7 @@ def _apply(x: Value, phi: Activation) -> Value:
 
 for _function, _phi in ACTIVATIONS.items():
 
-    @rule(_function, linear=True if _function == "neg" else None)
+    @rule(_function, linear=_function == "neg" or None, schur=COUNTED if _function == "neg" else None)
     def entrywise(call: Call, x: Value, *args: object, _phi: Activation = _phi, **kwargs: object) -> Value:
         """sup |φ'| of the table."""
         return _apply(x, _phi)
