@@ -48,6 +48,7 @@ class Rule:
         box: the range of each entry in a ball around an image. ``box(walk, node, *operands) -> State``, with operands
             as :class:`~lipcert.bounds.State`. Registered by :func:`box`. Without one, every entry is assumed to move as
             far as the Lipschitz constant allows.
+        inactive: whether the box finds units that are constant in the ball, which local constants leave out.
         linear: whether a call of the operation is affine in its image-dependent operands, so that it has no remainder.
             ``linear(node) -> bool`` raises :class:`NoAnswer` for forms that are refused. Registered by :func:`rule`.
         schur: bounds on the matrix of such a call. Registered by :func:`rule`. Without one, its norm is computed.
@@ -63,6 +64,7 @@ class Rule:
     key: Any
     lipschitz: Callable[..., Any] | None = None
     box: Callable[..., Any] | None = None
+    inactive: bool = False
     linear: Callable[[Node], bool] | None = None
     schur: Schur | None = None
     remainder: type[Any] | None = None
@@ -167,9 +169,19 @@ def rule(
     return register
 
 
-def box(*targets: Any) -> Callable[[Answer], Answer]:
-    """Registers the range of each entry of an operation's result in a ball; targets as for :func:`rule`."""
-    return partial(registered, "box", targets)
+def box(*targets: Any, inactive: bool = False) -> Callable[[Answer], Answer]:
+    """Registers the range of each entry of an operation's result in a ball; targets as for :func:`rule`.
+
+    Args:
+        targets: the operations.
+        inactive: whether units may be found that are constant in the ball.
+    """
+
+    def register(answer: Answer) -> Answer:
+        _register("box", targets, answer, inactive=inactive)
+        return answer
+
+    return register
 
 
 def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()) -> Callable[[Answer], Answer]:

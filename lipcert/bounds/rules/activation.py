@@ -246,7 +246,7 @@ def negated_box(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
 
 
-box("relu", "relu6", "hardtanh")(clip)
+box("relu", "relu6", "hardtanh", inactive=True)(clip)
 rounding("neg", "abs", "relu", "relu6")(exact)
 
 
@@ -262,7 +262,7 @@ _ROUNDED = 1e-13
 
 
 @remainder("relu")
-class Relu(KinkedEntries):
+class Rectifier(KinkedEntries):
     """max(z, 0): the kink is at distance k = |z|, and the slope changes by 1 there.
 
     Contracted: let w = |g| for an entry with g < 0 that reaches its kink within ρ, else 0. With s = 1 for z > 0 and
@@ -341,7 +341,7 @@ def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
 
 
-@box("leaky_relu")
+@box("leaky_relu", inactive=True)
 def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
     """Slopes 1 and s: the slope of one side if the interval lies on that side."""
     slope = float(arguments(node).get("negative_slope", 0.01))
@@ -359,7 +359,7 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
 
 
 @remainder("leaky_relu")
-class LeakyRelu(Relu):
+class LeakyRectifier(Rectifier):
     """As ReLU, but the slope changes by 1 − negative_slope."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -537,7 +537,7 @@ def _smallest_of_clamped(x: Value, low: Tensor | None, high: Tensor | None) -> f
     return bottom if high is None else _smaller(bottom, high.min().item())
 
 
-@box("clamp")
+@box("clamp", inactive=True)
 def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
     """Constant limits clip as a ReLU does; for other limits the Lipschitz constant is used."""
     return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)

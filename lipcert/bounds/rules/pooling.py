@@ -163,7 +163,7 @@ for _dims in (1, 2, 3):
     rule(f"adaptive_max_pool{_dims}d")(_adaptive_maximum(_dims))
 
 
-@box("max_pool2d")
+@box("max_pool2d", inactive=True)
 def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     """An entry that cannot be the largest of a window in the ball does not count for that window.
 
