@@ -347,6 +347,6 @@ def test_margins_are_the_smaller_of_both_evaluations() -> None:
     logits = exact(images())
     top = logits.topk(2).values
     if found(model):
-        bounds = certifier.margin_bounds.of(result.predicted)
+        bounds = certifier.subject.margins.of(result.predicted)
         allowed = (top[:, 0] - top[:, 1]) / bounds.amax(1)
         assert (result.radius <= allowed * (1 + 1e-3)).all() or (result.radius == 0).all()

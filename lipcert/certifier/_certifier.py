@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
+from lipcert.bounds import Bound, Progress, analyze, margins, radii
 from lipcert.certifier._method import Subject, forward_pass
 from lipcert.certifier._nominal import NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
@@ -159,11 +159,6 @@ class Certifier:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
 
-    @property
-    def margin_bounds(self) -> MarginBounds:
-        """Lipschitz constants of the margins, as GloRo uses them."""
-        return self.subject.margins
-
     def _says(self, method: str, done: float) -> None:
         if self.watch is not None:
             self.watch(method, done)
@@ -303,13 +298,6 @@ class Certifier:
             inside = search(self.model, images[certified], classes[certified], radius.to(images)[certified])
             adversarial = adversarial.with_closer(certified, inside.images, inside.distance)
         return adversarial.distance.cpu()
-
-    @torch.no_grad()
-    def bottom(self, images: Tensor) -> Tensor:
-        """Logits with the ⊥ logit of GloRo at the certifier's ε appended, float64, shape (N, classes + 1)."""
-        self.model.check_images(images)
-        logits = self.model(images.to(self.model.device, torch.float64)).cpu()
-        return bottom_logit(logits, self.subject.margins, self.eps)
 
 
 @contextmanager
