@@ -6,7 +6,6 @@ from lipcert.settings._certify import (
     RIGORS,
     CertifyOptions,
     CertifySettings,
-    MethodName,
     noise_fields,
     parse_eps,
 )
@@ -24,6 +23,7 @@ from lipcert.settings._methods import (
     SMOOTHING,
     STAGED,
     MethodFacts,
+    MethodName,
 )
 from lipcert.settings._version import version
 

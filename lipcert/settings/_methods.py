@@ -6,6 +6,10 @@ To add a method, add an entry here and the class that computes it, a :class:`lip
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# For type checkers: the methods below, and staged.
+MethodName = Literal["staged", "global", "gloro", "local", "lofast", "lofast-paper", "anchored", "smoothing"]
 
 
 @dataclass(frozen=True)
