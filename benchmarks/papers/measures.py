@@ -381,13 +381,14 @@ def classes(table: Table, given: Given) -> Iterator[dict[str, Any]]:
     images, epochs, tested = (1000, 3, 500) if given.small else (50_000, 200, 10_000)
     sources = trained.splits(CIFAR, {CIFAR: given.data})
     size: dict[str, Any] = {"width": 16, "num_features": 128, "depth": 4} if given.small else {}
+    reader = lipcert.load("liresnet_l12w256", pretrained=False, **size)  # of ten classes, as the data set
     for count in (2, 5, 10):
         for loss in ("emma", "ce"):
             torch.manual_seed(0)
             model = lipcert.load("liresnet_l12w256", pretrained=False, num_classes=count, **size)
             train, test = (
                 [(b.images[b.labels < count], b.labels[b.labels < count])  # type: ignore[operator, index]
-                 for b in open_images(source, model, limit=limit * 10 // count).batches(32 * 10 // count)]
+                 for b in open_images(source, reader, limit=limit * 10 // count).batches(32 * 10 // count)]
                 for source, limit in zip(sources, (images, tested), strict=True)
             )  # fmt: skip
             full = [pair for pair in train if len(pair[0])]
