@@ -330,10 +330,12 @@ def perturbed(table: Table, given: Given) -> Iterator[dict[str, Any]]:
             right = model(batch.images.to(model.dtype)).argmax(1) == batch.labels
             became = model(found.images).argmax(1)
         moved = found.distance[right & found.broken]
+        first = [int(i) for i in (right & found.broken).nonzero().flatten()[:1]]
         yield {
             "name": name, "images": count, "right": float(right.double().mean()),
             "median perturbation of those right": float(moved.median()) if len(moved) else None,
-            "first image": {"class": int(batch.labels[0]), "becomes": int(became[0]), "at": float(found.distance[0])},
+            "images shown": [{"class": int(batch.labels[i]), "becomes": int(became[i]), "at": float(found.distance[i])}
+                             for i in first],
         }  # fmt: skip
 
 
