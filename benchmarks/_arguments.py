@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds import Analysis, Value, analyze, testing
+from lipcert.bounds import Analysis, Value, analyze, key_of, testing
+from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.errors import LipcertError
 from lipcert.graph import run
 
@@ -466,9 +467,8 @@ def _filled(r: random.Random) -> Any:
 
 
 _ENTRYWISE: dict[str, Callable[..., Any]] = {
-    "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "mish": F.mish, "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh, "hardsigmoid": F.hardsigmoid, "hardswish": F.hardswish, "softsign": F.softsign,
-    "log_sigmoid": F.logsigmoid, "square": torch.square, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "relu6": F.relu6,
+    **{str(key_of(function)): function for function in ACTIVATIONS if not isinstance(function, str)},
+    "abs": torch.abs, "neg": torch.neg, "square": torch.square, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
     "identity": torch.clone,
 }  # fmt: skip
 _FLAGS = [True, False]

@@ -68,7 +68,7 @@ def trained(
     torch.manual_seed(0)
     model = built({**network, **settings.pop("network", {})})
     batches = Batches(images, model, size, Augmentation(settings.pop("crop", "shift")))
-    batches.kept = kept
+    batches.cache = kept
     started = time.process_time()
     lipcert.finetune(model, batches, EPS, epochs=epochs, progress=lambda e: print(e, flush=True), **settings)
     seconds = time.process_time() - started
@@ -90,7 +90,7 @@ def split(data: Path, model: lipcert.Model, images: int, held_out: int) -> tuple
     whole = Batches(first, model, 1024, False)
     for _ in whole:
         pass
-    return first, second, whole.kept
+    return first, second, whole.cache
 
 
 def main() -> None:

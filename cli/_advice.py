@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lipcert.settings import LOOSE
+
 from ._print import command
 
-# Decimal logarithms of global bounds. From LOOSE on no method has certified ε ≥ 0.001, and training for margins
-# makes no progress, because its loss is a multiple of the bound. Up to TIGHT certificates are worth a try.
-LOOSE, TIGHT = 12.0, 6.0
+# The decimal logarithm of a global bound up to which certificates are worth a try. From LOOSE on training for margins
+# makes no progress either, because its loss is a multiple of the bound.
+TIGHT = 6.0
 _COLOURS = 3
 
 

@@ -12,9 +12,9 @@ import typer
 
 from lipcert.errors import UnsupportedOperation
 from lipcert.inputs.preprocessing import Preprocessing
-from lipcert.settings import one_of
+from lipcert.settings import LOOSE, one_of
 
-from ._advice import LOOSE, Status, advise
+from ._advice import Status, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Device, Force, Weights, choice, complete_data, complete_model, options_of, out
 from ._output import check_out, default_name

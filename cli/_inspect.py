@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.settings import LOOSE
 
-from ._advice import LOOSE, Status, advise
+from ._advice import Status, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Device, ModelName, Weights, options_of
 from ._print import lower, print_facts, print_json, print_table, progress, start, upper

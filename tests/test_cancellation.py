@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from truth import gains_hold
 
 import lipcert
-from lipcert.bounds import margins
+from lipcert.bounds import Schur, margins, schur_bounds
 from lipcert.bounds._registry import RULES, Rule
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier.anchored.rounding import _PLAIN, _SCALING, PathBounds
+from lipcert.certifier.anchored.rounding import PathBounds
 from lipcert.graph import Node
 from lipcert.graph._graph import run
 from lipcert.surgery import SmoothProject
@@ -384,8 +384,69 @@ def test_gains_of_single_operations_are_upper_bounds(name: str) -> None:
                 assert gain <= exact * (CLOSE.get(name, 1.0) + 1e-6), link.node
 
 
-def test_all_affine_operations_are_known_by_their_constants() -> None:
-    assert {op for op, rule in RULES.items() if rule.linear is not None and isinstance(op, str)} == _SCALING | _PLAIN
+def test_every_affine_operation_says_how_its_matrix_is_bounded() -> None:
+    assert {op for op, rule in RULES.items() if rule.linear is not None} == {op for op in RULES if RULES[op].schur}
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+AFFINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: nn.functional.linear(x.repeat(1, 100), _random(3, 400)),
+    "linear, an image as weight": lambda x: nn.functional.linear(_random(90, 2), x.reshape(2, 2)),
+    "matmul, broadcast": lambda x: _random(90, 2, 2) @ x.reshape(-1, 2, 2),
+    "mul, broadcast": lambda x: x[:, None] * _random(200, 4),
+    "einsum, two axes": lambda x: torch.einsum(
+        "bcd,ecd->be", x.repeat(1, 100).reshape(-1, 20, 20), _random(400, 20, 20)
+    ),
+    "einsum, repeated": lambda x: torch.einsum("bi,ci->bci", x.reshape(-1, 1), _random(90, 4)),
+    "conv2d": lambda x: nn.functional.conv2d(
+        x.reshape(-1, 4, 1, 1).repeat(1, 25, 2, 2), _random(9, 100, 3, 3), padding=1
+    ),
+    "conv1d, an image as kernel": lambda x: nn.functional.conv1d(_random(1, 1, 300), x.reshape(1, 1, 4)),
+    "conv_transpose1d": lambda x: nn.functional.conv_transpose1d(x.repeat(1, 50)[:, None], _random(1, 2, 150)),
+    "mean": lambda x: x.repeat(1, 100).mean(1),
+    "sum": lambda x: x.repeat(1, 100).sum(1),
+    "an entry read many times": lambda x: x.repeat(1, 100)[:, torch.zeros(400, dtype=torch.long)],
+    "an entry repeated many times": lambda x: x.repeat(1, 100).repeat_interleave(torch.tensor([300] + [1] * 399), 1),
+    "pad, replicated": lambda x: nn.functional.pad(x.repeat(1, 100)[:, None], (300, 0), mode="replicate"),
+    "avg_pool2d": lambda x: nn.functional.avg_pool2d(x.repeat(1, 36).reshape(-1, 1, 12, 12), 11, 1, 5),
+    "adaptive_avg_pool1d": lambda x: nn.functional.adaptive_avg_pool1d(x.repeat(1, 50)[:, None], 3),
+    "adaptive_avg_pool1d, more": lambda x: nn.functional.adaptive_avg_pool1d(x[:, None], 150),
+    "interpolate": lambda x: nn.functional.interpolate(x.reshape(-1, 1, 2, 2), (30, 40), mode="bicubic"),
+    "interpolate, antialiased": lambda x: nn.functional.interpolate(
+        x.repeat(1, 100).reshape(-1, 1, 20, 20), (2, 30), mode="bicubic", antialias=True
+    ),
+    "unfold": lambda x: nn.functional.unfold(x.repeat(1, 36).reshape(-1, 1, 12, 12), 7),
+    "fold": lambda x: nn.functional.fold(x.repeat(1, 9).reshape(-1, 9, 4), (4, 4), 3),
+    "batch_norm": lambda x: nn.functional.batch_norm(x, _random(4), _random(4).square(), _random(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_sums_have_no_more_terms_than_counted(name: str) -> None:
+    """Against the dense matrix: its norm, and the numbers of entries in its rows and columns."""
+    network = Anchored(model(lambda x: AFFINE[name](x).reshape(1, -1))).network
+    values, seen = network.values(image()[:, None]), 0
+    for node, answer in network.local.answers.items():
+        if not isinstance(answer, Schur):
+            continue
+        for place, operand in enumerate(node.operands):
+            fixed = {other: values[other][0] for other in node.operands}
+
+            def single(
+                x: Tensor, node: Node = node, operand: Node = operand, fixed: dict[Node, Tensor] = fixed
+            ) -> Tensor:
+                return run((node,), {**fixed, operand: x})[node]
+
+            matrix = torch.autograd.functional.jacobian(single, fixed[operand]).reshape(node.entries, operand.entries)
+            gain, kappa = schur_bounds(answer, node, place, values)
+            terms = max((matrix != 0).sum(0).max().item(), (matrix != 0).sum(1).max().item())
+            assert torch.linalg.matrix_norm(matrix.abs(), 2).item() <= gain * (1 + 1e-12)
+            assert kappa >= terms * 2.0**-53 * gain
+            seen += 1
+    assert seen
 
 
 @pytest.mark.parametrize("method", ["lofast", "anchored", "staged"])

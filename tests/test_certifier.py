@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lipcert
 from lipcert import certify
-from lipcert.bounds import analyze, margins, radii
-from lipcert.certifier import METHODS, Certifier, MarginBounds, bottom_logit
+from lipcert.bounds import margins, radii
+from lipcert.certifier import METHODS, Certifier
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
@@ -210,10 +210,6 @@ def test_nan_logits_are_never_certified(row: list[float]) -> None:
         radius = radii(gaps, constants)
         assert not radius > 0
         assert not radius.isnan()
-    bounds = MarginBounds(analyze(linear(3)))
-    appended = bottom_logit(torch.tensor([row]), bounds, 0.1)
-    finite_prediction = appended[0, predicted[0]] > appended[0, -1]
-    assert not finite_prediction, "the prediction stands against ⊥"
 
 
 def test_a_constant_network_is_certified_everywhere() -> None:
@@ -285,20 +281,6 @@ def test_perturbed_inside() -> None:
             certify(model, images, eps=1e-3, at="patch_embed", **other)
     with pytest.raises(InputError, match="belongs to at='head.7'"):
         certify(model, images, eps=1e-3, at="head.7")
-
-
-def test_bottom_agrees_with_the_radius() -> None:
-    for seed in range(5):
-        model = network(seed, 4, "mlp")
-        images = torch.rand(30, *model.input_size)
-        radius = certify(model, images, eps=1.0, method="gloro").radius
-        for eps in [1e-4, *radius[:6].mul(1 - 1e-9).tolist(), *radius[:6].mul(1 + 1e-9).tolist()]:
-            certifier = Certifier(model, eps, "gloro")
-            logits = certifier.bottom(images)
-            assert logits.shape == (30, 5)
-            stands = logits.argmax(1) != 4
-            ties = logits[:, 4] == logits[:, :4].amax(1)
-            assert torch.equal(stands & ~ties, radius > eps)
 
 
 def test_labels_and_accuracy() -> None:
@@ -419,7 +401,6 @@ def test_certified_logits_are_those_of_real_arithmetic(pixels: Tensor) -> None:
     model, images = casting(True), pixels.double()
     certifier, truth = Certifier(model, 0.01, "gloro"), casting(False).double()(images).detach()
     torch.testing.assert_close(certifier.model(images), truth, rtol=0, atol=1e-12)
-    torch.testing.assert_close(certifier.bottom(images)[:, :3], truth, rtol=0, atol=1e-12)
     assert (model.double()(images) - truth).abs().max() > 1e-6  # the model itself still casts
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import timm
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -187,6 +187,58 @@ def test_vectors_differ_in_every_bit_of_the_key():
     vectors = {tuple(Ledger(1.0, seed=seed).draw(*key, delta=0.1).normal(1, 4)[0].tolist()) for key in keys
                for seed in (0, 2**32, 2**64)}  # fmt: skip
     assert len(vectors) == 3 * len(keys)
+
+
+@given(
+    st.floats(1e-290, 0.5),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_is_requested_is_within_the_budget(delta, methods, chance):
+    """Any methods, variants, pairs and rounds, and any part of their norms: charged at most δ, and as the row says."""
+    ledger, charges = Budget(delta).ledger(2), [[], []]
+    for name, (variants, pairs, rounds) in enumerate(methods):
+        of_norm = Budget(delta).split(len(methods)).split(variants).split(pairs * (1 + rounds))
+        norms = [(v, pair, number) for v in range(variants) for pair in range(pairs) for number in range(1 + rounds)]
+        everything = chance.random() < 0.5
+        for key in norms:
+            images = [image for image in (0, 1) if everything or chance.random() < 0.7]
+            ledger.only(torch.tensor(images, dtype=torch.long)).part(name).draw("norm", *key, delta=of_norm.delta)
+            for image in images:
+                charges[image].append(of_norm.delta)
+    for spent, charged in zip(ledger.spent.tolist(), charges, strict=True):
+        assert spent == pytest.approx(math.fsum(charged), rel=1e-12, abs=0)
+        assert spent <= delta
+        assert spent <= Rigor(spent, delta).delta <= min(1.011 * spent, delta)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(("local", "lofast", "anchored", "staged")),
+    st.sampled_from((kinked, convolutions)),
+    st.sampled_from((None, 4, 30)),  # passes
+    st.sampled_from((1e-12, 1e-9, 1e-3)),
+    st.sampled_from((1e-3, 10.0)),
+)
+def test_rows_state_the_charges_of_any_run(method, build, passes, delta, eps):
+    charges = [[], []]
+    draw = Ledger.draw
+
+    def watched(ledger, *key, delta):
+        for image in ledger._rows.tolist():
+            charges[image].append(delta)
+        return draw(ledger, *key, delta=delta)
+
+    model = build()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Ledger, "draw", watched)
+        certifier = Certifier(model, eps, method, passes=None if method == "local" else passes, delta=delta)
+        found = certifier.run(pixels(model, 2))
+    for word, charged in zip(found.rigor, charges, strict=True):
+        stated = delta_of(word)
+        assert math.fsum(charged) <= delta
+        # A deterministic radius may be the largest although vectors were drawn for another.
+        assert stated == 0 or math.fsum(charged) <= stated <= min(1.011 * math.fsum(charged), delta)
 
 
 @given(st.floats(1e-300, 0.5), st.integers(1, 10**6), st.floats(1e-6, 1.0))

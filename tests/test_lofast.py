@@ -198,13 +198,14 @@ def test_blocks_chain():
     layered = LoFAST(model, tolerance=LOOSE)
     eps = torch.full((2,), 0.01, dtype=torch.float64)
     anchor = layered(images(2))
-    blocks = anchor.per_block(eps)
-    assert [block.name for block in blocks] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1", "head"]
+    blocks = anchor.deviations(eps).stages
+    assert [block.stage.name for block in blocks] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1", "head"]
     for block, following in zip(blocks, blocks[1:], strict=False):
-        assert torch.equal(block.rho_out, following.rho_in)
-        torch.testing.assert_close(block.rho_out, block.jacobian * block.rho_in + block.remainder)
+        jacobian = anchor.linearization.gain(block.stage.start, block.stage.end)
+        assert torch.equal(block.end, following.start)
+        torch.testing.assert_close(block.end, jacobian * block.start + block.remainder)
         assert bool((block.remainder > 0).all())
-    assert torch.equal(blocks[-1].rho_out, anchor.deviations(eps).logits)
+    assert torch.equal(blocks[-1].end, anchor.deviations(eps).logits)
 
 
 def test_anchored_is_nowhere_weaker_at_any_eps():

@@ -9,7 +9,7 @@ from torch import nn
 import lipcert
 from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored
-from lipcert.certifier.anchored.matrices import Groups, Matrix, groups_of
+from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
 from lipcert.norms import factor, verified_norms
 
 
@@ -72,7 +72,7 @@ def test_blocks_are_found_and_used():
     groups = found_groups(dense)
     assert groups is not None
     assert [part.shape for part in groups] == [(5, 3), (5, 4)]
-    matrix, whole = Matrix.of(dense, groups), Matrix.of(dense, None)
+    matrix, whole = JacobianMatrix.of(dense, groups), JacobianMatrix.of(dense, None)
     assert matrix.entries.shape == (2, 5, 3, 4)
     torch.testing.assert_close(matrix.dense(), dense, rtol=0, atol=0)
     torch.testing.assert_close(matrix.norm(), torch.linalg.matrix_norm(dense, 2))
@@ -84,7 +84,7 @@ def test_blocks_are_found_and_used():
         (matrix.moved(order).dense(), dense[:, order]),
         (matrix.scaled(scale).dense(), scale[:, :, None] * dense),
         (matrix.block_norms(5), whole.block_norms(5)),
-        (matrix.times(Matrix.of(dense.mT[:1], Groups(groups.columns, groups.rows)))[0], dense @ dense.mT[:1]),
+        (matrix.times(JacobianMatrix.of(dense.mT[:1], Groups(groups.columns, groups.rows)))[0], dense @ dense.mT[:1]),
     ):
         torch.testing.assert_close(one, other)
 
@@ -94,7 +94,7 @@ def test_an_image_whose_matrix_has_other_zeros_counts_in_full():
     groups = found_groups(dense)
     outside = (dense[1] == 0).nonzero()[0]
     dense[1, outside[0], outside[1]] = 100.0
-    matrix = Matrix.of(dense, groups)
+    matrix = JacobianMatrix.of(dense, groups)
     assert matrix.groups is None
     assert bool((matrix.norm() >= torch.linalg.matrix_norm(dense, 2)).all())
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from typer.main import get_command
 import lipcert
 from benchmarks import make_readme, parallel_layers
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import measures, page, shown, trained
-from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, values_of
+from benchmarks.papers import measures, page, shown, stand_ins, trained
+from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, differences, values_of
 from benchmarks.papers.tables import LISTED, TABLES, find
 from benchmarks.papers.tables_certvit import pretrained
 from lipcert.cli import app
@@ -403,3 +404,49 @@ def test_norms_are_compared_at_the_same_accuracy():
     assert "same class 80.0 %" not in section  # which outputs never reach
     assert "| net | 0.2 | activations | 0.50 | 40.0 % | 50.0 % |" in section
     assert page._at([(0.5, 2.0), (0.3, 1.0), (0.4, 0.5)], 0.4) == 0.5
+
+
+def test_the_papers_lip_is_below_the_bound_and_said_to_be_none():
+    """By hand for one block of L2 attention; other networks have none."""
+    torch.manual_seed(0)
+    model = lipcert.load("certvit_mnist", pretrained=False, depth=1, embed_dim=16)
+    assert trained.printed_lip(model) == {}
+    lipcert.convert(model, attention="l2", norm="smooth")
+    net = model.net
+    plain = [net.patch_embed.proj, net.blocks[0].mlp.fc1, net.blocks[0].mlp.fc2, net.head]
+    norms = [float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2)) for layer in plain]
+    attention = net.blocks[0].attn.lipschitz((16, 16)).value
+    ((name, log10),) = trained.printed_lip(model).items()
+    assert name == shown.NO_BOUND
+    assert 10**log10 == pytest.approx(1.12 * attention * np.prod(norms), rel=1e-5)
+    assert log10 < lipcert.lipschitz(model).log10
+
+
+@pytest.mark.parametrize("name", sorted(stand_ins.SHAPES))
+def test_stand_ins_have_the_shape_of_their_data_sets(name, tmp_path, monkeypatch):
+    side, channels, classes = stand_ins.SHAPES[name]
+    monkeypatch.setitem(stand_ins.SHAPES, name, (side, channels, 3))
+    folder = stand_ins.stand_in(name, tmp_path)
+    assert classes == {"cifar100": 100, "tinyimagenet": 200, "imagenet": 1000}.get(name, 10)
+    train, test = trained.splits(name, {name: str(folder)})
+    for split in (train, test):
+        files = sorted(Path(split).rglob("*.png"))
+        assert len(files) == 3
+        with Image.open(files[0]) as image:
+            assert (image.size, image.mode) == ((side, side), "L" if channels == 1 else "RGB")
+
+
+def test_full_scale_says_in_what_it_differs():
+    lines = differences(find("certvit", "1").rows)
+    assert len(lines) == 5
+    assert any("single" in line for line in lines)
+    assert any("one vector of each layer" in line for line in differences(find("local-lip", "2").rows))
+    assert not any("RandAugment" in line for line in differences(find("local-lip", "2").rows))
+
+
+def test_data_sets_that_no_name_opens_are_asked_for_by_folder():
+    """TinyImageNet; the printed command has a folder in the place of its name."""
+    for scale in ("small", "full"):
+        row = next(row for row in papers.table(find("local-lip", "6"), scale, {}))
+        assert row["here"] == "needs the data set tinyimagenet: --data tinyimagenet=FOLDER"
+        assert "--data FOLDER/train " in row["commands"][0]

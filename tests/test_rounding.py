@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
-from lipcert.bounds import MarginBounds, Operand, analyze, local_error, margins, radii
+from lipcert.bounds import MarginBounds, Operand, analyze, key_of, local_error, margins, radii
+from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.bounds.testing import check_rounding
 from lipcert.bounds.testing import deployed as apply
 from lipcert.certifier import Anchored, DeployedAnchored
@@ -117,7 +118,6 @@ OPERATIONS: dict[str, nn.Module] = {
     "mean": Function(lambda x: x.mean(1)),
     "avg_pool2d": nn.AvgPool2d(3, 2, padding=1),
     "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d(4),
-    "relu": nn.ReLU(),
     "max_pool2d": nn.MaxPool2d(2),
     "clamp": Function(lambda x: x.clamp(-0.3, 0.7)),
     "hardtanh": nn.Hardtanh(-0.3, 0.7),
@@ -132,14 +132,7 @@ OPERATIONS: dict[str, nn.Module] = {
     "log_softmax, long": nn.Sequential(nn.Flatten(), nn.LogSoftmax(-1)),
     "gelu": nn.GELU(),
     "gelu, tanh": nn.GELU("tanh"),
-    "silu": nn.SiLU(),
-    "mish": nn.Mish(),
-    "sigmoid": nn.Sigmoid(),
-    "hardsigmoid": nn.Hardsigmoid(),
-    "hardswish": nn.Hardswish(),
-    "tanh": nn.Tanh(),
-    "softsign": nn.Softsign(),
-    "logsigmoid": nn.LogSigmoid(),
+    **{str(key_of(function)): Function(function) for function in ACTIVATIONS if not isinstance(function, str)},
     "elu": nn.ELU(),
     "softplus": nn.Softplus(),
     "softmax": nn.Softmax(-1),
@@ -170,7 +163,7 @@ OPERATIONS: dict[str, nn.Module] = {
     "minimum": Function(both(torch.minimum)),
     "ClippedMaxMin": clipping(ClippedMaxMin(0.3, -0.1)),
 }
-EXACT = {"relu", "sort", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold"}
+EXACT = {"relu", "relu6", "sort", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold"}
 
 
 def node_of(name: str) -> Node:

@@ -16,12 +16,12 @@ import lipcert
 from lipcert.certifier import METHODS, Certifier, triage
 from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
 from lipcert.cli import app
-from lipcert.cli._advice import LOOSE, Status, advise
+from lipcert.cli._advice import Status, advise
 from lipcert.cli._certifying import _triage as show_triage
 from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
-from lipcert.settings import CertifySettings
+from lipcert.settings import LOOSE, CertifySettings
 
 SIZE = (3, 4, 4)
 

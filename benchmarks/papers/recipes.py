@@ -325,7 +325,10 @@ class Scale:
         return {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(self).items() if name != "data"}
 
 
-_TRIAL = {"liresnet": {"depth": "2", "width": "8", "num_features": "16"}, "certvit": {"embed_dim": "48", "depth": "1"}}
+_TRIAL = {
+    "liresnet": {"depth": "2", "width": "8", "num_features": "16"}, "liresnet_vit": {"depth": "1"},
+    "certvit": {"embed_dim": "48", "depth": "1"},
+}  # fmt: skip
 SCALES = {
     "trial": Scale(16, {"gloro": 4, "local": 1, "anchored": 1}, 2, 8, 1, 10, 16, {}, None, _TRIAL),
     "small": Scale(

@@ -150,8 +150,8 @@ def thinned(one: Row, scale: Scale) -> str:
     parts = dict(part.split("=") for part in one.model_args.split())
     if "width" in parts and scale.thinner > 1:
         parts |= {"width": str(int(parts["width"]) // scale.thinner), "num_features": str(2048 // scale.thinner)}
-    for start, sizes in scale.sizes.items():
-        parts |= sizes if name.startswith(start) else {}
+    fitting = [start for start in scale.sizes if name.startswith(start)]
+    parts |= scale.sizes[max(fitting, key=len)] if fitting else {}
     return " ".join(f"{key}={value}" for key, value in parts.items())
 
 

@@ -16,8 +16,8 @@ from lipcert.bounds._global import (
     global_values,
     lipschitz,
 )
-from lipcert.bounds._jacobian import WINDOW, gamma, lengths
-from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, bottom_logit, margins, radii, row_distances
+from lipcert.bounds._jacobian import WINDOW, gamma, lengths, schur_bounds
+from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, margins, radii, row_distances
 from lipcert.bounds._masked import Core
 from lipcert.bounds._registry import (
     RULES,
@@ -25,6 +25,7 @@ from lipcert.bounds._registry import (
     Jacobian,
     NoAnswer,
     Rule,
+    Schur,
     answer_of,
     box,
     coverage,
@@ -54,9 +55,9 @@ from lipcert.numerics import Bound, Estimate, LayerBound
 __all__ = [
     "COMPOSED", "ROUND_DOWN", "RULES", "Against", "Analysis", "Bound", "Boxes", "Call", "Contracted", "Core", "Dense",
     "Estimate", "Form", "Jacobian", "LayerBound", "MarginBounds", "NoAnswer", "Nominal", "Operand", "Progress",
-    "Remainder", "Rule", "State", "Value", "WINDOW", "Walk", "analyze", "analyze_for_training", "answer_of",
-    "arguments", "bottom_logit", "box", "by_operand", "canonical_forms", "check_weights", "coverage",
+    "Remainder", "Rule", "Schur", "State", "Value", "WINDOW", "Walk", "analyze", "analyze_for_training", "answer_of",
+    "arguments", "box", "by_operand", "canonical_forms", "check_weights", "coverage",
     "each_entry", "flat", "gamma", "global_value", "global_values", "jacobian", "kept_whole", "key_of", "lengths",
     "lipschitz", "local_error", "margins", "per_image", "radii", "refusal", "remainder", "remainder_of", "rounding",
-    "row_distances", "rule", "rule_for",
+    "row_distances", "rule", "rule_for", "schur_bounds",
 ]  # fmt: skip

@@ -15,12 +15,12 @@ Known = TypeVar("Known")
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation by name.
+    """The arguments of an operation by name; operations without a signature take one, their operand.
 
     Raises:
         NoAnswer: an argument is not in the signature, or is given twice.
     """
-    positional, allowed = SIGNATURES[str(node.op)]
+    positional, allowed = SIGNATURES.get(str(node.op), (("input",), frozenset({"input"})))
     by_name = dict(zip(positional, node.args, strict=False))
     if len(node.args) > len(positional):
         raise NoAnswer(f"{len(node.args)} positional arguments")

@@ -6,27 +6,28 @@ with ‖Ĵv − Jv‖ ≤ κ‖v‖ for products Ĵv computed in float64, forwar
 of n terms with a few roundings each, κ = γ_n A. A ≥ ‖J‖ bounds the norm of the Jacobian, which certificates use. Where
 A is much larger than ‖J‖, a rule may know a smaller bound, or the norm itself.
 
-Operations that are affine in their image-dependent operands need no answer: see
-:mod:`lipcert.certifier.anchored.rounding`.
+For an operation that is affine in the operand, the pair is the same for all images. It follows from Schur's test
+(:func:`schur_bounds`) and what its rule says of its matrix.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lipcert.bounds._registry import Schur
 from lipcert.bounds._remainder import per_image
-from lipcert.graph import Node, run
+from lipcert.graph import Node, map_nodes, run
 from lipcert.numerics import SMALLEST_NORMAL, UNIT
 
 Bounds = tuple[Tensor | float, Tensor | float]
 
 # The number of roundings in a kernel besides its sums (products, scales, library functions), and the largest number of
-# entries in a window of pooling, folding or bicubic interpolation.
+# entries in a window of pooling with maxima.
 _ROUNDINGS = 16
 WINDOW = 512
 
@@ -116,6 +117,60 @@ def normalising_norm(
     ‖c‖ ≤ s, so ‖I − ccᵀ/s²‖ ≤ 1, and ‖J‖ ≤ max|weight| scale/s: a third of the bound on ‖|J|‖.
     """
     return normalising(tokens, centred, least, scale, weight)[0] * ((1 + 1e-12) / 3)
+
+
+def schur_bounds(schur: Schur, node: Node, place: int, values: Mapping[Node, Tensor]) -> tuple[float, float]:
+    """(A, κ) for an affine operation as a function of the operand with index ``place``.
+
+    ‖|J|‖² is at most the largest row sum times the largest column sum of |J| (Schur's test). The row sums are |J|·1 and
+    the column sums |J|ᵀ·1, from a product with |J| each, so that J is never written out. κ = γ_n A for n terms.
+    """
+    operand = node.operands[place]
+    value = torch.zeros_like(values[operand][0]).requires_grad_()
+    places = iter(range(len(node.operands)))
+
+    def at_zero(other: Node) -> Tensor:
+        return value if next(places) == place else torch.zeros_like(values[other][0])
+
+    def magnitude(constant: Tensor) -> Tensor:
+        if not schur.magnitudes or constant.dtype == torch.bool:
+            return constant
+        return constant.abs() if constant.is_floating_point() else constant.double().abs()
+
+    args, kwargs = _mapped(at_zero, magnitude, (node.args, dict(node.kwargs)))
+    with torch.enable_grad():
+        result = node.function(*args, **kwargs)
+        if not result.requires_grad or not result.numel():  # it reads only a shape or type, or is empty
+            return 0.0, 0.0
+        weight = torch.ones_like(result, requires_grad=True)
+        (columns,) = torch.autograd.grad(result, value, weight, create_graph=True, allow_unused=True)
+        if columns is None or not columns.requires_grad:  # for autograd the result does not depend on the operand
+            gain = 0.0 if columns is None or not bool(columns.any()) else math.inf
+            return gain, gain
+        (rows,) = torch.autograd.grad(columns, weight, torch.ones_like(columns), allow_unused=True)
+    if rows is None or not columns.numel() or not rows.numel():
+        return 0.0, 0.0
+    row, column = rows.abs().max().item(), columns.abs().max().item()
+    gain = schur.signs * math.sqrt(column) * math.sqrt(row) * (1 + 1e-9)
+    return gain, gamma(row + column if schur.terms is None else schur.terms(node, operand)) * gain
+
+
+def _mapped(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return on_tensor(tree)
+    if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
+        return type(tree)(_mapped(on_node, on_tensor, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(on_node, on_tensor, item) for key, item in tree.items()}
+    return map_nodes(on_node, tree)
+
+
+def evenly(terms: Callable[[Node], float]) -> Callable[[Node, Node], float]:
+    """For matrices whose rows have at most ``terms(node)`` entries that are not 0, and whose columns are all alike.
+
+    A matrix with m rows of at most n such entries has at most m n of them, so m n/k in each of k like columns.
+    """
+    return lambda node, operand: max(1.0, terms(node)) * (1 + max(1, node.entries) / max(1, operand.entries))
 
 
 def copies(node: Node, operand: Node) -> float:

@@ -123,25 +123,3 @@ def radii(margin: Tensor, constants: Tensor) -> Tensor:
     ratios = torch.where(constants == 0, torch.inf, ratios)
     ratios = torch.where(margin > 0, ratios, 0.0)  # also 0 for NaN margins
     return ratios.amin(dim=1) * ROUND_DOWN
-
-
-def bottom_logit(logits: Tensor, bounds: MarginBounds, eps: float) -> Tensor:
-    """The logits with the ⊥ logit max_{j ≠ y} f_j + ε K_yj appended (Leino et al. 2021, equation 2; Hu et al. 2023,
-    equation 1).
-
-    The prediction is certified for every perturbation of norm up to ε if its logit is strictly the largest of all.
-
-    Args:
-        logits: shape (N, classes).
-        bounds: the model's margin bounds.
-        eps: ε in ℓ2 on pixels in [0, 1].
-
-    Returns:
-        float64, shape (N, classes + 1).
-    """
-    logits = logits.double()
-    predicted = logits.argmax(dim=1)
-    added = eps * bounds.of(predicted).to(logits.device)
-    reach = logits + added + (logits.abs() + added) * 2.0**-50  # the sum and the product round
-    reach.scatter_(1, predicted[:, None], -math.inf)
-    return torch.cat([logits, reach.amax(dim=1, keepdim=True)], dim=1)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipcert.graph import PIECES, REARRANGING, Node, canonical
+from lipcert.graph import Node, canonical
 
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
@@ -48,8 +48,10 @@ class Rule:
         box: the range of each entry in a ball around an image. ``box(walk, node, *operands) -> State``, with operands
             as :class:`~lipcert.bounds.State`. Registered by :func:`box`. Without one, every entry is assumed to move as
             far as the Lipschitz constant allows.
+        inactive: whether the box finds units that are constant in the ball, which local constants leave out.
         linear: whether a call of the operation is affine in its image-dependent operands, so that it has no remainder.
             ``linear(node) -> bool`` raises :class:`NoAnswer` for forms that are refused. Registered by :func:`rule`.
+        schur: bounds on the matrix of such a call. Registered by :func:`rule`. Without one, its norm is computed.
         remainder: the distance of the operation from its linearisation: a subclass of
             :class:`~lipcert.bounds.Remainder`. Registered by :func:`~lipcert.bounds.remainder`.
         secant: a linearisation with secant slopes at kinks. Registered by :func:`secant`.
@@ -62,7 +64,9 @@ class Rule:
     key: Any
     lipschitz: Callable[..., Any] | None = None
     box: Callable[..., Any] | None = None
+    inactive: bool = False
     linear: Callable[[Node], bool] | None = None
+    schur: Schur | None = None
     remainder: type[Any] | None = None
     secant: Secant | None = None
     jacobian: Jacobian | None = None
@@ -104,10 +108,36 @@ class Jacobian:
     norm: Callable[..., Any] | None
 
 
+@dataclass(frozen=True)
+class Schur:
+    """How Schur's test bounds the matrix J of an operation that is affine in one operand; see :func:`.schur_bounds`.
+
+    Attributes:
+        magnitudes: whether |J| is the operation with the absolute values of its floating-point constants. If not, the
+            constants are offsets, places, or factors of a single entry each, and the entries of J in a row, and in a
+            column, have one sign, so that nothing cancels in their sum.
+        terms: ``terms(node, operand)``, the largest number of terms in the sum that gives an entry of J v or Jᵀu. None
+            if the entries of J are 0, 1 and −1: then the sums of its rows and columns are these numbers.
+        signs: the absolute values of a row or column of J sum to at most this multiple of what the test finds.
+        moves: whether every entry of the result is one of the operands or of the constants, so that no bound assumes
+            that there are entries.
+    """
+
+    magnitudes: bool = False
+    terms: Callable[[Node, Node], float] | None = None
+    signs: float = 1.0
+    moves: bool = False
+
+
+COUNTED = Schur()
+MOVED = Schur(moves=True)
+
 RULES: dict[Any, Rule] = {}
 
 
-def rule(*targets: Any, linear: bool | Callable[[Node], bool] | None = None) -> Callable[[Answer], Answer]:
+def rule(
+    *targets: Any, linear: bool | Callable[[Node], bool] | None = None, schur: Schur | None = None
+) -> Callable[[Answer], Answer]:
     """Registers the Lipschitz constants of one or several operations.
 
     Args:
@@ -117,6 +147,7 @@ def rule(*targets: Any, linear: bool | Callable[[Node], bool] | None = None) -> 
         linear: whether the operation is affine in its image-dependent operands, so that it needs no remainder. Pass a
             function of the captured operation if that depends on the arguments. None keeps the value of an earlier
             rule.
+        schur: for ``linear`` operations, how their matrix is bounded. The norm of others is computed.
 
     Returns:
         A decorator for ``answer(call, *args, **kwargs) -> Value``. The docstring of ``answer`` names its source or
@@ -132,15 +163,25 @@ def rule(*targets: Any, linear: bool | Callable[[Node], bool] | None = None) -> 
 
     def register(answer: Answer) -> Answer:
         affine = {} if linear is None else {"linear": linear if callable(linear) else _always if linear else None}
-        _register("lipschitz", targets, answer, **affine)
+        _register("lipschitz", targets, answer, **affine, **({} if schur is None else {"schur": schur}))
         return answer
 
     return register
 
 
-def box(*targets: Any) -> Callable[[Answer], Answer]:
-    """Registers the range of each entry of an operation's result in a ball; targets as for :func:`rule`."""
-    return partial(registered, "box", targets)
+def box(*targets: Any, inactive: bool = False) -> Callable[[Answer], Answer]:
+    """Registers the range of each entry of an operation's result in a ball; targets as for :func:`rule`.
+
+    Args:
+        targets: the operations.
+        inactive: whether units may be found that are constant in the ball.
+    """
+
+    def register(answer: Answer) -> Answer:
+        _register("box", targets, answer, inactive=inactive)
+        return answer
+
+    return register
 
 
 def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()) -> Callable[[Answer], Answer]:
@@ -244,24 +285,18 @@ def answer_of(op: Any, question: str) -> Any:
     return answer
 
 
-# Operations that only move entries, so that what they claim of a value without entries is true of nothing.
-_OF_NOTHING = REARRANGING | PIECES | {
-    "cat", "stack", "getitem", "index_select", "part", "expand", "repeat", "tile", "repeat_interleave", "pad",
-    "constant_pad_nd", "setitem",
-}  # fmt: skip
-
-
 def check_entries(node: Node) -> None:
     """Refuses operations on nothing, so that no rule meets an empty group of entries.
 
     A sum over no entries is 0, a largest entry −∞, a softmax over no entries sums to 0, and attention to no keys is 0:
     facts that hold for all other groups (a floor, a mass, a mean) fail there. Values without entries may only be cut
-    off, moved, and put together with others again.
+    off, moved, and put together with others again (:attr:`Schur.moves`).
 
     Raises:
         NoAnswer: the result, an operand or a constant has no entries.
     """
-    if isinstance(node.op, str) and node.op in _OF_NOTHING:
+    rule = RULES.get(node.op)
+    if rule is not None and rule.schur is not None and rule.schur.moves:
         return
     sizes = [node.entries, *(operand.entries for operand in node.operands if operand.single)]
     if 0 in sizes or not all(tensor.numel() for tensor in _tensors((node.args, dict(node.kwargs)))):

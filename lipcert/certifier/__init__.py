@@ -4,7 +4,7 @@ A :class:`Certifier` computes the bounds of a model once and then certifies batc
 creates one and applies it to images.
 """
 
-from lipcert.bounds import MarginBounds, bottom_logit
+from lipcert.bounds import MarginBounds
 from lipcert.certifier._certifier import Certifier
 from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._local import Local
@@ -30,7 +30,6 @@ __all__ = [
     "Method",
     "Subject",
     "Triage",
-    "bottom_logit",
     "certifier_for",
     "first_order_limit",
     "triage",

@@ -14,8 +14,6 @@ from lipcert.errors import InputError
 from lipcert.norms import Budget, Ledger
 from lipcert.settings import STAGED
 
-_TOO_LARGE = "it would take very long for a network of this size; force it with --method {}"
-
 
 class LinearisedMethod(Method):
     """A method that linearises the network at the image.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Bound, MarginBounds, Progress, analyze, bottom_logit, margins, radii
+from lipcert.bounds import Bound, Progress, analyze, margins, radii
 from lipcert.certifier._method import Subject, forward_pass
 from lipcert.certifier._nominal import NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
@@ -158,11 +158,6 @@ class Certifier:
     def bound(self) -> Bound:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
-
-    @property
-    def margin_bounds(self) -> MarginBounds:
-        """Lipschitz constants of the margins, as GloRo uses them."""
-        return self.subject.margins
 
     def _says(self, method: str, done: float) -> None:
         if self.watch is not None:
@@ -332,13 +327,6 @@ class Certifier:
         moved = self.subject.margins.of_logits() * (self.eps if eps is None else eps) + error[:, None]
         moved = (moved + logits.abs() * 2.0**-52) * (1 + 2.0**-50)  # the roundings of these lines
         return logits - moved, logits + moved
-
-    @torch.no_grad()
-    def bottom(self, images: Tensor) -> Tensor:
-        """Logits with the ⊥ logit of GloRo at the certifier's ε appended, float64, shape (N, classes + 1)."""
-        self.model.check_images(images)
-        logits = self.model(images.to(self.model.device, torch.float64)).cpu()
-        return bottom_logit(logits, self.subject.margins, self.eps)
 
 
 @contextmanager

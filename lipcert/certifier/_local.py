@@ -8,7 +8,20 @@ import torch
 from torch import Tensor
 
 from lipcert import roundoff
-from lipcert.bounds import ROUND_DOWN, Analysis, Boxes, Core, MarginBounds, Nominal, State, Walk, analyze, flat, radii
+from lipcert.bounds import (
+    ROUND_DOWN,
+    Analysis,
+    Boxes,
+    Core,
+    MarginBounds,
+    Nominal,
+    State,
+    Walk,
+    analyze,
+    flat,
+    radii,
+    rule_for,
+)
 from lipcert.certifier._method import Method, NormsDone, Subject
 from lipcert.certifier._search import search_open
 from lipcert.errors import InputError
@@ -16,7 +29,6 @@ from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
 from lipcert.numerics import INFLATE
-from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _EVALUATIONS = 64
 _SMALLEST = 1e-100  # on a ball of radius 0 every constant would be 0
@@ -220,8 +232,8 @@ class LocalMethod(Method):
     def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
         return lambda margins, call: self.local.radius(images, predicted, margins, ledger=ledger, call=call)
 
-    @staticmethod
-    def useful(analysis: Analysis) -> bool:
-        """Whether a network has units that can be constant on a ball; otherwise local bounds equal global ones."""
-        kinds = {"relu", "leaky_relu", "hardtanh", "clamp", "max_pool2d", ClippedReLU, MaxMin, ClippedMaxMin}
-        return any(node.op in kinds for node in analysis.graph.nodes)
+    @classmethod
+    def adds(cls, subject: Subject) -> bool:
+        """Whether the network has units that can be constant on a ball; otherwise local bounds equal global ones."""
+        rules = (rule_for(node.op) for node in subject.analysis.graph.nodes)
+        return any(rule is not None and rule.inactive for rule in rules)

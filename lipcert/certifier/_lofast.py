@@ -21,7 +21,6 @@ anchored certificate avoids this.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,25 +36,6 @@ from lipcert.certifier.anchored.walk import Deviations, Linearization
 from lipcert.model import Model
 from lipcert.norms import Ledger
 from lipcert.numerics import SAFETY
-
-
-@dataclass(frozen=True)
-class StageSensitivity:
-    """The effect of one stage of the network on a perturbation.
-
-    Attributes:
-        name: path of the module that ends the stage.
-        jacobian: ‖J_k‖, shape (N,).
-        remainder: r_k(ρ_k), shape (N,).
-        rho_in: ρ_k, shape (N,).
-        rho_out: ρ_{k+1}, shape (N,).
-    """
-
-    name: str
-    jacobian: Tensor
-    remainder: Tensor
-    rho_in: Tensor
-    rho_out: Tensor
 
 
 class LoFAST:
@@ -106,16 +86,6 @@ class Layers:
     def deviations(self, eps: Tensor) -> Deviations:
         """Bounds on the deviations of all values for perturbations of norm at most eps, shape (N,)."""
         return self.linearization.walk(eps, layerwise=True)
-
-    def per_block(self, eps: Tensor) -> list[StageSensitivity]:
-        """The effect of every stage on perturbations of norm at most eps, shape (N,), in order."""
-        blocks = []
-        for each in self.deviations(eps).stages:
-            jacobian = torch.as_tensor(self.linearization.gain(each.stage.start, each.stage.end), dtype=eps.dtype)
-            blocks.append(
-                StageSensitivity(each.stage.name, jacobian.expand_as(eps), each.remainder, each.start, each.end)
-            )
-        return blocks
 
     def radius(self, predicted: Tensor, margins: Tensor) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better.

@@ -99,6 +99,11 @@ class Method(ABC):
     def facts(self) -> MethodFacts:
         return FACTS[self.name]
 
+    @classmethod
+    def adds(cls, subject: Subject) -> bool:
+        """Whether it may certify more of a network than cheaper methods; if not, staged certification leaves it out."""
+        return True
+
     @abstractmethod
     def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
         """Everything that does not depend on the margins, such as norms at the images.

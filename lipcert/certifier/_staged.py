@@ -73,9 +73,10 @@ def prepare(subject: Subject) -> Methods:
         kind = CLASSES[name]
         if not staged:
             methods.prepared[name] = kind(subject, budget)
-        elif reason := _unsuitable(name, subject):
-            if reason != _USELESS:
-                methods.skipped[name] = reason
+        elif not kind.adds(subject):
+            continue
+        elif reason := _hopeless(name, subject):
+            methods.skipped[name] = reason
             continue
         else:
             try:
@@ -98,15 +99,10 @@ def prepare(subject: Subject) -> Methods:
     return methods
 
 
-_USELESS = "it equals gloro for this network"
-
-
-def _unsuitable(name: str, subject: Subject) -> str:
+def _hopeless(name: str, subject: Subject) -> str:
     """Why staged certification leaves a method out before it is prepared; empty if it does not."""
     if FACTS[name].deterministic or subject.settings.at is not None:
         return ""
-    if name == LocalMethod.name and not LocalMethod.useful(subject.analysis):
-        return _USELESS
     return too_loose(subject.model, subject.analysis.bound().log10, subject.settings.eps)
 
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from lipcert.attacks import PGD
 from lipcert.inputs.data import Images
 from lipcert.model import Model
+from lipcert.settings import LOOSE
 
 # The number of runners-up whose gradients are compared.
 _RIVALS = 3
-# Looseness, and ε, from which on linearised methods have not reached ε.
-_LOOSE_LOG10, _LOOSE_EPS = 12.0, 1e-3
+# On networks looser than LOOSE methods have not reached an ε from this one on.
+_VISIBLE_EPS = 1e-3
 _LOOKED_AT = 2
 # From these numbers of parameters on the triage looks at fewer images, so that it takes seconds.
 _MEDIUM, _LARGE = 1e6, 30e6
@@ -43,7 +44,7 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
         log10: decimal logarithm of its global bound.
         eps: ε.
     """
-    if log10 <= _LOOSE_LOG10 or not math.isfinite(log10) or eps < _LOOSE_EPS:
+    if log10 <= LOOSE or not math.isfinite(log10) or eps < _VISIBLE_EPS:
         return ""
     images = torch.rand(_LOOKED_AT, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     images = images.to(model.dtype)
@@ -53,7 +54,7 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
     limit = first_order_limit(model, images, logits.argmax(1).cpu())
     slopes = (margins[:, 0] - margins[:, -1]).double().cpu() / limit
     slope = slopes.median().item()
-    if not 0 < slope < math.inf or log10 - math.log10(slope) <= _LOOSE_LOG10:
+    if not 0 < slope < math.inf or log10 - math.log10(slope) <= LOOSE:
         return ""
     return (
         f"the global bound is 10^{log10:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "

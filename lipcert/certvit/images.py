@@ -87,8 +87,8 @@ class CalibrationImages:
             position += len(images)
             if self.share != "all":
                 checksum = zlib.crc32(_bytes(images), checksum)
-                wanted = places if self.share == "held-out" else ~places
-                images, labels = images[wanted.to(images.device)], None if labels is None else labels[wanted]
+                in_share = places if self.share == "held-out" else ~places
+                images, labels = images[in_share.to(images.device)], None if labels is None else labels[in_share]
             if not len(images):
                 continue
             count += len(images)
@@ -143,8 +143,8 @@ def _pair(batch: object) -> tuple[Tensor, Tensor | None]:
     if labels is None:
         return images, None
     if not isinstance(labels, Tensor) or labels.shape != images.shape[:1] or labels.is_floating_point():
-        found = f"{labels.dtype}, shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise InputError(f"labels must be whole numbers, one for each of the {len(images)} images, got {found}")
+        kind = f"{labels.dtype}, shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise InputError(f"labels must be whole numbers, one for each of the {len(images)} images, got {kind}")
     return images, labels.cpu().long()
 
 

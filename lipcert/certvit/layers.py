@@ -104,13 +104,13 @@ def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer],
         chosen = {path: layer for path, layer in layers.items() if not obstacles[path]}
         untouched = [(path, reason) for path, reason in obstacles.items() if reason]
     else:
-        wanted = [names] if isinstance(names, str) else list(dict.fromkeys(names))
-        for name in wanted:
+        requested = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+        for name in requested:
             if name not in layers:
                 raise InputError(_unknown(name, model.net, layers))
             if obstacles[name]:
                 raise InputError(f"layer {name} cannot be constrained: {obstacles[name]}; leave it out")
-        chosen = {path: layer for path, layer in layers.items() if path in wanted}
+        chosen = {path: layer for path, layer in layers.items() if path in requested}
         untouched = []
     if not chosen:
         raise InputError("no Linear or Conv2d layer to constrain; name one, or convert the network first")
@@ -149,8 +149,8 @@ def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
     weight = layer.module._parameters.get(layer.name)
     if weight is None:
         return "its weight is computed from other parameters"
-    own = path if layer.name == "weight" else path.removesuffix("v").removesuffix(".")
-    shared = [owner for owner in owners[id(weight)] if owner != own]
+    owner_path = path if layer.name == "weight" else path.removesuffix("v").removesuffix(".")
+    shared = [owner for owner in owners[id(weight)] if owner != owner_path]
     if shared:
         return f"it shares its weight with {', '.join(shared)}"
     if not layer.called:

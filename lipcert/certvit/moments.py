@@ -352,10 +352,10 @@ class _Hook:
         plain = F.linear(first, module.weight) if isinstance(module, nn.Linear) else _convolve(module, first)
         if module.bias is not None:
             plain = plain + (module.bias[:, None, None] if isinstance(module, nn.Conv2d) else module.bias)
-        expected, got = plain.double(), output[:1].double()
-        if not torch.isfinite(got).all():
+        expected, computed = plain.double(), output[:1].double()
+        if not torch.isfinite(computed).all():
             raise InputError(f"layer {self.name} computes NaN or infinity; check its weight")
-        if expected.shape != got.shape or (expected - got).norm() > 0.05 * got.norm():
+        if expected.shape != computed.shape or (expected - computed).norm() > 0.05 * computed.norm():
             raise InputError(
                 f"layer {self.name} ({type(module).__name__}) does more than multiply by its weight; "
                 "convert it first or leave it out"

@@ -86,7 +86,7 @@ def constrain(
     calibration, held = part(model, loader, held_out)
     chosen, untouched = choose(model, asked.layers)
     operators = {path: layer.operator for path, layer in chosen.items()}
-    _check_labels(model, held, given=held_out is not None)
+    _check_labels(model, held, required=held_out is not None)
     notes: list[str] = []
     facts: dict[str, _Facts] = {}
     bound_before: float | None = None
@@ -183,12 +183,12 @@ def _moments(
     """
     modules = {path: layer.module for path, layer in chosen.items()}
 
-    def seen(number: int, passes: int, images: int) -> None:
+    def count_images(number: int, passes: int, images: int) -> None:
         what = "calibration images"
         report(f"{what}, pass {number} of {passes}" if passes > 1 else what, images, total or calibration.count or None)
 
     dealt = [_Dealt(calibration, first, count) for first in range(count)]
-    streams = [stream(model, images, modules, max_bytes=max_bytes // count, progress=seen) for images in dealt]
+    streams = [stream(model, images, modules, max_bytes=max_bytes // count, progress=count_images) for images in dealt]
     for groups in zip(*streams, strict=True):
         yield {path: [group[path] for group in groups] for path in groups[0]}
 
@@ -250,8 +250,8 @@ def _constrain_faithfully(
     """The solution of the faithful engine, and the baselines."""
     solutions = constrain_layer(weight, pooled(parts), error, BASELINES, norm=norm)
     solution = constrain_blockwise(weight, parts, error, **options)
-    known = solutions[BASELINES[0]]
-    norms = {"norm_before": known.norm_before, "norm_after": norm(solution.weight), "rank": known.rank}
+    baseline = solutions[BASELINES[0]]
+    norms = {"norm_before": baseline.norm_before, "norm_after": norm(solution.weight), "rank": baseline.rank}
     return {"l1": replace(solution, **norms), **solutions}  # type: ignore[arg-type]
 
 
@@ -371,7 +371,7 @@ class _HeldOutErrors:
         self.squares = {path: [sum(share[path][k] for share in shares) for k in range(2)] for path in self.squares}
 
 
-def _check_labels(model: Model, held: CalibrationImages, *, given: bool) -> None:
+def _check_labels(model: Model, held: CalibrationImages, *, required: bool) -> None:
     """Reads the held-out images once, so that none of them stops the run after the layers are solved.
 
     Raises:
@@ -384,7 +384,7 @@ def _check_labels(model: Model, held: CalibrationImages, *, given: bool) -> None
                 classes = model(batch[:1]).shape[1]
             images += len(batch)
             _require_labels(labels, classes)
-    if given and not _sums([images])[0]:
+    if required and not _sums([images])[0]:
         raise InputError("there are no images in held_out; give at least one batch, or leave it out")
 
 
@@ -408,7 +408,7 @@ def _compare(
     report: LayerProgress,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Accuracy and agreement with the first variant on held-out images, by variant; the last stays in the model."""
-    right, kept = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
+    right, same = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
     images = labelled = 0
     modules = {path: layer.module for path, layer in chosen.items()}
     with Processes.connected().together(), evaluating(model), torch.no_grad():
@@ -421,13 +421,13 @@ def _compare(
                     top[name] = _top(model(batch), name, labels)
             first = next(iter(top.values()))
             for name, classes in top.items():
-                kept[name] += int((classes == first).sum())
+                same[name] += int((classes == first).sum())
                 right[name] += 0 if labels is None else int((classes == labels).sum())
             images += len(batch)
             labelled += 0 if labels is None else len(batch)
             report("comparing on held-out images", images, held.count or None)
     errors.add_up()
-    images, labelled, *counts = _sums([images, labelled, *right.values(), *kept.values()])
+    images, labelled, *counts = _sums([images, labelled, *right.values(), *same.values()])
     if not images:
         return {}, {}
     shares = [count / images for count in counts]

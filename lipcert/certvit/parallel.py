@@ -122,11 +122,11 @@ def solve_layers(
                 finish(waiting.pop(future), outcome)
 
     with _workers(os.cpu_count() or 1 if workers is None else workers) as pool:
-        for task in _own_share(tasks, processes, order):
+        for task in _share_of_process(tasks, processes, order):
             path, device = path_of(task), devices[(len(order) - 1) % len(devices)]
-            known = None if path is None else _load(path, task)
-            if known is not None:
-                finish(task, known, stored=True)
+            earlier = None if path is None else _load(path, task)
+            if earlier is not None:
+                finish(task, earlier, stored=True)
             elif pool is None:
                 finish(task, _solve(task, device))
             else:
@@ -159,7 +159,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _own_share(tasks: Iterable[Task], processes: Processes, order: list[str]) -> Iterator[Task]:
+def _share_of_process(tasks: Iterable[Task], processes: Processes, order: list[str]) -> Iterator[Task]:
     """The tasks of this process; appends the names of all tasks to ``order``."""
     for index, task in enumerate(tasks):
         if task.name in order:

@@ -94,8 +94,8 @@ class _Inputs:
     @property
     def rank(self) -> int:
         """The number of eigenvalues above M · eps · the largest one."""
-        known = "spectrum" in vars(self)
-        eigenvalues = self.spectrum[0] if known else torch.linalg.eigvalsh(self.second).clamp_min(0)
+        computed = "spectrum" in vars(self)
+        eigenvalues = self.spectrum[0] if computed else torch.linalg.eigvalsh(self.second).clamp_min(0)
         return int((eigenvalues > eigenvalues[-1] * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps).sum())
 
 
@@ -369,7 +369,7 @@ def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -
     def length(point: Tensor) -> float:
         return _energy(point - centre, second)
 
-    wanted = radius * radius * (1 - _INSIDE)
+    allowed = radius * radius * (1 - _INSIDE)
     current, before = sparse, sparse
     residual = (centre - current) @ second * mask
     direction, size = residual, float(residual.square().sum())
@@ -382,12 +382,12 @@ def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -
         residual = residual - step * turned
         size, old = float(residual.square().sum()), size
         direction = residual + size / old * direction
-    if not length(current) < wanted:
+    if not length(current) < allowed:
         return None
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if length(before + middle * (current - before)) <= wanted else (middle, high)
+        low, high = (low, middle) if length(before + middle * (current - before)) <= allowed else (middle, high)
     return before + high * (current - before), current
 
 
@@ -467,14 +467,14 @@ def _gap(value: float, lower: float) -> float:
 
 def _rounded(point: _Point, problem: _Problem, dtype: torch.dtype) -> _Point:
     """The point in ``dtype``, moved towards the interior just enough for the constraint to hold after rounding."""
-    kept = problem.pre.to(dtype)
+    unchanged = problem.pre.to(dtype)
     inside = problem.pre if point.interior is None else point.interior
     steps = range(12 if dtype == torch.float64 else 9, 0, -1)
     for slack in (0.0, *(10.0**-k for k in steps)):
         weight = (point.weight + slack * (inside - point.weight)).to(dtype)
-        if problem.squared_error(weight.double()) <= problem.allowed and not torch.equal(weight, kept):
+        if problem.squared_error(weight.double()) <= problem.allowed and not torch.equal(weight, unchanged):
             return replace(point, weight=weight)
-    return replace(point, weight=kept, status="rounding")
+    return replace(point, weight=unchanged, status="rounding")
 
 
 def _total_error(problems: Sequence[_Problem], blocks: Tensor) -> float:

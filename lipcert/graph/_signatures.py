@@ -165,5 +165,5 @@ def _places(function: Callable[..., Any], op: Any) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in function without a signature
-        return ()
+        return ("input",) if isinstance(op, str) else ()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

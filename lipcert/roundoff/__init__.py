@@ -17,8 +17,8 @@ these assumptions as far as it can, and refuses a process that violates them:
 * float16 and bfloat16: sums and functions inside one operation are computed in float32, truncated or rounded, and the
   result is rounded once (on CUDA: ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its
   bfloat16 counterpart off). ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.
-* exp, erf, tanh, log, square roots and rsqrt err by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|, sigmoid by 4
-  ulp of 1.
+* exp, tanh, log, square roots and rsqrt err by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|, sigmoid and erf by
+  4 ulp of 1.
 * Softmax subtracts the largest score, or the running maximum of online softmax. Fused attention is softmax with two
   matrix products.
 * Variances may be computed by two passes, by updates, or as E[x²] − E[x]².

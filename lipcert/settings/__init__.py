@@ -6,7 +6,6 @@ from lipcert.settings._certify import (
     RIGORS,
     CertifyOptions,
     CertifySettings,
-    MethodName,
     eps_text,
     noise_fields,
     parse_eps,
@@ -18,12 +17,14 @@ from lipcert.settings._methods import (
     DETERMINISTIC,
     FACTS,
     LINEARISED,
+    LOOSE,
     METHODS,
     PUBLISHED,
     SINGLE,
     SMOOTHING,
     STAGED,
     MethodFacts,
+    MethodName,
 )
 from lipcert.settings._version import version
 
@@ -40,6 +41,7 @@ __all__ = [
     "GLOBAL",
     "LINEARISED",
     "LOCAL",
+    "LOOSE",
     "LOSSES",
     "MEASURE_NAMES",
     "METHODS",

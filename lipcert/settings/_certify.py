@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
 from lipcert.settings._fields import one_of, option, plain
-from lipcert.settings._methods import LINEARISED, METHODS, PUBLISHED, SMOOTHING, STAGED
+from lipcert.settings._methods import LINEARISED, METHODS, PUBLISHED, SMOOTHING, STAGED, MethodName
 
 if TYPE_CHECKING:
     from lipcert.attacks import Attack
 
-MethodName = Literal["staged", "global", "gloro", "local", "lofast", "lofast-paper", "anchored", "smoothing"]
 Dtype = Literal["real", "float32", "float16", "bfloat16"]
 RigorAsked = Literal["probabilistic", "deterministic"]
 

@@ -6,6 +6,10 @@ To add a method, add an entry here and the class that computes it, a :class:`lip
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# For type checkers: the methods below, and staged.
+MethodName = Literal["staged", "global", "gloro", "local", "lofast", "lofast-paper", "anchored", "smoothing"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ FACTS = {
         MethodFacts("smoothing", "the smoothed classifier, sampled (Cohen et al. 2019)", smoothed=True, staged=False),
     )
 }
+# The decimal logarithm of K/‖∇m‖, the global bound beside a slope that the network has, from which on no method has
+# certified a visible radius.
+LOOSE = 12.0
 STAGED = "staged"
 SINGLE = tuple(name for name, facts in FACTS.items() if not facts.smoothed and not facts.published)
 PUBLISHED = tuple(name for name, facts in FACTS.items() if facts.published)

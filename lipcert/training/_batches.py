@@ -23,7 +23,7 @@ from lipcert.model import Model
 
 _CROP = (0.75, 1.0)
 # A data set with at most this many bytes of pixels is decoded once and kept in memory.
-_KEPT = 2**30
+_CACHED_BYTES = 2**30
 
 
 class Batches:
@@ -66,8 +66,8 @@ class Batches:
         chosen = Augmentation() if augment is True else augment or Augmentation("none")
         self.augmentation = chosen.transform(model)
         self.most = {"shift": min(model.input_size[1:]) // 8, "flip": 0}.get(chosen.crop)
-        self.kept: dict[int, tuple[Tensor, int]] = {}
-        self.keeps = images.order is not None and len(images.order) * prod(model.input_size) <= _KEPT
+        self.cache: dict[int, tuple[Tensor, int]] = {}
+        self.caches = images.order is not None and len(images.order) * prod(model.input_size) <= _CACHED_BYTES
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.size)
@@ -79,7 +79,7 @@ class Batches:
             if self.most is not None and places:
                 images = _shifted(images, torch.tensor(places), self.most, seed)
             if self.augmentation is not None and places:
-                with _own_randomness():
+                with _restoring_randomness():
                     images = torch.stack([self._augmented(*item, seed) for item in zip(images, places, strict=True)])
             yield images, labels
             if self.seen is not None:
@@ -101,15 +101,15 @@ class Batches:
 
     def _item(self, place: int) -> tuple[Tensor, int]:
         """An image and its label; 8-bit images are decoded once if the data set fits into memory."""
-        if place in self.kept:
-            pixels, label = self.kept[place]
+        if place in self.cache:
+            pixels, label = self.cache[place]
             return pixels.float() / 255, label
-        image, found = self.images[place]
-        label = cast(int, found)
-        if self.keeps:
+        image, class_of_item = self.images[place]
+        label = cast(int, class_of_item)
+        if self.caches:
             pixels = (image * 255).round().to(torch.uint8)
             if torch.equal(pixels.float() / 255, image):
-                self.kept[place] = pixels, label
+                self.cache[place] = pixels, label
         return image, label
 
     def _augmented(self, image: Tensor, place: int, seed: int) -> Tensor:
@@ -133,23 +133,23 @@ class Mixed:
         InputError: the second data set has no images.
     """
 
-    def __init__(self, own: Batches, other: Batches):
+    def __init__(self, main: Batches, other: Batches):
         if not len(other.images):
             raise InputError(f"{other.images.spec} has no images to mix in")
-        self.own = own
+        self.main = main
         self.other = other
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.main)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         others = chain.from_iterable(iter(self.other) for _ in count())
-        for (images, labels), (more, theirs) in zip(self.own, others, strict=False):
+        for (images, labels), (more, theirs) in zip(self.main, others, strict=False):
             yield torch.cat([images, more]), torch.cat([labels, theirs])
 
 
 @contextlib.contextmanager
-def _own_randomness() -> Iterator[None]:
+def _restoring_randomness() -> Iterator[None]:
     """Restores the state of the random generators afterwards."""
     state = random.getstate()
     try:
@@ -217,5 +217,5 @@ class Augmentation:
             (channels, height, width), is_training=True, color_jitter=0.0, auto_augment=self.randaugment,
             re_prob=self.cutout, re_mode="const", mean=(0.5,) * channels, **crop,
         )  # fmt: skip
-        own = [ToPILImage()] if self.randaugment else []
-        return Compose([*own, *(step for step in steps.transforms if not isinstance(step, Normalize))])
+        main = [ToPILImage()] if self.randaugment else []
+        return Compose([*main, *(step for step in steps.transforms if not isinstance(step, Normalize))])

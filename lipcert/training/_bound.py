@@ -81,16 +81,16 @@ class TrainingBound:
 
     def margins(self, classes: Tensor, count: int) -> Tensor:
         """K_yj with gradient, shape (N, count), for the classes y, shape (N,); 0 where j = y."""
-        own = nn.functional.one_hot(classes, count).bool()
+        same_class = nn.functional.one_hot(classes, count).bool()
         features = self.features.to(classes.device)
         if self.weight is None:
-            return features * ~own
+            return features * ~same_class
         weight = self.weight
         squares = weight.square().sum(1)
         distances = squares[classes, None] + squares - 2 * weight[classes] @ weight.mT
-        return features * distances.clamp_min(1e-12 * squares.max().item()).sqrt() * ~own
+        return features * distances.clamp_min(1e-12 * squares.max().item()).sqrt() * ~same_class
 
     def _why(self) -> str:
         assert self.analysis is not None
-        found = self.analysis.obstacles()
-        return f" ({found[0][0]} at {found[0][1] or 'the model'}: {found[0][2]})" if found else ""
+        obstacles = self.analysis.obstacles()
+        return f" ({obstacles[0][0]} at {obstacles[0][1] or 'the model'}: {obstacles[0][2]})" if obstacles else ""

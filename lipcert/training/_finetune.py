@@ -250,10 +250,11 @@ def check_trainable(model: Model, asked: FinetuneSettings, teacher: Model | None
         raise InputError(
             f"the teacher takes images of {teacher.input_size[0]} channels and the model of {model.input_size[0]}"
         )
-    known, wanted = number_of_classes(teacher), number_of_classes(model)
-    if known != wanted:
+    of_teacher, of_model = number_of_classes(teacher), number_of_classes(model)
+    if of_teacher != of_model:
         raise InputError(
-            f"the teacher has {known} classes and the model {wanted}; fine-tune the teacher to these classes first"
+            f"the teacher has {of_teacher} classes and the model {of_model}; "
+            "fine-tune the teacher to these classes first"
         )
 
 
@@ -266,19 +267,19 @@ def _others(model: Model, only: str | None) -> list[nn.Parameter]:
     if only is None:
         return []
     named = {name: parameter for name, parameter in model.net.named_parameters() if parameter.requires_grad}
-    wanted: set[str] = set()
+    selected: set[str] = set()
     for pattern in (part.strip() for part in only.split(",")):
         matching = {name for name in named if fnmatchcase(name, pattern)}
         if not matching:
-            there = ", ".join([*named][:8])
-            raise InputError(f"only has {pattern!r}, and no parameter matches it; there are {there} …")
-        wanted |= matching
-    kept = {id(named[name]) for name in wanted}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+            available = ", ".join([*named][:8])
+            raise InputError(f"only has {pattern!r}, and no parameter matches it; there are {available} …")
+        selected |= matching
+    selected_ids = {id(named[name]) for name in selected}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in selected_ids]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Sums:
     """The sum of the losses of an update, and its numbers of correct predictions, images and batches."""
 
     loss: float
@@ -286,9 +287,9 @@ class _Seen:
     images: int
     batches: int = 1
 
-    def __add__(self, other: _Seen) -> _Seen:
+    def __add__(self, other: _Sums) -> _Sums:
         sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
-        return _Seen(*sums)
+        return _Sums(*sums)
 
 
 class _Run:
@@ -354,13 +355,13 @@ class _Run:
             self.temperature = first * (last / first) ** min(done / _COOLING, 1.0)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.asked.lr_at(done)
-            seen = self._gradient(source, eps)
-            if seen is None:
+            sums = self._gradient(source, eps)
+            if sums is None:
                 break
-            batches += seen.batches
-            if seen.images:
+            batches += sums.batches
+            if sums.images:
                 self._update()
-                loss, right, images, last_eps = loss + seen.loss, right + seen.right, images + seen.images, eps
+                loss, right, images, last_eps = loss + sums.loss, right + sums.right, images + sums.images, eps
         if not images:
             raise InputError(
                 f"the loader gave no images in epoch {self.finished + 1}; "
@@ -375,27 +376,27 @@ class _Run:
         accuracy = right / images
         return Epoch(self.finished, self.asked.epochs, loss / images, accuracy, last_eps, seconds, bound, estimate)
 
-    def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Seen | None:
+    def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Sums | None:
         """Computes the gradient for the next update; None if no process has another batch."""
         self.optimizer.zero_grad()
-        seen: _Seen | None = None
+        sums: _Sums | None = None
         with self.processes.together(), twice_differentiable():
             batches = list(islice(source, self.asked.accumulate))
             if self.bound is not None:
                 self.bound.step()  # even without images, so that all processes have the same estimates
             total = sum(len(labels) for _, labels in batches)
             for images, labels in batches:
-                found = self._backward(images, labels, eps, len(labels) / max(total, 1))
-                seen = found if seen is None else seen + found
+                batch = self._backward(images, labels, eps, len(labels) / max(total, 1))
+                sums = batch if sums is None else sums + batch
         if self.processes.count > 1:
-            seen = self._joined(seen)
-        if seen is not None and not math.isfinite(seen.loss):
-            raise self._diverged(f"the loss is {seen.loss}")
-        return seen
+            sums = self._joined(sums)
+        if sums is not None and not math.isfinite(sums.loss):
+            raise self._diverged(f"the loss is {sums.loss}")
+        return sums
 
-    def _backward(self, images: Tensor, labels: Tensor, eps: float, share: float) -> _Seen:
+    def _backward(self, images: Tensor, labels: Tensor, eps: float, share: float) -> _Sums:
         if not len(labels):
-            return _Seen(0.0, 0, 0)
+            return _Sums(0.0, 0, 0)
         loss, logits = self._forward(images, labels, eps)
         if self.teacher is not None:
             student = logits if logits.requires_grad else self._logits(images)
@@ -408,27 +409,27 @@ class _Run:
                 raise
             reason = str(error).splitlines()[0]
             raise InputError(f"the network cannot be differentiated twice ({reason}); use another loss") from error
-        return _Seen(loss.item() * len(labels), int((logits.argmax(1) == labels).sum()), len(labels))
+        return _Sums(loss.item() * len(labels), int((logits.argmax(1) == labels).sum()), len(labels))
 
-    def _joined(self, own: _Seen | None) -> _Seen | None:
+    def _joined(self, of_process: _Sums | None) -> _Sums | None:
         """Sums the numbers of all processes, and sets the gradients to those of the mean loss over all images."""
-        share = own.images if own else 0
-        found = self.processes.gather((own, [p.grad is not None for p in self.parameters]))
-        batches = [seen for seen, _ in found if seen is not None]
+        share = of_process.images if of_process else 0
+        gathered = self.processes.gather((of_process, [p.grad is not None for p in self.parameters]))
+        batches = [sums for sums, _ in gathered if sums is not None]
         if not batches:
             return None
-        images = sum(seen.images for seen in batches)
+        images = sum(sums.images for sums in batches)
         if images:
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             whole = self.processes.add_up(torch.cat([part.flatten() for part in parts]) * (share / images))
-            used = [any(users) for users in zip(*(users for _, users in found), strict=True)]
+            used = [any(users) for users in zip(*(users for _, users in gathered), strict=True)]
             for p, part, use in zip(self.parameters, whole.split([p.numel() for p in parts]), used, strict=True):
                 p.grad = part.view_as(p) if use else None
-        return _Seen(
-            sum(seen.loss for seen in batches),
-            sum(seen.right for seen in batches),
+        return _Sums(
+            sum(sums.loss for sums in batches),
+            sum(sums.right for sums in batches),
             images,
-            max(seen.batches for seen in batches),
+            max(sums.batches for sums in batches),
         )
 
     def _update(self) -> None:
@@ -551,16 +552,16 @@ def _cut(model: Model) -> str:
     Raises:
         InputError: there is none.
     """
-    found = cut_of(model)
-    if found is None:
+    cut = cut_of(model)
+    if cut is None:
         raise InputError(
             "the loss cut is for networks that anchored certifies behind a cut: a value with kinks before it, and with "
             "smooth activations or one last kink behind it, such as liresnet_l6w64; take the loss anchored, or emma"
         )
-    path = found.path.removeprefix("net").removeprefix(".")
+    path = cut.path.removeprefix("net").removeprefix(".")
     if not path:
         raise InputError(
-            f"the loss cut needs the output of a module, and the value behind the last kink is that of {found.name} in "
+            f"the loss cut needs the output of a module, and the value behind the last kink is that of {cut.name} in "
             "the network's own forward code; make this activation a module"
         )
     return path

@@ -81,8 +81,8 @@ class LocalBound:
         self.vectors: dict[int, Tensor] = {}
         nodes = self._nodes()
         for before, node in zip(nodes, nodes[1:], strict=False):
-            known = node.op in (*_FIXED, *_SAME, *_PIECEWISE, "conv2d", "linear")
-            if not known or set(node.operands) != {before}:
+            supported = node.op in (*_FIXED, *_SAME, *_PIECEWISE, "conv2d", "linear")
+            if not supported or set(node.operands) != {before}:
                 raise InputError(
                     "the losses local-b and local-g are for matrices, convolutions, ReLU, clipped ReLU and MaxMin in "
                     f"a row, and the network has {node.name} at {node.path or 'its top'}; use the loss emma"
@@ -206,13 +206,13 @@ class LocalBound:
             with torch.enable_grad():
                 point = right.detach().requires_grad_()
                 result = linear.product(point, linear.weight.detach())
-                left = result.detach() if outer is None else result.detach() * outer
-                (right,) = torch.autograd.grad(result, point, left)
+                output = result.detach() if outer is None else result.detach() * outer
+                (right,) = torch.autograd.grad(result, point, output)
             right = right if inner is None else right * inner
-        of_left, of_right = (part.flatten(1).norm(dim=1) for part in (left, right))
-        mean = torch.einsum("n,n...->...", 1 / of_right.clamp_min(_TINY), right)
+        output_norm, input_norm = (part.flatten(1).norm(dim=1) for part in (output, right))
+        mean = torch.einsum("n,n...->...", 1 / input_norm.clamp_min(_TINY), right)
         self.vectors[place] = _unit(mean[None] + _TINY * start)  # the start again, if all units are constant
-        norms: Tensor = _Norms.apply(linear.weight, linear, left, right, of_left, of_right)
+        norms: Tensor = _Norms.apply(linear.weight, linear, output, right, output_norm, input_norm)
         return norms
 
 
@@ -221,18 +221,24 @@ class _Norms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, linear: _Linear, left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor
+        ctx: Any,
+        weight: Tensor,
+        linear: _Linear,
+        output: Tensor,
+        right: Tensor,
+        output_norm: Tensor,
+        input_norm: Tensor,
     ) -> Tensor:
         ctx.linear = linear
-        of_left = of_left.clamp_min(_TINY)
-        ctx.save_for_backward(left, right, 1 / (of_left * of_right.clamp_min(_TINY)))
-        return of_right / of_left
+        output_norm = output_norm.clamp_min(_TINY)
+        ctx.save_for_backward(output, right, 1 / (output_norm * input_norm.clamp_min(_TINY)))
+        return input_norm / output_norm
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        left, right, scale = ctx.saved_tensors
+        output, right, scale = ctx.saved_tensors
         shares = (slopes[0] * scale).view(-1, *[1] * (right.dim() - 1))
-        return ctx.linear.weight_gradient(right * shares, left), None, None, None, None, None
+        return ctx.linear.weight_gradient(right * shares, output), None, None, None, None, None
 
 
 class _Linear:
@@ -240,11 +246,11 @@ class _Linear:
 
     def __init__(self, node: Node):
         names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        self.weight: Tensor = given["weight"]
-        self.bias: Tensor | None = given.get("bias")
-        self.inputs = given["input"].shape[1:]
-        self.geometry = {key: given[key] for key in names[3:] if key in given}
+        arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        self.weight: Tensor = arguments["weight"]
+        self.bias: Tensor | None = arguments.get("bias")
+        self.inputs = arguments["input"].shape[1:]
+        self.geometry = {key: arguments[key] for key in names[3:] if key in arguments}
         self.border: list[int] | None = None
         if node.op == "conv2d" and self.geometry.get("padding") == "valid":
             del self.geometry["padding"]
@@ -302,8 +308,8 @@ def local_loss(
     """
     logits, worst, sparse = bound.worst(images, labels, eps, upper_weight if sparsity > 0 else None)
     if bottom:
-        own = F.one_hot(labels, logits.shape[1]).bool()
-        worst = torch.cat([logits, worst.masked_fill(own, -torch.inf).amax(1, keepdim=True)], 1)
+        is_label = F.one_hot(labels, logits.shape[1]).bool()
+        worst = torch.cat([logits, worst.masked_fill(is_label, -torch.inf).amax(1, keepdim=True)], 1)
     robust = F.cross_entropy(worst, labels)
     return (1 - mixture) * F.cross_entropy(logits, labels) + mixture * robust + sparsity * sparse, logits
 
@@ -332,14 +338,14 @@ def reach(rows: Tensor, down: Tensor, up: Tensor, rho: Tensor) -> Tensor:
     with torch.no_grad():
         full, complete = limit <= 0, False
         while not complete:
-            left = (square - torch.where(full, limit.square(), 0.0).sum(-1, keepdim=True)).clamp_min(0)
-            t = (left / torch.where(full, 0.0, size.square()).sum(-1, keepdim=True).clamp_min(_TINY**2)).sqrt()
+            remaining = (square - torch.where(full, limit.square(), 0.0).sum(-1, keepdim=True)).clamp_min(0)
+            t = (remaining / torch.where(full, 0.0, size.square()).sum(-1, keepdim=True).clamp_min(_TINY**2)).sqrt()
             larger = full | (t * size >= limit)
             complete, full = torch.equal(larger, full), larger
     bounded = torch.where(full, size * limit, 0.0).sum(-1)
-    left = (square[..., 0] - torch.where(full, limit.square(), 0.0).sum(-1)).clamp_min(_TINY).sqrt()
+    remaining = (square[..., 0] - torch.where(full, limit.square(), 0.0).sum(-1)).clamp_min(_TINY).sqrt()
     free = torch.where(full, 0.0, size).square().sum(-1).clamp_min(_TINY**2).sqrt()
-    return bounded + left * free
+    return bounded + remaining * free
 
 
 def _unit(vector: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ def anchored_loss(
     """
     logits, gradient = _margin_gradient(model, images, labels, create_graph=True)
     reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
-    own = F.one_hot(labels, logits.shape[1]).bool()
-    return F.cross_entropy((logits + reach * ~own) / temperature, labels), logits
+    is_label = F.one_hot(labels, logits.shape[1]).bool()
+    return F.cross_entropy((logits + reach * ~is_label) / temperature, labels), logits
 
 
 def cut_loss(
@@ -72,25 +72,25 @@ def cut_loss(
     Raises:
         InputError: the module does not return one tensor.
     """
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-    def see(module: nn.Module, given: object, output: Tensor) -> None:
+    def see(module: nn.Module, inputs: object, output: Tensor) -> None:
         if not isinstance(output, Tensor):
             raise InputError("the module before the cut must return one tensor")
         if not output.requires_grad:  # the layers before are frozen
             output.requires_grad_()
-        seen.append(output)
+        outputs.append(output)
 
     with cut.register_forward_hook(see):
         logits = model(images)
-    own = F.one_hot(labels, logits.shape[1]).bool()
-    runner_up = logits.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
+    is_label = F.one_hot(labels, logits.shape[1]).bool()
+    runner_up = logits.detach().masked_fill(is_label, -math.inf).argmax(1, keepdim=True)
     margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), seen[-1:], create_graph=True)
+    (gradient,) = torch.autograd.grad(margin.sum(), outputs[-1:], create_graph=True)
     # With mirror images, the batch holds several values for each image.
     rows = gradient.to(logits.dtype).flatten(1).unflatten(0, (-1, len(images))).transpose(0, 1)
     slope = rows.flatten(1).norm(dim=1, keepdim=True)
-    return emma_loss(logits / temperature, labels, constant.to(logits) * slope * ~own / temperature, eps), logits
+    return emma_loss(logits / temperature, labels, constant.to(logits) * slope * ~is_label / temperature, eps), logits
 
 
 def adversarial_loss(
@@ -125,8 +125,8 @@ def _margin_gradient(
     """The logits f, shape (N, classes), and ∇(f_y − f_j) on pixels, j the runner-up, of the shape of the images."""
     images = images.detach().requires_grad_()
     logits = model(images)
-    own = F.one_hot(labels, logits.shape[1]).bool()
-    runner_up = logits.detach().masked_fill(own, -math.inf).argmax(1, keepdim=True)
+    is_label = F.one_hot(labels, logits.shape[1]).bool()
+    runner_up = logits.detach().masked_fill(is_label, -math.inf).argmax(1, keepdim=True)
     margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
     (gradient,) = torch.autograd.grad(margin.sum(), images, create_graph=create_graph)
     return logits, gradient
@@ -174,19 +174,19 @@ def noise_loss(
     return loss, logits[: len(labels)]
 
 
-def teacher_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+def teacher_loss(logits: Tensor, of_teacher: Tensor) -> Tensor:
     """The mean Kullback-Leibler divergence KL(q ‖ p) of a student's probabilities p from those of its teacher, q.
 
     Source: Hinton, Vinyals and Dean, "Distilling the knowledge in a neural network" (arXiv 1503.02531), section 2.
 
     Args:
         logits: those of the student, divided by its temperature, shape (N, classes).
-        wanted: those of the teacher, of the same shape.
+        of_teacher: those of the teacher, of the same shape.
 
     Returns:
         The loss.
     """
-    return F.kl_div(logits.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+    return F.kl_div(logits.log_softmax(1), of_teacher.log_softmax(1), reduction="batchmean", log_target=True)
 
 
 def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:

@@ -142,24 +142,24 @@ class NormHold:
         for scale, norm in self.scales:
             scale.clamp_(-norm, norm)
         for index, (matrix, norm) in enumerate(zip(self.matrices, self.norms, strict=True)):
-            vector, found = matrix.power(self.vectors[index])
-            if bool((found > 0).all()):  # the vector of a matrix of zeros would become zero
+            vector, norms = matrix.power(self.vectors[index])
+            if bool((norms > 0).all()):  # the vector of a matrix of zeros would become zero
                 self.vectors[index] = vector
-            matrix.value().div_((found / norm).clamp_min(1.0))
+            matrix.value().div_((norms / norm).clamp_min(1.0))
 
 
 def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]], list[tuple[nn.Parameter, float]]]:
     """The matrices and the scales of projections with a limit, each with this limit; see :class:`NormHold`."""
-    wanted = norm if isinstance(norm, Mapping) else {"*": norm}
-    missed = set(wanted) - {"*"}
+    limits = norm if isinstance(norm, Mapping) else {"*": norm}
+    missed = set(limits) - {"*"}
     held: list[tuple[Matrix, float]] = []
     scales: list[tuple[nn.Parameter, float]] = []
     every = list(matrices(model))
 
     def norms_at(path: str) -> list[float]:
-        matching = [pattern for pattern in wanted if fnmatchcase(path, pattern)]
+        matching = [pattern for pattern in limits if fnmatchcase(path, pattern)]
         missed.difference_update(matching)
-        return [wanted[pattern] for pattern in matching[-1:]]
+        return [limits[pattern] for pattern in matching[-1:]]
 
     for matrix in every:
         for largest in norms_at(matrix.path):

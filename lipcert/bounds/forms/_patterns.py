@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer
 from lipcert.bounds.forms._facts import number_of, rounded_down
-from lipcert.graph import SIGNATURES, Node
+from lipcert.graph import Node
 from lipcert.surgery import MaxMin
 
 # Adds an operation: (name, function, arguments, named arguments, shape) ↦ its node.
@@ -40,14 +39,10 @@ class Match:
 
 
 def arguments_by_name(node: Node) -> dict[str, Any]:
-    """The arguments by name; only the operand for operations without a signature."""
-    if node.op in SIGNATURES:
-        return arguments(node)
+    """The arguments by name; only the operand of operations that move entries."""
     if node.op in ("reshape", "getitem", "expand", "identity"):
         return {"input": node.args[0] if node.args else None}
-    if len(node.args) != 1 or node.kwargs:
-        raise NoAnswer("further arguments")
-    return {"input": node.args[0]}
+    return arguments(node)
 
 
 def plain(node: Node) -> bool:

@@ -1,7 +1,7 @@
-"""Functions applied entry by entry; most are one line in the table below.
+"""Functions applied entry by entry; most are one line in the table below, which holds all that is known of them.
 
-An entrywise φ with |φ'| ≤ L has constant L in ℓ2, since the Jacobian is diagonal. The constants are suprema of |φ'|
-rounded up; the tests check them against the derivatives in 50 digits.
+An entrywise φ with |φ'| ≤ L has constant L in ℓ2, since the Jacobian is diagonal. The constants are suprema of |φ'| and
+|φ''| rounded up; the tests check those of every line against derivatives, and attack its bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, key_of, rounding, rule, secant
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, box, jacobian, rounding, rule, secant
 from lipcert.bounds._remainder import (
     Against,
     Contracted,
@@ -51,12 +51,19 @@ class Activation:
         largest: sup |φ|, possibly inf.
         shrinks: |φ(x)| ≤ |x| for every x.
         floor: 0 if inf φ = 0, else -inf.
+        curvature: sup |φ''|, rounded up, for φ with a Lipschitz derivative; None leaves the remainder to a rule below.
+        downward: sup −φ'', rounded up, if it is smaller.
+        error: of |x|, what the result of torch is off by, in units of 4 ulp and plus an underflow, as assumed at the
+            head of lipcert.roundoff; None leaves the rounding to a rule below.
     """
 
     lipschitz: float
     largest: float = float("inf")
     shrinks: bool = True
     floor: float = -math.inf
+    curvature: float | None = None
+    downward: float = math.inf
+    error: Callable[[Tensor], Tensor] | None = None
 
 
 # Far more than rounding in float64 takes of a difference of log-sigmoids, and the step below which it is not used.
@@ -65,19 +72,24 @@ _ROUGH, _SMALLEST_STEP = 1e-12, 1e-4
 _larger, _smaller = max, min  # for rules whose arguments have these names
 
 
+def _of_operand(x: Tensor) -> Tensor:
+    """For x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): the second factor is at most 1, and its error is absolute."""
+    return x
+
+
 ACTIVATIONS: dict[Any, Activation] = {
     F.relu: Activation(1.0, floor=0.0),
     F.relu6: Activation(1.0, largest=6.0, floor=0.0),
-    F.silu: Activation(1.099840),
-    F.mish: Activation(1.088500),
-    F.sigmoid: Activation(0.25, largest=1.0, shrinks=False, floor=0.0),
-    F.tanh: Activation(1.0, largest=1.0),
-    F.hardsigmoid: Activation(0.16666666666666669, largest=1.0, shrinks=False, floor=0.0),
-    F.hardswish: Activation(1.5),
-    F.softsign: Activation(1.0, largest=1.0),
-    F.logsigmoid: Activation(1.0, shrinks=False),
+    F.silu: Activation(1.099840, curvature=0.5, downward=0.036915, error=_of_operand),
+    F.mish: Activation(1.088500, curvature=0.644205, downward=0.059034, error=_of_operand),
+    F.sigmoid: Activation(0.25, 1.0, shrinks=False, floor=0.0, curvature=0.096226, error=torch.ones_like),
+    F.tanh: Activation(1.0, 1.0, curvature=0.769801, error=lambda x: x.clamp_max(1)),
+    F.hardsigmoid: Activation(0.16666666666666669, 1.0, shrinks=False, floor=0.0, error=torch.ones_like),
+    F.hardswish: Activation(1.5, error=_of_operand),
+    F.softsign: Activation(1.0, 1.0, curvature=2.0),
+    F.logsigmoid: Activation(1.0, shrinks=False, error=lambda x: x + 1),
+    torch.erf: Activation(1.128380, 1.0, shrinks=False, curvature=0.967883, error=torch.ones_like),
     "abs": Activation(1.0, floor=0.0),
-    "neg": Activation(1.0),
 }
 
 
@@ -88,23 +100,6 @@ def _apply(x: Value, phi: Activation) -> Value:
     return result
 
 
-for _function, _phi in ACTIVATIONS.items():
-
-    @rule(_function, linear=True if _function == "neg" else None)
-    def entrywise(call: Call, x: Value, *args: object, _phi: Activation = _phi, **kwargs: object) -> Value:
-        """sup |φ'| of the table."""
-        return _apply(x, _phi)
-
-
-@rule(F.sigmoid)
-def sigmoid(call: Call, x: Value) -> Value:
-    """sup |φ'| of the table. The origin is recorded for the quotient by the sum, which has a better constant."""
-    result = _apply(x, ACTIVATIONS[F.sigmoid])
-    result.origin = Origin("sigmoid", x)
-    return result
-
-
-@box(*(f for f in ACTIVATIONS if key_of(f) not in ("relu", "relu6", "neg")), "gelu", "elu", "softplus")
 def entrywise_box(walk: Walk, node: Node, x: State) -> State:
     """|φ'| ≤ L: every entry deviates by at most L times the deviation of its operand."""
     gain = ratio(walk.boxes.lips[node], x.lip)
@@ -114,12 +109,6 @@ def entrywise_box(walk: Walk, node: Node, x: State) -> State:
     rounding = flat(walk.value(node).abs()).amax(1) * EVALUATION
     way = extended(x, torch.full_like(x.value, gain))
     return walk.result(node, reach, reach, way=way, rounding=over(rounding, reach).expand_as(reach))
-
-
-smooth("silu", curvature=0.5, downward=0.036915)
-smooth("sigmoid", curvature=0.096226)
-smooth("tanh", curvature=0.769801)
-smooth("mish", curvature=0.644205, downward=0.059034)
 
 
 def _library(*targets: Any, size: Callable[[Tensor], Tensor]) -> None:
@@ -133,12 +122,36 @@ def _library(*targets: Any, size: Callable[[Tensor], Tensor]) -> None:
     rounding(*targets)(answer)
 
 
-# x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): an error of a few ulp of |x|, because the second factor is at most 1
-# and its error is absolute.
-_library("gelu", "silu", "mish", "hardswish", size=lambda x: x)
-_library("sigmoid", "hardsigmoid", size=torch.ones_like)
-_library("tanh", size=lambda x: x.clamp_max(1))
-_library(F.logsigmoid, size=lambda x: x + 1)
+for _function, _phi in ACTIVATIONS.items():
+
+    @rule(_function)
+    def entrywise(call: Call, x: Value, *args: object, _phi: Activation = _phi, **kwargs: object) -> Value:
+        """sup |φ'| of the table."""
+        return _apply(x, _phi)
+
+    box(_function)(entrywise_box)  # those of functions with kinks follow below
+    if _phi.curvature is not None:
+        smooth(_function, curvature=_phi.curvature, downward=_phi.downward)
+        jacobian(_function, absolute=1.0)(saturating)
+    if _phi.error is not None:
+        _library(_function, size=_phi.error)
+
+box("gelu", "elu", "softplus")(entrywise_box)
+_library("gelu", size=_of_operand)
+
+
+@rule("neg", linear=True, schur=COUNTED)
+def negated(call: Call, x: Value) -> Value:
+    """An isometry."""
+    return _apply(x, Activation(1.0))
+
+
+@rule(F.sigmoid)
+def sigmoid(call: Call, x: Value) -> Value:
+    """sup |φ'| of the table. The origin is recorded for the quotient by the sum, which has a better constant."""
+    result = _apply(x, ACTIVATIONS[F.sigmoid])
+    result.origin = Origin("sigmoid", x)
+    return result
 
 
 @rounding("softsign")
@@ -246,12 +259,12 @@ def negated_box(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
 
 
-box("relu", "relu6", "hardtanh")(clip)
+box("relu", "relu6", "hardtanh", inactive=True)(clip)
 rounding("neg", "abs", "relu", "relu6")(exact)
 
 
 jacobian("relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", absolute=0.0)(of_entries)
-jacobian("silu", "sigmoid", "tanh", "mish", "gelu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
+jacobian("gelu", "elu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
 # The width of a secant is at least this share of the largest deviation of the entry. Nearer to its kink than this other
@@ -262,7 +275,7 @@ _ROUNDED = 1e-13
 
 
 @remainder("relu")
-class Relu(KinkedEntries):
+class Rectifier(KinkedEntries):
     """max(z, 0): the kink is at distance k = |z|, and the slope changes by 1 there.
 
     Contracted: let w = |g| for an entry with g < 0 that reaches its kink within ρ, else 0. With s = 1 for z > 0 and
@@ -341,7 +354,7 @@ def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
 
 
-@box("leaky_relu")
+@box("leaky_relu", inactive=True)
 def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
     """Slopes 1 and s: the slope of one side if the interval lies on that side."""
     slope = float(arguments(node).get("negative_slope", 0.01))
@@ -359,7 +372,7 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
 
 
 @remainder("leaky_relu")
-class LeakyRelu(Relu):
+class LeakyRectifier(Rectifier):
     """As ReLU, but the slope changes by 1 − negative_slope."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -403,6 +416,22 @@ def elu(call: Call, x: Value, alpha: float = 1.0, inplace: bool = False) -> Valu
     """Slopes 1 for x > 0 and α eˣ ≤ α for x < 0; |φ(x)| ≤ max(1, α) |x|."""
     slope = max(1.0, abs(alpha))
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
+
+
+@remainder("elu")
+class Elu(Smooth):
+    """φ'' is eᵗ for t < 0, and 0 for t > 0, if α = 1. With another α the slope jumps at 0."""
+
+    curvature = 1.0
+    downward = 0.0
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        if arguments(node).get("alpha", 1.0) != 1:
+            raise NoAnswer("an alpha other than 1")
+        super().__init__(node, operands, result)
+
+    def envelope(self, distance: Tensor) -> Tensor:
+        return torch.exp(-distance) * INFLATE
 
 
 @rounding("elu")
@@ -537,7 +566,7 @@ def _smallest_of_clamped(x: Value, low: Tensor | None, high: Tensor | None) -> f
     return bottom if high is None else _smaller(bottom, high.min().item())
 
 
-@box("clamp")
+@box("clamp", inactive=True)
 def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
     """Constant limits clip as a ReLU does; for other limits the Lipschitz constant is used."""
     return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled, unknown
-from lipcert.bounds._jacobian import Bounds, bilinear, copies
+from lipcert.bounds._jacobian import Bounds, bilinear, copies, evenly
 from lipcert.bounds._registry import (
     Call,
     NoAnswer,
+    Schur,
     box,
     in_one_operand,
     in_two_operands,
@@ -28,6 +29,10 @@ from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
 from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, held
+
+# Each entry of the result is a multiple of one entry of the operand, plus a constant: by a number, or by a constant.
+_ENTRYWISE = Schur(terms=evenly(lambda node: 1))
+_FACTORS = Schur(magnitudes=True, terms=evenly(lambda node: 1))
 
 
 def _copies(call: Call, x: Value) -> Upper:
@@ -45,7 +50,7 @@ def _broadcast(constant: Any, x: Value) -> Tensor:
     return tensor.reshape((1,) * (len(x.shape) - tensor.dim()) + tuple(tensor.shape))
 
 
-@rule("add", linear=True)
+@rule("add", linear=True, schur=_ENTRYWISE)
 def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x + αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x + Wx becomes (I + W)x."""
     if isinstance(x, Value) and isinstance(y, Value):
@@ -61,7 +66,7 @@ def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     return result
 
 
-@rule("sub", linear=True)
+@rule("sub", linear=True, schur=_ENTRYWISE)
 def sub(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x − αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x minus its own mean is an orthogonal projection of x."""
     if isinstance(x, Value) and isinstance(y, Value):
@@ -123,7 +128,7 @@ def _with_eps(origin: Origin | None, constant: Any, alpha: float) -> Origin | No
     return replace(origin, eps=float(constant))
 
 
-@rule("rsub", linear=True)
+@rule("rsub", linear=True, schur=_ENTRYWISE)
 def rsub(call: Call, x: Value, y: Any, *, alpha: float = 1) -> Value:
     """y − αx."""
     return sub(call, y, x, alpha=alpha)
@@ -220,7 +225,7 @@ def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
     return torch.where(masked, 0.0, error.expand(masked.shape))
 
 
-@rule("mul", linear=in_one_operand)
+@rule("mul", linear=in_one_operand, schur=_FACTORS)
 def mul(call: Call, x: Any, y: Any) -> Value:
     """A product with a constant is linear. For two values ‖δ(xy)‖ ≤ max|y| ‖δx‖ + max|x| ‖δy‖.
 
@@ -314,7 +319,7 @@ def _constant_denominator(node: Node) -> bool:
     return len(node.operands) == 1 and isinstance(args["input"], Node)
 
 
-@rule("div", linear=_constant_denominator)
+@rule("div", linear=_constant_denominator, schur=_FACTORS)
 def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
     """Division by a constant is a multiplication. For a value y ≥ m > 0, ‖δ(x/y)‖ ≤ ‖δx‖/m + max|x| ‖δy‖/m².
 
@@ -469,7 +474,7 @@ def times_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tens
     return fmt.safe(error, torch.where(low > 0, 1 / low, math.inf).expand(error.shape))
 
 
-@rule("addcmul", linear=in_one_operand)
+@rule("addcmul", linear=in_one_operand, schur=_FACTORS)
 def addcmul(call: Call, x: Any, first: Any, second: Any, *, value: float = 1) -> Value:
     """x + value · first · second."""
     shapes = [tuple(t.shape) if isinstance(t, (Value, Tensor)) else () for t in (first, second)]

@@ -17,6 +17,7 @@ from lipcert.bounds._padded import Padded, PaddedConv
 from lipcert.bounds._registry import (
     Call,
     NoAnswer,
+    Schur,
     box,
     in_one_operand,
     in_two_operands,
@@ -33,7 +34,18 @@ from lipcert.norms import conv_transpose_norm
 from lipcert.numerics import Format, Upper, held
 
 
-@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand)
+def _products(node: Node, operand: Node) -> float:
+    """Terms of a sum over channels and positions of the kernel; without the image as input, over its positions too."""
+    args = arguments(node)
+    weight = args["weight"]
+    across = 0 if operand is args["input"] else node.entries / max(1, node.shape[1])
+    return sum(weight.shape[:2]) * math.prod(weight.shape[2:]) + across
+
+
+_KERNEL = Schur(magnitudes=True, terms=_products)
+
+
+@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand, schur=_KERNEL)
 def conv(
     call: Call,
     x: Any,
@@ -118,7 +130,7 @@ def conv_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tenso
     return _convolution_rounding(node, operands[0], args, geometry, fmt, args["weight"].flatten(1).shape[1])
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand)
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand, schur=_KERNEL)
 def conv_transpose(
     call: Call,
     x: Value,

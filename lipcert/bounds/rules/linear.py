@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments, by_operand
 from lipcert.bounds._box import operator
-from lipcert.bounds._jacobian import Bounds, bilinear, lengths
+from lipcert.bounds._jacobian import Bounds, bilinear, evenly, lengths
 from lipcert.bounds._registry import (
     Call,
     NoAnswer,
+    Schur,
     box,
     in_one_operand,
     in_two_operands,
@@ -34,8 +35,11 @@ from lipcert.graph import Node
 from lipcert.norms import verified_norms
 from lipcert.numerics import REAL, Format, Upper, at_most, held
 
+# Sums over the last axis of the first factor.
+_MATRIX = Schur(magnitudes=True, terms=evenly(lambda node: arguments(node)["input"].shape[-1]))
 
-@rule("linear", linear=in_one_operand)
+
+@rule("linear", linear=in_one_operand, schur=_MATRIX)
 def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Value:
     """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry of Wx is at most ‖w_o‖₁ max|x| and ‖w_o‖₂ ‖x‖₂."""
     if isinstance(weight, Value):
@@ -139,7 +143,7 @@ def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     )  # fmt: skip
 
 
-@rule("matmul", linear=in_one_operand)
+@rule("matmul", linear=in_one_operand, schur=_MATRIX)
 def matmul(call: Call, x: Any, y: Any) -> Value:
     """δ(XY) = δX Y + X' δY, so ‖δ(XY)‖_F ≤ ‖δX‖_F ‖Y‖₂ + ‖X‖₂ ‖δY‖_F.
 
@@ -280,7 +284,18 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     return fmt.safe(error, torch.maximum(size, operands[0].over(largest.expand(len(size)))))
 
 
-@rule("einsum", linear=in_one_operand)
+def _contracted(node: Node, operand: Node) -> float:
+    """Terms of the sums of a product: over its summed axes, and backwards over the axes that the operand lacks."""
+    equation, *tensors = node.args
+    factors = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+    wide, summed = sizes(equation, factors), roles(equation)[3]
+    ((term, _),) = ((term, x) for term, x in zip(terms(equation), factors, strict=True) if x is operand)
+    full = {axis for axis, size in zip(term, operand.shape, strict=True) if size == wide[axis]}
+    output = equation.replace(" ", "").partition("->")[2]
+    return math.prod(wide[axis] for axis in summed) + math.prod(wide[axis] for axis in output if axis not in full)
+
+
+@rule("einsum", linear=in_one_operand, schur=Schur(magnitudes=True, terms=_contracted))
 def einsum(call: Call, equation: str, *tensors: Any) -> Value:
     """A batch of matrix products: axes in both tensors are batch axes if the result has them, else summed over.
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
-from lipcert.bounds._jacobian import Bounds, normalising, normalising_norm
+from lipcert.bounds._jacobian import Bounds, evenly, normalising, normalising_norm
 from lipcert.bounds._kinks import RadialKink
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, Schur, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Radial, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
@@ -29,7 +29,7 @@ def _by_fixed_statistics(node: Node) -> bool:
     return True
 
 
-@rule("batch_norm", linear=_by_fixed_statistics)
+@rule("batch_norm", linear=_by_fixed_statistics, schur=Schur(terms=evenly(lambda node: 1)))
 def batch_norm(
     call: Call,
     x: Value,

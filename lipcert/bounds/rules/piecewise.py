@@ -42,7 +42,7 @@ def parametric_relu(call: Call, x: Value, weight: Tensor) -> Value:
     return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope, rows=rows, floor=floor)
 
 
-@box("prelu")
+@box("prelu", inactive=True)
 def parametric_relu_box(walk: Walk, node: Node, x: State) -> State:
     """The slope of one side if the interval lies on that side, else the larger one; monotone for slopes ≥ 0."""
     slope = _slopes(node, x.value.dim() - 1).to(x.value.device).expand_as(x.value)

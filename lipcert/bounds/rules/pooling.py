@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
 from lipcert.bounds._kinks import Kinked
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, Schur, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
@@ -57,15 +58,25 @@ def _averaging(operation: Callable[..., Tensor], dims: int) -> Callable[..., Val
     return answer
 
 
-for _dims, _operation in (
-    (1, F.avg_pool1d),
-    (2, F.avg_pool2d),
-    (3, F.avg_pool3d),
-    (1, F.adaptive_avg_pool1d),
-    (2, F.adaptive_avg_pool2d),
-    (3, F.adaptive_avg_pool3d),
+def _window(dims: int, node: Node, operand: Node) -> float:
+    """The size of a window; an entry lies in at most as many."""
+    return 2 * math.prod(per_axis(arguments(node)["kernel_size"], dims))
+
+
+def _adaptive_window(dims: int, node: Node, operand: Node) -> float:
+    """The same where windows of n/m entries or more, or overlapping ones, lead from n entries to m along each axis."""
+    return math.prod(n / m + m / n + 2 for n, m in zip(operand.shape[-dims:], node.shape[-dims:], strict=True))
+
+
+for _dims, _operation, _terms in (
+    (1, F.avg_pool1d, _window),
+    (2, F.avg_pool2d, _window),
+    (3, F.avg_pool3d, _window),
+    (1, F.adaptive_avg_pool1d, _adaptive_window),
+    (2, F.adaptive_avg_pool2d, _adaptive_window),
+    (3, F.adaptive_avg_pool3d, _adaptive_window),
 ):
-    rule(_operation, linear=True)(_averaging(_operation, _dims))
+    rule(_operation, linear=True, schur=Schur(terms=partial(_terms, _dims)))(_averaging(_operation, _dims))
 
 
 box("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")(
@@ -152,7 +163,7 @@ for _dims in (1, 2, 3):
     rule(f"adaptive_max_pool{_dims}d")(_adaptive_maximum(_dims))
 
 
-@box("max_pool2d")
+@box("max_pool2d", inactive=True)
 def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     """An entry that cannot be the largest of a window in the ball does not count for that window.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import nonnegative
-from lipcert.bounds._jacobian import Bounds, gamma, lengths
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
+from lipcert.bounds._jacobian import Bounds, evenly, gamma, lengths
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Schur, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
@@ -62,8 +62,9 @@ def with_keepdim(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if d in dims else size for d, size in enumerate(x.shape))
 
 
-rule("mean", linear=True)(_reduction(mean=True))
-rule("sum", linear=True)(_reduction(mean=False))
+_MEAN = Schur(terms=evenly(lambda node: node.operands[0].entries / max(1, node.entries)))
+rule("mean", linear=True, schur=_MEAN)(_reduction(mean=True))
+rule("sum", linear=True, schur=COUNTED)(_reduction(mean=False))
 box("mean", "sum")(nonnegative)
 
 

@@ -9,15 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds._registry import Call, rounding, rule
+from lipcert.bounds._registry import COUNTED, Call, Schur, rounding, rule
 from lipcert.bounds._rounding import exact
 from lipcert.bounds._value import Value, largest_row_sum
 from lipcert.bounds.rules.pooling import schur_norms
+from lipcert.graph import Node
 from lipcert.norms import dense_norm
 from lipcert.numerics import Upper
 
 
-@rule(F.interpolate, linear=True)
+def _taps(node: Node, operand: Node) -> float:
+    """Along an axis from n entries to m, at most 8 max(1, n/m) neighbours give an entry, and 8 max(1, m/n) get one."""
+    axes = zip(operand.shape[2:], node.shape[2:], strict=True)
+    return math.prod(8 * max(n / m, m / n) for n, m in axes)
+
+
+# Bicubic weights have both signs, and the sum of their absolute values is below 1.6 along each axis.
+@rule(F.interpolate, linear=True, schur=Schur(terms=_taps, signs=4.0))
 def interpolate(
     call: Call,
     x: Value,
@@ -58,7 +66,7 @@ def interpolate(
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, rows=rows_bound, floor=floor)
 
 
-@rule(F.unfold, linear=True)
+@rule(F.unfold, linear=True, schur=COUNTED)
 def patches(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Copies entries into overlapping windows, padded with zeros: √m, if at most m windows share an entry."""
 
@@ -69,7 +77,7 @@ def patches(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude, floor=min(0.0, x.lowest))
 
 
-@rule(F.fold, linear=True)
+@rule(F.fold, linear=True, schur=COUNTED)
 def overlapped(
     call: Call,
     x: Value,
@@ -89,7 +97,7 @@ def overlapped(
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, floor=0.0 if x.lowest >= 0 else -math.inf)
 
 
-@rule(torch.Tensor.unfold, linear=True)
+@rule(torch.Tensor.unfold, linear=True, schur=COUNTED)
 def windows_along(call: Call, x: Value, dimension: int, size: int, step: int) -> Value:
     """Windows along one axis: an entry lies in at most ⌈size/step⌉ of them."""
     return x.like(call.shape, x.lip * Upper(-(-size // step)).sqrt())

@@ -16,7 +16,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
 from lipcert.bounds._padded import Padded
-from lipcert.bounds._registry import Call, NoAnswer, box, rounding, rule
+from lipcert.bounds._registry import MOVED, Call, NoAnswer, box, rounding, rule
 from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Scale, Value
 from lipcert.graph import PIECES, Node
@@ -24,7 +24,7 @@ from lipcert.norms import Border
 from lipcert.numerics import Format, Upper, root_sum_squares
 
 
-@rule("identity", linear=True)
+@rule("identity", linear=True, schur=MOVED)
 def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Casts between real types, copies and changes of the memory layout are the identity in real arithmetic."""
     return x
@@ -49,7 +49,7 @@ def _outside_training(node: Node) -> bool:
     return True
 
 
-@rule("dropout", linear=_outside_training)
+@rule("dropout", linear=_outside_training, schur=MOVED)
 def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
     """The identity outside training."""
     if training and p:
@@ -63,7 +63,7 @@ def _same_numbers(node: Node) -> bool:
     return True
 
 
-@rule("reshape", linear=_same_numbers)
+@rule("reshape", linear=_same_numbers, schur=MOVED)
 def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """A bijection of the entries. The bound on rows is kept if their axis is kept, split or merged with others."""
     if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
@@ -150,9 +150,9 @@ def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
     return tensor.mT if tensor.dim() > 1 else tensor
 
 
-rule("permute", linear=True)(_moving(torch.Tensor.permute))
-rule("movedim", linear=True)(_moving(torch.Tensor.movedim))
-rule("transpose", linear=True)(_moving(_transposed))
+rule("permute", linear=True, schur=MOVED)(_moving(torch.Tensor.permute))
+rule("movedim", linear=True, schur=MOVED)(_moving(torch.Tensor.movedim))
+rule("transpose", linear=True, schur=MOVED)(_moving(_transposed))
 
 
 def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
@@ -256,16 +256,16 @@ for _key, _operation in (
     ("flip", Tensor.flip),
     ("roll", Tensor.roll),
 ):
-    rule(_key, linear=True)(_selection(_operation))
+    rule(_key, linear=True, schur=MOVED)(_selection(_operation))
 
 
-@rule("split", "chunk", "tensor_split", "split_with_sizes", linear=True)
+@rule("split", "chunk", "tensor_split", "split_with_sizes", linear=True, schur=MOVED)
 def pieces(call: Call, x: Value, *args: object, **kwargs: object) -> _Pieces:
     """Disjoint parts of the entries; the constant of each part is at most that of the whole."""
     return _Pieces(x, None)
 
 
-@rule("unbind", linear=True)
+@rule("unbind", linear=True, schur=MOVED)
 def unbind(call: Call, x: Value, dim: int = 0) -> _Pieces:
     """As above; the parts do not have the axis ``dim``."""
     return _Pieces(x, dim % len(x.shape))
@@ -279,7 +279,7 @@ class _Pieces:
         self.removed = removed
 
 
-@rule("part", linear=True)
+@rule("part", linear=True, schur=MOVED)
 def piece(call: Call, parts: Any, index: int) -> Value:
     """One result of an operation with several results."""
     if not isinstance(parts, _Pieces):
@@ -305,7 +305,7 @@ def part_box(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, operands)
 
 
-@rule("cat", "stack", linear=True)
+@rule("cat", "stack", linear=True, schur=MOVED)
 def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Concatenates values: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants have constant 0."""
     parts = [t if isinstance(t, Value) else Value.constant(t) for t in tensors]
@@ -372,7 +372,7 @@ def _constant_index(index: Any) -> Any:
     raise NoAnswer("the positions depend on the image")
 
 
-@rule("setitem", linear=_written_once)
+@rule("setitem", linear=_written_once, schur=MOVED)
 def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     """Replaces entries of x by those of ``value``, each used at most m times: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖².
 
@@ -389,7 +389,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     return Value(call.shape, root_sum_squares(x.lip, value.lip * copies), magnitude=magnitude, floor=floor)
 
 
-@rule("expand", "repeat", "tile", linear=True)
+@rule("expand", "repeat", "tile", linear=True, schur=MOVED)
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Repeats every entry m times: norm √m."""
     result = _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
@@ -399,7 +399,7 @@ def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return result
 
 
-@rule("repeat_interleave", linear=True)
+@rule("repeat_interleave", linear=True, schur=MOVED)
 def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | None = None, **kwargs: object) -> Value:
     """Repeats entries m times, where m may depend on the position: norm √(max m).
 
@@ -417,13 +417,13 @@ def _repeated(call: Call, x: Value, copies: int) -> Value:
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 
 
-@rule("constant_pad_nd", linear=True)
+@rule("constant_pad_nd", linear=True, schur=MOVED)
 def constant_pad(call: Call, x: Value, pad: Sequence[int], value: float = 0) -> Value:
     """As ``pad``."""
     return padded(call, x, pad, value=value)
 
 
-@rule("pad", linear=True)
+@rule("pad", linear=True, schur=MOVED)
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds constant entries: norm 1. The other modes repeat entries: norm √m, with m counted."""
     if mode == "constant":

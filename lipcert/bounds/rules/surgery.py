@@ -98,7 +98,7 @@ def clipped_relu(call: Call, module: ClippedReLU, x: Value) -> Value:
     return bounded if floor == 0 else Value(call.shape, bounded.lip, magnitude=max(bounded.magnitude, floor))
 
 
-box(ClippedReLU)(clip)
+box(ClippedReLU, inactive=True)(clip)
 
 
 @remainder(ClippedReLU)
@@ -135,7 +135,7 @@ def smooth_max_min(call: Call, module: SmoothMaxMin, x: Value) -> Value:
     return Value(call.shape, x.lip * module.lipschitz(x.shape[1:]).value, magnitude=size)
 
 
-@box(MaxMin, ClippedMaxMin)
+@box(MaxMin, ClippedMaxMin, inactive=True)
 def max_min_box(walk: Walk, node: Node, x: State) -> State:
     """Pairs (a, b) ↦ (max, min), which are non-decreasing in both.
 

@@ -64,6 +64,11 @@ class Link:
         same = self.operand.shape == node.shape and not node.kwargs.get("alpha")
         return node.op in _ADDING and once and same and len(node.args) == 2
 
+    @property
+    def moves(self) -> bool:
+        """Whether the operation only rearranges the entries of this operand, which is exact."""
+        return self.isometric and self.node.op not in _ADDING
+
 
 class Chains:
     """The links of a network after one value.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.chains import Pair, work, work_and_calls
-from lipcert.certifier.anchored.matrices import Groups, Matrix, groups_of
+from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
@@ -114,11 +114,11 @@ class Jacobians:
     def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int, probes: int = _PROBES):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
         self.probes = probes
-        self.constants: dict[Pair, Matrix] = {}
-        self.factors: dict[Pair, Matrix] = {}
+        self.constants: dict[Pair, JacobianMatrix] = {}
+        self.factors: dict[Pair, JacobianMatrix] = {}
         self.groups: dict[Pair, Groups | None] = {}
         self._written: dict[Pair, bool] = {}
-        self._entrance: list[Matrix | None] = []
+        self._entrance: list[JacobianMatrix | None] = []
 
     def within(self, tolerance: float) -> Jacobians:
         """The same with another tolerance."""
@@ -242,7 +242,7 @@ class Jacobians:
 
         return LinearOperator(product, adjoint)
 
-    def entrance(self) -> Matrix | None:
+    def entrance(self) -> JacobianMatrix | None:
         """A factor of G(x → c) for the start c of the first stage; None if it has no groups and is too large."""
         if not self._entrance:
             network = self.network
@@ -251,7 +251,7 @@ class Jacobians:
             self._entrance.append(None if matrix is None else matrix.reduced())
         return self._entrance[0]
 
-    def _sparse(self, a: Node, b: Node, values: Values) -> Matrix | None:
+    def _sparse(self, a: Node, b: Node, values: Values) -> JacobianMatrix | None:
         """G(a → b), the same for all images, from the entries that are not 0; None if these are too many."""
         adjoint = self.operator(a, b, values, several=True).adjoint
         places, entries, count = [], [], 0
@@ -270,7 +270,7 @@ class Jacobians:
                 return None
             dense = value.new_zeros(1, b.entries, a.entries)
             dense[0, row, column] = value
-            return Matrix.of(dense, None)
+            return JacobianMatrix.of(dense, None)
         where = [torch.empty_like(part.flatten()) for part in groups]
         for place, part in zip(where, groups, strict=True):
             place[part.flatten()] = torch.arange(part.shape[1], device=part.device).repeat(len(part))
@@ -280,15 +280,15 @@ class Jacobians:
         )
         blocks = value.new_zeros(1, len(groups.rows), groups.rows.shape[1], groups.columns.shape[1])
         blocks[0, block[row], where[0][row], where[1][column]] = value
-        return Matrix(blocks, groups, blocks.new_zeros(1))
+        return JacobianMatrix(blocks, groups, blocks.new_zeros(1))
 
-    def matrices(self, a: Node, targets: Sequence[Node], values: Values) -> list[Matrix]:
+    def matrices(self, a: Node, targets: Sequence[Node], values: Values) -> list[JacobianMatrix]:
         """G(a → u) for some values u, at the images of the values: by columns, or by rows where these are fewer."""
         by_rows = [u for u in targets if u.entries < a.entries]
         by_columns = [u for u in targets if u.entries >= a.entries]
         dense = dict(zip(by_columns, self._columns(a, by_columns, values), strict=True)) if by_columns else {}
         dense |= {u: self._rows(a, u, values) for u in by_rows}
-        return [Matrix.of(dense[u], self.groups_at(a, u, dense[u])) for u in targets]
+        return [JacobianMatrix.of(dense[u], self.groups_at(a, u, dense[u])) for u in targets]
 
     def _together(self, a: Node, targets: Sequence[Node]) -> int:
         """The number of images in a product with several vectors."""

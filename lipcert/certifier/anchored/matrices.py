@@ -20,26 +20,18 @@ products of stored matrices are part of ``error``, and those of norms of the bou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.chains import Pair
-from lipcert.graph import Node
 from lipcert.norms import dot_error, factor, verified_norms
 from lipcert.numerics import INFLATE, at_most
 
-if TYPE_CHECKING:
-    from lipcert.certifier.anchored.jacobians import Jacobians
-
 # The largest relative distance of a norm from the one that Lanczos estimates before it is verified.
 _LOOSE = 1e-3
-# Matrices of this many times as many columns as rows count with a square factor.
-_WIDE = 2
 # The largest number of steps in which the groups of rows and columns are found.
 _SWEEPS = 16
 
@@ -52,7 +44,7 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class JacobianMatrix:
     """A factor of G at N images, or one for all images.
 
     Attributes:
@@ -66,7 +58,7 @@ class Matrix:
     error: Tensor
 
     @classmethod
-    def of(cls, dense: Tensor, groups: Groups | None) -> Matrix:
+    def of(cls, dense: Tensor, groups: Groups | None) -> JacobianMatrix:
         """A matrix of shape (N, rows, columns), in these groups where it has their zeros."""
         exact = dense.new_zeros(len(dense))
         if groups is not None:
@@ -75,7 +67,7 @@ class Matrix:
                 return cls(blocks, groups, exact)
         return cls(dense[:, None], None, exact)
 
-    def only(self, index: Tensor) -> Matrix:
+    def only(self, index: Tensor) -> JacobianMatrix:
         """The same for the images with the given indices."""
         return self if len(self.entries) == 1 else replace(self, entries=self.entries[index], error=self.error[index])
 
@@ -124,28 +116,28 @@ class Matrix:
         whole[:, rows[:, :, None], columns[:, None, :]] = self.entries
         return whole
 
-    def moved(self, order: Tensor) -> Matrix:
+    def moved(self, order: Tensor) -> JacobianMatrix:
         """The same with row ``order[i]`` in place i."""
         if self.groups is None:
             return replace(self, entries=self.entries[:, :, order])
         place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
         return replace(self, groups=Groups(place[self.groups.rows], self.groups.columns))
 
-    def scaled(self, scale: Tensor) -> Matrix:
+    def scaled(self, scale: Tensor) -> JacobianMatrix:
         """diag(scale) times this, with ``scale`` of shape (N, rows)."""
         rows = scale[:, None] if self.groups is None else scale[:, self.groups.rows]
         return replace(self, entries=rows[..., None] * self.entries, error=scale.abs().amax(1) * self.error)
 
-    def formed(self, form: Form, shape: tuple[int, ...]) -> Matrix:
+    def formed(self, form: Form, shape: tuple[int, ...]) -> JacobianMatrix:
         """M times this, for the M of a form on deviations of shape (N, *shape)."""
         if form.is_diagonal(shape):
             return self.scaled(form.tensors[0].flatten(1))
         columns = self.dense().movedim(2, 0)
         columns = columns.expand(-1, len(form.norm), -1).reshape(-1, len(form.norm), *shape)
         moved = torch.vmap(form)(columns).flatten(2).movedim(0, 2)
-        return Matrix(moved[:, None], None, form.norm * self.error)
+        return JacobianMatrix(moved[:, None], None, form.norm * self.error)
 
-    def times(self, other: Matrix) -> tuple[Tensor, Tensor]:
+    def times(self, other: JacobianMatrix) -> tuple[Tensor, Tensor]:
         """G(c → u) L for this G(c → u) and a factor L of G(x → c) that is the same for all images, with its error."""
         dense = self.dense()
         if other.groups is None:
@@ -158,7 +150,7 @@ class Matrix:
         lost = dot_error(other.entries.shape[2]) * 1.01 * self.size * other.size
         return product, at_most(lost + self.size * other.error + self.error * other.size)
 
-    def reduced(self) -> Matrix:
+    def reduced(self) -> JacobianMatrix:
         """A factor with no more columns than rows."""
         if self.entries.shape[3] <= self.entries.shape[2] or not bool(self.entries.isfinite().all()):
             return self
@@ -168,7 +160,7 @@ class Matrix:
         if groups is not None:
             places = torch.arange(groups.rows.numel(), device=groups.rows.device)
             groups = Groups(groups.rows, places.reshape(groups.rows.shape))
-        return Matrix(square, groups, self.error)
+        return JacobianMatrix(square, groups, self.error)
 
 
 def groups_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Groups | None:
@@ -191,74 +183,3 @@ def groups_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Groups |
     if len(labels) < 2 or not same:
         return None
     return Groups(*(part.argsort(stable=True).reshape(len(labels), -1) for part in (mine, other)))
-
-
-class Written:
-    """The Jacobians of a network at N images as matrices, each computed when it is first asked for.
-
-    Args:
-        jacobians: the network, and the matrices that are the same for all images.
-        values: nominal values.
-        pairs: the pairs (a, u) whose matrices are computed together.
-    """
-
-    def __init__(self, jacobians: Jacobians, values: Mapping[Node, Tensor], pairs: Iterable[Pair]):
-        self.jacobians, self.values, self.pairs = jacobians, values, list(pairs)
-        self._matrices: dict[Pair, Matrix] = {}
-        self._factors: dict[Pair, Matrix] = {}
-
-    def only(self, index: Tensor) -> Written:
-        """The same for the images with the given indices; nothing is copied before it is asked for."""
-        return _Some(self, index)
-
-    def matrix(self, a: Node, b: Node) -> Matrix:
-        """G(a → b), with the rows in the order of the value of which b is a rearrangement."""
-        by, u = self.jacobians, self.jacobians.network.root(b)
-        if (a, u) in by.constants:
-            return by.constants[a, u]
-        if (a, u) not in self._matrices:
-            affine = by.network.affine_path(a, u)
-            targets = [u]
-            if not affine:
-                more = (w for start, w in self.pairs if start is a and (a, w) not in self._matrices and by.writes(a, w))
-                targets += [w for w in more if w is not u and not by.network.affine_path(a, w)]
-            values = {node: value[:1] for node, value in self.values.items()} if affine else self.values
-            computed = zip(((a, w) for w in targets), by.matrices(a, targets, values), strict=True)
-            (by.constants if affine else self._matrices).update(computed)
-        return by.constants[a, u] if (a, u) in by.constants else self._matrices[a, u]
-
-    def factor(self, a: Node, b: Node) -> Matrix:
-        """A factor of G(a → b), with the rows in the order in which b has its entries."""
-        by, u = self.jacobians, self.jacobians.network.root(b)
-        matrix = by.factors.get((a, u)) or self._factors.get((a, u))
-        if matrix is None:
-            matrix = self._factor(a, u)
-            (by.factors if by.network.affine_path(a, u) else self._factors)[a, u] = matrix
-        return matrix if b is u else matrix.moved(by.network.order(b).to(matrix.entries.device))
-
-    def _factor(self, a: Node, u: Node) -> Matrix:
-        by = self.jacobians
-        first, entrance = by.first(u) if a is by.network.source else None, by.entrance()
-        if first is None or entrance is None:
-            matrix = self.matrix(a, u)
-        elif u is first:
-            return entrance
-        else:
-            dense, error = self.matrix(first, u).times(entrance)
-            matrix = Matrix.of(dense, by.groups_at(a, u, dense))
-            matrix = replace(matrix, error=error)
-        return matrix.reduced() if matrix.entries.shape[3] >= _WIDE * matrix.entries.shape[2] else matrix
-
-
-class _Some(Written):
-    """The matrices at some of the images of others."""
-
-    def __init__(self, whole: Written, index: Tensor):
-        super().__init__(whole.jacobians, {}, ())
-        self.whole, self.index = whole, index
-
-    def matrix(self, a: Node, b: Node) -> Matrix:
-        return self.whole.matrix(a, b).only(self.index)
-
-    def factor(self, a: Node, b: Node) -> Matrix:
-        return self.whole.factor(a, b).only(self.index)

@@ -15,10 +15,10 @@ from torch import Tensor
 from lipcert.bounds import Form
 from lipcert.certifier.anchored.chains import Link, Pair
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
-from lipcert.certifier.anchored.matrices import Written
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.rounding import Rounded, rounded, times
+from lipcert.certifier.anchored.written import Written
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.inputs.artifact import seed_of

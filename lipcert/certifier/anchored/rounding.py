@@ -50,14 +50,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipcert.bounds import RULES, WINDOW, Jacobian, NoAnswer, gamma, lengths, remainder_of
+from lipcert.bounds import WINDOW, Jacobian, NoAnswer, Schur, gamma, lengths, remainder_of, rule_for, schur_bounds
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
-from lipcert.graph import PIECES, REARRANGING, Node, map_nodes
+from lipcert.graph import REARRANGING, Node
 from lipcert.numerics import SMALLEST_NORMAL, at_most
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
@@ -68,32 +67,18 @@ _HUGE = 1e140
 # The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
-# Affine operations with bounds of their own: those whose constants are factors, and those whose constants are offsets,
-# places or factors of a single entry each.
-_SCALING = frozenset(
-    ("mul", "div", "addcmul", "linear", "matmul", "einsum", "conv1d", "conv2d", "conv3d",
-     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-)  # fmt: skip
-_PLAIN = REARRANGING | PIECES | frozenset(
-    ("add", "sub", "rsub", "neg", "mean", "sum", "batch_norm", "cat", "stack", "part", "getitem", "setitem",
-     "index_select", "expand", "repeat", "tile", "repeat_interleave", "pad", "constant_pad_nd", "interpolate",
-     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-     "unfold", "fold", "unfold_axis")
-)  # fmt: skip
 
 
 class OperationRounding:
     """The rounding errors of the single operations of a network, from norms of the absolute values of their Jacobians.
 
     Let A ≥ ‖|J|‖ for an operation as a function of one operand. A product with J whose entries are sums of n terms has
-    an error of at most γ_n A ‖v‖. For affine operations ‖|J|‖² is at most the largest row sum times the largest column
-    sum of |J| (Schur's test). For those of _SCALING |J| is the operation with the absolute values of its constants. For
-    those of _PLAIN all entries of a row, and of a column, have the same sign, so that nothing cancels in its sum;
-    ``interpolate`` takes a further factor. Other affine operations, such as a user's own, have no bounds here. The
-    error of a value is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
+    an error of at most κ ‖v‖ with κ = γ_n A. The rule of an operation knows A and κ (:mod:`lipcert.bounds._jacobian`):
+    its ``jacobian``, or ``schur`` where it is affine. Operations without, such as a user's own, have no bounds here.
+    The error of a value is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
 
     Attributes:
-        kinds: for each operation, whether it is affine; None for operations without any bound.
+        answers: what the rule of each operation says of its Jacobian; None if nothing.
 
     Args:
         chains: the links of the network.
@@ -101,27 +86,18 @@ class OperationRounding:
 
     def __init__(self, chains: Chains):
         self.chains = chains
+        self.answers = {node: _answer(node) for node in chains.links}
         self._affine: dict[Link, tuple[float, float]] = {}
-        self.kinds: dict[Node, bool | None] = {node: _affine(node) for node in chains.links}
 
     def bounded(self, link: Link) -> bool:
         """Whether the norm of an operation is bounded here; otherwise it must be computed."""
-        if link.isometric:
-            return True
-        if len(link.path) > 1 or self.kinds[link.node] is None:
-            return False
-        return bool(self.kinds[link.node]) or self._rule(link.node) is not None
+        return link.isometric or (len(link.path) == 1 and self.answers[link.node] is not None)
 
     def close(self, link: Link) -> bool:
         """Whether this bound is nearly the norm, as for entrywise functions, so that none need be computed."""
-        if not self.bounded(link):
-            return False
-        rule = self._rule(link.node)
-        return rule is not None and (rule.absolute is not None or rule.norm is not None)
-
-    def _rule(self, node: Node) -> Jacobian | None:
-        rule = RULES[node.op].jacobian if node.op in RULES else None
-        return rule if rule is not None and rule.covers(node) else None
+        answer = self.answers[link.node]
+        direct = isinstance(answer, Jacobian) and (answer.absolute is not None or answer.norm is not None)
+        return direct and self.bounded(link)
 
     @torch.no_grad()
     def __call__(self, values: Mapping[Node, Tensor], norms: Mapping[Link, Tensor] = MappingProxyType({})) -> Errors:
@@ -147,14 +123,14 @@ class OperationRounding:
         """Bounds on ‖e_w‖ without computed norms, each of shape (N,); estimates for operations without bounds."""
         bounds: dict[Node, Tensor] = {}
         for node, links in self.chains.links.items():
-            whole, rule = lengths(values[node]), self._rule(node)
-            error = (0 if all(map(_moves, links)) else gamma(0)) * whole
+            whole, answer = lengths(values[node]), self.answers[node]
+            error = (0 if all(link.moves for link in links) else gamma(0)) * whole
             for link in links:
                 size = lengths(values[link.operand])
-                if _moves(link):
+                if link.moves:
                     continue
-                if rule is not None and rule.absolute is not None:
-                    error = error + rule.absolute * gamma(0) * size
+                if isinstance(answer, Jacobian) and answer.absolute is not None:
+                    error = error + answer.absolute * gamma(0) * size
                 elif self.bounded(link):
                     error = error + 2 * self._link(link, values)[1] * size + _lost(node)
                 else:
@@ -166,22 +142,21 @@ class OperationRounding:
         self, link: Link, values: Mapping[Node, Tensor], *, norms: bool = False
     ) -> tuple[Tensor | float, Tensor | float]:
         """A and κ; with ``norms`` a smaller bound on ‖J‖ for A, if there is one."""
-        node, operand = link.node, link.operand
+        node, answer = link.node, self.answers[link.node]
         if link.isometric:
             return 1.0, gamma(0)
-        places = [place for place, o in enumerate(node.operands) if o is operand]
-        if not self.kinds[node]:
-            rule = self._rule(node)
-            assert rule is not None
-            bounds = [rule.bounds(node, place, values) for place in places]
-            gains = [gain for gain, _ in bounds]
-            if norms and rule.norm is not None:
-                gains = [rule.norm(node, place, values) for place in places]
-            return sum(gains), sum(kappa for _, kappa in bounds)
-        if link not in self._affine:
-            gain = sum(_schur(node, place, values) for place in places)
-            self._affine[link] = gain, gamma(_terms(node, operand)) * gain
-        return self._affine[link]
+        places = [place for place, operand in enumerate(node.operands) if operand is link.operand]
+        if isinstance(answer, Schur):
+            if link not in self._affine:
+                bounds = [schur_bounds(answer, node, place, values) for place in places]
+                self._affine[link] = sum(gain for gain, _ in bounds), sum(kappa for _, kappa in bounds)
+            return self._affine[link]
+        assert answer is not None
+        pairs = [answer.bounds(node, place, values) for place in places]
+        gains = [gain for gain, _ in pairs]
+        if norms and answer.norm is not None:
+            gains = [answer.norm(node, place, values) for place in places]
+        return sum(gains), sum(kappa for _, kappa in pairs)
 
 
 @dataclass(frozen=True)
@@ -201,21 +176,18 @@ class Errors:
     zeros: Tensor
 
 
-def _moves(link: Link) -> bool:
-    """Whether an operation only rearranges the entries of this operand."""
-    return link.isometric and link.node.op not in ("add", "sub", "rsub", "dropout")
-
-
-def _affine(node: Node) -> bool | None:
-    """Whether an operation is affine; None for affine ones that Schur's test does not cover, and without a rule."""
-    if callable(node.op):  # a module or the user's own function: its constants may not be among its arguments
-        return False
+def _answer(node: Node) -> Jacobian | Schur | None:
+    """The bounds that an operation's rule knows, in the form in which it is called."""
+    rule = rule_for(node.op)
     try:
-        if remainder_of(node) is not None:
-            return False
+        affine = remainder_of(node) is None
     except NoAnswer:
         return None
-    return True if node.op in _SCALING or node.op in _PLAIN else None
+    if rule is None or (affine and callable(node.op)):  # a user's own: constants may not be among its arguments
+        return None
+    if affine:
+        return rule.schur
+    return rule.jacobian if rule.jacobian is not None and rule.jacobian.covers(node) else None
 
 
 def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
@@ -228,67 +200,6 @@ def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float
 def _lost(node: Node) -> float:
     """A bound on the norm of the underflow errors of a result."""
     return SMALLEST_NORMAL * WINDOW * math.sqrt(max(1, math.prod(node.shape)))
-
-
-def _terms(node: Node, operand: Node) -> int:
-    """The largest number of terms in the sum that gives an entry of J v or Jᵀu."""
-    constants: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        constants.append(tensor)
-        return tensor
-
-    _tree(lambda n: n, keep, (node.args, dict(node.kwargs)))
-    count = 0
-    for weight in constants:
-        if weight.dim() > 1:
-            shape = tuple(weight.shape)
-            conv = isinstance(node.op, str) and node.op.startswith("conv")
-            count = max(count, (shape[0] + shape[1]) * math.prod(shape[2:]) if conv else sum(shape))
-    if any(word in node.name for word in ("pool", "fold", "interpolate")):
-        count += WINDOW
-    fewer, more = sorted((max(1, math.prod(node.shape)), max(1, math.prod(operand.shape))))
-    return count + 2 * (more // fewer)
-
-
-def _tree(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return on_tensor(tree)
-    if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
-        return type(tree)(_tree(on_node, on_tensor, item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _tree(on_node, on_tensor, item) for key, item in tree.items()}
-    return map_nodes(on_node, tree)
-
-
-def _schur(node: Node, place: int, values: Mapping[Node, Tensor]) -> float:
-    """A bound on ‖|J|‖ for an affine operation as a function of the operand at one place."""
-    value = torch.zeros_like(values[node.operands[place]][0]).requires_grad_()
-    places = iter(range(len(node.operands)))
-
-    def operand(n: Node) -> Tensor:
-        return value if next(places) == place else torch.zeros_like(values[n][0])
-
-    def magnitude(constant: Tensor) -> Tensor:
-        if node.op not in _SCALING or constant.dtype == torch.bool:
-            return constant
-        return constant.abs() if constant.is_floating_point() else constant.double().abs()
-
-    args, kwargs = _tree(operand, magnitude, (node.args, dict(node.kwargs)))
-    with torch.enable_grad():
-        result = node.function(*args, **kwargs)
-        if not result.requires_grad or not result.numel():  # it reads only a shape or type, or is empty
-            return 0.0
-        weight = torch.ones_like(result, requires_grad=True)
-        (columns,) = torch.autograd.grad(result, value, weight, create_graph=True, allow_unused=True)
-        if columns is None or not columns.requires_grad:
-            return 0.0 if columns is None or not bool(columns.any()) else math.inf
-        (rows,) = torch.autograd.grad(columns, weight, torch.ones_like(columns), allow_unused=True)
-    if rows is None or not columns.numel() or not rows.numel():
-        return 0.0
-    # Bicubic weights have both signs, and the sum of their absolute values is below 1.6 along each axis.
-    signs = 4.0 if node.op == "interpolate" else 1.0
-    return signs * math.sqrt(columns.abs().max().item()) * math.sqrt(rows.abs().max().item()) * (1 + 1e-9)
 
 
 @dataclass(frozen=True)
