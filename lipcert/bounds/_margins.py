@@ -64,9 +64,8 @@ class MarginBounds:
         """Upper bounds on the Lipschitz constants of the logits, float64, shape (classes,)."""
         if self.weight is None:
             return torch.full((self.classes,), self.features, dtype=torch.float64)
-        extended = torch.cat(
-            [self.weight, torch.zeros_like(self.weight[:1])]
-        )  # ‖w_j‖ is the distance to a row of zeros
+        # ‖w_j‖ is the distance to a row of zeros.
+        extended = torch.cat([self.weight, torch.zeros_like(self.weight[:1])])
         lengths = row_distances(extended, self.classes, self.composed)[: self.classes]
         return (torch.where(lengths > 0, lengths * self.features, 0.0) * (1 + 2.0**-51)).cpu()
 
