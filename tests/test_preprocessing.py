@@ -81,8 +81,8 @@ def test_the_summary_the_report_and_the_card_say_it(images):
     told = run(*command, *changes).stderr
     words = "resize to 16×16, crop 8×8, nearest; mean 0.25; std 0.5"
     assert f"images: 12×16 → {words}\n" in told
-    assert "note: the images are enlarged from 12×16" in told
-    assert "is cut off before it is certified" in told
+    assert "note: the images are enlarged: ε and radii are measured on the resized images" in told
+    assert "note: centre crop discards" in told
     known = json.loads(Path("r.summary.json").read_text())["preprocessing"]
     assert (known["mean"], known["std"]) == ([0.25] * 3, [0.5] * 3)
     assert (known["crop_pct"], known["interpolation"], known["input_size"]) == (0.5, "nearest", [3, 8, 8])
