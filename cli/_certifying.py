@@ -14,7 +14,7 @@ import torch
 import typer
 
 from lipcert.attacks import PGD, Attack, AutoAttack
-from lipcert.certifier import RATE, Certifier, certifier_for, triage
+from lipcert.certifier import Certifier, certifier_for, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.data import Images, open_images
@@ -299,7 +299,7 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
 def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time of each method, and why others are skipped."""
     if certifier.method == STAGED:
-        costs = [f"{name} {_duration(method.work / RATE)}" for name, method in certifier.methods.items()]
+        costs = [f"{name} {_duration(method.seconds)}" for name, method in certifier.methods.items()]
         say(f"estimated time per image, at most: {', '.join(costs)}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():

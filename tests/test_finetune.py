@@ -705,7 +705,7 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
             (IMAGES, LABELS),
             r"'\*\.fc3', and no layer .* matches it; there are patch_embed",
         ),
-        ({"optimizer": "lion"}, (IMAGES, LABELS), "no optimizer 'lion'; choose one of adamw, muon, nadam"),
+        ({"optimizer": "lion"}, (IMAGES, LABELS), "no optimizer 'lion'; choose one of adamw, adam, muon, nadam"),
         ({"epochs": 0}, (IMAGES, LABELS), "epochs must be"),
         ({"accumulate": 0}, (IMAGES, LABELS), "accumulate must be"),
         (
@@ -716,7 +716,7 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
         ({"ramp": (0.1, 2)}, (IMAGES, LABELS), "ramp is three numbers"),
         ({"ramp": (0.1, 2, 1.5)}, (IMAGES, LABELS), "ramp is three numbers"),
         ({"weight": -1.0}, (IMAGES, LABELS), "weight must be"),
-        ({"warmup": 3}, (IMAGES, LABELS), "unexpected keyword argument 'warmup'; "),
+        ({"warm": 3}, (IMAGES, LABELS), "unexpected keyword argument 'warm'; "),
         ({"ema": 1.0}, (IMAGES, LABELS), "ema is"),
         ({}, (IMAGES * 2 + 1, LABELS), r"images must lie in \[0, 1\]"),
         ({}, (IMAGES * math.nan, LABELS), "no NaN"),

@@ -105,7 +105,6 @@ CASES = {
         (lambda x: F.prelu(x, torch.tensor([2.0]).double()), (1, 7)),
     ],
     "softshrink": [(lambda x: F.softshrink(x, 0.3), (1, 9))],
-    "tanhshrink": [(F.tanhshrink, (1, 5))],
     "sort": [
         (lambda x: x.sort(-1).values, (1, 3, 4)),
         (lambda x: torch.sort(x, 1, True)[0], (1, 3, 2)),
@@ -347,7 +346,7 @@ def test_rows_of_softmax_that_move_little_leave_little():
     assert rule.against(g)([rho, rho / 4]).item() < 0.9 * rule.against(g)([rho]).item()
 
 
-QUADRATIC = {*SMOOTH, "elu", "log_sigmoid", "square", "gelu", "tanhshrink", "pow", "sqrt", "rsqrt"}
+QUADRATIC = {*SMOOTH, "elu", "log_sigmoid", "square", "gelu", "pow", "sqrt", "rsqrt"}
 RADIAL = {"layer_norm", "rms_norm", "group_norm", SmoothProject, RmsSmoothProject, GroupSmoothProject}
 BENT = {"relu", "leaky_relu"}
 CONTRACTED = QUADRATIC | RADIAL | BENT | {"softmax", "matmul"}
@@ -732,7 +731,6 @@ def second_derivative(function):
     [
         *SMOOTH.items(),
         ("elu", F.elu),
-        ("tanhshrink", F.tanhshrink),
         ("log_sigmoid", F.logsigmoid),
         ("gelu", F.gelu),
     ],
@@ -790,7 +788,7 @@ def test_tails_of_the_envelope_beyond_the_grid():
 
 def test_entrywise_rules_are_all_checked():
     entrywise = {key for key, rule in REMAINDERS.items() if issubclass(rule, Smooth)}
-    checked_here = {*SMOOTH, "elu", "log_sigmoid", "gelu", "square", "tanhshrink"}
+    checked_here = {*SMOOTH, "elu", "log_sigmoid", "gelu", "square"}
     assert entrywise == checked_here | {"hardswish", "pow", "sqrt", "rsqrt"}  # whose second derivatives are powers
 
 

@@ -126,7 +126,6 @@ OPERATIONS: dict[str, nn.Module] = {
     "leaky_relu": nn.LeakyReLU(0.3),
     "prelu": nn.PReLU(4, 0.3).double(),
     "softshrink": nn.Softshrink(0.3),
-    "tanhshrink": nn.Tanhshrink(),
     "sort": Function(lambda x: x.sort(-1).values),
     "log_softmax": nn.LogSoftmax(-1),
     "log_softmax, long": nn.Sequential(nn.Flatten(), nn.LogSoftmax(-1)),

@@ -361,15 +361,21 @@ runner-up class than after the epoch before. A LiResNet of 12 blocks of width 16
 def _constants(known: Known) -> str:
     """Tables 2, 4, 5 and 6 and figure 2 of CertViT."""
     rows = [
-        [f"`{row['name']}`", *(f"{row[kind]:.2f}" for kind in ("dot-product", "L2")), *(f"{x:g}" for x in row["paper"])]
+        [f"`{row['name']}`", *(f"{row[kind]:.2f}" for kind in ("dot-product", "L2")),
+         *(f"{x:g}" for x in row["paper"][:2]),
+         *(f"{row['flops 1e16'][kind]:.3g}" for kind in ("adapting", "constraining")),
+         *(f"{x:g}" for x in row["paper"][2:])]
         for row in known["certvit, 2, small"]["rows"]
-    ]
+    ]  # fmt: skip
     sizes = [row for number in "456" for row in known[f"certvit, {number}, small"]["rows"]]
     same = sum(row["here"] == row["paper"] for row in sizes)
     (gelu,) = known["certvit, figure 2, small"]["rows"]
     text = f"""Parameters in millions, table 2 of CertViT. {same} of the {len(sizes)} networks of its tables 4 to 6 have
-the sizes that are printed there. The largest slope of GELU is {gelu["slope found"]:.4f} on a grid, lipcert counts
-{gelu["lipcert"]:.6f}; figure 2 has {gelu["paper"][0]}, which is no bound. `python -m benchmarks.papers --paper certvit
---table 9` prints hyper-parameters, and so for tables 7, 8 and 10 and table 3 of Local-Lip."""
+the sizes that are printed there. FLOPs of adapting are three forward passes for each image of ImageNet and epoch of
+table 10; those of constraining are one pass, and the products of the faithful engine; how the paper counts is not said.
+The largest slope of GELU is {gelu["slope found"]:.4f} on a grid, lipcert counts {gelu["lipcert"]:.6f}; figure 2 has
+{gelu["paper"][0]}, which is no bound. `python -m benchmarks.papers --paper certvit --table 9` prints hyper-parameters,
+and so for tables 7, 8 and 10 and table 3 of Local-Lip."""
     columns = ["network", "dot-product", "L2", "the paper's dot-product", "its L2"]
+    columns += [f"{whose}FLOPs of {what}, 10¹⁶" for whose in ("", "its ") for what in ("adapting", "constraining")]
     return section("Attention that is Lipschitz has fewer parameters", columns, rows, _filled(text))

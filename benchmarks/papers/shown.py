@@ -29,7 +29,8 @@ _NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tin
 def text(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]], order: Mapping[str, Any] | None) -> str:
     """The rows, one line each; those that need a data set, or an explanation, below."""
     if table.measure is not None:
-        return "\n".join(wrapped("; ".join(_parts(row))) for row in rows)
+        texts = ["; ".join(_parts(row)) for row in rows]
+        return "\n".join(wrapped(line) for line in [*texts, *([table.note] if table.note else [])])
     ran = [row for row in rows if isinstance(row.get("here"), dict)] if not _needs(rows) else []
     lines: list[str] = []
     if ran:
@@ -196,9 +197,9 @@ def scaled(table: Table, scale: Scale) -> str:
         images, batch, epochs = scale.passes(model)
         parts = [f"{images:,} training images", f"{epochs} epochs", f"batches of {batch}"]
         parts += [update.removeprefix("--optimizer ") for update in [scale.updates(model)] if update]
-        parts += [
-            " ".join(f"{k}={v}" for k, v in made.items()) for n, made in scale.sizes.items() if model.startswith(n)
-        ]
+        fitting = [start for start in scale.sizes if model.startswith(start)]
+        sizes = scale.sizes[max(fitting, key=len)] if fitting else {}
+        parts += [" ".join(f"{key}={value}" for key, value in sizes.items())] if sizes else []
         parts += [f"widths divided by {scale.thinner}"] if "width=" in row.model_args and scale.thinner > 1 else []
         trained.setdefault(max((s for s in starts if model.startswith(s)), key=len, default=""), ", ".join(parts))
     alone = len(trained) == 1

@@ -252,7 +252,7 @@ def facts(one: Row, model: str, steps: list[list[str]], scale: Scale, train: str
         "parameters": sum(p.numel() for p in loaded.net.parameters()),
         "sparsity": sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights),
         "log10 bound": lipcert.lipschitz(loaded).log10,
-        **printed_lip(loaded),
+        **(printed_lip(loaded) if str(one.recipe).startswith(("certvit", "lipcert")) else {}),
         "training flops": _TRAINING * counter.get_total_flops() * epochs * images,
     }
 

@@ -10,7 +10,6 @@ from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._method import Method, Subject
-from lipcert.certifier._staged import RATE
 from lipcert.certifier._triage import Triage, first_order_limit, triage
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates
@@ -18,7 +17,6 @@ from lipcert.settings import METHODS, CertifySettings
 
 __all__ = [
     "METHODS",
-    "RATE",
     "Anchored",
     "Certificates",
     "Certifier",

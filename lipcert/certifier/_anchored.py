@@ -28,6 +28,9 @@ class LinearisedMethod(Method):
         instead: about the number of operations for the norms if all need more.
     """
 
+    # Products with Jacobians under vmap, and the searches between them: a third of what forward passes reach.
+    rate = Method.rate / 3
+
     def __init__(self, subject: Subject, budget: Budget, limit: float = float("inf"), instead: float = 0.0):
         super().__init__(subject, budget)
         passes = subject.settings.passes

@@ -76,6 +76,7 @@ class Method(ABC):
     Attributes:
         name: the name in commands and rows.
         work: an estimate of the floating-point operations for one image.
+        rate: floating-point operations a second, about what one core reaches in this method's operations.
         note: a remark on how the method treats this network; may be empty.
         proves: whether the method itself accounts for rounding in the computed margins, with proof. It then gets the
             margins as they were computed.
@@ -87,6 +88,7 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
+    rate: ClassVar[float] = 1e10
     work: float = 0.0
     note: str = ""
     proves: bool = False
@@ -94,6 +96,11 @@ class Method(ABC):
 
     def __init__(self, subject: Subject, budget: Budget):
         self.subject, self.budget = subject, budget
+
+    @property
+    def seconds(self) -> float:
+        """An estimate of the seconds of one core for one image."""
+        return self.work / self.rate
 
     @property
     def facts(self) -> MethodFacts:

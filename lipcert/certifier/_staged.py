@@ -27,8 +27,9 @@ from lipcert.settings import FACTS, STAGED
 CLASSES: Mapping[str, type[Method]] = {
     kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, LoFASTPaper, AnchoredMethod)
 }
-# Floating-point operations a second, for estimates of time: about what one core reaches.
-RATE = 1e10
+# Where the norms of a linearised method take too long, so much of the time is spent on some of them, in operations a
+# second.
+_INSTEAD = Method.rate / 20
 
 
 @dataclass
@@ -65,7 +66,7 @@ def prepare(subject: Subject) -> Methods:
         UnsupportedOperation: the requested method lacks a rule for an operation.
     """
     settings, methods = subject.settings, Methods()
-    staged, limit = settings.method == STAGED, RATE * settings.time
+    staged = settings.method == STAGED
     shares = budgets(subject)
     if settings.at is not None:  # global bounds refer to pixels
         shares = dict([list(shares.items())[-1]])
@@ -80,16 +81,19 @@ def prepare(subject: Subject) -> Methods:
             continue
         else:
             try:
-                limits = (limit, limit / 20) if issubclass(kind, LinearisedMethod) else ()
+                limits = (
+                    (settings.time * kind.rate, settings.time * _INSTEAD) if issubclass(kind, LinearisedMethod) else ()
+                )
                 method = kind(subject, budget, *limits)
             except (UnsupportedOperation, InputError) as error:
                 if settings.at is not None:
                     raise
                 methods.skipped[name] = str(error)
                 continue
-            if method.work > limit and not (FACTS[name].linearised and settings.passes is not None):
-                seconds = method.work / RATE
-                methods.skipped[name] = f"it would take about {seconds:.2g} s per image; force it with --method {name}"
+            if method.seconds > settings.time and not (FACTS[name].linearised and settings.passes is not None):
+                methods.skipped[name] = (
+                    f"it would take about {method.seconds:.2g} s per image; force it with --method {name}"
+                )
                 continue
             methods.prepared[name] = method
         if methods.prepared[name].note:

@@ -53,7 +53,7 @@ setitem: input index value
 """
 # The same for operations whose rules read their arguments by place.
 _PLACED = """
-logsigmoid tanhshrink ravel t detach contiguous clone: input
+ravel t detach contiguous clone: input
 scaled_dot_product_attention: query key value attn_mask dropout_p is_causal
 select: input dim index
 narrow: input dim start length

@@ -87,6 +87,7 @@ ACTIVATIONS: dict[Any, Activation] = {
     F.hardsigmoid: Activation(0.16666666666666669, 1.0, shrinks=False, floor=0.0, error=torch.ones_like),
     F.hardswish: Activation(1.5, error=_of_operand),
     F.softsign: Activation(1.0, 1.0, curvature=2.0),
+    F.tanhshrink: Activation(1.0, curvature=0.769801),
     F.logsigmoid: Activation(1.0, shrinks=False, error=lambda x: x + 1),
     torch.erf: Activation(1.128380, 1.0, shrinks=False, curvature=0.967883, error=torch.ones_like),
     "abs": Activation(1.0, floor=0.0),
@@ -158,6 +159,13 @@ def sigmoid(call: Call, x: Value) -> Value:
 def softsign_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """x/(1 + |x|) in two operations."""
     return fmt.safe(fmt.rounded(operands[0].most.clamp_max(1), 2), operands[0].most)
+
+
+@rounding(F.tanhshrink)
+def tanh_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """x − tanh(x): the error of tanh, and that of the difference."""
+    x = operands[0].most
+    return fmt.safe(fmt.function(x.clamp_max(1)) + fmt.rounded(x + 1), x)
 
 
 @rule(F.gelu)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, extended, gap, monotone
-from lipcert.bounds._jacobian import Bounds, gamma, of_entries, saturating, selecting
+from lipcert.bounds._jacobian import Bounds, gamma, of_entries, selecting
 from lipcert.bounds._kinks import Kinked, KinkedEntries
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
-from lipcert.bounds._remainder import Against, per_image, remainder, smooth
+from lipcert.bounds._remainder import Against, per_image, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value, largest
 from lipcert.bounds.rules.activation import entrywise_box
@@ -103,25 +103,8 @@ def soft_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -
     return fmt.rounded(operands[0].most) + fmt.cast(float(arguments(node).get("lambd", 0.5))).item()
 
 
-@rule(F.tanhshrink)
-def tanh_shrink(call: Call, x: Value) -> Value:
-    """x − tanh(x): the slope tanh² lies in [0, 1), and |φ(x)| ≤ |x|."""
-    return x.bounded(x.lip)
-
-
-smooth(F.tanhshrink, curvature=0.769801)  # that of tanh
-
-
-@rounding(F.tanhshrink)
-def tanh_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """The error of tanh, and that of the difference."""
-    x = operands[0].most
-    return fmt.safe(fmt.function(x.clamp_max(1)) + fmt.rounded(x + 1), x)
-
-
-box(F.softshrink, F.tanhshrink)(entrywise_box)
+box(F.softshrink)(entrywise_box)
 jacobian("prelu", F.softshrink, absolute=0.0)(of_entries)
-jacobian(F.tanhshrink, absolute=1.0)(saturating)
 
 
 def _sorted_along(node: Node) -> int:
