@@ -851,14 +851,14 @@ def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
     module = importlib.import_module("lipcert.cli._finetuning")
     say = module._say_epoch
 
-    def stop(epoch: Epoch) -> None:
-        say(epoch)
+    def stop(epoch: Epoch, figures: dict[str, float]) -> None:
+        say(epoch, figures)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_say_epoch", stop)
     result = run("small.lipcert.safetensors", *SHORT, code=130)
     checkpoint = "small.finetuned.lipcert.safetensors.checkpoint"
-    assert result.stderr.splitlines()[-1] == f"lipcert: interrupted; the same command continues from {checkpoint}"
+    assert result.stderr.splitlines()[-1] == f"lipcert: interrupted; rerun to continue from {checkpoint}"
     assert (folder / checkpoint).exists()
     assert "another batch_size;" in refused("small.lipcert.safetensors", *SHORT, "--batch-size", 3)
     assert not (folder / "small.finetuned.lipcert.safetensors").exists()

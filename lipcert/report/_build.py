@@ -22,7 +22,7 @@ Eps = Sequence[tuple[float, str]]
 OVERVIEW = (
     "radius: median over correctly classified images; none for runs that stop at the verdict for ε. δ: probability "
     "that a radius is too large, over random draws of lipcert; 0 is deterministic. Certificates valid for smoothed(σ) "
-    "are not about the network itself; their clean column counts images whose top class under noise is correct, "
+    "are not about the network itself; correct counts their images whose top class under noise is correct, "
     "abstentions included."
 )
 _EXTREMES = 5
@@ -89,8 +89,8 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
             run.network,
         ]
 
-    medians = any(_median(run) for run in runs)
-    columns = ["results", "certified", "95 % CI", "ε", *(["clean"] if labelled else [])]
+    medians, accuracy = any(_median(run) for run in runs), "correct" if smoothed else "clean"
+    columns = ["results", "certified", "95 % CI", "ε", *([accuracy] if labelled else [])]
     columns += [*(["attacked"] if attacked else []), *(["radius"] if medians else []), "δ", "images"]
     columns += [*(["valid for"] if smoothed else []), "model"]
     rows = []
