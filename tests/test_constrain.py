@@ -601,7 +601,7 @@ def test_a_stopped_command_says_where_it_goes_on(folder, monkeypatch):
 
     monkeypatch.setattr(network, "solve_layers", stopped)
     result = run("constrain", "model.lipcert.safetensors", "--data", "images", "--resume-dir", "kept", code=130)
-    assert result.stderr.endswith("\nlipcert: interrupted; the same command continues from kept\n")
+    assert result.stderr.endswith("\nlipcert: interrupted; rerun to continue from kept\n")
     assert not Path("model.constrained.lipcert.safetensors").exists()
 
 
