@@ -109,7 +109,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     "LiResNet: Hu, Zou, Wang, Leino and Fredrikson, arXiv 2301.12549": (
         ("definition 1", "ε-local robustness", f"{_PRINTED}, without ties", "lipcert.bounds._margins"),
         ("definition 2", "Lipschitz constant", _PRINTED, "lipcert.numerics._bound"),
-        ("equation 1", "the logit ⊥, constants of margins", f"{_PRINTED}, K rounded up", "lipcert.bounds._margins"),
+        ("equation 1", "the logit ⊥", f"{_PRINTED}; f_ŷ > f_⊥ is radius > ε", "lipcert.training._losses"),
         ("equation 2, definition 3", "the loss EMMA", _PRINTED, "lipcert.training._losses"),
     ),
     "Local-Lip: Huang, Zhang, Shi, Kolter and Anandkumar, arXiv 2111.01395": (

@@ -234,6 +234,8 @@ def fixed_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) ->
 def bottom(logits: Tensor, constants: Tensor, eps: float) -> Tensor:
     """The logit f_⊥ of GloRo, the maximum over j ≠ ŷ of f_j + ε K_ŷj for the predicted class ŷ, shape (N,).
 
+    Source: Leino et al. 2021, equation 2; Hu et al. 2023 (arXiv 2301.12549), equation 1.
+
     Args:
         logits: f, shape (N, classes).
         constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
