@@ -425,7 +425,7 @@ def test_reports_keep_both_kinds_apart(tmp_path: Path) -> None:
     for name in ("r.md", "c.md"):
         text = (tmp_path / name).read_text()
         assert "nothing is certified about the network itself" in text
-        assert "never add them up" in text
+        assert "never add up their certificates" in text
     assert "holds_for: smoothed(0.25)" in (tmp_path / "c.md").read_text()
 
 
