@@ -116,6 +116,23 @@ def test_what_theorem_1_does_not_cover_is_refused() -> None:
             lipcert.certify(model, torch.rand(1, 3, 8, 8), eps=0.01, method="lofast-paper")
 
 
+class Fivefold(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 5 * super().forward(x)
+
+
+def test_code_that_is_not_timms_is_refused() -> None:
+    """The method reads weights; what a subclass, a hook or a replaced method does with values would be left out."""
+    subclass, hooked, replaced = vit(), vit(), vit()
+    subclass.net.head.__class__ = Fivefold
+    hooked.net.blocks[0].register_forward_hook(lambda module, args, output: 20 * output)
+    embedded = replaced.net._pos_embed
+    replaced.net._pos_embed = lambda x: 20 * embedded(x)
+    for model, message in ((subclass, "a Fivefold"), (hooked, "a hook"), (replaced, "another function")):
+        with pytest.raises(UnsupportedOperation, match=message):
+            lipcert.certifier.Certifier(model, 0.01, "lofast-paper")
+
+
 def test_the_command_says_which(tmp_path) -> None:
     path = tmp_path / "vit.safetensors"
     lipcert.save(vit(), path)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import Attention, Mlp, PatchEmbed
+from timm.layers import Attention, DropPath, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -45,10 +45,15 @@ from lipcert.certifier._search import search
 from lipcert.errors import UnsupportedOperation
 from lipcert.norms import Budget, Ledger, dense_norm
 from lipcert.numerics import SAFETY
-from lipcert.surgery import LayerProject, SmoothProject
+from lipcert.surgery import LayerProject, LipConv2d, LipLinear, RmsLayerProject, RmsSmoothProject, SmoothProject
 
 _WRITTEN_OUT = 1024  # columns
 _SLOPES: dict[type[nn.Module], float] = {nn.GELU: 1.129, nn.ReLU: 1.0}  # 1.128905 rounded up, for the tanh form too
+# Modules whose code the method knows: it reads their weights, and not the captured operations.
+_KNOWN = {
+    VisionTransformer, PatchEmbed, Block, Attention, Mlp, DropPath, LayerProject, SmoothProject, RmsLayerProject,
+    RmsSmoothProject, LipConv2d, LipLinear, nn.Conv2d, nn.Linear, nn.Dropout, nn.Identity, nn.Sequential, *_SLOPES,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -236,3 +241,8 @@ def _obstacles(net: Any) -> Iterator[tuple[str, str]]:
         for name in ("norm1", "norm2"):
             if not isinstance(getattr(block, name), (LayerProject, SmoothProject)):
                 yield f"{path}.{name}", f"a {type(getattr(block, name)).__name__}: convert it with --norm lofast"
+    for path, module in net.named_modules():
+        if type(module) not in _KNOWN:
+            yield path, f"a {type(module).__name__}, whose code may do anything"
+        if module._forward_hooks or module._forward_pre_hooks or any(map(callable, vars(module).values())):
+            yield path, "a hook or another function in place of the module's"
