@@ -143,4 +143,11 @@ def test_the_command_says_which(tmp_path) -> None:
     assert told.exit_code == 0, told.output
     assert "lofast-paper (" in told.output
     assert "lofast-paper" in out.read_text()
+    again = CliRunner().invoke(
+        app, ["certify", str(path), "--eps", "0.001", "--method", "lofast-paper", "--limit", "4", "--out", str(out)]
+    )
+    assert again.exit_code == 0, again.output
+    assert len(out.read_text().splitlines()) == 4
+    verified = CliRunner().invoke(app, ["verify", str(path), str(out)])
+    assert verified.exit_code == 0, verified.output
     assert math.isfinite(lipcert.lipschitz(vit()).log10)

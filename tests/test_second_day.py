@@ -76,7 +76,7 @@ def test_each_eps_of_a_run_is_reported(tmp_path, monkeypatch):
     assert json.loads(Path("r.summary.json").read_text())["further_eps"] == ["36/255", "0.5"]
     again = CliRunner().invoke(app, ["certify", "--eps", "1e-6", *command[5:], "--out", "r.jsonl"])
     assert again.exit_code == 2
-    assert "other further_eps" in again.stderr
+    assert "(other eps)" in again.stderr
     assert CliRunner().invoke(app, ["verify", "bundled", "r.jsonl"]).exit_code == 0
 
 
@@ -108,7 +108,10 @@ def test_logits_stay_within_their_bounds(small):
             reached[j] = max(reached[j], ((logits - start) / (bound[:, j] - start)).max())
     model.float()
     assert float(reached.min()) > 0.2  # the bounds are of use
-    assert bool((certifier.logit_bounds(images, 2 * eps)[1] > high).all())
+    assert bool((certifier.logit_bounds(images, "3/5")[1] > high).all())
+    for wrong in (-0.3, float("nan"), 0):
+        with pytest.raises(InputError, match="eps must be a positive number"):
+            certifier.logit_bounds(images, wrong)
 
 
 @pytest.mark.parametrize(
@@ -177,3 +180,8 @@ def test_finetune_keeps_the_best_epoch_and_writes_a_log(tmp_path, monkeypatch):
     assert accuracy == pytest.approx(best)
     refused = CliRunner().invoke(app, [*command, "--validate", "24", "--out", "n.safetensors"])
     assert "leaves no images" in refused.stderr
+    Path("folder.csv").mkdir()
+    for log in ("m.safetensors/log.csv", "folder.csv"):
+        refused = CliRunner().invoke(app, [*command, "--log", log, "--out", "n.safetensors"])
+        assert refused.exit_code == 2, refused.output
+        assert "cannot be written" in refused.stderr

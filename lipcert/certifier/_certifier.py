@@ -32,7 +32,7 @@ from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Rigor
 from lipcert.numerics import Certificates, check_environment, is_out_of_memory, memory_left
-from lipcert.settings import SMOOTHING, STAGED, CertifySettings, settings_of, takes
+from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, settings_of, takes
 
 if TYPE_CHECKING:
     from lipcert.inputs.data import Batch
@@ -301,7 +301,7 @@ class Certifier:
         return adversarial.distance.cpu()
 
     @torch.no_grad()
-    def logit_bounds(self, images: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    def logit_bounds(self, images: Tensor, eps: float | str | None = None) -> tuple[Tensor, Tensor]:
         """Bounds on every logit over all images within ℓ2 distance ε, from Lipschitz constants.
 
         Logit j moves by at most K_j ε, with K_j the constant of the features times ‖w_j‖ of the last layer. A bound on
@@ -309,22 +309,23 @@ class Certifier:
 
         Args:
             images: pixels in [0, 1], shape (N, C, H, W).
-            eps: ε; None for that of the certifier.
+            eps: ε, positive, a number or a text such as ``"36/255"``; None for that of the certifier.
 
         Returns:
             Lower and upper bounds, float64, shape (N, classes) each.
 
         Raises:
-            InputError: the certifier is for another arithmetic than ``"real"``.
+            InputError: the certifier is for another arithmetic than ``"real"``, or ε is not a positive number.
             UnsupportedOperation: an operation has no rule for its round-off.
         """
         if self.dtype != "real":
             raise InputError(f"logit bounds are for dtype real, and this certifier is for {self.dtype}")
         self.model.check_images(images)
+        distance = self.eps if eps is None else parse_eps(str(eps))
         pixels = images.to(self.model.device, torch.float64)
         logits = self.model(pixels).cpu()
         error = roundoff.Roundoff(self.model, roundoff.REAL, self.analysis.graph).values(pixels).cpu()
-        moved = self.subject.margins.of_logits() * (self.eps if eps is None else eps) + error[:, None]
+        moved = self.subject.margins.of_logits() * distance + error[:, None]
         moved = (moved + logits.abs() * 2.0**-52) * (1 + 2.0**-50)  # the roundings of these lines
         return logits - moved, logits + moved
 

@@ -405,7 +405,7 @@ def _one_pass(
             if progress is not None:
                 progress(images)
     if not sum(processes.gather(images)):
-        raise InputError("no images to collect moments from; give at least one batch")
+        raise InputError("no images to collect moments from; give batches of at least as many images as mini-batches")
     for name, module in layers.items():
         if isinstance(module, L2Attention):
             moments[name].pass_on(mixing(module))

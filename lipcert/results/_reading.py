@@ -296,7 +296,8 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
             f"lipcert report {path} --eps {typed}; or give another --out"
         )
     if different:
-        raise InputError(f"{path} holds results of another run (other {', '.join(different)}); give another --out")
+        names = dict.fromkeys("eps" if key == "further_eps" else key for key in different)
+        raise InputError(f"{path} holds results of another run (other {', '.join(names)}); give another --out")
     run = _read(path, earlier)
     run.refuse_false_rows()
     return run

@@ -75,11 +75,17 @@ class Log:
     """The figures of every epoch, as a CSV file or, for a path without ``.csv``, as a TensorBoard folder.
 
     Raises:
-        InputError: TensorBoard is not installed.
+        InputError: TensorBoard is not installed, or the path cannot be written.
     """
 
     def __init__(self, path: Path):
         self.path, self.board = path, None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".csv":
+                path.open("a").close()
+        except OSError as error:
+            raise InputError(f"the log {path} cannot be written ({error.strerror}); give another path") from error
         if path.suffix != ".csv":
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -97,7 +103,6 @@ class Log:
                     self.board.add_scalar(name, value, epoch.number)
             self.board.flush()
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         resumed = epoch.number > 1 and self.path.exists()
         with self.path.open("a" if resumed else "w", newline="") as file:
             writer = csv.DictWriter(file, row)
