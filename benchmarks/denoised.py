@@ -40,9 +40,9 @@ RESULT = Path(__file__).parent / "results" / "denoised.json"
 NAME, IMAGES, DTYPE = "tf_efficientnet_lite0", 200, "bfloat16"
 # Denoiser, ε, σ by choose_sigma, and the largest number of draws: a larger one decides the few images that are left.
 RUNS: dict[str, tuple[str, str, float, int]] = {
-    "dct": ("dct", "36/255", 0.12, 1000),
-    "natural": ("natural", "36/255", 0.12, 1000),
-    "natural-half": ("natural", "0.5", 0.3, 1000),
+    "dct": ("dct", "36/255", 0.15, 500),
+    "natural": ("natural", "36/255", 0.18, 500),
+    "natural-half": ("natural", "0.5", 0.43, 500),
 }
 
 
