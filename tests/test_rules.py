@@ -268,6 +268,7 @@ CASES: list[tuple[Any, ...]] = [
     ("softmax", thin, lambda h: torch.softmax(h, 1)),
     ("logsumexp", tokens, lambda h: h.logsumexp(-1)),
     ("logsumexp", square, lambda h: torch.logsumexp(5 * h, dim=1, keepdim=True)),
+    ("logsumexp", square, lambda h: torch.logsumexp(h, (-2, -1))),
     ("logsumexp", thin, lambda h: torch.logsumexp(h, 1)),
     (F.scaled_dot_product_attention, heads, lambda h: F.scaled_dot_product_attention(h, h, h)),
     (F.scaled_dot_product_attention, heads, lambda h: F.scaled_dot_product_attention(3 * h, h, -h, is_causal=True)),

@@ -214,12 +214,12 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
 
 
 @rule("logsumexp")
-def log_sum_exp(call: Call, x: Value, dim: int, keepdim: bool = False) -> Value:
+def log_sum_exp(call: Call, x: Value, dim: Any, keepdim: bool = False) -> Value:
     """The gradient is p = softmax(x), with ‖p‖₂ ≤ Σ p_j = 1; different results share no entry.
 
-    max x ≤ log Σ exp x ≤ max x + log n.
+    max x ≤ log Σ exp x ≤ max x + log n for the n entries behind each result, along one dimension or several.
     """
-    size = x.magnitude + Upper(math.log(x.shape[dim]) if x.shape[dim] else math.inf)
+    size = x.magnitude + Upper(math.log(math.prod(x.shape) // math.prod(call.shape)))
     return Value(call.shape, x.lip, magnitude=size, floor=x.lowest)
 
 
