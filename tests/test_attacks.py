@@ -180,7 +180,7 @@ def test_attacks_by_name():
         "version": "1",
         "settings": {"steps": 7, "restarts": 3, "seed": 0},
     }
-    with pytest.raises(InputError, match="pgd, autoattack"):
+    with pytest.raises(InputError, match="pgd, pgd-100, autoattack"):
         attack_named("banana")
     assert set(ATTACKS) == {"pgd", "pgd-100", "autoattack"}
 

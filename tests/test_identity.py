@@ -183,7 +183,7 @@ def test_a_count_within_what_rounding_changes_confirms_no_larger_radius(smoothed
     for count in (row["count"] + 2, min(10000, row["count"] + 11)):
         result = run(*changed(count), code=1)
         said = json.loads(result.stdout)
-        assert (said["fallen"], said["unsettled"]) == (0, 1)
+        assert (said["refuted"], said["unsettled"]) == (0, 1)
         assert f"{row['count']} found" in said["objections"][0]
 
 
@@ -197,7 +197,7 @@ def test_a_smaller_claim_is_confirmed(smoothed):
 def test_a_count_beyond_what_rounding_changes_is_refuted(smoothed):
     row, changed = smoothed
     said = json.loads(run(*changed(row["count"] - 100), code=1).stdout)
-    assert (said["fallen"], said["unsettled"]) == (1, 0)
+    assert (said["refuted"], said["unsettled"]) == (1, 0)
     said = json.loads(run(*changed(row["count"] - 5, radius=row["radius"]), code=1).stdout)
     assert "the claimed draws give" in said["objections"][0]
 
@@ -205,4 +205,4 @@ def test_a_count_beyond_what_rounding_changes_is_refuted(smoothed):
 def test_another_class_is_refuted(smoothed):
     row, changed = smoothed
     said = json.loads(run(*changed(row["count"], predicted=row["predicted"] + 1), code=1).stdout)
-    assert said["fallen"] == 1
+    assert said["refuted"] == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lipcert.certifier import Certificates
 from lipcert.errors import InputError
 from lipcert.inputs.data import Batch, image_hash
-from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of
+from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, share, wilson
 
 RUN = {
     "model": {"source": {"name": "x", "arguments": {"sizes": (1, 2)}}, "recipe": [], "weights_hash": "0" * 64},
@@ -290,3 +290,8 @@ def test_reading_rows_changes_no_file(tmp_path):
     assert [r["index"] for r in read_rows(path, RUN)] == [0, 1]
     assert path.read_bytes() == before
     assert read_rows(tmp_path / "none.jsonl", RUN) == []
+
+
+def test_no_images_have_no_share() -> None:
+    assert share(0, 0) == "0 of 0"
+    assert wilson(0, 0) == (0.0, 1.0)

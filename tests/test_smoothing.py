@@ -354,7 +354,7 @@ def test_radii_of_draws_that_end_early_have_no_median(tmp_path: Path) -> None:
     assert medians["early.jsonl"] is None
     assert medians["whole.jsonl"] > EPS
     assert (
-        "not look further"
+        "--all-samples may certify larger radii"
         in command("report", "early.jsonl", "--markdown", "r.md", cwd=tmp_path)[1] + (tmp_path / "r.md").read_text()
     )
 
@@ -397,7 +397,7 @@ def test_a_row_that_claims_more_than_its_draws_does_not_stand(change: dict[str, 
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, said = command("verify", "bundled", "r.jsonl", "--all", "--json", cwd=tmp_path)
     assert code == 1, said
-    assert json.loads(out)["fallen"] == 1
+    assert json.loads(out)["refuted"] == 1
 
 
 def test_reports_keep_both_kinds_apart(tmp_path: Path) -> None:

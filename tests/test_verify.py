@@ -65,7 +65,7 @@ def test_true_rows_stand(results):
     assert json.loads(verified("--json").stdout) == {
         "verified": 12,
         "rows": 12,
-        "fallen": 0,
+        "refuted": 0,
         "unsettled": 0,
         "objections": [],
     }

@@ -15,8 +15,11 @@ def wilson(part: int, whole: int) -> tuple[float, float]:
     """Wilson's 95 % score interval (Wilson 1927) for a proportion estimated by ``part`` of ``whole``.
 
     Its centre is (p + z²/2n) / (1 + z²/n) and its half-width z √(p(1−p)/n + z²/4n²) / (1 + z²/n), for p = part/whole,
-    n = whole and z = 1.96. It contains the proportions that a test with the normal approximation does not reject.
+    n = whole and z = 1.96. It contains the proportions that a test with the normal approximation does not reject; all
+    of them for n = 0.
     """
+    if not whole:
+        return 0.0, 1.0
     p, z = part / whole, 1.959963984540054
     centre, scale = p + z * z / (2 * whole), 1 + z * z / whole
     width = z * math.sqrt(p * (1 - p) / whole + z * z / (4 * whole**2))
@@ -31,6 +34,8 @@ def interval(part: int, whole: int) -> str:
 
 def share(part: int, whole: int) -> str:
     """A count with its percentage and 95 % confidence interval: ``7 of 40 (17.5 %, 95 % CI 8.7–32.0 %)``."""
+    if not whole:
+        return "0 of 0"
     return f"{part} of {whole} ({100 * part / whole:.1f} %, 95 % CI {interval(part, whole)})"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # For type checkers: the methods below, and staged.
-MethodName = Literal["staged", "global", "gloro", "local", "lofast", "lofast-paper", "anchored", "smoothing"]
+MethodName = Literal["staged", "global", "gloro", "local", "lofast", "anchored", "lofast-paper", "smoothing"]
 
 
 @dataclass(frozen=True)
