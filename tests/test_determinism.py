@@ -22,7 +22,7 @@ def rows(path):
     return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
 
 
-@pytest.mark.parametrize("method", ["gloro", "anchored"])
+@pytest.mark.parametrize("method", ["gloro", pytest.param("anchored", marks=pytest.mark.slow)])
 def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
     limit = "4" if method == "gloro" else "1"
@@ -66,7 +66,9 @@ def test_radii_on_another_number_of_threads(threads, method):
     assert torch.equal(found[1].predicted, found[0].predicted)
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU()], ids=["relu", "gelu"])
+@pytest.mark.parametrize(
+    "activation", [pytest.param(nn.ReLU(), marks=pytest.mark.slow), nn.GELU()], ids=["relu", "gelu"]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_flags_do_not_depend_on_the_batch(method, activation):
     """At an ε between the radii, so that both verdicts occur; one by one, in threes, and with others beside them."""

@@ -242,6 +242,7 @@ def linearised(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_verdict_takes_all_norms_only_where_quick_ones_leave_it_open(eager, linearised):
     """Verdicts are those of the full radii, radii are no larger, and each image is charged at most δ."""
     model, images = vit(depth=1, width=32), pixels(3, seed=7)

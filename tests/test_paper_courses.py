@@ -24,6 +24,7 @@ def given(tmp_path, monkeypatch):
     return Given(True, str(tmp_path / "data"), tmp_path)
 
 
+@pytest.mark.slow
 def test_local_lips_figures_share_their_trainings(given, monkeypatch):
     numbers, *bounds = courses.local_lip(find("local-lip", "figure 7"), given)
     assert (numbers["training images"], numbers["epochs"]) == (20, 2)

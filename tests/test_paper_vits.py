@@ -37,6 +37,7 @@ class Crown:
         return 1.0
 
 
+@pytest.mark.slow
 def test_rows_of_crown_are_added_by_a_second_run(data, tmp_path, monkeypatch):
     def absent(model):
         raise ImportError("No module named 'auto_LiRPA' (unknown location)")

@@ -72,6 +72,10 @@ CERTIFIED: dict[str, dict[str, Any]] = {
         "num_heads": 2,
         "init_values": 1.0,
     },
+    "test_convnext": {"input_size": (3, 32, 32), "depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
+    "fasternet_t0": {"input_size": (3, 32, 32), "embed_dim": 8, "depths": (1, 1, 1, 1)},
+}
+CERTIFIED_LARGE: dict[str, dict[str, Any]] = {
     "swin_tiny_patch4_window7_224": {
         "img_size": 32,
         "window_size": 4,
@@ -79,11 +83,7 @@ CERTIFIED: dict[str, dict[str, Any]] = {
         "depths": (2,),
         "num_heads": (2,),
     },
-    "test_convnext": {"input_size": (3, 32, 32), "depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
     "test_mambaout": {"input_size": (3, 32, 32), "depths": (1, 1), "dims": (8, 16)},
-    "fasternet_t0": {"input_size": (3, 32, 32), "embed_dim": 8, "depths": (1, 1, 1, 1)},
-}
-CERTIFIED_LARGE: dict[str, dict[str, Any]] = {
     "test_resnet": {"input_size": (3, 32, 32)},
     "test_efficientnet": {"input_size": (3, 32, 32)},
     "test_coatnet": {"img_size": 32},
