@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import lipcert
 from benchmarks.papers import lofast
 from benchmarks.papers.attention import AttentionLayer
-from lipcert.certifier._lofast_paper import block_bounds
+from lipcert.certifier._lofast_paper import _obstacles, block_bounds
 from lipcert.cli import app
 from lipcert.errors import UnsupportedOperation
 
@@ -114,6 +114,24 @@ def test_what_theorem_1_does_not_cover_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(UnsupportedOperation, match=message):
             lipcert.certify(model, torch.rand(1, 3, 8, 8), eps=0.01, method="lofast-paper")
+
+
+def test_patches_of_dilated_kernels_overlap() -> None:
+    net = vit().net
+    net.patch_embed.proj.dilation = (2, 2)
+    assert [path for path, _ in _obstacles(net)] == ["patch_embed"]
+
+
+def test_a_negative_scale_of_the_scores_counts_with_its_size() -> None:
+    block = vit().double().net.blocks[0]
+    x = torch.randn(1, 4, 8, dtype=torch.float64)
+    with torch.no_grad():
+        positive = block_bounds(block, x)
+        block.attn.scale *= -1
+        negative = block_bounds(block, x)
+    assert bool((negative.bilinear > 0).all())
+    torch.testing.assert_close(negative.bilinear, positive.bilinear)
+    torch.testing.assert_close(negative.scores, positive.scores)
 
 
 class Fivefold(nn.Linear):

@@ -142,11 +142,11 @@ def block_bounds(block: Any, x: Tensor) -> BlockBounds:
     heads, width = attention.num_heads, attention.head_dim
     wq, wk, wv = (part.mT.unflatten(1, (heads, width)).movedim(1, 0) for part in attention.qkv.weight.chunk(3))
     wo = attention.proj.weight.mT.unflatten(0, (heads, width))  # (heads, width, d)
-    tokens, s = block.norm1(x), attention.scale
+    tokens, s = block.norm1(x), abs(attention.scale)
     form, mix = wq @ wk.mT, wv @ wo
     counted = gamma(sum(x.shape[1:]) + 4 * heads * width + len(mlp.fc1.weight))
     queries, keys = (tokens[:, None] @ weight for weight in (wq, wk))
-    scores = s * queries @ keys.mT
+    scores = attention.scale * queries @ keys.mT
     weights = scores.softmax(-1)
     sigma = float(s * queries.norm(dim=-1).amax() * keys.norm(dim=-1).amax())
     error = 32 * counted * (1 + sigma)
@@ -216,7 +216,8 @@ def _obstacles(net: Any) -> Iterator[tuple[str, str]]:
         yield "", f"a {type(net).__name__}, where timm's VisionTransformer is needed"
         return
     embed = net.patch_embed
-    if type(embed) is not PatchEmbed or embed.proj.kernel_size != embed.proj.stride or any(embed.proj.padding):
+    apart = embed.proj.kernel_size == embed.proj.stride and not any(embed.proj.padding)
+    if type(embed) is not PatchEmbed or not apart or any(step != 1 for step in embed.proj.dilation):
         yield "patch_embed", "patches that overlap"
     if net.global_pool not in ("avg", "token") or net.attn_pool is not None or net.pool_include_prefix:
         yield "", f"pooling by {net.global_pool}"
