@@ -93,6 +93,8 @@ def run(
             if images.length is None or images.length <= validate:
                 raise InputError(f"--validate {validate} leaves no images for training")
             images = open_images(of.data, loaded, limit=images.length - validate, purpose="train", **lists)
+            if not unfinished.exists():  # weights that another training left behind
+                best.unlink(missing_ok=True)
             validation = Validation(loaded, cast(Batch, images.others(validate)), asked, best)
 
         total = None if images.length is None else images.length * asked.epochs

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 from torch import nn
@@ -166,6 +167,8 @@ def test_finetune_keeps_the_best_epoch_and_writes_a_log(tmp_path, monkeypatch):
         Image.fromarray(pixels).save(path)
     command = ["finetune", "resnet10t", "--no-pretrained", "--model-args", "num_classes=3", "--input-size", "32"]
     command += ["--data", "train", "--loss", "ce", "--epochs", "3", "--lr", "1e-2", "--batch-size", "6"]
+    # Weights of another training, whose checkpoint is gone, are not taken for the best of this one.
+    safetensors.torch.save_file({"x": torch.zeros(1)}, "m.safetensors.best", {"score": "2.0", "epoch": "7"})
     result = CliRunner().invoke(app, [*command, "--validate", "9", "--log", "log.csv", "--out", "m.safetensors"])
     assert result.exit_code == 0, result.output
     head, *lines = Path("log.csv").read_text().splitlines()
