@@ -119,7 +119,7 @@ def test_counts_are_strict(results):
 def test_an_attack_bounds_from_above(results):
     (r,) = read_runs([results(ATTACKED, attack=ATTACK)])
     assert [r.surviving_at(eps) for eps in (0.01, 0.02, 0.1, 0.18, 1)] == [5, 4, 3, 2, 2]
-    assert r.attack == "PGD-ℓ2 1.0, steps=5, restarts=2"
+    assert r.attack == "PGD-ℓ2 1.0 (steps=5, restarts=2)"
     rows = [{**a, "attack_distance": None} for a in ATTACKED]
     (r,) = read_runs([results(rows)])
     assert [r.surviving_at(eps) for eps in (0.099, 0.1)] == [5, 3]  # within ε is all that is known

@@ -37,6 +37,7 @@ def test_radii_of_a_run_with_several_eps_answer_for_each(small):
     threshold = largest.max().item() / 2
     assert both.certified_accuracy_at(threshold) == (largest > threshold).double().mean().item()
     assert 0 < both.certified_accuracy_at(threshold) < both.certified_accuracy == 1
+    assert both.certified_accuracy_at("1e-3") == both.certified_accuracy
     metric = lipcert.CertifiedAccuracy(["1e-3", threshold])
     for part in (slice(0, 5), slice(5, 12)):
         metric.update(lipcert.certify(model, images[part], labels[part], eps=["1e-3", threshold]))

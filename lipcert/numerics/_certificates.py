@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert.settings import parse_eps
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -68,13 +70,14 @@ class Certificates:
         """Share of images that are correct and certified; None without labels."""
         return None if self.correct is None else (self.correct & self.certified).double().mean().item()
 
-    def certified_accuracy_at(self, eps: float) -> float | None:
-        """Share of images that are correct and have a radius larger than ``eps``; None without labels.
+    def certified_accuracy_at(self, eps: float | str) -> float | None:
+        """Share of images that are correct and have a radius larger than ``eps``, such as "36/255"; None without labels.
 
         A lower bound on the robust accuracy at any ε. Staged certification and smoothing stop at the verdict for the ε
         of the run, and compute larger radii for several: ``lipcert.certify(..., eps="36/255,0.5")``.
         """
-        return None if self.correct is None else (self.correct & (self.radius > eps)).double().mean().item()
+        value = parse_eps(eps) if isinstance(eps, str) else eps
+        return None if self.correct is None else (self.correct & (self.radius > value)).double().mean().item()
 
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""

@@ -239,7 +239,8 @@ def sentence(run: Run, eps: Eps) -> str:
         text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."
     if run.attacked:
         surviving = run.surviving_at(value)
-        text += f" {run.attack} fails on {surviving} ({100 * surviving / count:.1f} %); robust accuracy lies between."
+        percent = 100 * surviving / count
+        text += f" Under {run.attack}, {surviving} ({percent:.1f} %) remain so; robust accuracy lies between."
     if run.smoothed:
         text += " The smoothed classifier returns the class that the network predicts most often under Gaussian noise "
         text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import html
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -216,6 +217,15 @@ def certify(
     return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
 
 
+def _kind(images: Any) -> tuple[str, str]:
+    """What ``images`` are, and what to do if they are of a kind that can be converted."""
+    if hasattr(images, "getexif"):
+        return "a PIL image", "; convert it by torchvision.transforms.functional.to_tensor"
+    if isinstance(images, (str, os.PathLike)):
+        return "a path", "; open it by lipcert.inputs.data.open_images(path, model).batches(32)"
+    return f"of type {type(images).__name__}", ""
+
+
 def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yields images as tensors, with their classes or None.
 
@@ -226,17 +236,14 @@ def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | Non
         yield _tensor(images), None if labels is None else _classes(labels)
         return
     if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Iterable):
-        raise InputError(
-            f"images are a {type(images).__name__}; give a tensor or an array of shape (N, C, H, W), or a DataLoader"
-        )
+        kind, hint = _kind(images)
+        raise InputError(f"images are {kind}, not a tensor or array of shape (N, C, H, W) or a DataLoader{hint}")
     if labels is not None:
         raise InputError("labels come with the batches of a loader, as pairs (images, labels); leave labels out")
     for batch in images:
         some, classes = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
         if not isinstance(some, (Tensor, np.ndarray)):
-            kind, hint = f"a {type(batch).__name__}", ""
-            if hasattr(some, "getexif"):  # of PIL
-                kind, hint = "a PIL image", "; convert it by torchvision.transforms.functional.to_tensor"
+            kind, hint = _kind(some if hasattr(some, "getexif") else batch)
             raise InputError(f"a batch is {kind}; batches are tensors (N, C, H, W), or pairs of them and labels{hint}")
         pixels = _tensor(some)
         yield pixels[None] if pixels.dim() == 3 else pixels, None if classes is None else _classes(classes)

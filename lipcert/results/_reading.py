@@ -162,7 +162,8 @@ class Run(Tally):
         if not isinstance(attack, Mapping):
             return self.attack_name
         settings = attack.get("settings") or {}
-        return ", ".join([f"{self.attack_name} {attack.get('version', '')}".rstrip(), *_pairs(settings)])
+        name = f"{self.attack_name} {attack.get('version', '')}".rstrip()
+        return f"{name} ({', '.join(_pairs(settings))})" if settings else name
 
     def settings(self, attack: Any = None) -> CertifySettings:
         """The settings of the run, with ``attack`` in place of the summary's attack.
