@@ -325,6 +325,10 @@ def _holds_value(tree: Any) -> bool:
 def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Bound:
     """An upper bound on the ℓ2 Lipschitz constant of the map from pixels in [0, 1] to logits.
 
+    Constants are those of the model's own type: the unit vectors of a Householder activation may miss norm 1 by
+    rounding of that type, where the map in real arithmetic jumps by as much. :func:`lipcert.certify`, which works on a
+    copy in float64, refuses such vectors unless they have norm 1 to float64's rounding.
+
     Args:
         model: a :class:`lipcert.Model`, or any module in evaluation mode that takes images in [0, 1].
         input_size: (C, H, W), for a module that is not a ``Model``.

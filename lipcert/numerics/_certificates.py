@@ -71,10 +71,11 @@ class Certificates:
         return None if self.correct is None else (self.correct & self.certified).double().mean().item()
 
     def certified_accuracy_at(self, eps: float | str) -> float | None:
-        """Share of images that are correct and have a radius larger than ``eps``, such as "36/255"; None without labels.
+        """Share of images that are correct and have a radius larger than ``eps``; None without labels.
 
-        A lower bound on the robust accuracy at any ε. Staged certification and smoothing stop at the verdict for the ε
-        of the run, and compute larger radii for several: ``lipcert.certify(..., eps="36/255,0.5")``.
+        ``eps`` is a number, or a text such as "36/255". A lower bound on the robust accuracy at any ε. Staged
+        certification and smoothing stop at the verdict for the ε of the run, and compute larger radii for several:
+        ``lipcert.certify(..., eps="36/255,0.5")``.
         """
         value = parse_eps(eps) if isinstance(eps, str) else eps
         return None if self.correct is None else (self.correct & (self.radius > value)).double().mean().item()
