@@ -2,11 +2,13 @@
 
     python -m benchmarks.what_to_expect vit_base_patch16_224 resnet50
     python -m benchmarks.what_to_expect tf_efficientnet_lite0 --checkpoint FILE --data IMAGES --limit 8
+    python -m benchmarks.what_to_expect --surgery vit_base_patch16_224 --data IMAGES
     python -m benchmarks.what_to_expect --page
 
 Each network is measured by the commands that a user types, one process each: ``inspect``, ``convert`` with each kind of
 norm, and ``certify --eps 36/255``, with random weights and drawn images where no files are given. Seconds are those of
-the processor, of one thread. The results are kept in benchmarks/results/what_to_expect.json; ``--page`` writes
+the processor, of one thread. ``--surgery`` goes on from ``convert --norm smooth`` with ``constrain`` on 64 images and
+one update of ``finetune --max-norm``. The results are kept in benchmarks/results/what_to_expect.json; ``--page`` writes
 docs/what-to-expect.md from them.
 """
 
@@ -127,6 +129,37 @@ def network(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def surgery(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The bound and the CPU seconds of each step: convert, constrain, and one update with limited norms."""
+    data = ["--data", str(Path(args.data).resolve())]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = ["--checkpoint", str(Path(args.checkpoint).resolve())] if args.checkpoint else ["--no-pretrained"]
+        steps: dict[str, Any] = {}
+        for step, arguments in (
+            ("convert", [name, *weights, "--norm", "smooth"]),
+            ("constrain", ["convert.safetensors", *data, "--limit", "64"]),
+            (
+                "finetune",
+                [
+                    "constrain.safetensors",
+                    *data,
+                    "--limit=8",
+                    "--batch-size=8",
+                    "--epochs=1",
+                    "--loss=ce",
+                    "--max-norm=1",
+                ],
+            ),
+        ):
+            done = measured([step, *arguments, "--out", f"{step}.safetensors"], folder)
+            if done["exit"]:
+                raise SystemExit(f"{step} ended with exit code {done['exit']}")
+            bound = json.loads(measured(["inspect", f"{step}.safetensors", "--json"], folder)["printed"])
+            steps[step] = {"log10_bound": bound["log10_bound"], "cpu_seconds": done["cpu_seconds"]}
+            print(f"{name}, {step}: {steps[step]}", flush=True)
+    return steps
+
+
 def page(results: dict[str, Any]) -> str:
     """The page as Markdown."""
 
@@ -142,6 +175,7 @@ def page(results: dict[str, Any]) -> str:
             power(row["convert_smooth"]["log10_bound"]),
         )
         for name, row in results["networks"].items()
+        if "parameters" in row
     ]
     costs = []
     for name, row in results["networks"].items():
@@ -161,12 +195,25 @@ def page(results: dict[str, Any]) -> str:
                 f"{row['convert_keep']['cpu_seconds']:.0f} s",
             )
         )
+    steps = [
+        (
+            f"`{name}`",
+            *(
+                f"{power(row['surgery'][step]['log10_bound'])}, {row['surgery'][step]['cpu_seconds']:.0f} s"
+                for step in ("convert", "constrain", "finetune")
+            ),
+        )
+        for name, row in results["networks"].items()
+        if "surgery" in row
+    ]
     env = results["environment"]
     return "\n".join(
         [
             HEAD,
             "## Bounds before and after surgery\n",
             *table(("network", "parameters", "global bound", "`convert`", "`convert --norm smooth`"), bounds),
+            "\nOne after the other, with processor seconds; `constrain` on 64 images, one update of `finetune`:\n",
+            *table(("network", "`convert --norm smooth`", "then `constrain`", "then `finetune --max-norm 1`"), steps),
             "\n## `lipcert certify --eps 36/255`\n",
             "Processor seconds of one thread until the first row, start included, and for each further image.\n",
             *table(("network", "weights", "certified", "limit", "first row", "further", "memory", "`convert`"), costs),
@@ -181,12 +228,17 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="weights of one network")
     parser.add_argument("--data", help="images")
     parser.add_argument("--limit", type=int, default=4, help="images to certify")
+    parser.add_argument(
+        "--surgery", action="store_true", help="only convert, constrain and finetune, one after the other"
+    )
     parser.add_argument("--page", action="store_true", help="write the page and stop")
     args = parser.parse_args()
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {"networks": {}}
     if not args.page:
         for name in args.networks or NETWORKS:
-            results["networks"][name] = network(name, args)
+            row = results["networks"].get(name, {})
+            measured_now = {"surgery": surgery(name, args)} if args.surgery else network(name, args)
+            results["networks"][name] = row | measured_now
             results["environment"] = environment() | {"threads": 1}
             RESULT.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
             print(name, json.dumps(results["networks"][name]), flush=True)
