@@ -513,9 +513,11 @@ def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | Non
             f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again, or unpack it"
         ) from error
     if not files.images:
+        archives = ", ".join(map(str, sorted(path.glob("*.tar"))[:3]))
+        if archives:
+            raise InputError(f"{spec} holds archives; give one of them: {archives}; or the shards as wds/{spec}")
         suffixes = ", ".join(sorted(SUFFIXES))
         others = f"; {files.others.total()} files of other formats" if files.others else ""
-        others += f"; shards of a web data set are given as wds/{spec}" if ".tar" in files.others else ""
         raise InputError(f"{spec} holds no images ({suffixes}){others}")
     return ImageFiles(files, purpose, split, count, classes, labels)
 
