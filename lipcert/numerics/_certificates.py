@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from lipcert.settings import parse_eps
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Certificates:
         certification and smoothing stop at the verdict for the ε of the run, and compute larger radii for several:
         ``lipcert.certify(..., eps="36/255,0.5")``.
         """
-        value = parse_eps(eps) if isinstance(eps, str) else eps
+        value = float(Fraction(eps))  # rounded to nearest: a float64 above it is above ε itself
         return None if self.correct is None else (self.correct & (self.radius > value)).double().mean().item()
 
     def entries(self, i: int) -> dict[str, Any]:
