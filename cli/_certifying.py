@@ -14,7 +14,7 @@ import torch
 import typer
 
 from lipcert.attacks import PGD, Attack, AutoAttack
-from lipcert.certifier import Certifier, certifier_for, triage
+from lipcert.certifier import Certifier, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.data import Images, open_images
@@ -23,7 +23,7 @@ from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import check_environment
 from lipcert.report import facts
-from lipcert.results import Run, interval, shard_path, sigma_choice_of, summary, summary_path
+from lipcert.results import Run, certifier_for, interval, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, STAGED, CertifySettings

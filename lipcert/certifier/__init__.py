@@ -6,7 +6,6 @@ creates one and applies it to images.
 
 from lipcert.bounds import MarginBounds
 from lipcert.certifier._certifier import Certifier
-from lipcert.certifier._certify import certifier_for
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._method import Method, Subject
@@ -28,7 +27,6 @@ __all__ = [
     "Method",
     "Subject",
     "Triage",
-    "certifier_for",
     "first_order_limit",
     "triage",
 ]

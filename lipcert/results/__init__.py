@@ -5,6 +5,7 @@ computes statistics over them. It also certifies whole data sets (:mod:`lipcert.
 (:mod:`lipcert.results.description`) and recomputes rows (:mod:`lipcert.results.verify`).
 """
 
+from lipcert.results._certifier import certifier_for
 from lipcert.results._certify import Result, SmoothedResult, certify
 from lipcert.results._files import ResultFile, shard_path, shards_of, summary
 from lipcert.results._metric import CertifiedAccuracy
@@ -19,6 +20,7 @@ __all__ = [
     "Run",
     "SmoothedResult",
     "Tally",
+    "certifier_for",
     "certify",
     "interval",
     "read_rows",

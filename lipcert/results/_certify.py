@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipcert.certifier import certifier_for
 from lipcert.errors import InputError
 from lipcert.inputs.data import Batch, Images
 from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.numerics import Certificates
+from lipcert.results._certifier import certifier_for
 from lipcert.results._files import ResultFile
 from lipcert.results._rows import rows
 from lipcert.results.description import describe

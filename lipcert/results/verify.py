@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lipcert.attacks import PGD, Attack
-from lipcert.certifier import Certifier, certifier_for
+from lipcert.certifier import Certifier
 from lipcert.errors import InputError
 from lipcert.graph import identity_of_code
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
 from lipcert.norms import Rigor
+from lipcert.results._certifier import certifier_for
 from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lipcert.bounds import Progress
-from lipcert.certifier._certifier import Certifier
+from lipcert.certifier import Certifier
 from lipcert.model import Model, check_eps
 from lipcert.settings import SMOOTHING, CertifySettings
-
-if TYPE_CHECKING:
-    from lipcert.smoothing import Smoothing
+from lipcert.smoothing import Smoothing
 
 
 def certifier_for(
@@ -36,6 +32,4 @@ def certifier_for(
         check_eps(settings.largest_eps, model)
     if settings.method != SMOOTHING:
         return Certifier(model, settings, progress=progress)
-    from lipcert.smoothing import Smoothing  # it imports this package
-
     return Smoothing(model, settings, batch=batch)
