@@ -8,8 +8,6 @@ Routes, each from the same ImageNet weights:
 * ``smooth``: ReLU6 replaced by GELU, fine-tuned by ``adversarial``, certified by ``staged``, which tries the methods.
 * ``student``: a LiResNet of width 16 at 32 pixels, taught by the network of ``noise``, certified by ``gloro``; and the
   same training without a teacher.
-* ``vit``: the global bound of ``vit_base_patch16_224`` with random weights after ``convert --norm smooth``, after
-  ``constrain`` on a few images, and after one update of ``finetune --max-norm 1``.
 
 A radius is measured on what the network gets. The 64×64 pixels are an enlarged image of 32×32, on which a smooth
 perturbation has half the norm, so the student's ε is the harder one.
@@ -110,19 +108,6 @@ def student(steps: Steps, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def vit(steps: Steps, args: argparse.Namespace) -> dict[str, Any]:
-    """ViT-B/16 with random weights: the bound alone, which needs no accuracy."""
-    images = args.data / "test.tar"
-    steps("converted", "convert", "vit_base_patch16_224", "--no-pretrained", "--model-args", "num_classes=10",
-          "--norm", "smooth")  # fmt: skip
-    found = {"converted": bound(steps, "converted")}
-    steps("constrained", "constrain", steps.last, "--data", images, "--limit", "4", "--error", "0.02")
-    found["constrained"] = bound(steps, "constrained")
-    steps("updated", "finetune", steps.last, "--data", images, "--limit", "2", "--batch-size", "2", "--epochs", "1",
-          "--loss", "adversarial", "--max-norm", "1")  # fmt: skip
-    return {"log10_bound": {**found, "updated": bound(steps, "updated")}}
-
-
 def bound(steps: Steps, step: str) -> float:
     """The decimal logarithm of the global bound of a step's model."""
     return lipcert.lipschitz(lipcert.load(steps.work / f"{step}.safetensors")).log10
@@ -147,7 +132,6 @@ ROUTES: dict[str, Callable[[Steps, argparse.Namespace], dict[str, Any]]] = {
     "noise": noise,
     "smooth": smooth,
     "student": student,
-    "vit": vit,
 }
 
 if __name__ == "__main__":

@@ -452,7 +452,7 @@ processor time, forward passes of denoiser and network take {shares}. `dct` take
 
 
 def _from_pretrained() -> str:
-    """Each way that has been measured, and the bounds of ViT-B if they have."""
+    """Each way that has been measured."""
     if not (RESULTS / "from_pretrained.json").exists():
         return ""
     found = read("from_pretrained")
@@ -480,15 +480,6 @@ def _from_pretrained() -> str:
         "width 16 at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. Of\n"
         "the first, the smoothed classifier is right."
     )
-    if "vit" in found:
-        bounds = found["vit"]["log10_bound"]
-        steps = (
-            ("converted", "`convert --norm smooth`"),
-            ("constrained", "`constrain`"),
-            ("updated", "one update of `finetune --max-norm 1`"),
-        )
-        said = ", ".join(f"{_power(bounds[key])} after {name}" for key, name in steps if key in bounds)
-        text += f"\n\nThe global bound of `vit_base_patch16_224` with random weights: {said}."
     return section("Fine-tuning of a pretrained network", columns, rows, text)
 
 
