@@ -87,7 +87,7 @@ def smooth(steps: Steps, args: argparse.Namespace) -> dict[str, Any]:
     scales = [(norm.weight / (cast(Tensor, norm.running_var) + norm.eps).sqrt()).abs().max() for norm in norms]
     found = {"log10_bound": bound(steps, "smooth"), "batch_norms": len(norms)}
     found["log10_largest_scales"] = float(torch.stack(scales).log10().sum())
-    return {**found, **certified(steps, args, "smooth", "--attack")}
+    return {**found, **certified(steps, args, "smooth")}
 
 
 def student(steps: Steps, args: argparse.Namespace) -> dict[str, Any]:
@@ -119,12 +119,10 @@ def certified(steps: Steps, args: argparse.Namespace, step: str, *how: str) -> d
     wanted = ["--data", args.data / "test.tar", "--limit", str(args.test), "--eps", "36/255", *how, "--out", rows]
     steps.timed(f"certify {step}", "certify", steps.work / f"{step}.safetensors", *wanted)
     run = read_run(rows)
-    attacked = {"stands_attack": run.surviving_at(EPS) / len(run)} if "--attack" in how else {}
     return {
         "images": len(run),
         "right": int(run.right.sum()) / len(run),
         "certified": {text: run.certified_at(eps) / len(run) for text, eps in RADII.items()},
-        **attacked,
     }
 
 
