@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Thread
 from typing import Any
 
@@ -282,13 +282,10 @@ def _number(leaf: Any) -> Any:
     return "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 
 
-def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
-    """Runs the module on a copy of one image, shape (1, C, H, W), and records the kernels.
-
-    With ``noise``, constants that it computes from its weights get relative errors of about that size.
-    """
-    pixels, stack = image.clone(), [""]
-    paths = {child: path for path, child in module.named_modules()}
+@contextmanager
+def _path_of_calls(module: nn.Module) -> Iterator[list[str]]:
+    """The paths of the modules that are running, the innermost last, while the ``with`` block runs the network."""
+    stack, paths = [""], {child: path for path, child in module.named_modules()}
 
     def entered(original: Callable[..., Any], child: nn.Module, args: Any, kwargs: Any) -> Any:
         stack.append(paths.get(child, stack[-1]))
@@ -297,12 +294,17 @@ def look(module: nn.Module, image: Tensor, noise: float = 0.0) -> Look:
         finally:
             stack.pop()
 
-    with (
-        watched(module, pixels, stack, noise) as kernels,
-        module_calls(entered),
-        _no_threads(kernels),
-        _Functions(kernels),
-    ):
+    with module_calls(entered):
+        yield stack
+
+
+def look(module: nn.Module, image: Tensor, stack: list[str], noise: float = 0.0) -> Look:
+    """Runs the module on a copy of one image, shape (1, C, H, W), and records the kernels.
+
+    With ``noise``, constants that it computes from its weights get relative errors of about that size.
+    """
+    pixels = image.clone()
+    with watched(module, pixels, stack, noise) as kernels, _no_threads(kernels), _Functions(kernels):
         kernels.look.result = module(pixels)
     passed()
     kernels.look.held = {place for place, tensor in _tensors_held(module) if kernels.dependent.is_new(tensor)}
@@ -385,8 +387,9 @@ def first_run(module: nn.Module, image: Tensor) -> Any:
     Raises:
         UnsupportedCode: the module keeps values of this image and does not replace them for the next image.
     """
-    record = look(module, image)
-    stale = record.held - look(module, image).held if record.held else ()
+    with _path_of_calls(module) as stack:
+        record = look(module, image, stack)
+        stale = record.held - look(module, image, stack).held if record.held else ()
     if stale:
         raise UnsupportedCode([("values of an image that are kept for the next one", place) for place in stale])
     return record.result
@@ -412,22 +415,21 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
     made_of = _state(module), image.shape, image.dtype, image.device, real
     cached, looks = _EXAMINED.get(module, (None, []))
     if cached != made_of:
-        with RealArithmetic() if real else nullcontext():
-            looks = _examined(module, image)
+        looks = _examined(module, image, RealArithmetic() if real else nullcontext())
         _EXAMINED[module] = made_of, looks
     return looks
 
 
-def _examined(module: nn.Module, image: Tensor) -> list[Look]:
+def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManager[Any]) -> list[Look]:
     chance = random_states()
     try:
-        with frozen(module):
-            first, *further = [look(module, example) for example in examples(image)]
+        with arithmetic, frozen(module), _path_of_calls(module) as stack:
+            first, *further = [look(module, example, stack) for example in examples(image)]
             state = _state(module)
-            again = look(module, image)
-            disturbed = look(module, image, _NOISE) if first.computes and image.dtype == torch.float64 else None
-            with torch.no_grad():
-                plain, repeated = module(image.clone()), module(image.clone())
+            again = look(module, image, stack)
+            disturbed = look(module, image, stack, _NOISE) if first.computes and image.dtype == torch.float64 else None
+        with arithmetic, frozen(module), torch.no_grad():
+            plain, repeated = module(image.clone()), module(image.clone())
     except LipcertError:
         raise
     except Exception as error:
@@ -453,7 +455,9 @@ def _examined(module: nn.Module, image: Tensor) -> list[Look]:
         problems.append(("forward code that draws random numbers", ""))
     if problems:
         raise UnsupportedCode(problems[:8])
-    if not _same_with_gradients(module, image, plain):
+    with arithmetic:
+        independent = _same_with_gradients(module, image, plain)
+    if not independent:
         raise UnsupportedCode([("forward code that depends on whether gradients are enabled", "")])
     for record in further:
         record.steps = []  # equal to those of the first
@@ -501,8 +505,8 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
         UnsupportedCode: the module behaves differently on this image than on those of :func:`examine`.
     """
     first, *_ = examine(module, image, real)
-    with RealArithmetic() if real else nullcontext():
-        record = look(module, image)
+    with RealArithmetic() if real else nullcontext(), _path_of_calls(module) as stack:
+        record = look(module, image, stack)
         problems = record.problems + differences(first, record, "for another image")
         if not close(graph.replay(image), record.result, kernel_tolerance(record.result)):
             problems.append(("forward code that behaves differently when it is captured", ""))

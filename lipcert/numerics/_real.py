@@ -26,6 +26,8 @@ class RealArithmetic(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and function not in _NAMED_AFTER_TYPES:
+            return function(*args)  # as most calls: they read a property, and can neither cast nor mix types
         function, args, kwargs = in_real_arithmetic(function, args, kwargs or {})
         return function(*args, **kwargs)
 
