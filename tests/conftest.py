@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipcert.attacks import ATTACKS, PGD
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.certifier import _triage
 from lipcert.certifier.anchored import jacobians, plan
@@ -201,6 +202,14 @@ def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that a busy machine slows print none in between."""
     monkeypatch.setattr(_print, "_FIRST_PAUSE", 1e6)
     monkeypatch.setattr(_print, "_next_line", [1e9, 1e6])
+
+
+@pytest.fixture
+def short_attack(monkeypatch: pytest.MonkeyPatch) -> PGD:
+    """What --attack runs, for tests of what is done with its results."""
+    attack = PGD(steps=10, restarts=1)
+    monkeypatch.setitem(ATTACKS, "pgd", lambda: attack)
+    return attack
 
 
 @pytest.fixture

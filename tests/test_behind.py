@@ -128,12 +128,12 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("method", ["anchored", "staged"])
-def test_radii_hold(name: str, method: str) -> None:
+def test_radii_hold(name: str) -> None:
     torch.manual_seed(sum(map(ord, name)))
-    found = holds_or_refused(scaled(NETWORKS[name](), 1.5), SIZE, methods=(method,), starts=8)
-    assert isinstance(found[method], Tensor)
-    assert bool((found[method] > 0).any())
+    found = holds_or_refused(scaled(NETWORKS[name](), 1.5), SIZE, methods=("anchored", "staged"), starts=4)
+    for radius in found.values():
+        assert isinstance(radius, Tensor)
+        assert bool((radius > 0).any())
 
 
 def test_a_module_that_is_captured_whole_for_one_question_only() -> None:

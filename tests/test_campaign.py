@@ -13,7 +13,7 @@ from benchmarks._networks import FAMILIES, SLOW, draw
 from lipcert.certifier import METHODS, Anchored, Certifier
 from lipcert.certifier.anchored.walk import Linearization
 
-IMAGES = 12
+IMAGES = 6
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])

@@ -582,7 +582,7 @@ def test_annotations_are_one_line(capsys):
     assert capsys.readouterr() == ("", "::error title=lipcert::50 %25 of%0D%0Aall\n")
 
 
-def test_certify_with_an_attack(folder):
+def test_certify_with_an_attack(folder, short_attack):
     result = run("certify", "--eps", "0.8", "--limit", "6", "--method", "gloro", "--attack", "--out", "r.jsonl")
     found = read_rows("r.jsonl")
     withstood = sum(row["correct"] and not row["attacked"] for row in found)
@@ -590,7 +590,7 @@ def test_certify_with_an_attack(folder):
     assert facts(result.stdout)["accuracy under pgd-l2 at 0.8"].startswith(f"{withstood} of 6 ")
     assert all(row["radius"] <= row["attack_distance"] for row in found)
     summary = json.loads(Path("r.summary.json").read_text())
-    assert summary["attack"] == {"name": "pgd-l2", "version": "1", "settings": PGD().settings}
+    assert summary["attack"] == {"name": "pgd-l2", "version": "1", "settings": short_attack.settings}
     assert summary["counts"]["accuracy_under_attack"] == withstood / 6
     assert summary["counts"]["attacked"] == sum(row["attacked"] for row in found)
 

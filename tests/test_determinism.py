@@ -23,7 +23,7 @@ def rows(path):
 
 
 @pytest.mark.parametrize("method", ["gloro", pytest.param("anchored", marks=pytest.mark.slow)])
-def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method):
+def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method, short_attack):
     monkeypatch.chdir(tmp_path)
     limit = "4" if method == "gloro" else "1"
     for name in ("one", "two"):

@@ -165,7 +165,7 @@ def eager(monkeypatch):
 
 
 def test_what_is_chosen_costs_less_at_about_the_same_radius(eager):
-    model, images = vit(depth=1, width=32), pixels(2, seed=7)
+    model, images = vit(depth=1), pixels(2, seed=7)
     predicted, gaps = margins(model(images))
     method, usual = Anchored(model), Anchored(model)
     found = method(images)
@@ -180,7 +180,7 @@ def test_what_is_chosen_costs_less_at_about_the_same_radius(eager):
 
 def test_a_choice_depends_on_no_image(eager):
     """Radii are the same alone and beside others, and whichever images came before."""
-    model, images = vit(depth=1, width=32), pixels(2)
+    model, images = vit(depth=1), pixels(2)
     predicted, gaps = margins(model(images))
     together = Anchored(model)(images).radius(predicted, gaps)
     method = Anchored(model)
@@ -209,7 +209,7 @@ def test_a_limit_on_passes_buys_a_larger_radius_than_norms_in_a_fixed_order(eage
 def test_a_limit_on_passes_holds_where_nothing_can_be_chosen(eager, monkeypatch):
     """The norms that fit are then computed in the fixed order."""
     monkeypatch.setattr(effort._Trial, "valid", property(lambda _: False, lambda *_: None), raising=False)
-    model = vit(depth=1, width=32)
+    model = vit(depth=1)
     passes = 0.3 * Anchored(model, passes=1e12).plan.work / Anchored(model).plan.work_of_a_pass
     method = Anchored(model, passes=passes)
     method(pixels(1))
@@ -218,7 +218,7 @@ def test_a_limit_on_passes_holds_where_nothing_can_be_chosen(eager, monkeypatch)
 
 
 def test_nothing_is_chosen_where_it_would_not_pay(eager, monkeypatch):
-    model = vit(depth=1, width=32)
+    model = vit(depth=1)
     assert effort.chosen(Anchored(model).finder).whole
     assert effort.chosen(Anchored(model, rigor="deterministic").finder) == ({}, None)
     straight = lipcert.load(
@@ -245,7 +245,7 @@ def linearised(monkeypatch):
 @pytest.mark.slow
 def test_a_verdict_takes_all_norms_only_where_quick_ones_leave_it_open(eager, linearised):
     """Verdicts are those of the full radii, radii are no larger, and each image is charged at most δ."""
-    model, images = vit(depth=1, width=32), pixels(3, seed=7)
+    model, images = vit(depth=1), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     full = Anchored(model)(images).radius(predicted, gaps)
     low, high = 0.2 * full.min().item(), first_order_limit(model, images, predicted).max().item() * 1.01
@@ -266,7 +266,7 @@ def test_a_verdict_takes_all_norms_only_where_quick_ones_leave_it_open(eager, li
 
 
 def test_a_verdict_is_that_of_the_image_alone(eager):
-    model, images = vit(depth=1, width=32), pixels(3, seed=7)
+    model, images = vit(depth=1), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     eps = Anchored(model)(images).radius(predicted, gaps).median().item() * 0.99
     together = Anchored(model, eps=eps)(images).radius(predicted, gaps)
@@ -315,7 +315,7 @@ def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
 @pytest.mark.parametrize("dtype", [pytest.param("real", marks=pytest.mark.slow), "float32"])
 def test_a_run_in_parts_gives_what_one_run_gives(eager, dtype):
     """What is left of a stopped run, and each shard, go to a process of their own: with a certifier of their own."""
-    model, images = vit(depth=1, width=32), pixels(3, seed=7)
+    model, images = vit(depth=1), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     eps = Anchored(model)(images).radius(predicted, gaps).median().item() * 0.99  # some are certified, and some not
     whole = Certifier(model, eps, dtype=dtype).run(images)

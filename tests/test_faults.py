@@ -36,13 +36,22 @@ def rows(path="r.jsonl"):
     return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Rows of a run that nothing disturbs."""
+    path = tmp_path_factory.mktemp("undisturbed") / "whole.jsonl"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(_certifier._TOGETHER, "cpu", 4)
+        run("--out", path)
+    return rows(path)
+
+
 @pytest.fixture
-def whole(tmp_path, monkeypatch):
-    """Rows of a run that nothing disturbs; blocks are small, so that there are many moments to disturb one."""
+def whole(undisturbed, tmp_path, monkeypatch):
+    """The same; blocks are small, so that there are many moments to disturb one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(_certifier._TOGETHER, "cpu", 4)
-    run("--out", "whole.jsonl")
-    return rows("whole.jsonl")
+    return undisturbed
 
 
 def goes_on(whole) -> None:

@@ -165,9 +165,11 @@ def killed_and_run_again(start, path, kills):
 
 def test_a_killed_run_loses_nothing_that_was_written(folder, monkeypatch):
     """Killed twice; the rows are those of a run that nothing disturbed."""
-    settings = ["certify", "--eps", EPS, "--method", "gloro", "--attack", "--limit", "10"]
+    settings = ["certify", "--eps", EPS, "--method", "gloro", "--limit", "10"]
     monkeypatch.setitem(_certifier._TOGETHER, "cpu", 2)
     run(*settings, "--out", "whole.jsonl")
+    certified = Certifier.run
+    monkeypatch.setattr(Certifier, "run", lambda *given: (time.sleep(0.3), certified(*given))[1])  # time to be killed
 
     def start():
         process = os.fork()
@@ -344,7 +346,7 @@ def test_small_operations_get_one_thread(monkeypatch):
     assert seen == [1, 2]
 
 
-def test_a_false_certificate_stops_the_command(folder, monkeypatch):
+def test_a_false_certificate_stops_the_command(folder, monkeypatch, short_attack):
     honest = _global.radii
     monkeypatch.setattr(_global, "radii", lambda gaps, constants: 1e6 * honest(gaps, constants))
     result = run("certify", *GLORO, "--attack", "--out", "r.jsonl", code=3)

@@ -1,5 +1,6 @@
 """The contract of the remainder rules: no deviation, however chosen, leaves the linearisation by more than they say."""
 
+import functools
 import inspect
 import math
 
@@ -279,16 +280,19 @@ class Site(Linearised):
         super().__init__(found[0], [run(graph.nodes, {graph.input: x}) for x in inputs])
 
 
+site_at = functools.cache(Site)  # of which every test asks the same
+
+
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_remainder_in_norm(key, index):
-    site = Site(key, index)
+    site = site_at(key, index)
     for rho in RADII:
         site.check_norm(rho)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_remainder_against_a_direction(key, index):
-    site = Site(key, index)
+    site = site_at(key, index)
     plain = seeded(*site.result.shape, seed=3)
     sparse = torch.where(plain.abs() > 1, plain, 0.0)
     for g in (plain, -plain, sparse, plain.abs(), -plain.abs()):
@@ -315,7 +319,7 @@ def cut_to(most, block=1):
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
 def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
     """No deviation of norm at most ρ whose entries, or rows, are all at most p leaves the linearisation by more."""
-    site = Site(key, index)
+    site = site_at(key, index)
     block = site.rule.block(site.node)
     if not block:
         pytest.skip("its rows do not lie one behind the other")
@@ -355,7 +359,7 @@ CONTRACTED = QUADRATIC | RADIAL | BENT | {"softmax", "matmul"}
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_remainder_by_contracted_forms(key, index):
     """−⟨g, R⟩ is within what the ‖Mδ‖ of the deviation itself allow, also where ascent makes it large."""
-    site = Site(key, index)
+    site = site_at(key, index)
     plain = seeded(*site.result.shape, seed=3)
     for number, g in enumerate((plain, -plain, plain.abs(), site.result, -site.result)):
         for rho in RADII:
@@ -493,14 +497,14 @@ def test_rules_declare_their_optional_answers():
 
 
 @pytest.mark.parametrize(("key", "index"), SUMMED)
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.1, 1.0])
 def test_the_total_of_a_remainder_by_weights(key, index, share):
     """Σ w_i |R_i| of no deviation of norm at most ρ with entries of at most p is larger, ascent included."""
-    site = Site(key, index)
+    site = site_at(key, index)
     plain = seeded(*site.result.shape, seed=3)
     for weight in (torch.where(plain > 0, plain, 0.0), torch.ones_like(plain)):
         flat = weight.flatten(1)
-        for rho in RADII:
+        for rho in RADII[::2]:
             peak = share * rho
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
             bound = at_most(site.rule.total(flat, given, torch.full_like(given[0], math.inf)))
@@ -516,7 +520,7 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_rules_increase_with_rho(key, index):
-    site = Site(key, index)
+    site = site_at(key, index)
     against = site.rule.against(seeded(*site.result.shape, seed=3))
     grid = torch.logspace(-7, 2, 60, dtype=torch.float64)
     for answer in (site.rule.norm, against):
@@ -528,7 +532,7 @@ def test_rules_increase_with_rho(key, index):
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_products_with_the_jacobian_as_the_certificates_take_them(key, index):
     """J v by differentiating Jᵀ w once more, through vmap: some operations of torch cannot."""
-    site = Site(key, index)
+    site = site_at(key, index)
 
     def one(*operands):
         return run((site.node,), dict(zip(site.distinct, operands, strict=True)))[site.node]
@@ -677,7 +681,7 @@ TURNED = [(key, index) for key, index in NAMED if overrides(REMAINDERS[key], "to
 @pytest.mark.parametrize(("key", "index"), TURNED, ids=lambda value: getattr(value, "__name__", str(value)))
 @pytest.mark.parametrize("share", [0.1, 1.0])
 def test_rules_with_a_bound_along_tokens(key, index, share):
-    site = Site(key, index)
+    site = site_at(key, index)
     if not site.rule.token(site.node):
         pytest.skip("its tokens do not lie one behind the other")
     attack_tokens(site, site.rule, share)

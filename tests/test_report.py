@@ -403,7 +403,7 @@ def test_the_axis_ends_at_100_and_no_symbol_stands_on_zero(results):
     assert all(top - 1 <= y < bottom - 5 for y in heights)
 
 
-def test_images_stand_beside_their_radii(tmp_path, monkeypatch):
+def test_images_stand_beside_their_radii(tmp_path, monkeypatch, short_attack):
     """Those of the bundled model, the attacked ones beside them; other images than the rows' are not shown."""
     monkeypatch.chdir(tmp_path)
     from lipcert.cli import app

@@ -31,7 +31,7 @@ def run(*arguments, code=0):
 def certified(tmp_path_factory):
     """Results of the bundled model, some rows of which an attack has cut short."""
     folder = tmp_path_factory.mktemp("certified")
-    settings = ["certify", "--eps", EPS, "--method", "gloro", "--limit", "12"]
+    settings = ["certify", "--eps", EPS, "--method", "gloro", "--limit", "6"]
     run(*settings, "--out", folder / "r.jsonl")
     return [json.loads(line) for line in (folder / "r.jsonl").read_text().splitlines()], json.loads(
         (folder / "r.summary.json").read_text()
@@ -53,25 +53,26 @@ def results(certified, tmp_path, monkeypatch):
         return run("verify", "bundled", "r.jsonl", "--all", *arguments, code=code)
 
     write()
+    verified.write = write
     return rows, summary, verified
 
 
 def test_true_rows_stand(results):
     rows, summary, verified = results
-    assert 0 < summary["counts"]["certified"] <= 12
+    assert 0 < summary["counts"]["certified"] <= 6
     result = verified()
     follows = "next\tlipcert report r.jsonl --html r.html\n"
-    assert result.stdout == f"rows\t12\nconfirmed\t12 of 12 recomputed\n{follows}"
+    assert result.stdout == f"rows\t6\nconfirmed\t6 of 6 recomputed\n{follows}"
     assert json.loads(verified("--json").stdout) == {
-        "verified": 12,
-        "rows": 12,
+        "verified": 6,
+        "rows": 6,
         "refuted": 0,
         "unsettled": 0,
         "objections": [],
     }
     assert (
-        run("verify", "bundled", "r.jsonl", "--sample", "5").stdout
-        == f"rows\t12\nconfirmed\t5 of 5 recomputed\n{follows}"
+        run("verify", "bundled", "r.jsonl", "--sample", "3").stdout
+        == f"rows\t6\nconfirmed\t3 of 3 recomputed\n{follows}"
     )
 
 
@@ -127,14 +128,18 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "word"), CHANGES)
-def test_false_rows_fall(results, name, change, word):
+@pytest.mark.parametrize("first", range(0, len(CHANGES), 5))
+def test_false_rows_fall(results, first):
+    """Each for its own reason; the last row, which nobody changed, stands."""
     rows, _, verified = results
-    rows[3][name] = change(rows[3])
+    changed = list(zip(rows, CHANGES[first : first + 5], strict=False))
+    for row, (name, change, _) in changed:
+        row[name] = change(row)
     result = verified(code=1)
-    assert result.stdout.endswith("confirmed\t11 of 12 recomputed\n")
-    line = next(line for line in result.stderr.splitlines() if f"image {rows[3]['index']}:" in line)
-    assert word in line
+    assert result.stdout.endswith(f"confirmed\t{6 - len(changed)} of 6 recomputed\n")
+    for row, (*_, word) in changed:
+        line = next(line for line in result.stderr.splitlines() if f"image {row['index']}:" in line)
+        assert word in line
 
 
 def counted(rows, summary):
@@ -247,9 +252,9 @@ FORGERIES = {
     median: "for median radius, the rows",
     one_more_certified: "for certified, the rows",
     methods: "for methods, the rows",
-    fewer_rows: "the run is about 12 images: 2 have no row, and 0 rows are about others",
-    fewer_rows_and_a_lower_limit: "the run is about 10 images: 2 have no row, and 2 rows are about others",
-    fewer_rows_of_a_run_that_did_not_finish: "the run is about 12 images: 2 have no row",
+    fewer_rows: "the run is about 6 images: 2 have no row, and 0 rows are about others",
+    fewer_rows_and_a_lower_limit: "the run is about 4 images: 1 have no row, and 1 rows are about others",
+    fewer_rows_of_a_run_that_did_not_finish: "the run is about 6 images: 2 have no row",
     no_labels: "label None is claimed",
     swapped_images: "it is another image than the one that was certified",
     swapped_rows: "it is another image than the one that was certified",
@@ -282,14 +287,14 @@ SEEN = [smaller_eps, larger_eps, unreadable_eps, accuracy, median, one_more_cert
 def test_reports_refuse_what_rows_contradict(results, forgery):
     rows, summary, verified = results
     forgery(rows, summary)
-    verified(code=1)
+    verified.write()
     result = run("report", "r.jsonl", code=2)
     assert result.stdout == ""
     assert FORGERIES[forgery] in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_attacks_are_run_again(tmp_path, monkeypatch):
+def test_attacks_are_run_again(tmp_path, monkeypatch, short_attack):
     monkeypatch.chdir(tmp_path)
     run("certify", "--eps", "1", "--method", "gloro", "--limit", "2", "--attack", "--out", "r.jsonl")
     assert "2 of 2 recomputed" in run("verify", "bundled", "r.jsonl").stdout
