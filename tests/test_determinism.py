@@ -25,7 +25,7 @@ def rows(path):
 @pytest.mark.parametrize("method", ["gloro", pytest.param("anchored", marks=pytest.mark.slow)])
 def test_the_same_command_gives_the_same_rows(tmp_path, monkeypatch, method, short_attack):
     monkeypatch.chdir(tmp_path)
-    limit = "4" if method == "gloro" else "1"
+    limit = "2" if method == "gloro" else "1"
     for name in ("one", "two"):
         torch.manual_seed(len(name) + ord(name[0]))  # the command sets its own
         command = ["certify", "--eps", "36/255", "--limit", limit, "--method", method, "--attack"]
@@ -71,7 +71,7 @@ def test_radii_on_another_number_of_threads(threads, method):
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_flags_do_not_depend_on_the_batch(method, activation):
-    """At an ε between the radii, so that both verdicts occur; one by one, in threes, and with others beside them."""
+    """At an ε between the radii, so that both verdicts occur; one by one, and with others beside them."""
     model = small(activation)
     images = images_of(model, 5)
     largest = "anchored" if method == "staged" else method  # what staged gives to an image that it leaves open
@@ -81,7 +81,7 @@ def test_flags_do_not_depend_on_the_batch(method, activation):
     whole = certifier.run(images)
     assert 0 < whole.certified.sum() < 5
     order = [3, 0, 1, 2, 4]
-    for parts in ([[i] for i in range(5)], [[0, 1, 2], [3, 4]], [order]):
+    for parts in ([[i] for i in range(5)], [order]):
         for part in parts:
             found = certifier.run(images[part])
             assert torch.equal(found.certified, whole.certified[part])

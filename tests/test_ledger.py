@@ -30,12 +30,12 @@ def delta_of(text: str) -> float:
 def vit(norm="smooth", depth=1):
     torch.manual_seed(0)
     net = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=32, depth=depth, num_heads=2, num_classes=4
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=depth, num_heads=2, num_classes=4
     )
     for parameter in net.parameters():
         if parameter.dim() == 2:
             nn.init.orthogonal_(parameter)
-    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 32, 32))
+    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16))
     return lipcert.convert(model, attention="keep", norm=norm).double()
 
 
@@ -84,7 +84,7 @@ def _met(monkeypatch):
 
 
 CASES = {
-    "anchored": (lambda: vit(depth=2), "anchored", "real"),
+    "anchored": (vit, "anchored", "real"),
     "lofast": (vit, "lofast", "real"),
     "secants": (lambda: vit("project"), "anchored", "real"),
     "anchored, float32": (vit, "anchored", "float32"),
@@ -212,7 +212,7 @@ def test_whatever_is_requested_is_within_the_budget(delta, methods, chance):
         assert spent <= Rigor(spent, delta).delta <= min(1.011 * spent, delta)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from(("local", "lofast", "anchored", "staged")),
     st.sampled_from((kinked, convolutions)),
@@ -295,7 +295,7 @@ def test_norms_of_a_network_fail_no_more_often_than_the_ledger_says(monkeypatch)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
     model = lipcert.load(net.eval(), mean=(0.5,), std=(0.5,), input_size=(1, 3, 3)).double()
-    image, trials, failed, exact = pixels(model), 80, 0, []
+    image, trials, failed, exact = pixels(model), 40, 0, []
     for seed in range(trials):
         anchor = Anchored(model, delta=0.2, seed=seed, tolerance=1e6)(image)
         found = anchor.norms.gains
