@@ -22,7 +22,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.attacks import PGD
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
 from lipcert.cli import _doctor, _inspect, _options, _parse, _print, app

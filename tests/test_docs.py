@@ -1,7 +1,9 @@
 """The documentation: it builds without a warning, and every block of code in it runs."""
 
 import ast
+import importlib
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -104,7 +106,7 @@ def test_the_readme_runs(workplace) -> None:
 
 
 def test_the_notebook_runs(workplace, short_attack) -> None:
-    """From top to bottom, on two images in place of eight; what installs lipcert is left out. What a notebook would show are values of last lines."""
+    """On two images in place of eight; nothing is installed. What a notebook shows are values of last lines."""
     pytest.importorskip("matplotlib").use("agg")
     shown = []
     space: dict[str, object] = {}
@@ -210,10 +212,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert option in commands.partition(f"lipcert {name} ")[2]
 
 
-def test_everything_public_has_its_place():
-    """Every name that the package exports is in the reference, itself or through the module it belongs to."""
+def test_what_is_public_is_in_the_reference():
+    """Every package exports the names that the reference lists, and lists no others in ``__all__``."""
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     named = set(re.findall(r"^::: (\S+)$", text, re.M))
     modules = {"attacks", "bounds", "errors", "report", "surgery", "__version__"}
     missing = {name for name in lipcert.__all__ if f"lipcert.{name}" not in named} - modules
     assert not missing
+    for part in pkgutil.iter_modules(lipcert.__path__, "lipcert."):
+        if part.ispkg:
+            listed = {name.rpartition(".")[2] for name in named if name.rpartition(".")[0] == part.name}
+            assert {*getattr(importlib.import_module(part.name), "__all__", ())} == listed, part.name

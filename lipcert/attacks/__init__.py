@@ -10,15 +10,4 @@ from lipcert.attacks._found import Adversarial
 from lipcert.attacks._pgd import PGD, pgd, smallest
 from lipcert.attacks._registry import ATTACKS, Attack, attack_named, identity
 
-__all__ = [
-    "ATTACKS",
-    "PGD",
-    "Adversarial",
-    "Attack",
-    "AutoAttack",
-    "attack_named",
-    "identity",
-    "pgd",
-    "project",
-    "smallest",
-]
+__all__ = ["Adversarial", "AutoAttack", "PGD", "pgd"]

@@ -14,19 +14,4 @@ from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates
 from lipcert.settings import METHODS, CertifySettings
 
-__all__ = [
-    "METHODS",
-    "Anchored",
-    "Certificates",
-    "Certifier",
-    "CertifySettings",
-    "DeployedAnchored",
-    "LoFAST",
-    "Local",
-    "MarginBounds",
-    "Method",
-    "Subject",
-    "Triage",
-    "first_order_limit",
-    "triage",
-]
+__all__ = ["Certificates", "Certifier", "CertifySettings"]

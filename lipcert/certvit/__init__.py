@@ -8,21 +8,4 @@ from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFig
 from lipcert.certvit.solve import Solution, constrain_matrix
 from lipcert.settings import ENGINES, MEASURE_NAMES, ConstrainSettings
 
-__all__ = [
-    "ENGINES",
-    "MEASURE_NAMES",
-    "ConstrainSettings",
-    "ConstraintReport",
-    "Failure",
-    "LayerConstraint",
-    "Moments",
-    "NetworkFigures",
-    "Solution",
-    "Task",
-    "collect",
-    "constrain",
-    "constrain_blockwise",
-    "constrain_matrix",
-    "solve_layers",
-    "stream",
-]
+__all__ = ["ConstrainSettings", "ConstraintReport", "LayerConstraint"]

@@ -13,10 +13,3 @@ from lipcert.graph._signatures import SIGNATURES, SYNONYMS
 from lipcert.graph._stages import Replay, cuts, explicit_attention, explicit_maxima, needed
 from lipcert.graph._trace import ONE_LOGIT, identity_of_code, outputs_of
 from lipcert.graph._witness import confirm, examine, examples, first_run
-
-__all__ = [
-    "ONE_LOGIT", "PIECES", "REARRANGING", "SIGNATURES", "SYNONYMS", "Graph", "Node", "Replay", "across_types",
-    "canonical", "capture", "close", "identity_of_code", "confirm", "cuts", "examine", "examples", "explicit_attention",
-    "explicit_maxima", "first_run", "map_nodes", "needed", "only_in", "outline", "outputs_of", "passed", "passes",
-    "run",
-]  # fmt: skip

@@ -5,5 +5,3 @@ The commands and :func:`lipcert.load` import it themselves; before ``timm.create
 """
 
 from lipcert.networks import certvit, lip_convnet, liresnet, liresnet_vit, stem_vit
-
-__all__ = ["certvit", "lip_convnet", "liresnet", "liresnet_vit", "stem_vit"]

@@ -17,26 +17,7 @@ from lipcert.report._show import Shown, show
 from lipcert.report._write import publishing, write
 from lipcert.results import Run, read_runs
 
-__all__ = [
-    "OVERVIEW",
-    "Document",
-    "Run",
-    "Shown",
-    "available",
-    "facts",
-    "model_card",
-    "model_info",
-    "overview",
-    "publishing",
-    "radii_of_interest",
-    "read_runs",
-    "record",
-    "remarks",
-    "report",
-    "show",
-    "to_html",
-    "write",
-]
+__all__ = ["Run", "model_card", "read_runs", "show", "write"]
 
 
 class _Callable(ModuleType):

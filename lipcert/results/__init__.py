@@ -13,25 +13,4 @@ from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_
 from lipcert.results._rows import rows
 from lipcert.results._statistics import Tally, interval, share, wilson
 
-__all__ = [
-    "CertifiedAccuracy",
-    "Result",
-    "ResultFile",
-    "Run",
-    "SmoothedResult",
-    "Tally",
-    "certifier_for",
-    "certify",
-    "interval",
-    "read_rows",
-    "read_run",
-    "read_runs",
-    "rows",
-    "shard_path",
-    "shards_of",
-    "share",
-    "sigma_choice_of",
-    "summary",
-    "summary_path",
-    "wilson",
-]
+__all__ = ["Result", "SmoothedResult"]

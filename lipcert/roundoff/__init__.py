@@ -34,16 +34,3 @@ weights in an unknown way.
 from lipcert.bounds import Operand, local_error
 from lipcert.numerics import DTYPES, REAL, Format
 from lipcert.roundoff._roundoff import Gains, Radii, Roundoff, error_norm, passes
-
-__all__ = [
-    "DTYPES",
-    "Format",
-    "Gains",
-    "Operand",
-    "REAL",
-    "Radii",
-    "Roundoff",
-    "error_norm",
-    "local_error",
-    "passes",
-]

@@ -13,17 +13,4 @@ from lipcert.smoothing._normal import quantile, radius
 from lipcert.smoothing._smoothing import Smoothing
 from lipcert.smoothing._votes import SELECTION
 
-__all__ = [
-    "CHOOSING",
-    "SELECTION",
-    "Denoised",
-    "SigmaChoice",
-    "SmoothedCertificates",
-    "Smoothing",
-    "choose_sigma",
-    "clopper_pearson",
-    "normal",
-    "quantile",
-    "radius",
-    "robbins",
-]
+__all__ = ["SigmaChoice", "SmoothedCertificates", "Smoothing", "choose_sigma", "clopper_pearson", "normal", "robbins"]

@@ -20,29 +20,7 @@ from lipcert.surgery._projections import (
 from lipcert.surgery._swap import Kept, Swapped, plan, swap
 
 __all__ = [
-    "AdaptedLayer",
-    "Adaptation",
-    "ClippedMaxMin",
-    "ClippedReLU",
-    "ConversionReport",
-    "GroupLayerProject",
-    "GroupSmoothProject",
-    "Kept",
-    "L2Attention",
-    "L2RotaryAttention",
-    "L2SetAttention",
-    "L2WindowAttention",
-    "LayerProject",
-    "LipConv2d",
-    "LipLinear",
-    "MaxMin",
-    "RmsLayerProject",
-    "RmsSmoothProject",
-    "SmoothMaxMin",
-    "SmoothProject",
-    "Swapped",
-    "adapt",
-    "convert",
-    "plan",
-    "swap",
-]
+    "Adaptation", "AdaptedLayer", "ClippedMaxMin", "ClippedReLU", "ConversionReport", "GroupLayerProject",
+    "GroupSmoothProject", "L2Attention", "L2RotaryAttention", "L2SetAttention", "L2WindowAttention", "LayerProject",
+    "LipConv2d", "LipLinear", "MaxMin", "RmsLayerProject", "RmsSmoothProject", "SmoothMaxMin", "SmoothProject", "adapt",
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """The rules of all operations, one file per family. Importing a module registers its rules."""
 
-from lipcert.bounds.rules import (  # noqa: F401
+from lipcert.bounds.rules import (
     activation,
     arithmetic,
     attention,
