@@ -221,10 +221,10 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
 def test_certify_on_a_network_without_data_says_what_it_can(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lipcert.save(
-        lipcert.load("test_resnet", pretrained=False, num_classes=4, input_size=(3, 32, 32)),
+        lipcert.load("vit_tiny_patch16_224", pretrained=False, img_size=32, embed_dim=24, depth=1, num_classes=4),
         tmp_path / "net.safetensors",
     )
-    done = CliRunner().invoke(app, ["certify", "net.safetensors", "--eps", "36/255", "--time", "0.01"])
+    done = CliRunner().invoke(app, ["certify", "net.safetensors", "--eps", "36/255", "--limit", "2"])
     assert done.exit_code == 0, done.output
     assert "sample images" in done.stderr
     assert "first-order limit" in done.stderr
