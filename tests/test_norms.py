@@ -16,6 +16,7 @@ from lipcert.norms import (
     Ledger,
     _conv,
     _lanczos,
+    _scale,
     _verify,
     conv_norm,
     conv_transpose_norm,
@@ -33,6 +34,12 @@ from lipcert.numerics import Upper
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 TRUTH = 1e-13  # relative accuracy granted to the dense singular value decomposition itself
+
+
+@pytest.fixture(autouse=True)
+def computed_each_time(monkeypatch):
+    """Norms are not kept, so that a test sees what it patches."""
+    monkeypatch.setattr(_scale, "_KEPT", 0)
 
 
 def drawn(delta: float, seed: int = 0) -> Draw:
@@ -711,3 +718,25 @@ def test_row_norms_say_infinity_where_products_are_not_finite() -> None:
     ):
         assert torch.isinf(bound[:2]).all()
         assert bool(((bound[2] >= 1) & (bound[2] <= 2)).all())
+
+
+def test_the_norm_of_the_same_weight_is_computed_once(monkeypatch):
+    """A change in place is another weight, and so is another size of the image."""
+    monkeypatch.setattr(_scale, "_KEPT", 10)
+    asked, eigenvalues = [], _verify._bound_eigenvalues
+
+    def counted(gram, threshold):
+        asked.append(1)
+        return eigenvalues(gram, threshold)
+
+    monkeypatch.setattr(_verify, "_bound_eigenvalues", counted)
+    weight = torch.randn(5, 4, 3, 3, generator=torch.Generator().manual_seed(77), dtype=torch.float64)
+    first = conv_norm(weight, (6, 6), padding=1)
+    count = len(asked)
+    assert count > 0
+    assert conv_norm(weight.clone(), (6, 6), padding=1) == first
+    assert len(asked) == count
+    weight[0, 0, 0, 0] += 5
+    assert conv_norm(weight, (6, 6), padding=1) > first
+    assert conv_norm(weight, (9, 9), padding=1) != conv_norm(weight, (6, 6), padding=1)
+    assert len(asked) > count

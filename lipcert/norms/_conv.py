@@ -67,7 +67,7 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 from lipcert.norms._dense import matrices_norm
-from lipcert.norms._scale import as_float64, normalise
+from lipcert.norms._scale import as_float64, normalise, remembered
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
 from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
 
@@ -304,6 +304,7 @@ def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
     return result.movedim(phase_axes, tuple(axis + 2 for axis in phase_axes)).flatten(dimensions + 2)
 
 
+@remembered
 def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
     """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖.
 

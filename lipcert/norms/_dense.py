@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipcert.errors import InputError
-from lipcert.norms._scale import as_float64, normalise
+from lipcert.norms._scale import as_float64, normalise, remembered
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
 from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
 
@@ -61,6 +61,7 @@ def dense_norm(weight: Tensor, *, identity: float = 0.0) -> Upper:
     return (matrices_norm(scaled) + rounding) * scale
 
 
+@remembered
 def matrices_norm(matrices: Tensor) -> Upper:
     """An upper bound on the largest spectral norm.
 

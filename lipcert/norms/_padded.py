@@ -147,7 +147,7 @@ def _cyclic(weight: Tensor, border: Border, stride: Any, dilation: Any, groups: 
         axes.append(_Cycle(n, outputs, s, 0, n // s, taps, exponents, phases))
     matrices = as_float64(weight).unflatten(0, (groups, -1))
     scaled, scale = normalise(_polyphase(matrices, axes).flatten(0, len(axes) - 1))
-    return _torus_norm(scaled, axes, twisted=False) * scale * Upper(copies).sqrt() if scale else Upper(0)
+    return _torus_norm(scaled, axes, False) * scale * Upper(copies).sqrt() if scale else Upper(0)
 
 
 def _of_border(weight: Tensor, border: Border, stride: Any, dilation: Any, groups: int) -> Upper:

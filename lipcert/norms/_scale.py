@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipcert.errors import InputError
+from lipcert.numerics import Upper
+
+# The number of norms that are kept.
+_KEPT = 4096
 
 
 def as_float64(weight: Tensor) -> Tensor:
@@ -42,3 +51,27 @@ def normalise(weight: Tensor) -> tuple[Tensor, float]:
     exponent = math.frexp(largest)[1] - 1
     half = exponent // 2
     return (weight * 2.0**-half).mul_(2.0 ** (half - exponent)), math.ldexp(1.0, exponent)
+
+
+def remembered(norm: Callable[..., Upper]) -> Callable[..., Upper]:
+    """A decorator for norms of matrices: those of the same matrices are computed once in a process.
+
+    A network is bounded several times, for its constant, its rounding errors, and the layers before a cut. The last
+    norms are kept by a hash of the entries and the other arguments.
+    """
+    kept: OrderedDict[bytes, Upper] = OrderedDict()
+
+    @functools.wraps(norm)
+    def once(matrices: Tensor, *args: Any) -> Upper:
+        key = hashlib.blake2b(digest_size=32)
+        key.update(matrices.detach().cpu().contiguous().numpy().data)
+        key.update(repr((matrices.shape, matrices.dtype, args)).encode())
+        digest = key.digest()
+        if digest in kept:
+            return kept[digest]
+        result = kept[digest] = norm(matrices, *args)
+        while len(kept) > _KEPT:
+            kept.popitem(last=False)
+        return result
+
+    return once
