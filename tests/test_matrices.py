@@ -10,6 +10,7 @@ import lipcert
 from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
+from lipcert.errors import UnsupportedOperation
 from lipcert.norms import factor, verified_norms
 
 
@@ -77,6 +78,7 @@ def test_blocks_are_found_and_used():
     torch.testing.assert_close(matrix.dense(), dense, rtol=0, atol=0)
     torch.testing.assert_close(matrix.norm(), torch.linalg.matrix_norm(dense, 2))
     order, scale = torch.randperm(15), seeded(2, 15).abs()
+    swapped = Groups(groups.columns, groups.rows)
     for one, other in (
         (matrix.row_norms(), dense.norm(dim=2)),
         (matrix.column_norms(), dense.norm(dim=1)),
@@ -84,9 +86,29 @@ def test_blocks_are_found_and_used():
         (matrix.moved(order).dense(), dense[:, order]),
         (matrix.scaled(scale).dense(), scale[:, :, None] * dense),
         (matrix.block_norms(5), whole.block_norms(5)),
-        (matrix.times(JacobianMatrix.of(dense.mT[:1], Groups(groups.columns, groups.rows)))[0], dense @ dense.mT[:1]),
+        (matrix.times(JacobianMatrix.of(dense.mT[:1], swapped)).dense(), dense @ dense.mT[:1]),
+        (whole.times(JacobianMatrix.of(dense.mT[:1], None)).dense(), dense @ dense.mT[:1]),
+        (matrix.columns_scaled(seeded(2, 20)).dense(), dense * seeded(2, 20)[:, None]),
+        (matrix.plus(matrix).dense(), 2 * dense),
+        (matrix.plus(JacobianMatrix.of(seeded(2, 15, 20), None)).dense(), dense + seeded(2, 15, 20)),
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("outer", [1, 3, 5])
+def test_products_of_blocks_inside_blocks(outer):
+    """15 blocks of 2 × 3, whose rows lie in 1, 3 or 5 blocks of the matrix before, in random order."""
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(4))
+    first = torch.block_diag(*seeded(outer, 4, 30 // outer).unbind())[:, order]
+    second = torch.block_diag(*seeded(15, 2, 3, seed=1).unbind())[order][:, torch.randperm(45)]
+    one, other = (JacobianMatrix.of(m[None], found_groups(m[None])) for m in (first, second))
+    product = one.times(other)
+    torch.testing.assert_close(product.dense(), (first @ second)[None])
+    assert product.entries.shape[1] == outer
+    error = (product.dense()[0] - first @ second).norm()
+    assert error <= product.error[0]
+    swapped = JacobianMatrix.of(seeded(1, 3, 4 * outer), None)  # one block before several
+    torch.testing.assert_close(swapped.times(one).dense()[0], swapped.dense()[0] @ first)
 
 
 def test_an_image_whose_matrix_has_other_zeros_counts_in_full():
@@ -103,6 +125,19 @@ def test_groups_of_different_sizes_are_one_matrix():
     assert found_groups(torch.block_diag(torch.ones(2, 2), torch.ones(1, 2))[None]) is None
     assert found_groups(torch.ones(1, 3, 3)) is None
     assert found_groups(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])) is None
+
+
+class Sorted(nn.Module):
+    """Smoothed pairs behind patches and behind a matrix, for an image and its mirror image: blocks of 2 × 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.first, self.last = nn.Conv2d(2, 6, 4, stride=4), nn.Linear(24, 8), nn.Linear(8, 3)
+        self.pairs, self.more = lipcert.surgery.SmoothMaxMin(0.3), lipcert.surgery.SmoothMaxMin(0.3, -1)
+
+    def forward(self, x):
+        x = self.pairs(self.patches(torch.cat((x, x.flip(-1))))).flatten(1)
+        return self.last(self.more(self.first(x))).unflatten(0, (2, -1)).mean(0)
 
 
 class Halves(nn.Module):
@@ -133,6 +168,7 @@ def vit():
 BUILT = {
     "halves": lambda: lipcert.load(Halves(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
     "projected": lambda: lipcert.load(Halves(True), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
+    "sorted": lambda: lipcert.load(Sorted(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
     "vit": vit,
 }
 
@@ -180,6 +216,30 @@ def test_every_norm_is_above_that_of_the_dense_jacobian(name):
                 above = one.formed(mapped, b.shape).norm()[0]
                 assert torch.linalg.matrix_norm(form @ dense, 2) <= above * (1 + 1e-12)
                 assert above <= torch.linalg.matrix_norm(form @ dense, 2) * 1.001 + 1e-6
+
+
+def test_one_bend_between_constant_matrices():
+    """What is between the image and the second pairs is affine but for the first: a product of stored matrices."""
+    method = Anchored(built("sorted"))
+    images = torch.rand(2, 2, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    method(images)
+    by, first, source = method.finder.jacobians, method.network.stages[0].start, method.network.source
+    (u,) = method.network.operands(method.network.stages[-1].nonlinear[-1])
+    assert by.bend(first, u) is method.network.stages[0].nonlinear[0]
+    assert (source, u) in by.bent
+    assert (source, u) not in by.bends([(source, u)])
+    assert (first, u) in by.bends([(source, u)])
+
+
+def test_a_path_that_autograd_does_not_see_is_refused():
+    target = torch.ones(2, 3, dtype=torch.float64)
+    source = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    method = Anchored(built("halves"))
+    (u,) = method.network.operands(method.network.stages[-1].nonlinear[-1])
+    for hidden in (target, (target * source.detach()).requires_grad_()):
+        with pytest.raises(UnsupportedOperation, match="cannot be differentiated"):
+            method.finder.jacobians._check_used(hidden, [source], u)
+    method.finder.jacobians._check_used(target * source, [source], u)
 
 
 @pytest.mark.parametrize("name", BUILT)

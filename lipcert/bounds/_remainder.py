@@ -259,6 +259,7 @@ class Smooth(Remainder):
     curvature: ClassVar[float]
     downward: ClassVar[float] = math.inf
     entrywise = each = sums = contracts = True
+    _latest: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.z = per_image(operands[0])
@@ -268,8 +269,15 @@ class Smooth(Remainder):
         """A non-increasing upper bound on |φ''(t)| over |t| ≥ distance ≥ 0."""
         return torch.full_like(distance, self.curvature)
 
+    def second(self, reach: Tensor) -> Tensor:
+        """Upper bounds on |φ''| within ``reach`` of z, both of shape (N, entries)."""
+        return self.envelope((self.size - reach).clamp_min(0))
+
     def _local(self, rho: Sequence[Tensor]) -> Tensor:
-        return self.envelope((self.size - each_entry(rho)).clamp_min(0))
+        """:meth:`second`, computed once for all answers at one ρ."""
+        if self._latest is None or self._latest[0] is not rho[-1]:
+            self._latest = rho[-1], self.second(each_entry(rho))
+        return self._latest[1]
 
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Upper bounds on φ'' and on −φ'' within p of z, at least 0."""

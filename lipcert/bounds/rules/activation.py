@@ -240,6 +240,7 @@ class LogSigmoid(Smooth):
 
     def only(self, index: Tensor) -> Self:
         part = copy.copy(self)
+        part._latest = None
         for name in ("z", "size", "a", "whole", "slope", "highest"):
             setattr(part, name, getattr(self, name)[index])
         return part
@@ -251,10 +252,10 @@ class LogSigmoid(Smooth):
     def envelope(self, distance: Tensor) -> Tensor:
         return 0.25 / torch.cosh(distance / 2).square()
 
-    def _local(self, rho: Sequence[Tensor]) -> Tensor:
-        t = torch.minimum(each_entry(rho), self.highest).clamp_min(_SMALLEST_STEP)
+    def second(self, reach: Tensor) -> Tensor:
+        t = torch.minimum(reach, self.highest).clamp_min(_SMALLEST_STEP)
         exact = (self._lost(t) * (1 + _ROUGH) + _ROUGH * (1 + t)) / t.square()
-        return torch.minimum(super()._local(rho), 2 * exact)
+        return torch.minimum(super().second(reach), 2 * exact)
 
     def _signed(self, rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         local = self._local(rho)

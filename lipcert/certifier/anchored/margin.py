@@ -152,7 +152,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
                     if a is u or (a, u) in at.plan.unconnected:
                         continue
                     # Products bound the others: ‖M‖ ‖G(a → u)‖, or through a value with a norm.
-                    if (a, u) in at.plan.chained or not at.finder.wants("form", a, v, number):
+                    if (a, u) in at.plan.chained | at.plan.covered or not at.finder.wants("form", a, v, number):
                         by_products.append(a)
                     else:
                         norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)
@@ -264,7 +264,12 @@ class RivalMargin:
         ball = self._bound(eps, curvature, forms)
         if self.ray is None or bool((ball > 0).all()):
             return ball
-        return torch.maximum(ball, self.in_sectors(eps, curvature, forms).amin(1))
+        if curvature:
+            return torch.maximum(ball, self.in_sectors(eps, curvature, forms).amin(1))
+        open_ = (~(ball > 0)).nonzero()[:, 0]  # decided per image, so that a bound does not depend on the others
+        part = self if len(open_) == len(ball) else self.only(open_)
+        inside = part.in_sectors(eps[open_]).amin(1)
+        return ball.index_copy(0, open_, torch.maximum(ball[open_], inside))
 
     def in_sectors(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """Lower bounds on the margin in the sectors that cover the ball of radius ε, shape (N, sectors)."""
@@ -301,7 +306,7 @@ class RivalMargin:
 
     def _bound(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
         """A lower bound on the margin within distance ε, in a sector, shape (N,)."""
-        deviations = self.at.walk(eps, curvature, sector=sector)
+        deviations = self.at.walk(eps, curvature, sector=sector, outputs=False)
         loss = torch.zeros_like(eps)
         noise = self.rounding[:, 0] * eps  # rounding errors of the gradients
         for v, rho in deviations.operands.items():
@@ -352,8 +357,8 @@ class RivalMargin:
     def moved(self, eps: Tensor) -> dict[Node, list[Tensor]]:
         """Upper bounds on the deviations of operands within ε: the largest in the sectors that cover the ball."""
         if self.ray is None:
-            return self.at.walk(eps).operands
-        operands = self._wide.at.walk(eps[self._repeated], sector=self._every(eps)).operands
+            return self.at.walk(eps, outputs=False).operands
+        operands = self._wide.at.walk(eps[self._repeated], sector=self._every(eps), outputs=False).operands
         return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in operands.items()}
 
     def forms(self, least: Tensor) -> tuple[RivalMargin, Tensor, Forms]:

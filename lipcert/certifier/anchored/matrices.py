@@ -1,7 +1,9 @@
 """Jacobians written out as matrices, computed once for the images and shared by all norms that need them.
 
-All columns of G(a → u), for every u behind a, come from one pass with the unit vectors of a; all rows of G(a → b) from
-one pass backwards with those of b. So ‖G‖, the norms of its rows, and ‖M G‖ for the maps M of every rival class take
+All rows of G(a → u), for every a before u, come from one pass backwards with the unit vectors of u; or all columns, for
+every u behind a, from one pass with those of a. If a single operation between a and u is not affine, and acts entry by
+entry, G(a → u) is a sum and product of matrices that are the same for all images, and of the slopes
+(:meth:`.jacobians.Jacobians.bend`). So ‖G‖, the norms of its rows, and ‖M G‖ for the maps M of every rival class take
 products of stored matrices, and no further passes.
 
 **Factors.** A matrix L is a *factor* of G if G Gᵀ ⪯ L Lᵀ. Then ‖M G‖ ≤ ‖M L‖ for every M, because
@@ -20,6 +22,8 @@ products of stored matrices are part of ``error``, and those of norms of the bou
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from lipcert.bounds import Form
 from lipcert.norms import dot_error, factor, verified_norms
-from lipcert.numerics import INFLATE, at_most
+from lipcert.numerics import INFLATE, UNIT, at_most
 
 # The largest relative distance of a norm from the one that Lanczos estimates before it is verified.
 _LOOSE = 1e-3
@@ -66,6 +70,14 @@ class JacobianMatrix:
             if int(blocks.count_nonzero()) == int(dense.count_nonzero()):  # NaN is not zero
                 return cls(blocks, groups, exact)
         return cls(dense[:, None], None, exact)
+
+    @classmethod
+    def joined(cls, parts: Sequence[JacobianMatrix]) -> JacobianMatrix:
+        """One for all images, from those of some each."""
+        groups = parts[0].groups
+        same = all(_equal(part.groups, groups) for part in parts)
+        entries = torch.cat([part.entries if same else part.dense()[:, None] for part in parts])
+        return cls(entries, groups if same else None, torch.cat([part.error for part in parts]))
 
     def only(self, index: Tensor) -> JacobianMatrix:
         """The same for the images with the given indices."""
@@ -137,30 +149,89 @@ class JacobianMatrix:
         moved = torch.vmap(form)(columns).flatten(2).movedim(0, 2)
         return JacobianMatrix(moved[:, None], None, form.norm * self.error)
 
-    def times(self, other: JacobianMatrix) -> tuple[Tensor, Tensor]:
-        """G(c → u) L for this G(c → u) and a factor L of G(x → c) that is the same for all images, with its error."""
-        dense = self.dense()
-        if other.groups is None:
-            product = dense @ other.entries[:, 0]
+    def columns_scaled(self, scale: Tensor) -> JacobianMatrix:
+        """This times diag(scale), with ``scale`` of shape (N, columns); only of a G that is its own factor."""
+        columns = scale[:, None] if self.groups is None else scale[:, self.groups.columns]
+        return replace(self, entries=self.entries * columns[:, :, None], error=scale.abs().amax(1) * self.error)
+
+    def plus(self, other: JacobianMatrix) -> JacobianMatrix:
+        """The sum of both, in the blocks of this where the other has its zeros; for G that are their own factors."""
+        same = _equal(self.groups, other.groups) or JacobianMatrix.of(other.dense(), self.groups).groups is not None
+        groups = self.groups if same else None
+        total = self.within(groups) + other.within(groups)
+        rounding = 2 * UNIT * (self.size + other.size)
+        return JacobianMatrix(total, groups, at_most(self.error + other.error + rounding))
+
+    def within(self, groups: Groups | None) -> Tensor:
+        """The blocks in these groups, which hold all entries that are not 0."""
+        return self.entries if _equal(groups, self.groups) else JacobianMatrix.of(self.dense(), groups).entries
+
+    def times(self, other: JacobianMatrix) -> JacobianMatrix:
+        """G(c → u) L for this G(c → u) and a factor L of G(x → c), of which one is the same for all images or both are.
+
+        If each block of L has its rows in one block of this, the product has the blocks of this.
+        """
+        nested = self._nested(other)
+        if nested is None:
+            product, groups = (self.dense() @ other.dense())[:, None], None
         else:
-            rows, columns = other.groups
-            parts = dense[:, :, rows].movedim(2, 1) @ other.entries  # (N, B, rows of this, c)
-            product = torch.empty_like(parts.movedim(1, 2).flatten(2))
-            product[:, :, columns.flatten()] = parts.movedim(1, 2).flatten(2)
-        lost = dot_error(other.entries.shape[2]) * 1.01 * self.size * other.size
-        return product, at_most(lost + self.size * other.error + self.error * other.size)
+            blocks, places = nested  # (B, k): the blocks of L in each block of this; (B, k, r): their rows in it
+            count = len(blocks)
+            across = torch.arange(count, device=places.device)[:, None]
+            chosen = self.entries[:, across, :, places.reshape(count, -1)]  # (B, k r, N, rows)
+            chosen = chosen.reshape(*places.shape, *chosen.shape[2:]).permute(3, 0, 1, 4, 2)
+            parts = chosen @ other.entries[:, blocks]  # (N, B, k, rows, columns)
+            product = parts.transpose(2, 3).flatten(3)
+            rows, columns = self._groups(), other._groups().columns[blocks].reshape(count, -1)
+            groups = Groups(rows.rows, columns) if count > 1 else None
+            if count == 1:
+                product = torch.empty_like(product).index_copy_(3, columns[0], product)
+        lost = dot_error(self._groups().columns.numel()) * 1.01 * self.size * other.size
+        return JacobianMatrix(
+            product, groups, at_most(lost + self.size * other.error + self.error * (other.size + other.error))
+        )
+
+    def _groups(self) -> Groups:
+        """The groups, also of one block."""
+        if self.groups is not None:
+            return self.groups
+        rows, columns = (torch.arange(size, device=self.entries.device)[None] for size in self.entries.shape[2:])
+        return Groups(rows, columns)
+
+    def _nested(self, other: JacobianMatrix) -> tuple[Tensor, Tensor] | None:
+        """For the blocks of this, those of ``other`` with rows in it, and their places in it; None if these differ."""
+        whole, inner = self._groups().columns, other._groups().rows
+        if inner.shape[1] > whole.shape[1] or len(inner) % len(whole):
+            return None
+        owner, place = (torch.empty(whole.numel(), dtype=torch.long, device=whole.device) for _ in range(2))
+        owner[whole.flatten()] = torch.arange(len(whole), device=whole.device).repeat_interleave(whole.shape[1])
+        place[whole.flatten()] = torch.arange(whole.shape[1], device=whole.device).repeat(len(whole))
+        owners = owner[inner]
+        each = owners[:, 0].bincount(minlength=len(whole))
+        if bool((owners != owners[:, :1]).any()) or bool((each != each[0]).any()):
+            return None
+        blocks = owners[:, 0].argsort(stable=True).reshape(len(whole), -1)
+        return blocks, place[inner[blocks]]
 
     def reduced(self) -> JacobianMatrix:
         """A factor with no more columns than rows."""
-        if self.entries.shape[3] <= self.entries.shape[2] or not bool(self.entries.isfinite().all()):
+        if self.entries.shape[3] <= self.entries.shape[2]:
             return self
         images, blocks = self.entries.shape[:2]
-        square = factor(self.entries.flatten(0, 1)).unflatten(0, (images, blocks))
+        finite = self.entries.isfinite().flatten(1).all(1)[:, None, None, None]
+        square = factor(torch.where(finite, self.entries, 0.0).flatten(0, 1)).unflatten(0, (images, blocks))
+        square = torch.where(finite, square, math.inf)
         groups = self.groups
         if groups is not None:
             places = torch.arange(groups.rows.numel(), device=groups.rows.device)
             groups = Groups(groups.rows, places.reshape(groups.rows.shape))
         return JacobianMatrix(square, groups, self.error)
+
+
+def _equal(one: Groups | None, other: Groups | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.rows, other.rows) and torch.equal(one.columns, other.columns)
 
 
 def groups_of(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Groups | None:

@@ -82,11 +82,13 @@ class Network:
     """A captured network, divided into stages after the perturbed value.
 
     Attributes:
+        casts: whether the casts inside the network are recorded.
         source: the perturbed value.
         rules: the remainder rule of every nonlinear operation after it, in order.
         stages: the stages, in order.
         head: features h and weight W if the logits are W h + b; None otherwise.
         chains: products of norms along the operations after the source.
+        kept: the nodes whose nominal values are kept, in order.
         local: rounding errors of these operations in float64.
 
     Args:
@@ -114,13 +116,14 @@ class Network:
         widths: tuple[Node, ...] = (),
         merged: bool = False,
     ):
-        self.model, self.widths = model, widths
+        self.model, self.widths, self.casts = model, widths, casts
         example = an_image(model)
         if graph is None:  # ``at`` may name a value inside a form
             graph = prepared(recorded(model, casts=casts), model, forms=not casts and at is None, casts=casts)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
+        self.kept = self._kept()
         self.rules = self._rules(example)
         self.stages = _merged(self._stages()) if merged else self._stages()
         if isinstance(at, int):
@@ -205,6 +208,13 @@ class Network:
             listed = ", ".join(place for place in modules if place not in ("", "net"))
             raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
         return inside[-1]
+
+    def _kept(self) -> list[Node]:
+        """The nodes whose values are needed to linearise what follows the source."""
+        after = self.replay.between(self.source, [self.graph.output])
+        read = {operand for node in after for operand in node.operands}
+        needed_for = {self.source, self.graph.output, *after, *read}
+        return [node for node in self.graph.nodes if node in needed_for]
 
     def _rules(self, example: Tensor) -> dict[Node, type[Remainder]]:
         values = self.values(example[:, None])
@@ -308,13 +318,13 @@ class Network:
         return not any(node in self.rules for node in self.replay.between(a, [b]))
 
     def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
-        """Nominal values of all nodes with one result, each of shape (N, *node.shape).
+        """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads.
 
         Args:
             images: shape (N, 1, C, H, W).
             widths: the widths of the secants, each of shape (N, 1); 0 by default.
         """
-        single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
+        single = [node for node in self.kept if node.single and node is not self.graph.input]
         leaves = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
 
         def one(image: Tensor, *width: Tensor) -> tuple[Tensor, ...]:
@@ -322,7 +332,8 @@ class Network:
             return tuple(computed[node] for node in single)
 
         results = torch.vmap(one)(images, *leaves.values())
-        return {self.graph.input: images, **leaves, **dict(zip(single, results, strict=True))}
+        nominal = dict(zip(single, results, strict=True))
+        return leaves | nominal | ({self.graph.input: images} if self.graph.input in self.kept else {})
 
     def remainder(self, v: Node, values: Mapping[Node, Tensor]) -> Remainder:
         """The remainder rule of one operation at nominal values."""

@@ -198,7 +198,8 @@ class NormFinder:
         ``progress`` is called with (norms computed, norms in total).
         """
         plan, norms, by = self.plan, Norms(ledger, columns=self.columns), self.jacobians
-        norms.written = Written(by, values, plan.pairs)
+        wanted = [(a, b) for a, b in plan.pairs if self.wants("norm", a, b) or self.wants("peak", a, b)]
+        norms.written = Written(by, values, wanted)
         alone = {node: value[:1] for node, value in values.items()}
         kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
         in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs) + len(plan.along)
@@ -235,6 +236,7 @@ class NormFinder:
             by.error_of,
             by.error_factor,
             through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
+            bends=by.bends(plan.pairs),
             cuts=[stage.start for stage in self.network.stages],
             proved=not plan.chained,
         )
@@ -267,6 +269,9 @@ class NormFinder:
                 norms.weighted[a, v] = torch.minimum(self.product(a, u, last, norms), most)
         units = {v: self.network.remainder(v, values).units for v in plan.tokens}
         for a, v in plan.along:
+            if plan.covers(a, v):
+                norms.along[a, v] = norms.gains[a, self.network.operands(v)[0]][:, None].expand(-1, 2)
+                continue
             size = self.jacobians.along(a, v.operands[0], values, units[v], plan.tokens[v])
             norms.along[a, v] = size + lost[a, self.network.operands(v)[0]][:, None]
             report()
@@ -274,6 +279,8 @@ class NormFinder:
 
     def wants(self, kind: str, a: Node, b: Node, *more: int) -> bool:
         """Whether a norm is computed, rather than bounded by products."""
+        if kind != "form" and ((a, b) in self.plan.covered or (kind == "weighted" and self.plan.covers(a, b))):
+            return False
         if self.tolerance((kind, a, b, *more)) < math.inf and not (kind == "norm" and (a, b) in self.plan.loose):
             return True
         return kind != "form" and self.network.affine_path(a, b if kind in ("norm", "peak") else b.operands[0])

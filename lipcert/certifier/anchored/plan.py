@@ -74,6 +74,8 @@ class NormPlan:
             ``passes``.
         links: single operations whose norms are computed: factors of these products, and operations without bounds.
         loose: the pairs that products of other norms bound well enough.
+        covered: the pairs (c, b) that products bound, because the pairs (x, b) say more: c is the start of the first
+            stage, so no remainder arrives there, and ‖G(x → b)‖ ≤ ‖G(c → b)‖ ‖G(x → c)‖.
         columns: the pairs (v, u) with an affine path from a smooth operation v to u, for which the norms of the columns
             of G(v → u) are computed.
         ahead: the first such u for a smooth operation v; the norms w of these columns weight the deviation of v's
@@ -108,6 +110,7 @@ class NormPlan:
             elif a is not b:
                 self.unconnected.add((a, b))
         self.loose = self._features() if self.whole else frozenset()
+        self.covered = self._covered() if self.whole and not network.casts else frozenset()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.chained: frozenset[Pair] = frozenset()
@@ -132,10 +135,10 @@ class NormPlan:
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
         planned = (
-            sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in self.loose)
-            + sum(self.work_of(a, b, peak=True) for a, b in self.peaks)
-            + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted)
-            + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along)
+            sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in self.loose | self.covered)
+            + sum(self.work_of(a, b, peak=True) for a, b in self.peaks if (a, b) not in self.covered)
+            + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
+            + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along if not self.covers(a, v))
         )
         links = self.work_of_links
         return min(planned + links, max(self.limit, links))
@@ -196,6 +199,15 @@ class NormPlan:
                 self.beyond.append(("peak" if peak else "norm", *pair))
         self.chained = frozenset(self.pairs) - set(affordable[False])
         self.pairs, self.peaks = affordable[False], affordable[True]
+
+    def _covered(self) -> frozenset[Pair]:
+        network, c = self.network, self.network.stages[0].start
+        others = frozenset(b for a, b in self.pairs if a is network.source and not network.affine_path(c, b))
+        return frozenset((a, b) for a, b in self.pairs if a is c and b in others and c is not network.source)
+
+    def covers(self, a: Node, v: Node) -> bool:
+        """Whether the pair (a, u) is covered, u the operand of v."""
+        return (a, self.network.root(v.operands[0])) in self.covered
 
     def _features(self) -> frozenset[Pair]:
         """The pairs (a, features of a linear head) with matrices of many rows.

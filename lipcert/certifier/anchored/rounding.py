@@ -13,11 +13,14 @@ and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all 
 and likewise for the transposed product. A norm computed from such products is raised by c S, where c depends on the
 method (:meth:`.jacobians.Jacobians.error_factor`); if computed matrices of G(c → b) and G(a → c) are multiplied,
 g(a → c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b) Ĝ(a → c) − G(a → b) is
-(Ĝ(c → b) − G(c → b)) Ĝ(a → c) + G(c → b) (Ĝ(a → c) − G(a → c)). It includes one more S than needed, so that a raised
-norm is a bound g too. The other g are products of norms of single operations, A + κ each, and of known norms
-(:mod:`.chains`). Each norm is first assumed to be slightly larger than computed. If the assumption does not cover the
-error, it is enlarged; after several failures the norm is dropped. Once all assumptions hold, all bounds are proved by
-induction over the length of the paths.
+(Ĝ(c → b) − G(c → b)) Ĝ(a → c) + G(c → b) (Ĝ(a → c) − G(a → c)). If G(a → b) is computed as G(v → b) D G(a → z) + G₀
+with the diagonal Jacobian D of v = φ(z), and G₀ the Jacobian for a constant v, then G₀ has an error of at most
+S(a, b) + g(a → z) g(D) S(v, b), because G₀ = G(a → o) − G(v → o) D G(a → z) for every o after v; and the product one of
+g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v → b) + S(a, z) g(D) g(v → b). All of this is added. S includes one more S than
+needed, so that a raised norm is a bound g too. The other g are products of norms of single operations, A + κ each, and
+of known norms (:mod:`.chains`). Each norm is first assumed to be slightly larger than computed. If the assumption does
+not cover the error, it is enlarged; after several failures the norm is dropped. Once all assumptions hold, all bounds
+are proved by induction over the length of the paths.
 
 **Values.** The exact network with the perturbation δ deviates from the computed values by
 
@@ -57,7 +60,7 @@ from torch import Tensor
 from lipcert.bounds import WINDOW, Jacobian, NoAnswer, Schur, gamma, lengths, remainder_of, rule_for, schur_bounds
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
 from lipcert.graph import REARRANGING, Node
-from lipcert.numerics import SMALLEST_NORMAL, at_most
+from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
@@ -276,6 +279,7 @@ class PathBounds:
         factor: c for each pair.
         also: further pairs for which S is computed, for instance for norms of M G(a → b).
         through: the values c of the pairs for which computed G(c → b) and G(a → c) are multiplied.
+        bends: the operations v of the pairs for which G(v → b) diag(φ') G(a → z) + G₀ is computed.
     """
 
     def __init__(
@@ -287,8 +291,9 @@ class PathBounds:
         factor: Mapping[Pair, float],
         also: Collection[Pair] = (),
         through: Mapping[Pair, Node] = MappingProxyType({}),
+        bends: Mapping[Pair, Node] = MappingProxyType({}),
     ):
-        self.chains, self.gains, self.off, self.through = chains, gains, off, through
+        self.chains, self.gains, self.off, self.through, self.bends = chains, gains, off, through, bends
         nodes = [chains.source, *chains.links]
         self.place = {node: number for number, node in enumerate(nodes)}
         assumed = {pair: norm * (1 + _SHARE) for pair, norm in computed.items()}
@@ -312,11 +317,24 @@ class PathBounds:
 
     def _slack(self, pairs: Iterable[Pair]) -> dict[Pair, Tensor]:
         products, place = self.off_by(), self.place
-        slack = {(a, b): products[:, place[a], place[b]] for a, b in pairs}
+
+        def of(a: Node, b: Node) -> Tensor:
+            """S of a computed G(a → b), as described at the head of this file."""
+            alone, v = products[:, place[a], place[b]], self.bends.get((a, b))
+            if v is None:
+                return alone
+            (link,) = self.chains.links[v]
+            i, j, k, o = place[a], place[v], place[b], place[link.operand]
+            gain, before, after = self.gains[link], self.bounds[:, i, o], self.bounds[:, j, k]
+            twice = 2 * times(times(gain, before), products[:, j, k])
+            slopes = times(times(self.off[link], before), after) + times(times(gain, products[:, i, o]), after)
+            return at_most(alone + (twice + slopes) * (1 + SAFETY))
+
+        slack = {(a, b): of(a, b) for a, b in pairs}
         for (a, b), c in self.through.items():
             if (a, b) in slack:
                 i, j, k = place[a], place[c], place[b]
-                more = times(self.bounds[:, i, j], products[:, j, k]) + times(products[:, i, j], self.bounds[:, j, k])
+                more = times(self.bounds[:, i, j], of(c, b)) + times(products[:, i, j], self.bounds[:, j, k])
                 slack[a, b] = at_most(slack[a, b] + more)
         return slack
 
@@ -355,6 +373,7 @@ def rounded(
     error_of_link: Callable[[Node, int], float],
     *,
     through: Mapping[Pair, Node] = MappingProxyType({}),
+    bends: Mapping[Pair, Node] = MappingProxyType({}),
     cuts: Iterable[Node] = (),
     proved: bool = True,
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
@@ -370,6 +389,7 @@ def rounded(
         error_of: c of the norm of G(a → b).
         error_of_link: the same for the norm of a single operation, from its operand and the number of rows.
         through: as for :class:`PathBounds`.
+        bends: likewise.
         cuts: further values a for which bounds on ‖G(a → o)‖ are kept.
         proved: whether the error of the values is bounded; otherwise it is checked, and ν is 0.
 
@@ -397,6 +417,7 @@ def rounded(
             factor,
             requested,
             through,
+            bends,
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))

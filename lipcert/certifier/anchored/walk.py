@@ -248,6 +248,7 @@ class Linearization:
         *,
         layerwise: bool = False,
         sector: Sector | None = None,
+        outputs: bool = True,
     ) -> Deviations:
         """Bounds on the deviations of values for perturbations of norm at most ε.
 
@@ -260,6 +261,7 @@ class Linearization:
             curvature: norms with the forms M of the operations for which ‖Mδ‖ is bounded.
             layerwise: uses only the bound that the previous stage passes on.
             sector: what is known of the perturbations besides their norm.
+            outputs: whether the logits and features are of interest; otherwise nothing is known of them.
         """
         network, zero = self.network, torch.zeros_like(eps)
         before = self.rounding.before(network.stages[0])
@@ -286,6 +288,8 @@ class Linearization:
             self.rounding.enter(stage, walk.at_start)
             walk.visit(operands, weighed)
             remainders |= {v: norm for v, norm, _ in walk.effects}
+            if stage is network.stages[-1] and not outputs:
+                return Deviations(operands, torch.full_like(eps, math.inf), None, remainders, weighed, stages)
             remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
             passed_on = at_most(walk.linear(stage.end, NORM) + remainder)
             if before is not None and not stages:  # later stages find the rounding before the first at its end

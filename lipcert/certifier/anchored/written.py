@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
+from lipcert.bounds import column_sums
 from lipcert.certifier.anchored.chains import Pair
 from lipcert.certifier.anchored.jacobians import Jacobians
 from lipcert.certifier.anchored.matrices import JacobianMatrix
@@ -37,18 +38,24 @@ class Written:
     def matrix(self, a: Node, b: Node) -> JacobianMatrix:
         """G(a → b), with the rows in the order of the value of which b is a rearrangement."""
         by, u = self.jacobians, self.jacobians.network.root(b)
-        if (a, u) in by.constants:
+        if by.network.affine_path(a, u):
+            if (a, u) not in by.constants:
+                by.constants |= by.matrices([(a, u)], {node: value[:1] for node, value in self.values.items()})
             return by.constants[a, u]
         if (a, u) not in self._matrices:
-            affine = by.network.affine_path(a, u)
-            targets = [u]
-            if not affine:
-                more = (w for start, w in self.pairs if start is a and (a, w) not in self._matrices and by.writes(a, w))
-                targets += [w for w in more if w is not u and not by.network.affine_path(a, w)]
-            values = {node: value[:1] for node, value in self.values.items()} if affine else self.values
-            computed = zip(((a, w) for w in targets), by.matrices(a, targets, values), strict=True)
-            (by.constants if affine else self._matrices).update(computed)
-        return by.constants[a, u] if (a, u) in by.constants else self._matrices[a, u]
+            pairs = {(a, u)} if self._matrices else {(a, u), *self._shared()}
+            self._matrices |= by.matrices(pairs - self._matrices.keys(), self.values)
+        return self._matrices[a, u]
+
+    def _shared(self) -> Iterator[Pair]:
+        """The pairs whose matrices are computed from products with the network, without those of the same for all."""
+        by = self.jacobians
+        for a, b in self.pairs:
+            u, first = by.network.root(b), by.first(b) if a is by.network.source else None
+            if by.writes(a, u) and u is not first:
+                start = first or a
+                if not by.network.affine_path(start, u) and by.bend(start, u) is None:
+                    yield start, u
 
     def factor(self, a: Node, b: Node) -> JacobianMatrix:
         """A factor of G(a → b), with the rows in the order in which b has its entries."""
@@ -62,15 +69,53 @@ class Written:
     def _factor(self, a: Node, u: Node) -> JacobianMatrix:
         by = self.jacobians
         first, entrance = by.first(u) if a is by.network.source else None, by.entrance()
-        if first is None or entrance is None:
-            matrix = self.matrix(a, u)
-        elif u is first:
+        if first is not None and u is first:
+            assert entrance is not None
             return entrance
-        else:
-            dense, error = self.matrix(first, u).times(entrance)
-            matrix = JacobianMatrix.of(dense, by.groups_at(a, u, dense))
-            matrix = replace(matrix, error=error)
+        start, last = (a, None) if first is None else (first, entrance)
+        if by.bend(start, u) is not None:
+            return JacobianMatrix.joined([self._narrow(a, u, part) for part in self._bent(a, u, last)])
+        matrix = self.matrix(start, u)
+        return self._narrow(a, u, matrix if last is None else matrix.times(last))
+
+    def _narrow(self, a: Node, u: Node, matrix: JacobianMatrix) -> JacobianMatrix:
+        """The matrix in its blocks, or a square factor if it is wide."""
+        if matrix.groups is None:
+            dense = matrix.dense()
+            matrix = replace(JacobianMatrix.of(dense, self.jacobians.groups_at(a, u, dense)), error=matrix.error)
         return matrix.reduced() if matrix.entries.shape[3] >= _WIDE * matrix.entries.shape[2] else matrix
+
+    def _bent(self, a: Node, u: Node, last: JacobianMatrix | None) -> Iterator[JacobianMatrix]:
+        """G(v → u) diag(φ') G(c → z) + G₀ as for :meth:`.Jacobians.bend`, times the factor ``last`` of G(a → c).
+
+        One image after the other: a product may be much larger than what is kept of it.
+        """
+        by = self.jacobians
+        start = a if last is None else by.first(u)
+        assert start is not None
+        v = by.bend(start, u)
+        assert v is not None
+        if (a, u) not in by.bent:
+            (z,) = v.operands
+            alone = {node: value[:1] for node, value in self.values.items()}
+            before, beside = self.matrix(start, z), by.beside(start, u, v, alone)
+            if z is not by.network.root(z):
+                before = before.moved(by.network.order(z).to(before.entries.device))
+            if last is not None:
+                before, beside = before.times(last), None if beside is None else beside.times(last)
+            after = self.matrix(v, u)
+            if beside is not None:  # in the blocks that the sum will have
+                groups = after.times(before).groups
+                beside = (
+                    replace(beside, entries=beside.within(groups), groups=groups)
+                    if (JacobianMatrix.of(beside.dense(), groups).groups is not None)
+                    else beside
+                )
+            by.bent[a, u] = after, before, beside
+        after, before, beside = by.bent[a, u]
+        for slopes in column_sums(v, 0, self.values).split(1):
+            product = after.columns_scaled(slopes).times(before)
+            yield product if beside is None else product.plus(beside)
 
 
 class _Some(Written):
