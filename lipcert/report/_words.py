@@ -60,8 +60,10 @@ def about(run: Run) -> str:
     """What the certificates are valid for."""
     dtype = str(run.summary.get("dtype", "unknown"))
     if run.smoothed:
+        place = run.noise.get("smooth_at")
         network = "" if dtype == "real" else f", sampled in {dtype}"
-        return f"the smoothed classifier, σ = {run.noise['sigma']:g}{network}; not the network itself"
+        where = f" at {place}" if place else ""
+        return f"the smoothed classifier, σ = {run.noise['sigma']:g}{where}{network}; not the network itself"
     return "exact arithmetic" if dtype == "real" else f"a forward pass in {dtype}"
 
 
