@@ -477,8 +477,8 @@ def _from_pretrained() -> str:
     columns += ["bound", "core minutes, training", "certifying"]
     text = (
         "EfficientNet-Lite0 with ImageNet weights, fine-tuned on a part of CIFAR-10 at 64 pixels, and LiResNets of\n"
-        "width 16 at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. Of\n"
-        "the first, the smoothed classifier is right."
+        "width 16 at 32 pixels. ε is measured on what each network gets, so it is the weaker promise at 64 pixels. In\n"
+        "the first row the smoothed classifier is meant.\n"
     )
     return section("Fine-tuning of a pretrained network", columns, rows, text)
 
