@@ -41,7 +41,15 @@ def scaled_to(direction, length):
 def vit(attention_kind="keep", norm="smooth", seed=0, **kwargs):
     torch.manual_seed(seed)
     net = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5, mlp_ratio=2.0, **kwargs
+        "vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=5,
+        mlp_ratio=2.0,
+        **kwargs,
     )
     for parameter in net.parameters():  # away from timm's near-zero start, where hardly anything bends
         if parameter.dim() == 2:
