@@ -50,6 +50,8 @@ _FASTER = 4.0
 TOGETHER = 64
 # Matrices have at most this many entries for each image; those that are 0 do not count in matrices for all images.
 _ENTRIES = 2**24
+# The largest number of products of numbers in a Gram matrix, some seconds of a core.
+_GRAM_WORK = 2**36
 # The largest number of entries of the Gram matrices of blocks of rows, per image; larger blocks are not bounded
 # separately.
 GRAMS = 2**25
@@ -161,7 +163,7 @@ class Jacobians:
         first = self.first(b) if a is network.source else None
         if first is not None:
             return b is first or self.writes(first, b)
-        if few * many > _ENTRIES * (1 if not network.affine_path(a, b) else 4):
+        if few * many > _ENTRIES * (1 if not network.affine_path(a, b) else 4) or few**2 * many > _GRAM_WORK:
             return False
         return few <= _FEW or self.deterministic or worth_writing(network, a, b)
 
