@@ -206,14 +206,17 @@ def page(results: dict[str, Any]) -> str:
         for name, row in results["networks"].items()
         if "surgery" in row
     ]
+    one_by_one = [
+        "\nOne after the other, with processor seconds; `constrain` on 64 images, one update of `finetune`:\n",
+        *table(("network", "`convert --norm smooth`", "then `constrain`", "then `finetune --max-norm 1`"), steps),
+    ]
     env = results["environment"]
     return "\n".join(
         [
             HEAD,
             "## Bounds before and after surgery\n",
             *table(("network", "parameters", "global bound", "`convert`", "`convert --norm smooth`"), bounds),
-            "\nOne after the other, with processor seconds; `constrain` on 64 images, one update of `finetune`:\n",
-            *table(("network", "`convert --norm smooth`", "then `constrain`", "then `finetune --max-norm 1`"), steps),
+            *(one_by_one if steps else ()),
             "\n## `lipcert certify --eps 36/255`\n",
             "Processor seconds of one thread until the first row, start included, and for each further image.\n",
             *table(("network", "weights", "certified", "limit", "first row", "further", "memory", "`convert`"), costs),
@@ -233,6 +236,8 @@ def main() -> None:
     )
     parser.add_argument("--page", action="store_true", help="write the page and stop")
     args = parser.parse_args()
+    if args.surgery and args.data is None:
+        parser.error("--surgery needs --data")
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {"networks": {}}
     if not args.page:
         for name in args.networks or NETWORKS:

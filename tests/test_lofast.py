@@ -38,23 +38,14 @@ def scaled_to(direction, length):
 # Networks ------------------------------------------------------------------------------------------------------------
 
 
-def vit(attention_kind="keep", norm="smooth", seed=0, **kwargs):
+def vit(attention_kind="keep", norm="smooth", seed=0, img_size=16, **kwargs):
     torch.manual_seed(seed)
-    net = timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=16,
-        patch_size=8,
-        embed_dim=16,
-        depth=2,
-        num_heads=2,
-        num_classes=5,
-        mlp_ratio=2.0,
-        **kwargs,
-    )
+    sizes = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0}
+    net = timm.create_model("vit_tiny_patch16_224", img_size=img_size, **{**sizes, **kwargs})
     for parameter in net.parameters():  # away from timm's near-zero start, where hardly anything bends
         if parameter.dim() == 2:
             nn.init.orthogonal_(parameter)
-    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16))
+    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, img_size, img_size))
     lipcert.convert(model, attention=attention_kind, norm=norm)
     return model.double()
 
@@ -62,8 +53,8 @@ def vit(attention_kind="keep", norm="smooth", seed=0, **kwargs):
 LOOSE = 0.5  # of the norms: few iterations, bounds as true as with many
 
 
-def images(count, seed=0):
-    return torch.rand(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def images(count, seed=0, size=16):
+    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def convolutional():
@@ -305,13 +296,16 @@ def test_rows_of_linear_paths_are_exact():
 
 
 def test_columns_enlarge_radii():
-    model, pixels = MODELS["no class token"](), images(1)
+    model, pixels = (
+        vit(class_token=False, global_pool="avg", img_size=32, embed_dim=32, mlp_ratio=4.0),
+        images(1, size=32),
+    )
     predicted, gaps = margins(model(pixels))
     method = Anchored(model, tolerance=LOOSE)
     with_columns = method(pixels).radius(predicted, gaps)
     anchor = method(pixels)
     method.finder.columns.clear()
-    assert bool((with_columns > 1.005 * anchor.radius(predicted, gaps)).all())
+    assert bool((with_columns > 1.02 * anchor.radius(predicted, gaps)).all())
 
 
 def test_deterministic_norms_of_large_networks_are_refused(monkeypatch):

@@ -15,6 +15,7 @@ from lipcert.norms import (
     Draw,
     Ledger,
     _conv,
+    _dense,
     _lanczos,
     _scale,
     _verify,
@@ -739,4 +740,6 @@ def test_the_norm_of_the_same_weight_is_computed_once(monkeypatch):
     weight[0, 0, 0, 0] += 5
     assert conv_norm(weight, (6, 6), padding=1) > first
     assert conv_norm(weight, (9, 9), padding=1) != conv_norm(weight, (6, 6), padding=1)
+    turned = torch.randn(1, 4, 3, dtype=torch.complex128)
+    assert float(_dense.matrices_norm(turned.conj())) == pytest.approx(float(torch.linalg.matrix_norm(turned, 2)), rel=1e-4)
     assert len(asked) > count

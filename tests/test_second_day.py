@@ -38,6 +38,10 @@ def test_radii_of_a_run_with_several_eps_answer_for_each(small):
     assert both.certified_accuracy_at(threshold) == (largest > threshold).double().mean().item()
     assert 0 < both.certified_accuracy_at(threshold) < both.certified_accuracy == 1
     assert both.certified_accuracy_at("1e-3") == both.certified_accuracy
+    assert both.certified_accuracy_at(torch.tensor(threshold)) == both.certified_accuracy_at(threshold)
+    for wrong in ("a third", "1/0"):
+        with pytest.raises(InputError, match="eps must be a number"):
+            both.certified_accuracy_at(wrong)
     metric = lipcert.CertifiedAccuracy(["1e-3", threshold])
     for part in (slice(0, 5), slice(5, 12)):
         metric.update(lipcert.certify(model, images[part], labels[part], eps=["1e-3", threshold]))

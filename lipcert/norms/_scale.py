@@ -64,7 +64,7 @@ def remembered(norm: Callable[..., Upper]) -> Callable[..., Upper]:
     @functools.wraps(norm)
     def once(matrices: Tensor, *args: Any) -> Upper:
         key = hashlib.blake2b(digest_size=32)
-        key.update(matrices.detach().cpu().contiguous().numpy().data)
+        key.update(matrices.detach().resolve_conj().resolve_neg().cpu().contiguous().numpy().data)
         key.update(repr((matrices.shape, matrices.dtype, args)).encode())
         digest = key.digest()
         if digest in kept:

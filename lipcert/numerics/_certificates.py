@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipcert.errors import InputError
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -75,8 +77,15 @@ class Certificates:
         ``eps`` is a number, or a text such as "36/255". A lower bound on the robust accuracy at any ε. Staged
         certification and smoothing stop at the verdict for the ε of the run, and compute larger radii for several:
         ``lipcert.certify(..., eps="36/255,0.5")``.
+
+        Raises:
+            InputError: the text is not a number.
         """
-        value = float(Fraction(eps))  # rounded to nearest: a float64 above it is above ε itself
+        try:
+            # Rounded to nearest: a radius, which is a float64, that is larger is larger than ε itself.
+            value = float(Fraction(eps) if isinstance(eps, str) else eps)
+        except (ValueError, ZeroDivisionError, OverflowError):
+            raise InputError(f"eps must be a number, got {eps!r}; for example 36/255, 0.5 or 1e-3") from None
         return None if self.correct is None else (self.correct & (self.radius > value)).double().mean().item()
 
     def entries(self, i: int) -> dict[str, Any]:

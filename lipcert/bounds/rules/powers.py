@@ -12,7 +12,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import of_entries
 from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
-from lipcert.bounds._remainder import Against, Smooth, each_entry, per_image, remainder, smooth, worst
+from lipcert.bounds._remainder import Against, Smooth, per_image, remainder, smooth, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.bounds.rules.arithmetic import _copies
@@ -152,12 +152,12 @@ class Power(Smooth):
         else:
             self.exponent = {"sqrt": 0.5, "rsqrt": -0.5}[str(node.op)]
 
-    def _local(self, rho: Sequence[Tensor]) -> Tensor:
+    def second(self, reach: Tensor) -> Tensor:
         p = self.exponent
         if p in (0, 1):
             return torch.zeros_like(self.z)
-        nearest = self.z - each_entry(rho)
-        furthest = self.z.abs() + each_entry(rho) if p >= 2 else nearest.clamp_min(0)
+        nearest = self.z - reach
+        furthest = self.z.abs() + reach if p >= 2 else nearest.clamp_min(0)
         bound = abs(p * (p - 1)) * furthest ** (p - 2)
         return bound if p == int(p) else torch.where(nearest > 0, bound, math.inf)
 

@@ -322,7 +322,7 @@ class _Trial:
         fixed = set() if self.margins.shape[1] <= _CLASSES else set(network.outputs)
         for key, slope in zip(logs, slopes, strict=True):
             a, u = ends[key]
-            if u in fixed or (a, u) in plan.chained | plan.covered or (key[0] != "form" and network.affine_path(a, u)):
+            if u in fixed or plan.by_products(a, u) or (key[0] != "form" and network.affine_path(a, u)):
                 continue
             counts = 0.0 if slope is None else slope.nan_to_num(nan=0.0).abs().amax().item()
             cost = plan.work_of(a, u, peak=key[0] == "peak")

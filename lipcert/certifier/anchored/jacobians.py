@@ -365,19 +365,18 @@ class Jacobians:
         All but the slopes φ' is the same for all images.
         """
         if (a, u) not in self._bends:
-            network = self.network
-            nonlinear = [node for node in network.replay.between(a, [u]) if node in network.rules]
-            v = nonlinear[0] if len(nonlinear) == 1 and nonlinear[0] is not u else None
-            if v is not None:
-                alone = len(v.operands) == 1 and v.operands[0].shape == v.shape and network.rules[v].entrywise
-                small = v.entries * max(a.entries, u.entries) <= _ENTRIES
-                v = (
-                    v
-                    if alone and small and [link.operand for link in network.chains.links[v]] == [*v.operands]
-                    else None
-                )
-            self._bends[a, u] = v
+            nonlinear = [node for node in self.network.replay.between(a, [u]) if node in self.network.rules]
+            alone = len(nonlinear) == 1 and nonlinear[0] is not u and self._diagonal(nonlinear[0])
+            small = alone and nonlinear[0].entries * max(a.entries, u.entries) <= _ENTRIES
+            self._bends[a, u] = nonlinear[0] if small else None
         return self._bends[a, u]
+
+    def _diagonal(self, v: Node) -> bool:
+        """Whether the Jacobian of v is a diagonal matrix for its only operand."""
+        network, operands = self.network, [*v.operands]
+        if len(operands) != 1 or operands[0].shape != v.shape or not network.rules[v].entrywise:
+            return False
+        return [link.operand for link in network.chains.links[v]] == operands
 
     def bends(self, pairs: Iterable[Pair]) -> dict[Pair, Node]:
         """The operations :meth:`bend` of the pairs whose matrices are computed with it."""

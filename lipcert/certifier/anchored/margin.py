@@ -152,7 +152,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
                     if a is u or (a, u) in at.plan.unconnected:
                         continue
                     # Products bound the others: ‖M‖ ‖G(a → u)‖, or through a value with a norm.
-                    if (a, u) in at.plan.chained | at.plan.covered or not at.finder.wants("form", a, v, number):
+                    if at.plan.by_products(a, u) or not at.finder.wants("form", a, v, number):
                         by_products.append(a)
                     else:
                         norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)

@@ -134,8 +134,9 @@ class NormPlan:
     @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
+        skipped = self.loose | self.covered
         planned = (
-            sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in self.loose | self.covered)
+            sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in skipped)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks if (a, b) not in self.covered)
             + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
             + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along if not self.covers(a, v))
@@ -204,6 +205,10 @@ class NormPlan:
         network, c = self.network, self.network.stages[0].start
         others = frozenset(b for a, b in self.pairs if a is network.source and not network.affine_path(c, b))
         return frozenset((a, b) for a, b in self.pairs if a is c and b in others and c is not network.source)
+
+    def by_products(self, a: Node, u: Node) -> bool:
+        """Whether products of other norms bound ‖M G(a → u)‖."""
+        return (a, u) in self.chained or (a, u) in self.covered
 
     def covers(self, a: Node, v: Node) -> bool:
         """Whether the pair (a, u) is covered, u the operand of v."""
