@@ -26,7 +26,7 @@ from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier.anchored import Behind, anchored
 from lipcert.certifier.anchored import margin as margin_module
-from lipcert.certifier.anchored.jacobians import margin_gradients
+from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.walk import Linearization
 from lipcert.inputs.data import open_images
 

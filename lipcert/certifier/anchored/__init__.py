@@ -14,9 +14,10 @@ Read the modules in this order:
 - :mod:`.behind`: the certificate behind a cut, with the Lipschitz constant of the layers before it;
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
-They use :mod:`.chains` (products of norms as bounds), :mod:`.matrices` and :mod:`.written` (Jacobians as matrices),
-:mod:`.secants` (secant slopes at kinks) and :mod:`.rounding` (rounding errors of the certifier's own numbers in
-float64). :mod:`lipcert.certifier._search` searches for radii.
+They use :mod:`.gradients` (autograd through a part of the network), :mod:`.chains` (products of norms as bounds),
+:mod:`.matrices` and :mod:`.written` (Jacobians as matrices), :mod:`.secants` (secant slopes at kinks) and
+:mod:`.rounding` (rounding errors of the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches
+for radii.
 """
 
 from lipcert.certifier.anchored.behind import Behind, anchored, cut_of

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import arguments, per_image
-from lipcert.certifier.anchored.jacobians import margin_gradients
+from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
 from lipcert.certifier.anchored.network import Network, Stage
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms

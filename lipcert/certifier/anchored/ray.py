@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form, per_image
-from lipcert.certifier.anchored.jacobians import tangents
+from lipcert.certifier.anchored.gradients import tangents
 from lipcert.certifier.anchored.norms import Seminorm, SeminormKind
 from lipcert.graph import Node
 from lipcert.numerics import INFLATE, UNIT, at_most
