@@ -15,10 +15,12 @@ from lipcert.bounds import MarginBounds, analyze
 from lipcert.errors import LoadError
 from lipcert.networks._parts import NormalizedLinear
 from lipcert.networks.lip_convnet import LipConvNet
+from lipcert.networks.lipnext import Orthogonal
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 SMALL = {
     "liresnet_l6w64": {"width": 8, "depth": 2, "neck": 8, "num_features": 16},
+    "lipnext_l8w128": {"depth": 2, "width": 16},
     "lip_convnet_4c3f": {},
     "lip_convnet_6c2f": {"act_layer": "clipped-maxmin"},
     "lip_convnet_8c2f": {"act_layer": "relu"},
@@ -211,6 +213,42 @@ def test_maxmin_with_a_gradient_is_maxmin() -> None:
     assert torch.allclose(found, wanted, atol=1e-12)
 
 
+def test_every_layer_of_lipnext_is_an_isometry_or_1_lipschitz() -> None:
+    """The bound from the patches to the pooled features, and the ratio of their changes by gradient ascent."""
+    torch.manual_seed(0)
+    model = lipcert.load("lipnext_l8w128", pretrained=False, depth=3, width=16, img_size=8).double()
+    patches = torch.rand(1, 3, 8, 8, dtype=torch.float64) * 2 - 1
+    analysis = analyze(model)
+    (pooled,) = (node for node in analysis.graph.nodes if node.shape == (1, 16))
+    bound = float(analysis.values[pooled].lip) / 4  # pixels are divided by 0.25
+    assert bound == pytest.approx(1, abs=1e-3)
+    net = model.net
+    shift = net.blocks[0].shift
+    moved = shift(torch.arange(16 * 16).double().view(1, 16, 4, 4))
+    assert (moved.flatten().sort().values == torch.arange(256)).all()
+    assert [(moved[0, c] - 16 * c)[1, 1].item() for c in (0, 2, 4, 6, 8)] == [1, 9, 4, 6, 5]
+    change = torch.randn_like(patches).requires_grad_()
+    for _ in range(100):
+        ratio = (net.forward_features(patches + change) - net.forward_features(patches)).norm() / change.norm()
+        (ahead,) = torch.autograd.grad(ratio, change)
+        change = (change + 0.3 * change.norm() * ahead / ahead.norm()).detach().requires_grad_()
+    assert 0.7 < ratio <= bound
+
+
+def test_training_keeps_orthogonal_matrices_on_their_manifold() -> None:
+    torch.manual_seed(0)
+    model = lipcert.load("lipnext_l8w128", pretrained=False, depth=1, width=16, img_size=8, num_classes=3)
+    before = [module.weight.clone() for module in model.modules() if isinstance(module, Orthogonal)]
+    batches = [(torch.rand(8, 3, 8, 8), torch.arange(8) % 3)] * 5
+    lipcert.finetune(model, batches, eps=0.1, loss="emma", epochs=1, optimizer="muon", lr=0.01)
+    after = [module.weight for module in model.modules() if isinstance(module, Orthogonal)]
+    assert len(after) == 3
+    for old, new in zip(before, after, strict=True):
+        matrix = new.flatten(1).double()
+        assert (old - new).norm() > 0.01
+        assert torch.linalg.svdvals(matrix).sub(1).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -218,6 +256,8 @@ def test_maxmin_with_a_gradient_is_maxmin() -> None:
         ("liresnet_l6w64", {"width": 7}, "7 is odd"),
         ("liresnet_l6w64", {"img_size": 4}, "4×4 positions"),
         ("lip_convnet_8c2f", {"img_size": 8}, "too small"),
+        ("lipnext_l8w128", {"img_size": 31}, "patches that cover the image"),
+        ("lipnext_l8w128", {"beta": 2.0}, "beta=2.0"),
         ("liresnet_vit_l2", {"attention": "local"}, "there is no attention 'local'"),
     ],
 )

@@ -4,4 +4,4 @@ The commands and :func:`lipcert.load` import it themselves; before ``timm.create
 ``import lipcert.networks``.
 """
 
-from lipcert.networks import certvit, lip_convnet, liresnet, liresnet_vit, stem_vit
+from lipcert.networks import certvit, lip_convnet, lipnext, liresnet, liresnet_vit, stem_vit

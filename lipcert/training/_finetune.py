@@ -315,6 +315,8 @@ class _Run:
             model.to(memory_format=torch.channels_last)
         weights = {matrix.parameter for matrix in matrices(model)} if asked.keep_zeros else set()
         self.zeros = [(p, p == 0) for p in weights if bool((p == 0).any())]
+        # Modules with weights on a manifold return them to it.
+        self.retractions: list[Any] = [m.retract for m in model.modules() if hasattr(m, "retract")]
         self.hold = None if asked.max_norm is None else NormHold(model, asked.max_norm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._optimizer()
@@ -435,6 +437,8 @@ class _Run:
     def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, _CLIP)
         self.optimizer.step()
+        for retract in self.retractions:
+            retract()
         if self.hold is not None:
             self.hold()
         with torch.no_grad():

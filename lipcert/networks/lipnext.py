@@ -1,0 +1,154 @@
+"""LipNeXt: orthogonal matrices and shifts of channels in place of convolutions, so that every layer is 1-Lipschitz.
+
+Source: Hu, Hu and Fredrikson, "LipNeXt: Scaling up Lipschitz-based certified robustness to billion-parameter models",
+ICLR 2026 (arXiv 2601.18513): orthogonal matrices that are trained on their manifold, spatial shifts, the activation
+β-abs and ℓ2 pooling. What is not fixed by that, such as the order within a block, the share of channels that is shifted
+and the sizes, is chosen here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from lipcert.errors import InputError
+from lipcert.networks._parts import Classifier, NormalizedLinear, build, configuration
+
+# Iterations after an update, which is small: each squares the distance from the manifold.
+_STEPS = 2
+
+
+class Orthogonal(nn.Conv2d):
+    """A convolution with a 1×1 kernel whose matrix, or its transpose, has orthonormal columns."""
+
+    def __init__(self, in_channels: int, out_channels: int, bias: bool = True):
+        super().__init__(in_channels, out_channels, 1, bias=bias)
+        nn.init.orthogonal_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def retract(self) -> None:
+        """Returns to the manifold after an update: W ← W (3I − WᵀW)/2, which tends to the nearest such matrix.
+
+        Source: Björck and Bowie, "An iterative algorithm for computing the best estimate of an orthogonal matrix", SIAM
+        Journal on Numerical Analysis 8, 1971.
+        """
+        weight = self.weight.flatten(1)
+        wide = weight.shape[0] < weight.shape[1]
+        matrix = weight.mT if wide else weight
+        for _ in range(_STEPS):
+            matrix = 1.5 * matrix - 0.5 * matrix @ (matrix.mT @ matrix)
+        self.weight.copy_((matrix.mT if wide else matrix).view_as(self.weight))
+
+
+class Shift(nn.Module):
+    """Moves a share of the channels by one position in each of the four directions, around the edge of the image.
+
+    It is a permutation of the entries, and computed as one, so that its norm is 1.
+
+    Args:
+        channels: the number of channels.
+        sides: the height and width of the values.
+        share: the share of the channels that is moved in each direction.
+    """
+
+    order: Tensor
+
+    def __init__(self, channels: int, sides: tuple[int, ...], share: float = 1 / 8):
+        super().__init__()
+        places = torch.arange(channels * sides[0] * sides[1]).view(channels, *sides)
+        moved, count = places.clone(), int(channels * share)
+        for number, (step, axis) in enumerate(((1, 1), (-1, 1), (1, 2), (-1, 2))):
+            some = slice(number * count, (number + 1) * count)
+            moved[some] = places[some].roll(step, axis)
+        self.register_buffer("order", moved.flatten(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, self.order].view_as(x)
+
+
+class Block(nn.Module):
+    """|·|_β(M Rᵀ S R (x + p) + b) with orthogonal matrices R and M, a shift S and a bias p for each position.
+
+    The activation β-abs takes absolute values of a share β of the channels.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, channels: int, sides: tuple[int, ...], beta: float):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(channels, *sides))
+        self.rotation = Orthogonal(channels, channels, bias=False)
+        self.shift = Shift(channels, sides)
+        self.mixing = Orthogonal(channels, channels)
+        folded = torch.arange(channels) < round(beta * channels)
+        self.register_buffer("slopes", torch.where(folded, -1.0, 1.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shift(self.rotation(x + self.position))
+        x = F.conv2d(x, self.rotation.weight.transpose(0, 1))
+        return F.prelu(self.mixing(x), self.slopes)
+
+
+class LipNeXt(Classifier):
+    """Patches, blocks, ℓ2 pooling and a normalised head.
+
+    Args:
+        depth: the number of blocks.
+        width: the number of channels of the blocks.
+        patch: the side of a patch in pixels, which are the channels of the first matrix.
+        beta: the share β of channels whose absolute values are taken.
+        num_classes: the number of classes.
+        in_chans: the number of channels of the images.
+        img_size: the side of the images in pixels.
+
+    Raises:
+        InputError: the patches do not cover the image, or β is not in [0, 1].
+    """
+
+    linear = NormalizedLinear
+
+    def __init__(
+        self,
+        depth: int = 8,
+        width: int = 128,
+        patch: int = 2,
+        beta: float = 0.75,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] = 32,
+    ):
+        super().__init__()
+        sides = to_2tuple(img_size)
+        if any(side % patch for side in sides) or not 0 <= beta <= 1:
+            sizes = f"patch={patch}, img_size={img_size}, beta={beta}"
+            raise InputError(f"LipNeXt needs patches that cover the image and a β in [0, 1], got {sizes}")
+        self.num_classes, self.num_features = num_classes, width
+        sides = tuple(side // patch for side in sides)
+        self.stem = nn.Sequential(nn.PixelUnshuffle(patch), Orthogonal(in_chans * patch**2, width))
+        self.blocks = nn.Sequential(*(Block(width, sides, beta) for _ in range(depth)))
+        self.head = self.linear(width, num_classes) if num_classes else nn.Identity()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.blocks(self.stem(x)).flatten(2).norm(dim=2)
+
+
+default_cfgs = generate_default_cfgs({"lipnext_l8w128": configuration(32), "lipnext_l12w256": configuration(32)})
+
+
+@register_model
+def lipnext_l8w128(pretrained: bool = False, **kwargs: Any) -> LipNeXt:
+    """A small LipNeXt for images of 32×32."""
+    return build(LipNeXt, "lipnext_l8w128", pretrained, kwargs, depth=8, width=128)
+
+
+@register_model
+def lipnext_l12w256(pretrained: bool = False, **kwargs: Any) -> LipNeXt:
+    """A larger one."""
+    return build(LipNeXt, "lipnext_l12w256", pretrained, kwargs, depth=12, width=256)
