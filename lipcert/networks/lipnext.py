@@ -70,7 +70,7 @@ class Shift(nn.Module):
         self.register_buffer("order", moved.flatten(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)[:, self.order].view_as(x)
+        return x.flatten(1).index_select(1, self.order).view_as(x)
 
 
 class Block(nn.Module):
