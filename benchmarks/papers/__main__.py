@@ -5,7 +5,8 @@
 
 ``full`` is the paper's setting and prints in what it differs; ``small`` takes minutes and says what it left out: its
 figures are no reproduction. ``trial`` runs every command on a few random images in place of data sets that are not
-named: its figures mean nothing. ``--model NAME`` gives table 3 of CertViT a row for any pretrained network.
+named: its figures mean nothing. ``--model NAME`` gives table 3 of CertViT a row for any pretrained network, with the
+weights of ``--checkpoint FILE`` where that is given.
 Data sets are those of torchvision by name; ``--data NAME=FOLDER`` names a folder with ``train.tar`` and ``test.tar`` or
 with folders of these names. Rows of methods that lipcert does not have are quoted. Tables and environment go to
 ``benchmarks/results/papers.json``, or to ``--out``, after each row. ``--row NAME`` runs this row alone and adds it to
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--table", help="such as 1 or 'figure 4'")
     parser.add_argument("--row", help="only this row, beside those that are stored")
     parser.add_argument("--model", help="of timm: another row of CertViT's table 3")
+    parser.add_argument("--checkpoint", help="a file with the weights of --model, in place of timm's")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for trained networks, which tables then share")
@@ -93,7 +95,7 @@ def main() -> None:
     if args.model is not None:
         if (args.paper, args.table) != ("certvit", "3"):
             parser.error("--model is for table 3 of certvit")
-        found = replace(found, rows=(*found.rows, tables_certvit.pretrained(args.model)))
+        found = replace(found, rows=(*found.rows, tables_certvit.pretrained(args.model, args.checkpoint)))
         args.row = args.row or args.model
     if args.row is not None and args.row not in [one.name for one in found.rows]:
         parser.error(f"--row {args.row}: the rows are {'; '.join(one.name for one in found.rows) or 'made together'}")

@@ -36,6 +36,7 @@ class Row:
         model_args: as ``--model-args`` takes them.
         training: one of :data:`TRAININGS`; None for recipes that take their numbers from :data:`PRESETS`.
         sparsity: weight of the sparsity loss in place of the training's.
+        checkpoint: a file with the pretrained weights, in place of timm's.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Row:
     model_args: str = ""
     training: str | None = None
     sparsity: float | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)

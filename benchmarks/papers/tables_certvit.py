@@ -8,7 +8,7 @@ leave out the training of the network that CertViT starts from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import timm
 import torch
@@ -107,13 +107,13 @@ _ON_IMAGENET = {
 }
 
 
-def pretrained(model: str) -> Row:
+def pretrained(model: str, checkpoint: str | None = None) -> Row:
     """A row of table 3 for any pretrained network of timm: with L2 attention where it has attention."""
     with torch.device("meta"):
         net = timm.create_model(model)
     attention = any("Attention" in type(module).__name__ for module in net.modules())
     recipe = "certvit-pretrained" if attention else "certvit-plain"
-    return trained(model, "imagenet", model, recipe, *(None,) * len(_THREE))
+    return replace(trained(model, "imagenet", model, recipe, *(None,) * len(_THREE)), checkpoint=checkpoint)
 
 
 _THREE = (

@@ -96,8 +96,9 @@ def row(
         return {**known, "here": "quoted: lipcert has no such method or network"}
     train, test = splits(str(one.data), folders)
     steps = commands(one, scale, train)
-    short = Path(train).name if one.data in folders else train
-    asked = [shlex.join(["lipcert", *step]).replace(train, short) for step in steps]
+    places = {train: Path(train).name} if one.data in folders else {}
+    places |= {one.checkpoint: Path(one.checkpoint).name} if one.checkpoint is not None else {}
+    asked = [_without(places, shlex.join(["lipcert", *step])) for step in steps]
     if one.data not in folders and (of.needs or scale.data is not None or one.data not in NAMED):
         full = "" if of.needs or one.data not in NAMED else ", or --scale full"
         here = f"needs the data set {one.data}: --data {one.data}=FOLDER{full}"
@@ -125,9 +126,16 @@ def row(
     return {
         **known, "data": one.data, "images": scale.passes(one.model)[0] or IMAGES[str(one.data)], "epochs": epochs,
         "here": {**json.loads(note.read_text()), "seconds an epoch": tuned[-1] / epochs, "cpu seconds": sum(seconds)},
-        "source": sources(one), "commands": [text.replace(train, short) for text in typed],
+        "source": sources(one), "commands": [_without(places, text) for text in typed],
         "cpu seconds of each": seconds,
     }  # fmt: skip
+
+
+def _without(places: dict[str, str], text: str) -> str:
+    """A command with the names of files in place of their paths."""
+    for path, name in places.items():
+        text = text.replace(path, name)
+    return text
 
 
 def commands(one: Row, scale: Scale, train: str) -> list[list[str]]:
@@ -140,6 +148,7 @@ def commands(one: Row, scale: Scale, train: str) -> list[list[str]]:
         arguments = thinned(one, scale)
         fresh = [] if recipe.pretrained or number else ["--no-pretrained"]
         fresh += [] if number or not arguments else ["--model-args", arguments]
+        fresh += [] if number or one.checkpoint is None else ["--checkpoint", one.checkpoint]
         made.append([command, "MODEL" if number else one.model, *fresh, *options])
     return made
 
