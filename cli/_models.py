@@ -76,7 +76,7 @@ def _show_certified(pattern: str | None, family: str | None, as_json: bool) -> N
     )
     for one in entries:
         attack = ""
-        if one.attacked is not None:
+        if one.attacked is not None and one.attacked_images >= one.images:  # a share of the same images
             attack = f"; accuracy under PGD {share(round(one.attacked * one.attacked_images), one.attacked_images)}"
         say(f"{one.name}: {one.data}; {one.rigor}{attack}; reproduce: {one.command}")
     if len(entries) == 1:
