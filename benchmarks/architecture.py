@@ -20,10 +20,10 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 LAYERS: dict[str, dict[str, float]] = {
     "command line": {"cli": 1, "lipcert": 3},
     "result files": {"report": 0, "results": 1},
-    "improvements, checks": {"training": 2.5, "certvit": 3.5},
+    "improvements": {"training": 2.5, "certvit": 3.5},
     "certificates": {"certifier": 0.9, "smoothing": 4.5},
     "analysis": {"roundoff": 0, "bounds": 1},
-    "models, settings": {"inputs": 2.2, "networks": 2.7, "settings": 3.2, "attacks": 5.5},
+    "models, settings": {"inputs": 1.3, "networks": 2.4, "settings": 3.5, "attacks": 5.5},
     "structure": {"surgery": 1, "graph": 2, "norms": 2.95, "denoisers": 3.9, "model": 4.8},
     "numerics": {"numerics": 2.3},
 }

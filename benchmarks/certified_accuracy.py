@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from benchmarks._cifar import EPS, clean, first_order_limit, labels_of, pgd
 from benchmarks._env import environment
 from lipcert.bounds import margins
 from lipcert.certifier import Certifier
-from lipcert.inputs.data import open_images
+from lipcert.inputs.data import Batch, open_images
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
-BATCH = 16
+BATCH, ATTACKED = 16, 256  # images in a task
 
 _made: dict[str, tuple[lipcert.Model, lipcert.Model, Certifier]] = {}
 
@@ -49,27 +50,29 @@ def verdicts(path: str, images: torch.Tensor, labels: torch.Tensor, places: list
         predicted, _ = margins(exact(images.double()))
     right = predicted == labels
     rows = [
-        {"image": place, "right": bool(r), "survived": bool(r), "limit": None, "certified": False, "seconds": 0.0}
+        {"image": place, "right": bool(r), "survived": None, "limit": None, "certified": False, "seconds": 0.0}
         for place, r in zip(places, right, strict=True)
     ]
-    open_ = right.nonzero()[:, 0]
-    if not len(open_):
-        return rows
-    limits = first_order_limit(exact, images[open_].double(), predicted[open_])
-    for index, limit in zip(open_.tolist(), limits.tolist(), strict=True):
-        rows[index]["limit"] = limit
-    hopeful = open_[limits > EPS]
-    if len(hopeful):
+    chosen = right.nonzero()[:, 0]
+    if len(chosen):
+        limits = first_order_limit(exact, images[chosen].double(), predicted[chosen])
+        for index, limit in zip(chosen.tolist(), limits.tolist(), strict=True):
+            rows[index]["limit"] = limit
+        chosen = chosen[limits > EPS]
+    if len(chosen):
         started = time.process_time()
-        result = certifier.run(images[hopeful])
-        seconds = (time.process_time() - started) / len(hopeful)
-        for index, certified in zip(hopeful.tolist(), result.certified.tolist(), strict=True):
+        result = certifier.run(images[chosen])
+        seconds = (time.process_time() - started) / len(chosen)
+        for index, certified in zip(chosen.tolist(), result.certified.tolist(), strict=True):
             rows[index] |= {"certified": certified, "seconds": seconds}
-    attacked = [index for index in open_.tolist() if not rows[index]["certified"]]
-    if attacked:
-        for index, survived in zip(attacked, pgd(model, images[attacked], labels[attacked]).tolist(), strict=True):
-            rows[index]["survived"] = survived
     return rows
+
+
+def attacked(path: str, images: torch.Tensor, labels: torch.Tensor, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of some images after an attack; runs in a process of its own."""
+    torch.set_num_threads(1)
+    survived = pgd(lipcert.load(path), images, labels).tolist()
+    return [row | {"survived": right} for row, right in zip(rows, survived, strict=True)]
 
 
 def main() -> None:
@@ -99,25 +102,43 @@ def measure(path: str, data: str, images: int, rows_at: Path, processes: int = 2
     """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
     known = known_rows(rows_at)
     model = lipcert.load(path)
-    tasks = []
-    for batch in open_images(data, model, limit=images).batches(BATCH):
-        missing = [place for place, index in enumerate(batch.indices) if index not in known]
-        if missing:
-            places = [batch.indices[place] for place in missing]
-            tasks.append((path, batch.images[missing], labels_of(batch)[missing], places))
+    rows_at.touch()
     with (
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
         rows_at.open("a", encoding="utf-8") as file,
     ):
         if rows_at.read_text()[-1:] not in ("", "\n"):
             file.write("\n")
-        for finished in as_completed([pool.submit(verdicts, *task) for task in tasks]):
-            rows = finished.result()
-            known |= {row["image"]: row for row in rows}
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-            file.flush()
-            print(summarized(list(known.values())), flush=True)
+
+        def run(tasks: list[Future[list[dict[str, Any]]]]) -> None:
+            for finished in as_completed(tasks):
+                rows = finished.result()
+                known.update({row["image"]: row for row in rows})
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+                file.flush()
+                print(summarized(list(known.values())), flush=True)
+
+        def batches(size: int, open_: Callable[[int], bool]) -> Iterator[tuple[Batch, list[int]]]:
+            for batch in open_images(data, model, limit=images).batches(size):
+                yield batch, [place for place, index in enumerate(batch.indices) if open_(index)]
+
+        tasks = []
+        for batch, some in batches(BATCH, lambda index: index not in known):
+            if some:
+                places = [batch.indices[place] for place in some]
+                tasks.append(pool.submit(verdicts, path, batch.images[some], labels_of(batch)[some], places))
+        run(tasks)
+        tasks = []
+        for batch, some in batches(ATTACKED, lambda index: attackable(known[index])):
+            if some:
+                rows = [known[batch.indices[place]] for place in some]
+                tasks.append(pool.submit(attacked, path, batch.images[some], labels_of(batch)[some], rows))
+        run(tasks)
     return summarized(list(known.values()))
+
+
+def attackable(row: dict[str, Any]) -> bool:
+    return row["right"] and not row["certified"] and row["survived"] is None
 
 
 def known_rows(path: Path) -> dict[int, dict[str, Any]]:
@@ -132,7 +153,7 @@ def summarized(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "images": len(rows),
         "clean": sum(row["right"] for row in rows) / len(rows),
-        "pgd": sum(row["right"] and row["survived"] for row in rows) / len(rows),
+        "pgd": sum(row["right"] and row["survived"] is not False for row in rows) / len(rows),
         "limit": sum((row["limit"] or 0) > EPS for row in rows) / len(rows),
         "certified": sum(row["certified"] for row in rows) / len(rows),
         "cpu_seconds_a_verdict": sum(timed) / max(1, len(timed)),

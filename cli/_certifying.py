@@ -236,8 +236,8 @@ def _certify_with(
         _triage(loaded, settings, images)
     with progress("reading the network") as update:
         certifier = certifier_for(loaded, settings, progress=update)
-    for stage, reason in certifier.notes.items():
-        say(f"note: {stage}: {reason}")
+    for method, reason in certifier.notes.items():
+        say(f"note: {method}: {reason}")
     description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
     if choice is not None:
         description["sigma_choice"] = choice
@@ -257,7 +257,7 @@ def _certify_with(
             done, total = rows, of
             update(done, total)
 
-        certifier.watch = lambda stage, within: update(done, total, f"certifying: {stage}")
+        certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
         if out is None:
             started(0)
             tally = certify_in_memory(certifier, images, counted)
