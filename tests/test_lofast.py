@@ -754,10 +754,32 @@ def test_staged_takes_products_where_all_norms_take_too_long(no_triage):
     few, all_of_them = products.run(small(3)), norms.run(small(3))
     assert (few.radius > 0).all()
     assert (few.radius < all_of_them.radius).all()
-    with pytest.raises(InputError, match="force it with --method anchored"):
+    with pytest.raises(InputError, match="very long for a network of this size"):
         AnchoredMethod(subject, Budget(1e-9), 0.9 * work, 1e-3 * apart)
     assert "anchored" in Certifier(model, 10.0, time=1e-9).skipped
     assert not Certifier(model, 10.0, passes=1, time=1e-9).skipped  # asked for
+
+
+def test_staged_examines_as_many_rivals_as_its_time_allows(no_triage, monkeypatch):
+    """The others are bounded by the deviation of the logits, so that radii are at most as large."""
+    model = branching()
+    every = Certifier(model, 10.0)
+    method = every.methods["anchored"]
+    assert method.rivals > 10
+    full = every.run(small(3)).radius
+    examined = []
+    made = RivalMargin.__init__
+
+    def counted(self, at, rivals, *rest):
+        examined.append(len(rivals))
+        made(self, at, rivals, *rest)
+
+    monkeypatch.setattr(RivalMargin, "__init__", counted)
+    method.rivals = 1
+    one = every.run(small(3)).radius
+    assert sum(examined) <= 2 * 3  # with and without forms
+    assert (one > 0).all()
+    assert (one <= full).all()
 
 
 def test_passes_that_mean_nothing():

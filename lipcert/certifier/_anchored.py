@@ -10,9 +10,13 @@ from torch import Tensor
 from lipcert import roundoff
 from lipcert.certifier._method import Method, NormsDone, Subject
 from lipcert.certifier.anchored import Anchored, Behind, DeployedAnchored, anchored
+from lipcert.certifier.anchored.method import work_of_a_rival
 from lipcert.errors import InputError
 from lipcert.norms import Budget, Ledger
 from lipcert.settings import STAGED
+
+# At least so many rival classes are examined.
+_RIVALS = 8
 
 
 class LinearisedMethod(Method):
@@ -21,10 +25,13 @@ class LinearisedMethod(Method):
     Staged certification with a limit of work computes only norms for ``instead`` operations if all need more than
     ``limit``; products of norms bound the others.
 
+    Attributes:
+        rivals: the largest number of rival classes that are examined with gradients of their own; None for all.
+
     Args:
         subject: the network.
         budget: the failure probability for one image.
-        limit: the largest number of floating-point operations for an image.
+        limit: the largest number of floating-point operations for the norms of an image, and for its rival classes.
         instead: about the number of operations for the norms if all need more.
     """
 
@@ -37,13 +44,13 @@ class LinearisedMethod(Method):
         self.engine = self.linearise(passes)
         norms = self.engine.count
         if passes is None and self.engine.work > limit:
+            limit = instead
             self.engine = self.linearise(instead / self.engine.plan.work_of_a_pass)
             if self.engine.work > 2 * instead:  # a single operation may already need more
-                raise InputError(
-                    f"it would take very long for a network of this size; force it with --method {self.name}"
-                )
+                raise InputError("it would take very long for a network of this size")
         self.work = self.engine.work
         plan = self.engine.plan
+        self.rivals = None if limit == float("inf") else max(_RIVALS, int(limit / work_of_a_rival(plan)))
         if plan.chained and passes is None:
             self.note = (
                 f"exact norms for {len(plan.pairs)} of {norms} terms; the rest are looser; "
@@ -58,7 +65,7 @@ class LinearisedMethod(Method):
     def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
         at = self.engine(images, progress, ledger)
         classes = predicted.to(images.device)
-        return lambda margins, call: at.radius(classes, margins.to(images.device)).to(margins.device)
+        return lambda margins, call: at.radius(classes, margins.to(images.device), self.rivals).to(margins.device)
 
 
 class AnchoredMethod(LinearisedMethod):

@@ -87,12 +87,13 @@ class Layers:
         """Bounds on the deviations of all values for perturbations of norm at most eps, shape (N,)."""
         return self.linearization.walk(eps, layerwise=True)
 
-    def radius(self, predicted: Tensor, margins: Tensor) -> Tensor:
+    def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better.
 
         Args:
             predicted: classes y, shape (N,).
             margins: f_y − f_j, +inf at j = y, shape (N, classes).
+            limit: makes no difference; all rival classes are examined together.
         """
         at = self.linearization
         spread = spreads(at, predicted)

@@ -91,9 +91,7 @@ def prepare(subject: Subject) -> Methods:
                 methods.skipped[name] = str(error)
                 continue
             if method.seconds > settings.time and not (FACTS[name].linearised and settings.passes is not None):
-                methods.skipped[name] = (
-                    f"it would take about {method.seconds:.2g} s per image; force it with --method {name}"
-                )
+                methods.skipped[name] = f"it would take about {method.seconds:.2g} s per image"
                 continue
             methods.prepared[name] = method
         if methods.prepared[name].note:

@@ -98,6 +98,8 @@ ROUNDS = 4
 _ENTRIES = 2**25
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
 FULL = 4e9
+# What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
+_SEARCHED = 50
 # The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
 # secants is larger.
 _WIDENED = 1.5
@@ -214,6 +216,12 @@ def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
     contracted = {u for v, rule in plan.network.rules.items() if rule.contracts for u in plan.network.operands(v)}
     weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in contracted)
     return plan.work + weighed
+
+
+def work_of_a_rival(plan: NormPlan) -> float:
+    """An estimate of the floating-point operations for the radius of an image toward one rival class."""
+    read = dict.fromkeys(node for v in plan.network.rules for node in (v, *v.operands))
+    return _SEARCHED * SECTORS * sum(node.entries for node in read)
 
 
 class Anchor:
