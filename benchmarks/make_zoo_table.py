@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
 from lipcert.bounds import NoAnswer, Value, _global, _value, kept_whole, remainder_of
 from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation

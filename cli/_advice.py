@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lipcert.settings import LOOSE
 
-from ._print import command
+from ._print import command, typed
 
 # The decimal logarithm of a global bound up to which certificates are worth a try. From LOOSE on training for margins
 # makes no progress either, because its loss is a multiple of the bound.
@@ -45,22 +46,34 @@ class Status:
     rows: Path | None = None
 
 
-def advise(status: Status) -> str:
-    """The next command, which runs as it is apart from names in capitals, and its reason if that is not obvious."""
+class Advice(NamedTuple):
+    """The next command, which runs as it is apart from names in capitals, and its reason where it is not obvious."""
+
+    command: str
+    reason: str = ""
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The lines of a command's result."""
+        return [("next", self.command), *([("because", self.reason)] if self.reason else [])]
+
+
+def advise(status: Status) -> Advice:
+    """What to do next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
-            return f"the same with --out r.jsonl, then {command('report', 'r.jsonl', '--html', 'r.html')}"
+            return Advice(typed("--out", "r.jsonl"), "lipcert report and lipcert verify read the rows in r.jsonl")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
-        return command("report", status.rows, "--html", target)
+        return Advice(command("report", status.rows, "--html", target))
     if loose:
-        reason = "certifies the smoothed classifier: the bounds of the network itself are too loose"
+        reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier"
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100"]
-        return f"{command('certify', *status.model, *data, '--eps', status.eps, *sampled, *front)}, which {reason}"
+        return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
         train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]
-        return f"{command('finetune', *status.model, *train)}, which trains for the margins that certificates need"
+        return Advice(command("finetune", *status.model, *train), "certificates need margins for which it trains")
     bundled = list(status.model) == ["bundled"] and status.data is None
-    return command("certify", *status.model, *([] if bundled else data), "--eps", status.eps)
+    return Advice(command("certify", *status.model, *([] if bundled else data), "--eps", status.eps))

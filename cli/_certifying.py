@@ -1,8 +1,6 @@
 """Runs ``lipcert certify``, after its options are checked."""
 
 import math
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +12,7 @@ import torch
 import typer
 
 from lipcert.attacks import PGD, Attack, AutoAttack
-from lipcert.certifier import Certifier, triage
+from lipcert.certifier import Certifier, Method, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.data import Images, open_images
@@ -27,9 +25,9 @@ from lipcert.results import Run, certifier_for, interval, shard_path, sigma_choi
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, STAGED, CertifySettings
-from lipcert.smoothing import CHOOSING, SELECTION, choose_sigma
+from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
-from ._advice import Status, advise
+from ._advice import Advice, Status, advise
 from ._loading import load_model, model_options, show_preprocessing
 from ._output import default_name
 from ._print import (
@@ -44,10 +42,14 @@ from ._print import (
     print_table,
     progress,
     say,
+    typed,
     upper,
     words_of,
 )
 from ._torchrun import torchrun
+
+# Forward passes in float64 that every certificate takes: margins, and a bound on their rounding errors.
+_PASSES = 2
 
 
 def attack_of(attack: bool, autoattack: bool) -> Attack | None:
@@ -200,15 +202,22 @@ def _sigma_choice(
         raise InputError(
             "--sigma auto needs images outside the run, and there are none: set --limit, or give --sigma a number"
         )
-    with progress("choosing sigma") as update:
-        choice = choose_sigma(
-            loaded,
-            others.images,
-            others.labels,
-            asked,
-            indices=others.indices,
-            progress=lambda line: update(0, None, f"choosing sigma: {line}"),
-        )
+    count = len(others.images)
+    if count >= LEAST:
+        _show_network(loaded, asked)
+        say(f"sigma: choosing it on {count} images outside the run, {count * DRAWS} draws for each of 3 to 8 values")
+    try:
+        with progress("choosing sigma") as update:
+            choice = choose_sigma(
+                loaded,
+                others.images,
+                others.labels,
+                asked,
+                indices=others.indices,
+                progress=lambda line: update(0, None, f"choosing sigma: {line}"),
+            )
+    except KeyboardInterrupt as error:
+        raise Interrupted("interrupted while choosing sigma; nothing is kept; --sigma NUMBER skips this") from error
     entry: dict[str, Any] = asdict(choice)
     entry["shares"] = {f"{sigma:g}": share for sigma, share in choice.shares.items()}
     entry = processes.gather(entry)[0]
@@ -238,7 +247,7 @@ def _certify_with(
         certifier = certifier_for(loaded, settings, progress=update)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
-    description = describe(loaded, images, certifier, shlex.join(["lipcert", *sys.argv[1:]]))
+    description = describe(loaded, images, certifier, typed())
     if choice is not None:
         description["sigma_choice"] = choice
 
@@ -279,12 +288,16 @@ def _certify_with(
     return _Outcome(label, run, path, bound)
 
 
-def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
-    """Prints, seconds after the start, what can be hoped for: accuracy, first-order limits and a short attack."""
+def _show_network(model: Model, settings: CertifySettings) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     size = "×".join(str(side) for side in model.input_size[1:])
-    typed = ", ".join(text for _, text in settings.every_eps)
-    say(f"network: {parameters / 1e6:.1f} M parameters, {size} pixels; certifying at ε = {typed}")
+    targets = ", ".join(text for _, text in settings.every_eps)
+    say(f"network: {parameters / 1e6:.1f} M parameters, {size} pixels; certifying at ε = {targets}")
+
+
+def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
+    """Prints, seconds after the start, what can be hoped for: accuracy, first-order limits and a short attack."""
+    _show_network(model, settings)
     with busy("first images"):
         first = triage(model, images, settings.eps)
     if first is None:
@@ -299,8 +312,12 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
 def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time of each method, and why others are skipped."""
     if certifier.method == STAGED:
-        costs = [f"{name} {_duration(method.seconds)}" for name, method in certifier.methods.items()]
-        say(f"estimated time per image, at most: {', '.join(costs)}")
+        passes = _PASSES * certifier.subject.flops / Method.rate
+        costs = [
+            f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}"
+            for name, method in certifier.methods.items()
+        ]
+        say(f"estimated time per image: {', '.join(costs)}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)
@@ -325,8 +342,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     if outcome.path is not None:
         rows += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     rows += _why_not(run, run.eps_typed)
-    rows.append(("next", _next(plan, out, [outcome])))
-    print_facts(rows)
+    print_facts([*rows, *_next(plan, out, [outcome]).facts])
 
 
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
@@ -340,14 +356,14 @@ def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     return [("not certified", f"{count}: {words.get(reason, reason)}") for reason, count in reasons.most_common()]
 
 
-def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> str:
+def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice:
     """A suggestion for the next command."""
     if plan.sharded and plan.part + 1 < plan.parts:
-        return f"the same with --shard {plan.part + 2}/{plan.parts}; without --shard it puts the rows together"
+        return Advice(f"the same with --shard {plan.part + 2}/{plan.parts}", "without --shard it merges the rows")
     if plan.sharded and plan.parts > 1:
-        return "the same without --shard, which puts the rows together"
+        return Advice("the same without --shard", "it merges the rows")
     if len(outcomes) > 1 and out is not None and not out.is_dir():
-        return command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html"))
+        return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html")))
     first, several = outcomes[0], len(outcomes) > 1
     status = Status(
         first.words,
@@ -385,7 +401,8 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
     print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
     if settings.noise:
         say(f"valid for smoothed classifiers, each radius except with probability ≤ {settings.alpha:g} per image")
-    say(f"next: {_next(plan, out, outcomes)}")
+    for what, text in _next(plan, out, outcomes).facts:
+        say(f"{what}: {text}")
 
 
 def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -> bool:

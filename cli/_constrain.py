@@ -138,7 +138,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, status: S
             ("images", f"{report.images}, and {report.held_out} held out for accuracy and agreement"),
             ("seconds", f"{report.seconds:.1f}"),
             ("written", str(path)),
-            ("next", advise(status)),
+            *advise(status).facts,
         ]
     )
 

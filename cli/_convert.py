@@ -136,7 +136,7 @@ def convert(
             ("same top class", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
-            ("next", advise(status)),
+            *advise(status).facts,
         ]
     )
 

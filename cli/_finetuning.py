@@ -21,7 +21,7 @@ from lipcert.smoothing import normal
 from lipcert.training import Augmentation, Batches, Epoch, Log, Mixed, Validation, check_trainable
 from lipcert.training import finetune as train
 
-from ._advice import Status, advise
+from ._advice import Advice, Status, advise
 from ._loading import load_model, show_preprocessing
 from ._options import Weights
 from ._output import check_out, default_name
@@ -158,7 +158,8 @@ def run(
         suggestion = advise(status)
         if asked.sigma:
             noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"]
-            suggestion = command("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise)
+            words = ("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise)
+            suggestion = Advice(command(*words))
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         print_facts(
             [
@@ -169,7 +170,7 @@ def run(
                 *([] if validation is None else [("best epoch", f"{validation.epoch}, score {validation.best:.3f}")]),
                 ("written", str(path)),
                 ("certified", "not yet: run certify"),
-                ("next", suggestion),
+                *suggestion.facts,
             ]
         )
 

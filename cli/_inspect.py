@@ -75,7 +75,7 @@ def inspect(
         facts.append(("output", "features: this network has no classifier"))
     else:
         words = model_options(model, weights=asked_weights, device=device, pixels=asked)
-        facts.append(("next", advise(Status(words, loaded.input_size[0], log10=bound.log10))))
+        facts += advise(Status(words, loaded.input_size[0], log10=bound.log10)).facts
     print_facts(facts)
 
 

@@ -59,6 +59,11 @@ def command(*words: object) -> str:
     return " ".join(["lipcert", *(shlex.quote(str(word)) for word in (*imports, *words))])
 
 
+def typed(*words: str) -> str:
+    """The command line of this process, and further words."""
+    return shlex.join(["lipcert", *sys.argv[1:], *words])
+
+
 def words_of(options: Mapping[str, object]) -> list[str]:
     """The words of the options that have a value, such as ``--limit 8`` for ``{"limit": 8, "labels": None}``."""
     return [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]

@@ -167,6 +167,7 @@ class Model(nn.Module):
             raise InputError(f"input_size must be (channels, height, width), got {tuple(input_size)}")
         if math.prod(input_size) > _MOST_PIXELS:
             raise InputError(f"input_size {tuple(input_size)} is more than any network takes")
+        mean, std = ([*values] * (channels if len(values) == 1 else 1) for values in (mean, std))
         if len(mean) != channels or len(std) != channels:
             raise InputError(
                 f"mean and std need one number for each of the {channels} channels, got {len(mean)} and {len(std)}"

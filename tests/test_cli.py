@@ -289,7 +289,7 @@ def test_results_of_another_run_are_left_alone(artifact):
     command = ["certify", "model.safetensors", "--data", "images", "--out", "r.jsonl", *GLORO, "--eps"]
     run(*command, "0.1", "--limit", "3")
     before = Path("r.jsonl").read_bytes()
-    assert "(other eps); its radii answer for any ε: lipcert report r.jsonl --eps 0.2;" in refused(*command, "0.2")
+    assert "with another eps; its radii answer for any ε: lipcert report r.jsonl --eps 0.2;" in refused(*command, "0.2")
     assert "other method" in refused(*command, "0.1", "--method", "global")
     assert Path("r.jsonl").read_bytes() == before
     run(*command, "0.1")

@@ -150,7 +150,7 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("\n".join(rows[:2]) + "\n")
     code, _, said = smoothed(tmp_path, *run)
     assert code == 2
-    assert "another run (other model" in said
+    assert "a run with another model" in said
     code, _, said = smoothed(tmp_path, *run, "--denoiser", "dct")
     assert code == 0
     assert "continuing after 2 images" in said
@@ -211,7 +211,8 @@ def test_sigma_auto_looks_at_other_images(tmp_path: Path) -> None:
     run = ("--sigma", "auto", "--limit", "6", "--out", "r.jsonl")
     code, _, said = smoothed(tmp_path, *run)
     assert code == 0
-    (line,) = [line for line in said.splitlines() if line.startswith("sigma: ")]
+    announced, line = [line for line in said.splitlines() if line.startswith("sigma: ")]
+    assert announced.startswith("sigma: choosing it on 48 images outside the run, 768 draws for each")
     summary = json.loads((tmp_path / "r.summary.json").read_text())
     choice = summary["sigma_choice"]
     assert line.startswith(f"sigma: {summary['sigma']:g}, chosen on 48 images outside the run")

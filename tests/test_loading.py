@@ -144,9 +144,15 @@ def test_module_without_pixels_says_what_is_missing():
     fails(InputError, "num_classes", source=nn.Linear(3, 2), num_classes=3)
 
 
-@pytest.mark.parametrize("wrong", [{"mean": 0.5}, {"std": 1}, {"input_size": 32}, {"features": 128}])
+@pytest.mark.parametrize("wrong", [{"mean": "0.5"}, {"std": -1}, {"input_size": 32}, {"features": 128}])
 def test_arguments_of_another_kind(wrong):
     fails(InputError, next(iter(wrong)), source="test_vit", pretrained=False, **wrong)
+
+
+def test_one_mean_is_that_of_all_channels():
+    model = load("test_vit", pretrained=False, mean=0.5, std=0.25)
+    assert model.mean.flatten().tolist() == [0.5] * 3
+    assert model.std.flatten().tolist() == [0.25] * 3
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".tar", ".ckpt"])

@@ -127,7 +127,7 @@ def test_shards_of_another_run_are_refused(folder):
     run("certify", *GLORO, "--out", "r.jsonl", "--shard", "1/2")
     other = run("certify", "--eps", "0.5", *GLORO[2:], "--out", "r.jsonl", code=2)
     assert other.stderr.endswith("give another --out\n")
-    assert "r.shard-1-of-2.jsonl holds results of another run (other eps)" in other.stderr
+    assert "r.shard-1-of-2.jsonl holds results of a run with another eps" in other.stderr
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])

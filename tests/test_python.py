@@ -197,7 +197,7 @@ def test_a_result_is_saved_as_the_command_does(tmp_path, model, images, expected
     assert run.summary["complete"]
     assert expected.save(path) == path
     assert len(path.read_text().splitlines()) == 5
-    with pytest.raises(InputError, match="other eps"):
+    with pytest.raises(InputError, match="another eps"):
         lipcert.certify(model, images, torch.arange(5), eps=0.2, method="gloro").save(path)
 
 

@@ -189,7 +189,7 @@ def test_a_half_written_row_is_cut_off(tmp_path_factory, data):
 def test_rows_of_another_run_are_left_alone(tmp_path, key):
     path = written(tmp_path / "r.jsonl", range(2))
     before = path.read_bytes()
-    with pytest.raises(InputError, match=f"another run .*{key}.*--out"):
+    with pytest.raises(InputError, match=f"a run with another .*{key}.*--out"):
         ResultFile(path, {**RUN, key: "other"})
     assert path.read_bytes() == before
     ResultFile(path, {**RUN, "eps_typed": "10/100"}).__exit__(None)
@@ -199,7 +199,7 @@ def test_rows_of_other_versions_and_preprocessing_are_left_alone(tmp_path):
     known = {**RUN, "preprocessing": {"crop_pct": 0.9}, "environment": {"torch": "2", "timm": "1", "platform": "x"}}
     path = written(tmp_path / "r.jsonl", range(2), known)
     for name in ("torch", "timm"):
-        with pytest.raises(InputError, match=f"another run .other {name}.*--out"):
+        with pytest.raises(InputError, match=f"a run with another {name}.*--out"):
             ResultFile(path, {**known, "environment": {**known["environment"], name: "other"}})
     with pytest.raises(InputError, match="other preprocessing"):
         ResultFile(path, {**known, "preprocessing": {"crop_pct": 1.0}})
@@ -273,7 +273,7 @@ def test_shards_have_files_of_their_own(tmp_path):
     (tmp_path / "axb.shard-1-of-2.jsonl").write_text("not of this run")
     assert shards_of(path) == shards
     found = [row for shard in shards for row in read_rows(shard, RUN)]
-    with pytest.raises(InputError, match="another run"):
+    with pytest.raises(InputError, match="a run with another"):
         read_rows(shards[0], {**RUN, "eps": 0.2})
     written(path, [4])
     with ResultFile(path, RUN) as file:

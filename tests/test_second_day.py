@@ -82,7 +82,7 @@ def test_each_eps_of_a_run_is_reported(tmp_path, monkeypatch):
     assert json.loads(Path("r.summary.json").read_text())["further_eps"] == ["36/255", "0.5"]
     again = CliRunner().invoke(app, ["certify", "--eps", "1e-6", *command[5:], "--out", "r.jsonl"])
     assert again.exit_code == 2
-    assert "(other eps)" in again.stderr
+    assert "with another eps" in again.stderr
     assert CliRunner().invoke(app, ["verify", "bundled", "r.jsonl"]).exit_code == 0
 
 

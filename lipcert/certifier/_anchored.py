@@ -53,8 +53,8 @@ class LinearisedMethod(Method):
         self.rivals = None if limit == float("inf") else max(_RIVALS, int(limit / work_of_a_rival(plan)))
         if plan.chained and passes is None:
             self.note = (
-                f"exact norms for {len(plan.pairs)} of {norms} terms; the rest are looser; "
-                f"request more with --passes, or all with --method {self.name}"
+                f"exact norms for {len(plan.pairs)} of {norms} terms, as many as --time allows; the rest are looser; "
+                f"request more with --time or --passes, or all with --method {self.name}"
             )
         self.proves = subject.roundoff is None and not plan.chained and subject.nominal.bounded
 

@@ -56,8 +56,9 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
     slope = slopes.median().item()
     if not 0 < slope < math.inf or log10 - math.log10(slope) <= LOOSE:
         return ""
+    bound = math.ceil(10 * log10) / 10
     return (
-        f"the global bound is 10^{log10:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "
+        f"the global bound is 10^{bound:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "
         "no method of lipcert has certified ε ≥ 0.001 on so loose a network"
     )
 

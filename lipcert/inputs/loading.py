@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def load(
     *,
     pretrained: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
+    mean: Sequence[float] | float | None = None,
+    std: Sequence[float] | float | None = None,
     input_size: Sequence[int] | None = None,
     features: bool = False,
     new_head: bool = False,
@@ -56,8 +57,8 @@ def load(
         pretrained: whether timm loads the weights of the name, from its cache or the hub.
         checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, from which only tensors
             are read.
-        mean: per-channel mean of the normalisation; by default that of the checkpoint's configuration.
-        std: per-channel standard deviation, likewise.
+        mean: mean of the normalisation, of each channel or of all; by default that of the checkpoint's configuration.
+        std: standard deviation, likewise.
         input_size: (C, H, W) of one image, likewise.
         features: whether to accept a network without a classifier; its features then replace the logits. It can be
             inspected but not certified.
@@ -77,7 +78,9 @@ def load(
     """
     pixels = {key: value for key, value in zip(_PIXELS, (mean, std, input_size), strict=True) if value is not None}
     for key, value in pixels.items():
-        if not isinstance(value, Iterable):
+        if isinstance(value, Real) and key != "input_size":
+            pixels[key] = (float(value),)  # of all channels
+        elif isinstance(value, str) or not isinstance(value, Iterable):
             example = "(3, 32, 32)" if key == "input_size" else "(0.5, 0.5, 0.5)"
             raise InputError(f"{key} takes several numbers, such as {example}, got {value!r}")
     for key, flag in (("features", features), ("freeze", freeze)):

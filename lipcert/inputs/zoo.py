@@ -74,6 +74,8 @@ def architectures(pattern: str | None = None, family: str | None = None) -> list
     """
     import timm  # takes seconds, too long for the completion of names
 
+    import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
+
     table, registered, selected = _table(), timm.list_models(), []
     for name in [pattern] if pattern in registered else registered:
         if pattern is not None and not matches(name, pattern):

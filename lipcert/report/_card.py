@@ -15,7 +15,7 @@ from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
 from lipcert.results import Run
-from lipcert.settings import version
+from lipcert.settings import CertifySettings, version
 
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
@@ -128,16 +128,25 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
 def _snippet(run: Run, artifact: Path | None) -> str:
     """Python code that loads the model and certifies some images again."""
     smoothing = "".join(f", {key}={value!r}" for key, value in run.noise.items())
-    method = f', method="smoothing"{smoothing}' if run.smoothed else ""
+    method = f', method="smoothing"{smoothing}' if run.smoothed else _options(run)
     source = shipped().get(artifact, artifact.name) if artifact else run.network
     spec = str(run.summary.get("data", {}).get("spec"))
     images = None if spec == "bundled" else f"path/to/{os.path.basename(spec)}" if os.path.isabs(spec) else spec
     lines = ["import lipcert", "from lipcert.inputs.data import open_images", "", f"model = lipcert.load({source!r})"]
     lines += [] if artifact else _denoising(run).splitlines()
-    lines += [f"batch = next(open_images({images!r}, model, limit=8).batches(8))"]
+    few = min(8, len(run))
+    lines += [f"batch = next(open_images({images!r}, model, limit={few}).batches({few}))"]
     eps = ",".join(typed for _, typed in run.every_eps)
     lines += [f'result = lipcert.certify(model, batch.images, batch.labels, eps="{eps}"{method})', "print(result)"]
     return "\n".join(lines)
+
+
+def _options(run: Run) -> str:
+    """The options of a certificate of the network itself that differ from the defaults."""
+    standard = CertifySettings(1.0).described()
+    named = ("method", "dtype", "rigor", "time", "passes", "delta", "seed", "at")
+    chosen = {key: run.summary[key] for key in named if run.summary.get(key, standard[key]) != standard[key]}
+    return "".join(f", {key}={value!r}" for key, value in chosen.items())
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:

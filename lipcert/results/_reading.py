@@ -293,12 +293,12 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
         typed = current.get("eps_typed", current["eps"])
         reach = " up to the ε of that run" if current.get("method") == METHODS[0] else ""
         raise InputError(
-            f"{path} holds results of another run (other eps); its radii answer for any ε{reach}: "
+            f"{path} holds results of a run with another eps; its radii answer for any ε{reach}: "
             f"lipcert report {path} --eps {typed}; or give another --out"
         )
     if different:
         names = dict.fromkeys("eps" if key == "further_eps" else key for key in different)
-        raise InputError(f"{path} holds results of another run (other {', '.join(names)}); give another --out")
+        raise InputError(f"{path} holds results of a run with another {', '.join(names)}; give another --out")
     run = _read(path, earlier)
     run.refuse_false_rows()
     return run

@@ -24,7 +24,7 @@ from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
 from lipcert.settings import LINEARISED
-from lipcert.smoothing import Smoothing
+from lipcert.smoothing import Denoised, Smoothing
 
 # Rounding depends on the machine and the batch. It changes a number by far less than this.
 TOLERANCE = 1e-6
@@ -63,9 +63,13 @@ def check_model(run: Run, model: Model) -> None:
     actual["buffers_hash"] = buffers_hash(model)
     actual["code_hash"] = identity_of_code(model)[0]
     what_of = {"weights_hash": "weights", "recipe": "surgery", "buffers_hash": "buffers", "code_hash": "code"}
+    denoiser = next((step["denoiser"] for step in claimed.get("recipe") or () if "denoiser" in step), None)
     for key, what in what_of.items():
         if claimed.get(key) != actual[key]:
-            raise InputError(f"{run.path} holds rows about other {what}; give the model that was certified")
+            same = "the model that was certified"
+            if denoiser and not isinstance(model, Denoised):
+                same += f", with --denoiser {denoiser}"
+            raise InputError(f"{run.path} holds rows about other {what}; give {same}")
 
 
 def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:

@@ -7,7 +7,7 @@ certificate is wrong with probability at most α for each image, over the draws 
 from lipcert.denoisers import Denoised
 from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
-from lipcert.smoothing._choice import CHOOSING, SigmaChoice, choose_sigma
+from lipcert.smoothing._choice import CHOOSING, DRAWS, LEAST, SigmaChoice, choose_sigma
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._normal import quantile, radius
 from lipcert.smoothing._smoothing import Smoothing

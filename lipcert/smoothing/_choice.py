@@ -15,7 +15,7 @@ from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of
 from lipcert.smoothing._smoothing import Smoothing
 
 # The images that are looked at, and fewer than which a choice would be a guess; draws of each.
-CHOOSING, _LEAST, _DRAWS = 48, 8, 16
+CHOOSING, LEAST, DRAWS = 48, 8, 16
 # σ in multiples of ε: a class is certified at ε where it has Φ(ε/σ) of the draws, from 0.98 to 0.69.
 _RATIOS = (0.5, 0.6, 0.72, 0.86, 1.04, 1.25, 1.5, 2.0)
 _FIRST = 3
@@ -68,9 +68,9 @@ def choose_sigma(
     Raises:
         InputError: settings or images are not valid, or there are too few images.
     """
-    if len(images) < _LEAST:
+    if len(images) < LEAST:
         raise InputError(
-            f"sigma auto is chosen on images that are not certified, at least {_LEAST}, and there are {len(images)}; "
+            f"sigma auto is chosen on images that are not certified, at least {LEAST}, and there are {len(images)}; "
             "certify fewer with --limit, or give sigma a number"
         )
     request = eps
@@ -101,14 +101,14 @@ def choose_sigma(
 @torch.no_grad()
 def _share(smoothing: Smoothing, images: Tensor, labels: Tensor | None, indices: Sequence[int]) -> float:
     """The estimated share of images whose class has more than the needed part of all draws."""
-    draws = smoothing.classes_of(images, indices, range(_DRAWS))
+    draws = smoothing.classes_of(images, indices, range(DRAWS))
     counts = [
         int((classes == label).sum())
         if label is not None
         else int(torch.bincount(classes[classes >= 0], minlength=1).amax())
         for classes, label in zip(draws, [None] * len(images) if labels is None else labels.tolist(), strict=True)
     ]
-    return sum(_above(count, _DRAWS, smoothing.plan.threshold) for count in counts) / len(counts)
+    return sum(_above(count, DRAWS, smoothing.plan.threshold) for count in counts) / len(counts)
 
 
 def _above(count: int, draws: int, p: float) -> float:

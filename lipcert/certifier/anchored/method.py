@@ -221,7 +221,7 @@ def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
 def work_of_a_rival(plan: NormPlan) -> float:
     """An estimate of the floating-point operations for the radius of an image toward one rival class."""
     read = dict.fromkeys(node for v in plan.network.rules for node in (v, *v.operands))
-    return _SEARCHED * SECTORS * sum(node.entries for node in read)
+    return _SEARCHED * SECTORS * max(1, sum(node.entries for node in read))
 
 
 class Anchor:
