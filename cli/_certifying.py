@@ -311,13 +311,12 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
 
 def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time of each method, and why others are skipped."""
-    if certifier.method == STAGED:
-        passes = _PASSES * certifier.subject.flops / Method.rate
-        costs = [
-            f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}"
-            for name, method in certifier.methods.items()
-        ]
-        say(f"estimated time per image: {', '.join(costs)}")
+    passes = _PASSES * certifier.subject.flops / Method.rate
+    costs = [
+        f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}"
+        for name, method in certifier.methods.items()
+    ]
+    say(f"estimated time per image: {', '.join(costs)}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)

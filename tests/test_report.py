@@ -502,6 +502,13 @@ def test_the_card_is_what_hubs_read(results, tmp_path):
     assert len(found) == 5
 
 
+def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):
+    run(results(time=2.5, dtype="float32"), "--card", "README.md")
+    card = (tmp_path / "README.md").read_text()
+    assert f"limit={len(ROWS)}).batches({len(ROWS)})" in card
+    assert ", dtype='float32', time=2.5)" in card
+
+
 def test_each_model_has_a_card(results, tmp_path):
     paths = [results(), results(name="b", weights="1"), results(ROWS[:2], name="c")]
     with pytest.raises(InputError, match="different weights: r, b"):
