@@ -164,7 +164,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
     entries += [("round-off", run.rounding)] if run.rounding else []
     if run.smoothed:
         entries += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
-    methods = ", ".join(f"{name} ({count} images)" for name, count in run.methods.most_common())
+    methods = ", ".join(f"{name} ({count} image{'s' * (count != 1)})" for name, count in run.methods.most_common())
     return [*entries, ("method", methods)]
 
 
