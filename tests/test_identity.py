@@ -107,7 +107,7 @@ def start(model, method="gloro", out="r.jsonl"):
 def test_no_run_goes_on_with_other_code(name, method, pictures):
     start(loaded(SAME), method)
     start(loaded(lambda x: 0.5 * x), method)
-    with pytest.raises(InputError, match="another run"):
+    with pytest.raises(InputError, match="a run with another"):
         start(loaded(OTHERS[name]), method)
     with pytest.raises(InputError, match="other code"):
         check_model(read_run(Path("r.jsonl")), loaded(OTHERS[name]))
@@ -115,7 +115,7 @@ def test_no_run_goes_on_with_other_code(name, method, pictures):
 
 def test_no_run_goes_on_behind_another_denoiser(pictures):
     start(loaded(SAME, Denoiser(0.9)), "smoothing")
-    with pytest.raises(InputError, match="another run"):
+    with pytest.raises(InputError, match="a run with another"):
         start(loaded(SAME, Denoiser(0.8)), "smoothing")
 
 

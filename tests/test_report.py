@@ -178,7 +178,7 @@ def test_rigor_and_delta(results):
     rows = [row(0, 0.2, rigor="deterministic", method="gloro"), *ROWS[1:]]
     (r,) = read_runs([results(rows, method="staged")])
     assert r.rigor == "probabilistic, δ ≤ 5e-10 per image"
-    assert "gloro (1 images)" in run(r.path).stdout
+    assert "gloro (1 image)" in run(r.path).stdout
     (r,) = read_runs([results([row(0, 0.2, rigor="deterministic")])])
     assert r.rigor == "deterministic"
     assert r.delta == 0
