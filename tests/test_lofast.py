@@ -760,6 +760,16 @@ def test_staged_takes_products_where_all_norms_take_too_long(no_triage):
     assert not Certifier(model, 10.0, passes=1, time=1e-9).skipped  # asked for
 
 
+def test_staged_leaves_out_a_network_whose_rivals_take_too_long(monkeypatch):
+    model = branching()
+    subject = replace(Certifier(model, 10.0).subject, settings=CertifySettings(10.0))
+    work, apart = Anchored(model).work, Anchored(model, passes=1e12).work
+    assert AnchoredMethod(subject, Budget(1e-9), 0.9 * work, 0.4 * apart).rivals >= 8
+    monkeypatch.setattr("lipcert.certifier._anchored.work_of_a_rival", lambda plan: apart)
+    with pytest.raises(InputError, match="very long for a network of this size"):
+        AnchoredMethod(subject, Budget(1e-9), 0.9 * work, 0.4 * apart)
+
+
 def test_staged_examines_as_many_rivals_as_its_time_allows(no_triage, monkeypatch):
     """The others are bounded by the deviation of the logits, so that radii are at most as large."""
     model = branching()

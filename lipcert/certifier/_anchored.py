@@ -46,7 +46,8 @@ class LinearisedMethod(Method):
         if passes is None and self.engine.work > limit:
             limit = instead
             self.engine = self.linearise(instead / self.engine.plan.work_of_a_pass)
-            if self.engine.work > 2 * instead:  # a single operation may already need more
+            least = _RIVALS * work_of_a_rival(self.engine.plan)
+            if max(self.engine.work, least) > 2 * instead:  # a single operation may already need more
                 raise InputError("it would take very long for a network of this size")
         self.work = self.engine.work
         plan = self.engine.plan
