@@ -216,6 +216,8 @@ def page(results: dict[str, Any]) -> str:
             HEAD,
             "## Bounds before and after surgery\n",
             *table(("network", "parameters", "global bound", "`convert`", "`convert --norm smooth`"), bounds),
+            "\nWithout pretrained weights, the residual branches of ResNet-50 and ConvNeXt-T are 0 or nearly so, and their",
+            "bounds say nothing about trained ones.\n",
             *(one_by_one if steps else ()),
             "\n## `lipcert certify --eps 36/255`\n",
             "Processor seconds of one thread until the first row, start included, and for each further image.\n",
