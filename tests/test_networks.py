@@ -15,8 +15,7 @@ from lipcert.bounds import MarginBounds, analyze
 from lipcert.errors import LoadError
 from lipcert.networks._parts import NormalizedLinear
 from lipcert.networks.lip_convnet import LipConvNet
-from lipcert.networks.lipnext import Orthogonal
-from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
+from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin, Orthogonal
 
 SMALL = {
     "liresnet_l6w64": {"width": 8, "depth": 2, "neck": 8, "num_features": 16},

@@ -42,12 +42,13 @@ def test_every_row_has_a_network_a_recipe_and_its_figures():
 def test_the_commands_of_a_recipe_are_understood(name, scale):
     """Of the last row that has the recipe, whose training is not the commonest."""
     known = get_command(app)
-    every = [pretrained("tf_efficientnet_lite0"), *(row for table in TABLES for row in table.rows)]
+    every = [pretrained("tf_efficientnet_lite0", "lite0.safetensors"), *(row for table in TABLES for row in table.rows)]
     row = [row for row in every if row.recipe == name][-1]
     steps = trained.commands(row, SCALES[scale], "my folder/train.tar")
     assert all(step[step.index("--data") + 1] == "my folder/train.tar" for step in steps)
     assert any("--limit" in part for step in steps if step[0] == "finetune" for part in step) is (scale != "full")
     assert len(steps) == len(RECIPES[name].steps)
+    assert [step[0] for step in steps if "--checkpoint" in step] == [steps[0][0]] * (row.checkpoint is not None)
     assert ("--no-pretrained" in steps[0]) is not RECIPES[name].pretrained
     for command, *options in steps:
         one = known.get_command(Context(known), command)

@@ -92,6 +92,8 @@ def main() -> None:
         if not any((Path(folder) / train).exists() for train in ("train.tar", "train")):
             parser.error(f"--data {name}={folder}: a folder with train.tar and test.tar, or train and test, is needed")
     found, scale = find(args.paper, args.table), SCALES[args.scale]
+    if args.checkpoint is not None and args.model is None:
+        parser.error("--checkpoint is for --model")
     if args.model is not None:
         if (args.paper, args.table) != ("certvit", "3"):
             parser.error("--model is for table 3 of certvit")

@@ -42,16 +42,16 @@ class LinearisedMethod(Method):
         super().__init__(subject, budget)
         passes = subject.settings.passes
         self.engine = self.linearise(passes)
-        norms = self.engine.count
+        norms, of_a_rival = self.engine.count, work_of_a_rival(self.engine.plan)
         if passes is None and self.engine.work > limit:
             limit = instead
             self.engine = self.linearise(instead / self.engine.plan.work_of_a_pass)
-            least = _RIVALS * work_of_a_rival(self.engine.plan)
-            if max(self.engine.work, least) > 2 * instead:  # a single operation may already need more
+            # A single operation may already need more.
+            if max(self.engine.work, _RIVALS * of_a_rival) > 2 * instead:
                 raise InputError("it would take very long for a network of this size")
         self.work = self.engine.work
         plan = self.engine.plan
-        self.rivals = None if limit == float("inf") else max(_RIVALS, int(limit / work_of_a_rival(plan)))
+        self.rivals = None if limit == float("inf") else max(_RIVALS, int(limit / of_a_rival))
         if plan.chained and passes is None:
             self.note = (
                 f"exact norms for {len(plan.pairs)} of {norms} terms, as many as --time allows; the rest are looser; "

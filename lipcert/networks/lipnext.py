@@ -18,33 +18,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import InputError
 from lipcert.networks._parts import Classifier, NormalizedLinear, build, configuration
-
-# Iterations after an update, which is small: each squares the distance from the manifold.
-_STEPS = 2
-
-
-class Orthogonal(nn.Conv2d):
-    """A convolution with a 1×1 kernel whose matrix, or its transpose, has orthonormal columns."""
-
-    def __init__(self, in_channels: int, out_channels: int, bias: bool = True):
-        super().__init__(in_channels, out_channels, 1, bias=bias)
-        nn.init.orthogonal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    @torch.no_grad()
-    def retract(self) -> None:
-        """Returns to the manifold after an update: W ← W (3I − WᵀW)/2, which tends to the nearest such matrix.
-
-        Source: Björck and Bowie, "An iterative algorithm for computing the best estimate of an orthogonal matrix", SIAM
-        Journal on Numerical Analysis 8, 1971.
-        """
-        weight = self.weight.flatten(1)
-        wide = weight.shape[0] < weight.shape[1]
-        matrix = weight.mT if wide else weight
-        for _ in range(_STEPS):
-            matrix = 1.5 * matrix - 0.5 * matrix @ (matrix.mT @ matrix)
-        self.weight.copy_((matrix.mT if wide else matrix).view_as(self.weight))
+from lipcert.surgery import Orthogonal
 
 
 class Shift(nn.Module):

@@ -8,7 +8,7 @@ from lipcert.surgery._adapt import Adaptation, AdaptedLayer, adapt
 from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
 from lipcert.surgery._attention import L2Attention, L2WindowAttention
 from lipcert.surgery._convert import ConversionReport, convert
-from lipcert.surgery._linear import LipConv2d, LipLinear
+from lipcert.surgery._linear import LipConv2d, LipLinear, Orthogonal
 from lipcert.surgery._projections import (
     GroupLayerProject,
     GroupSmoothProject,

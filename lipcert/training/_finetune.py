@@ -28,6 +28,7 @@ from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
 from lipcert.settings import GLOBAL, LOCAL, FinetuneSettings, settings_of, takes
+from lipcert.surgery import Orthogonal
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
 from lipcert.training._local import LocalBound, local_loss
@@ -315,8 +316,7 @@ class _Run:
             model.to(memory_format=torch.channels_last)
         weights = {matrix.parameter for matrix in matrices(model)} if asked.keep_zeros else set()
         self.zeros = [(p, p == 0) for p in weights if bool((p == 0).any())]
-        # Modules with weights on a manifold return them to it.
-        self.retractions: list[Any] = [m.retract for m in model.modules() if hasattr(m, "retract")]
+        self.orthogonal = [module for module in model.modules() if isinstance(module, Orthogonal)]
         self.hold = None if asked.max_norm is None else NormHold(model, asked.max_norm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._optimizer()
@@ -437,8 +437,8 @@ class _Run:
     def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, _CLIP)
         self.optimizer.step()
-        for retract in self.retractions:
-            retract()
+        for module in self.orthogonal:
+            module.retract()
         if self.hold is not None:
             self.hold()
         with torch.no_grad():
