@@ -364,7 +364,7 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice
     if len(outcomes) > 1 and out is not None and not out.is_dir():
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html")))
     if out is None and len(outcomes) > len(plan.settings):  # a folder for the rows of several models
-        return Advice(typed("--out", "results"), "lipcert report and lipcert verify read the rows in results")
+        return Advice(typed("--out", "results"), "lipcert report reads the rows in that folder")
     first, several = outcomes[0], len(outcomes) > 1
     status = Status(
         first.words,
