@@ -38,7 +38,8 @@ def doctor(as_json: AsJson = False) -> None:
             ("python", f"{platform.python_version()} on {platform.platform()}"),
             *((name, _installed(name) or "missing: pip install lipcert again") for name in PACKAGES),
             *_devices(),
-            *((f"arithmetic, {dtype}", _holds(dtype)) for dtype in DTYPES),
+            *((f"arithmetic, {dtype}", _holds("cpu", dtype)) for dtype in DTYPES),
+            *((f"arithmetic, {dtype}, cuda", _holds("cuda", dtype)) for dtype in DTYPES if torch.cuda.is_available()),
             *(("assumed", line) for line in assumptions("float16")),
             ("bundled model", str(BUNDLED) if BUNDLED.is_file() else "missing: pip install lipcert again"),
             ("cache of the hub", _folder(Path(huggingface_hub.constants.HF_HUB_CACHE))),
@@ -83,14 +84,14 @@ def _devices() -> list[tuple[str, str]]:
     return devices
 
 
-def _holds(dtype: str) -> str:
+def _holds(device: str, dtype: str) -> str:
     """Whether the assumptions of certificates hold in this process."""
     import torch
 
     from lipcert.numerics import check_environment
 
     try:
-        check_environment(torch.device("cpu"), dtype)
+        check_environment(torch.device(device), dtype)
     except InputError as error:
         return str(error)
     return "as certificates assume"

@@ -159,6 +159,8 @@ def test_the_command_ends_in_that_line(name, capsys):
 @pytest.mark.parametrize(
     ("name", "value", "dtype"),
     [
+        ("torch.backends.cudnn.enabled", True, "float32"),
+        ("torch.backends.cudnn.enabled", True, "bfloat16"),
         ("torch.backends.cuda.matmul.allow_tf32", True, "float32"),
         ("torch.backends.cudnn.allow_tf32", True, "float32"),
         ("torch.backends.cuda.matmul.fp32_precision", "tf32", "float32"),
@@ -185,6 +187,28 @@ def test_settings_of_cuda_matter_there(name, value, dtype, monkeypatch):
     check_environment(CUDA, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["real", *FLOAT_TYPES])
+def test_the_commands_give_a_gpu_these_settings_for_a_while(dtype):
+    def state():
+        return environment_settings(), torch.backends.cuda.mem_efficient_sdp_enabled()
+
+    before = state()
+    with _environment.as_assumed(CUDA, dtype):
+        settings, efficient = state()
+        refused = [] if dtype == "real" else [name for name in _environment._switches(dtype) if value_of(name)]
+        assert refused == []
+        assert settings["torch.backends.cudnn.enabled"] is (dtype == "real")
+        assert efficient is (dtype != "float32")
+    with _environment.as_assumed(CPU, dtype):
+        assert state() == before
+    assert state() == before
+
+
+def test_settings_by_their_newer_names_do_not_stop_a_certificate(model):
+    with put("torch.backends.cudnn.conv.fp32_precision", "ieee"):  # torch then refuses to read some older names
+        assert certify(model, torch.rand(1, 1, 6, 6), eps=0.1, method="local").radius[0] > 0
+
+
 def test_fewer_bits_are_seen_where_no_setting_tells():
     """oneDNN takes its precision from the environment too; where the processor has no bfloat16 nothing changes."""
     code = (
@@ -206,6 +230,20 @@ def test_products_by_a_transform_are_seen(monkeypatch):
     assert _environment._products_are_exact(CPU)
     monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *given, **more: exact(*given, **more).mul(1.1).div(1.1))
     assert not _environment._products_are_exact(CPU)
+
+
+def test_attention_in_fewer_bits_is_seen(monkeypatch):
+    """Three products of TF32, as in CUDA's memory-efficient kernel, keep 22 of 24 bits."""
+    exact = torch.nn.functional.scaled_dot_product_attention
+
+    def coarse(query, key, value, **more):
+        first = (value.view(torch.int32) & -(2**13)).view(torch.float32)
+        rest = ((value - first).view(torch.int32) & -(2**13)).view(torch.float32)
+        return exact(query, key, first + rest, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", coarse)
+    with pytest.raises(InputError, match="enable_mem_efficient_sdp|ONEDNN_DEFAULT_FPMATH_MODE"):
+        check_environment(CPU, "float32")
 
 
 def test_summaries_and_the_doctor_say_what_remains_assumed(tmp_path, capsys):

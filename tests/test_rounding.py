@@ -501,6 +501,18 @@ def test_the_float32_term_of_the_bundled_model(attack: Callable[..., bool]) -> N
         assert not attack(model, image[None].float(), radius, steps=20)
 
 
+@pytest.mark.parametrize("name", DTYPES)
+def test_networks_with_fused_attention_are_certified_in_every_format(name: str) -> None:
+    """torch computes attention in float32 for narrower types, and by other kernels."""
+    torch.manual_seed(0)
+    tokens = Function(lambda x: F.scaled_dot_product_attention(*3 * [x.flatten(1, 2) / 64]).flatten(1))
+    model = lipcert.load(nn.Sequential(tokens, nn.Linear(32, 2)).eval(), mean=(0.0,), std=(1.0,), input_size=(1, 4, 8))
+    with torch.no_grad():
+        model.net[1].bias.copy_(torch.tensor([9.0, 0.0]))
+    radii = lipcert.certify(model, random(2, 1, 4, 8).sigmoid(), eps=1e-3, method="gloro", dtype=name).radius
+    assert (radii > 0).all()
+
+
 def test_any_method_becomes_one_for_the_deployed_network() -> None:
     model = mlp()
     images = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double()

@@ -19,7 +19,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
 from lipcert.norms import Draw, lanczos_error, lanczos_norm, verified_norms
-from lipcert.numerics import INFLATE
+from lipcert.numerics import INFLATE, without_cudnn
 
 DENSE_SIDE = 256
 _DENSE_ENTRIES = 2**20
@@ -177,7 +177,7 @@ def core_of(node: Node) -> Core | None:
     geometry = {key: args[key] for key in ("stride", "padding", "dilation", "groups") if key in args}
 
     def convolve(x: Tensor, kernel: Tensor) -> Tensor:
-        with torch.backends.cudnn.flags(enabled=False):  # cuDNN's transforms are not accurate for each entry
+        with without_cudnn():
             return function(x.flatten(0, 1), kernel, None, **geometry).unflatten(0, x.shape[:2])
 
     return Core(node, weight, bias, convolve, math.prod(weight.shape[1:]))

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,7 +43,7 @@ from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
 from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, memory_of, same
 from lipcert.graph._passes import passed
-from lipcert.numerics import RealArithmetic, is_out_of_memory, matmul_precision, random_states
+from lipcert.numerics import RealArithmetic, is_out_of_memory, matmul_precision, random_states, without_cudnn
 
 # Kernels whose result depends on values, in addition to those that torch tags as data dependent.
 _READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
@@ -81,7 +82,7 @@ _DROPPING = {
 # about 2⁻³⁸.
 _NOISE, _MOVED = 2.0**-43, 2.0**-28
 # Functions that torch computes in float32 for narrower types. Their rounding rules hold for that as well.
-_WIDENING = (F.rms_norm, torch.rms_norm)
+_WIDENING = (F.rms_norm, torch.rms_norm, F.scaled_dot_product_attention)
 
 
 class _Dependent:
@@ -330,11 +331,12 @@ def watched(module: nn.Module, pixels: Tensor, stack: list[str], noise: float = 
 
 @contextmanager
 def _one_kernel_for_all_types() -> Iterator[None]:
-    """Disables oneDNN, which has separate kernels for some types."""
+    """Disables oneDNN, cuDNN and fused attention, which have separate kernels for some types."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        yield
+        with without_cudnn(), sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch._C._set_mkldnn_enabled(before)
 
@@ -428,7 +430,7 @@ def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManag
             state = _state(module)
             again = look(module, image, stack)
             disturbed = look(module, image, stack, _NOISE) if first.computes and image.dtype == torch.float64 else None
-        with arithmetic, frozen(module), torch.no_grad():
+        with arithmetic, frozen(module), _one_kernel_for_all_types(), torch.no_grad():
             plain, repeated = module(image.clone()), module(image.clone())
     except LipcertError:
         raise
@@ -455,7 +457,7 @@ def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManag
         problems.append(("forward code that draws random numbers", ""))
     if problems:
         raise UnsupportedCode(problems[:8])
-    with arithmetic:
+    with arithmetic, _one_kernel_for_all_types():
         independent = _same_with_gradients(module, image, plain)
     if not independent:
         raise UnsupportedCode([("forward code that depends on whether gradients are enabled", "")])
@@ -508,7 +510,9 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
     with RealArithmetic() if real else nullcontext(), _path_of_calls(module) as stack:
         record = look(module, image, stack)
         problems = record.problems + differences(first, record, "for another image")
-        if not close(graph.replay(image), record.result, kernel_tolerance(record.result)):
+        with _one_kernel_for_all_types():
+            replayed = graph.replay(image)
+        if not close(replayed, record.result, kernel_tolerance(record.result)):
             problems.append(("forward code that behaves differently when it is captured", ""))
     if problems:
         raise UnsupportedCode(problems)

@@ -2,7 +2,14 @@
 
 from lipcert.numerics._bound import Bound, Estimate, LayerBound
 from lipcert.numerics._certificates import Certificates
-from lipcert.numerics._environment import assumptions, check_environment, environment_settings, matmul_precision
+from lipcert.numerics._environment import (
+    as_assumed,
+    assumptions,
+    check_environment,
+    environment_settings,
+    matmul_precision,
+    without_cudnn,
+)
 from lipcert.numerics._estimate import (
     Estimated,
     Estimator,

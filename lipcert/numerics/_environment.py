@@ -14,6 +14,7 @@ summary of a run and ``lipcert doctor`` show this list. Call :func:`check_enviro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ ASSUMED = {
         "operations round to nearest; subnormal numbers may be flushed to zero",
         "products, convolutions and sums add the products of their definition in any order: no TF32, no bfloat16 or "
         "float16 inside float32 operations, no Winograd, FFT or Strassen transforms (on CUDA "
-        "torch.backends.cudnn.allow_tf32 = False; torch.backends.cudnn.enabled = False excludes transforms)",
+        "torch.backends.cudnn.enabled = False, and for float32 torch.backends.cuda.enable_mem_efficient_sdp(False))",
         "exp, erf, tanh, log, sqrt and rsqrt are right to 4 ulp",
     ),
     "half": (
@@ -47,6 +48,8 @@ _EXACT = ("none", "ieee")
 _CPU = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 _CUDA = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 _TF32 = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32")
+# cuDNN chooses Winograd and FFT transforms by the sizes of a convolution, for float16 and bfloat16 too.
+_TRANSFORMS = ("cudnn.enabled",)
 _REDUCED = (
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
@@ -65,7 +68,7 @@ def assumptions(dtype: str) -> list[str]:
 def environment_settings() -> dict[str, Any]:
     """The torch settings on which certificates depend, by name; settings that this version lacks are omitted."""
     settings = {f"torch.backends.{name}.fp32_precision": _setting(f"{name}.fp32_precision") for name in (*_CPU, *_CUDA)}
-    settings |= {f"torch.backends.{name}": _setting(name) for name in (*_TF32, *_REDUCED)}
+    settings |= {f"torch.backends.{name}": _setting(name) for name in (*_TRANSFORMS, *_TF32, *_REDUCED)}
     settings["torch.get_float32_matmul_precision()"] = matmul_precision()
     settings["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
     settings["torch.get_default_dtype()"] = str(torch.get_default_dtype()).removeprefix("torch.")
@@ -82,9 +85,49 @@ def check_environment(device: torch.device, dtype: str = "real") -> None:
     Raises:
         InputError: an assumption is violated; the message contains the fix.
     """
-    for reason, remedy in _broken(device, dtype):
+    broken = tuple(_broken(device, dtype))
+    if broken:
         kind = "certificates" if dtype == "real" else f"certificates for {dtype}"
-        raise InputError(f"{kind} do not hold in this process: {reason}; {remedy}")
+        reasons, remedies = (", ".join(dict.fromkeys(texts)) for texts in zip(*broken, strict=True))
+        raise InputError(f"{kind} do not hold in this process: {reasons}; {remedies}")
+
+
+@contextmanager
+def as_assumed(device: torch.device, dtype: str) -> Iterator[None]:
+    """Gives a GPU, inside the ``with`` block, the settings that certificates for ``dtype`` assume."""
+    if device.type != "cuda" or dtype == "real":
+        yield
+        return
+    efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
+    with _off(*_switches(dtype)):
+        try:
+            torch.backends.cuda.enable_mem_efficient_sdp(efficient and dtype != "float32")
+            yield
+        finally:
+            torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+
+
+def without_cudnn() -> AbstractContextManager[None]:
+    """Disables cuDNN, whose kernels depend on types and sizes and are not accurate for each entry."""
+    return _off(*_TRANSFORMS)  # torch.backends.cudnn.flags also reads settings that may be unreadable
+
+
+@contextmanager
+def _off(*names: str) -> Iterator[None]:
+    """Switches settings below ``torch.backends`` off inside the ``with`` block."""
+    on = [(_setting(holder), last) for holder, _, last in (name.rpartition(".") for name in names if _setting(name))]
+    try:
+        for holder, name in on:
+            setattr(holder, name, False)
+        yield
+    finally:
+        for holder, name in on:
+            setattr(holder, name, True)
+
+
+def _switches(dtype: str) -> tuple[str, ...]:
+    """The settings that must be off on a GPU in which a network runs in ``dtype``."""
+    return (*_TRANSFORMS, *(_TF32 if dtype == "float32" else _REDUCED))
 
 
 def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
@@ -100,27 +143,24 @@ def _broken(device: torch.device, dtype: str) -> Iterator[tuple[str, str]]:
     for format in (torch.float64, torch.float32):
         if not _rounds_to_nearest(device, format):
             yield f"{str(format).removeprefix('torch.')} does not round to nearest", "restore the rounding mode"
+    for name in _switches(dtype) if dtype != "real" and device.type == "cuda" else ():
+        if _setting(name):
+            yield f"torch.backends.{name} is on", f"torch.backends.{name} = False"
     if dtype == "float32":
         yield from _fewer_bits(device)
         if not _products_are_exact(device):
             yield (
                 f"float32 products on {device.type} have fewer bits, or are made by a transform",
-                "unset ONEDNN_DEFAULT_FPMATH_MODE, torch.backends.nnpack.set_flags(False), "
-                "torch.backends.cudnn.enabled = False",
+                "torch.backends.cuda.enable_mem_efficient_sdp(False), unset NVIDIA_TF32_OVERRIDE"
+                if device.type == "cuda"
+                else "unset ONEDNN_DEFAULT_FPMATH_MODE, torch.backends.nnpack.set_flags(False)",
             )
-    elif dtype != "real" and device.type == "cuda":
-        for name in _REDUCED:
-            if _setting(name):
-                yield f"torch.backends.{name} is on", f"torch.backends.{name} = False"
 
 
 def _fewer_bits(device: torch.device) -> Iterator[tuple[str, str]]:
     precision = matmul_precision()
     if precision not in (None, "highest"):
         yield f"the float32 matmul precision is {precision}", 'torch.set_float32_matmul_precision("highest")'
-    for name in _TF32 if device.type == "cuda" else ():
-        if _setting(name):
-            yield f"torch.backends.{name} is on", f"torch.backends.{name} = False"
     for name in _CUDA if device.type == "cuda" else _CPU:
         setting = _setting(f"{name}.fp32_precision")
         if setting is not None and setting not in _EXACT:
@@ -175,17 +215,20 @@ def _products_are_exact(device: torch.device) -> bool:
     """Whether matrix products and convolutions with an operand that selects entries return these entries exactly.
 
     A sum of one number and zeros is exact in any order. Reduced precision changes the number, and Winograd or FFT
-    transforms round all entries.
+    transforms round all entries. Attention selects a value if all other weights underflow to 0; the memory-efficient
+    kernel of CUDA splits float32 into numbers of TF32, and loses the last bits.
     """
     generator = torch.Generator().manual_seed(0)
     x: Tensor = torch.rand(16, 32, 16, 16, generator=generator).add_(0.5).to(device)
     order = torch.randperm(32, generator=generator).to(device)
     kernel = torch.zeros(32, 32, 3, 3, device=device)
     kernel[torch.arange(32, device=device), order, 1, 1] = 1.0
-    rows = x.reshape(512, 256)
-    exact = torch.equal(F.conv2d(x, kernel, padding=1), x[:, order])
+    rows, values, keys = x.reshape(512, 256), x.reshape(16, 4, 32, 64), 16 * torch.eye(32, 64, device=device)
+    keys = keys.expand(16, 4, 32, 64).contiguous()
+    chosen = F.scaled_dot_product_attention(keys[:, :, order], keys, values, scale=1.0)
     return (
-        exact
+        torch.equal(F.conv2d(x, kernel, padding=1), x[:, order])
+        and torch.equal(chosen, values[:, :, order])
         and torch.equal(rows @ torch.eye(256, device=device), rows)
         and torch.equal(F.linear(rows.mT.contiguous(), torch.eye(512, device=device)), rows.mT)
     )
