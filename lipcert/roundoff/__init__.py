@@ -13,7 +13,8 @@ these assumptions as far as it can, and refuses a process that violates them:
 * Every operation of the captured network rounds to nearest, |fl(a) − a| ≤ u|a| + η. Numbers below the normal range may
   be flushed to zero, as operands and as results (float16: below the subnormal range).
 * Matrix products, convolutions, sums and means are sums of the products in their definition, in any order, with or
-  without fused multiplication: no Winograd, FFT or Strassen transforms, no TF32 (torch: ``allow_tf32`` off).
+  without fused multiplication: no Winograd, FFT or Strassen transforms, no TF32 (on CUDA cuDNN and, in float32,
+  memory-efficient attention must be off).
 * float16 and bfloat16: sums and functions inside one operation are computed in float32, truncated or rounded, and the
   result is rounded once (on CUDA: ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its
   bfloat16 counterpart off). ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.

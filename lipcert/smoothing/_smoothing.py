@@ -20,7 +20,7 @@ from lipcert.graph import ONE_LOGIT, outputs_of
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.norms import Rigor
-from lipcert.numerics import is_out_of_memory, random_states
+from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
@@ -276,7 +276,9 @@ def _check_network(model: Model) -> None:
     spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
     images = (0.5 + spread * normal(0, 0, range(len(_SPREAD)), model.input_size, model.device)).to(model.dtype)
     before = random_states()
-    first, again = model(images), model(images)
+    with without_cudnn():  # which computes in TF32, by kernels that depend on the batch
+        first, again = model(images), model(images)
+        alone = torch.cat([model(image[None]) for image in images])
     drew = random_states() != before
     scale = _ROUNDING.get(model.dtype, _ROUNDING_HALF) * float(first.nan_to_num(0, 0, 0).abs().max())
     if drew or not _same(first, again, scale):
@@ -284,7 +286,7 @@ def _check_network(model: Model) -> None:
             "the network draws random numbers in its forward pass, or changes from one pass to the next; smoothing "
             "needs a fixed function, to whose images it adds noise itself"
         )
-    if not _same(first, torch.cat([model(image[None]) for image in images]), scale):
+    if not _same(first, alone, scale):
         raise InputError(
             "the network's logits for an image depend on the other images of a batch; smoothing needs draws that are "
             "independent of each other"
