@@ -9,9 +9,10 @@ smooth the network in bfloat16.
 
 - ``pace``: processor seconds of a draw, of a bare forward pass of denoiser and network in the same batch, of each of
   both, and of a ResNet-18 in float32 and bfloat16.
-- ``sigma``: what ``--sigma auto`` finds for each of the runs.
+- ``sigma``: what ``--sigma auto`` finds for each of the runs, which take it from there.
 - ``dct``, ``natural``: certified accuracy at 36/255; ``natural-half``: at 0.5. Rows are kept in the folder ``--rows``,
-  from where a stopped run goes on.
+  from where a stopped run goes on. With a larger ``--samples`` it draws again for images that the smaller number left
+  undecided.
 
 Each part is kept in benchmarks/results/denoised.json with the environment it ran in.
 """
@@ -38,43 +39,42 @@ from lipcert.smoothing import CHOOSING, Smoothing, choose_sigma
 
 RESULT = Path(__file__).parent / "results" / "denoised.json"
 NAME, IMAGES, DTYPE = "tf_efficientnet_lite0", 200, "bfloat16"
-# Denoiser, ε, σ by choose_sigma, and the largest number of draws: a larger one decides the few images that are left.
-RUNS: dict[str, tuple[str, str, float, int]] = {
-    "dct": ("dct", "36/255", 0.15, 2000),
-    "natural": ("natural", "36/255", 0.18, 2000),
-    "natural-half": ("natural", "0.5", 0.43, 2000),
-}
+# Denoiser and ε.
+RUNS = {"dct": ("dct", "36/255"), "natural": ("natural", "36/255"), "natural-half": ("natural", "0.5")}
 
 
 def network(args: argparse.Namespace) -> lipcert.Model:
-    return lipcert.load(NAME, pretrained=False, checkpoint=args.checkpoint)
+    return lipcert.load(NAME, pretrained=False, checkpoint=args.checkpoint).to(args.device)
+
+
+def results() -> dict[str, Any]:
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
 def certified(args: argparse.Namespace, part: str) -> dict[str, Any]:
     """Certifies the images one after the other, and counts."""
-    denoiser, eps, sigma, samples = RUNS[part]
+    denoiser, eps = RUNS[part]
     model = Denoised(network(args), denoiser)
     images = open_images(args.data, model, limit=IMAGES)
-    smoothing = Smoothing(model, eps, sigma=sigma, samples=samples, dtype=DTYPE)
+    assert images.order is not None
+    sigma = results()["sigma"]["result"][part]["sigma"]
+    smoothing = Smoothing(model, eps, sigma=sigma, samples=args.samples, dtype=DTYPE)
     args.rows.mkdir(parents=True, exist_ok=True)
     file = args.rows / f"{part}.jsonl"
     written = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     known: dict[int, dict[str, Any]] = {row["index"]: row for row in written}
-    for batch in images.batches(smoothing.together):
-        if known.keys() >= {*batch.indices}:
-            continue
-        started = time.process_time()
+    decided = {index for index, row in known.items() if row["samples"] < row["samples at most"]}
+    enough = {index for index, row in known.items() if row["samples at most"] >= args.samples}
+    for batch in images.batches(smoothing.together, {*images.order} - decided - enough):
         found = smoothing.run_batch(batch)
-        seconds = (time.process_time() - started) / len(batch)
         right = (found.predicted == labels_of(batch)).tolist()
         with file.open("a") as out:
             for i, index in enumerate(batch.indices):
-                row = {"index": index, "right": right[i], "certified": bool(found.certified[i]), "seconds": seconds}
+                row = {"index": index, "right": right[i], "certified": bool(found.certified[i])}
                 row |= {"samples": int(found.samples[i]), "drawn": int(found.samples[i] + found.selected[i])}
-                known[index] = row
-                out.write(json.dumps(row) + "\n")
-        if len(known) % 20 < smoothing.together:
-            print(f"{len(known)}: {sum(row['right'] and row['certified'] for row in known.values())} certified")
+                known[index] = row | {"samples at most": args.samples}
+                out.write(json.dumps(known[index]) + "\n")
+        print(f"{part}: {sum(row['right'] and row['certified'] for row in known.values())} of {len(known)}", flush=True)
     rows = list(known.values())
     return {
         "denoiser": denoiser,
@@ -82,20 +82,19 @@ def certified(args: argparse.Namespace, part: str) -> dict[str, Any]:
         "sigma": sigma,
         "alpha": smoothing.plan.alpha,
         "dtype": DTYPE,
-        "samples at most": samples,
+        "samples at most": args.samples,
         "images": len(rows),
         "most drawn class is right": sum(row["right"] for row in rows) / len(rows),
         "certified accuracy": sum(row["right"] and row["certified"] for row in rows) / len(rows),
-        "undecided": sum(row["samples"] == samples for row in rows),
+        "undecided": sum(row["samples"] == row["samples at most"] for row in rows),
         "draws an image": statistics.mean(row["drawn"] for row in rows),
-        "CPU seconds an image": statistics.mean(row["seconds"] for row in rows),
     }
 
 
 def sigma(args: argparse.Namespace) -> dict[str, Any]:
     """σ by the images after those that are certified."""
     chosen = {}
-    for part, (denoiser, eps, _, _) in RUNS.items():
+    for part, (denoiser, eps) in RUNS.items():
         model = Denoised(network(args), denoiser)
         others = open_images(args.data, model, limit=IMAGES).others(CHOOSING)
         assert others is not None
@@ -153,13 +152,16 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True, help="weights of tf_efficientnet_lite0")
     parser.add_argument("--data", required=True, help="1,000 images in class folders, or a .tar of them")
     parser.add_argument("--rows", type=Path, required=True, help="folder for the rows of stopped runs")
+    parser.add_argument("--samples", type=int, default=10_000, help="the largest number of draws of an image")
+    parser.add_argument("--device", default="cpu", help="where the network runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    torch.backends.cudnn.allow_tf32 = False  # before it runs in bfloat16, the network is checked in float32
     for part in args.parts:
         result = {"pace": pace, "sigma": sigma}[part](args) if part not in RUNS else certified(args, part)
-        kept[part] = {"result": result, "environment": environment()}
         print(part, json.dumps(result, indent=2), flush=True)
+        # Read again: runs beside this one write other parts.
+        kept = results() | {part: {"result": result, "environment": environment()}}
         RESULT.write_text(json.dumps(kept, indent=2) + "\n")
 
 

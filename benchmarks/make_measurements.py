@@ -433,7 +433,7 @@ def _denoised() -> str:
             percent(one["most drawn class is right"]),
             percent(one["certified accuracy"]),
             f"{one['draws an image']:.0f}",
-            f"{one['CPU seconds an image']:.1f}",
+            f"{one['draws an image'] * pace[one['denoiser']]['draw']:.1f}",
         ]
         for one in found.values()
         if "denoiser" in one

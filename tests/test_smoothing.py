@@ -22,7 +22,7 @@ from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.results import read_run
-from lipcert.smoothing import Denoised, Smoothing, clopper_pearson, normal, quantile, radius, robbins
+from lipcert.smoothing import Denoised, Smoothing, _noise, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed
 from lipcert.training import noise_loss
@@ -103,8 +103,11 @@ def test_the_probability_that_is_needed_is_enough_and_nearly_the_smallest(eps: f
     assert needed(5.0, 0.25) == 1
 
 
-def test_noise_is_a_function_of_seed_image_and_draw() -> None:
+def test_noise_is_a_function_of_seed_image_and_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = normal(3, 7, range(20), (3, 5, 7))
+    with monkeypatch.context() as patch:
+        patch.setitem(_noise._AT_ONCE, "cpu", 3 * 105)  # another number at once, as on a GPU
+        assert torch.equal(normal(3, 7, range(20), (3, 5, 7)), whole)
     assert torch.equal(torch.cat([normal(3, 7, range(4), (3, 5, 7)), normal(3, 7, range(4, 20), (3, 5, 7))]), whole)
     assert torch.equal(normal(3, 7, range(11, 12), (3, 5, 7)), whole[11:12])
     others = [normal(4, 7, range(20), (3, 5, 7)), normal(3, 8, range(20), (3, 5, 7)), whole.roll(1, 0)]
