@@ -156,7 +156,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where the network runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # before it runs in bfloat16, the network is checked in float32
     for part in args.parts:
         result = {"pace": pace, "sigma": sigma}[part](args) if part not in RUNS else certified(args, part)
         print(part, json.dumps(result, indent=2), flush=True)
