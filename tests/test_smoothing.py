@@ -117,6 +117,13 @@ def test_noise_is_a_function_of_seed_image_and_draw(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(whole[0, 0, 0, :4], known, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("first", [0, 2**32 - 3, 2**40 + 5, 2**63 - 60])
+@pytest.mark.parametrize("key", [(0, 0), (3, 7), (2**64 - 1, 2**63 + 12345)])
+def test_a_gpu_draws_the_bits_of_numpy(key: tuple[int, int], first: int) -> None:
+    expected = _noise._numpy_words(key, first, 50, torch.device("cpu"))
+    assert torch.equal(_noise._words(key, first, 50, torch.device("cpu")), expected)
+
+
 def test_noise_is_normal() -> None:
     many = torch.cat([normal(0, image, range(500), (1, 32, 32)).flatten() for image in range(4)])
     assert stats.kstest(many[:: len(many) // 20_000].double().numpy(), "norm").pvalue > 0.01

@@ -1,9 +1,9 @@
 """Gaussian noise as a function of (seed, image, draw), independent of batch, shard and device.
 
 The bits are those of Philox 4×64 with 10 rounds, the counter-based generator of Salmon, Moraes, Dror and Shaw,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011, in NumPy's implementation, whose bit streams are fixed. The key
-is (seed, image), and the counter encodes draw and pixel. The Box–Muller transform maps two integers to two normal
-numbers.
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011, in NumPy's implementation, whose bit streams are fixed, or on a
+GPU the same in torch's operations. The key is (seed, image), and the counter encodes draw and pixel. The Box–Muller
+transform maps two integers to two normal numbers.
 
 Assumption. A bound of :mod:`lipcert.smoothing` counts how often a network gives a class, and its failure probability
 refers to independent, exactly normal noise. Here the noise is pseudo-random. The transform is computed in float32, so
@@ -27,6 +27,10 @@ from torch import Tensor
 _AT_ONCE = {"cpu": 2**17, "cuda": 2**23}
 # A step of the counter gives four words of 64 bits, which become eight normal numbers.
 _PER_STEP = 8
+# Philox: the factors of a round, and what it adds to the key.
+_FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+_ADDED = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+_LOW = 2**32 - 1
 
 
 def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -45,19 +49,48 @@ def normal(seed: int, image: int, draws: range, shape: Sequence[int], device: to
     numbers = math.prod(shape)
     noise = torch.empty(len(draws), numbers, device=device)
     steps = -(-numbers // _PER_STEP)
-    key = np.array([seed, image], dtype=np.uint64)
-    counter = draws.start * steps
-    # The counter has 256 bits in words of 64, the lowest first.
-    bits = Philox(key=key, counter=np.array([counter % 2**64, counter // 2**64, 0, 0], dtype=np.uint64))
-    for part in noise.split(max(1, _AT_ONCE.get(noise.device.type, _AT_ONCE["cpu"]) // numbers)):
-        words = bits.random_raw(len(part) * steps * 4)
+    first = draws.start * steps
+    # Counters above 2⁶³ would need a second word on a GPU.
+    words = _words if noise.is_cuda and draws.stop * steps < 2**63 else _numpy_words
+    for part in noise.split(max(1, _AT_ONCE["cuda" if noise.is_cuda else "cpu"] // numbers)):
+        drawn = words((seed, image), first, len(part) * steps, noise.device)
+        first += len(part) * steps
         # Each word of 64 bits is two signed integers of 32, the low half first on every machine.
-        integers = torch.from_numpy(words.astype("<u8", copy=False).view("<i4"))
-        if noise.is_cuda:  # pinned memory lets the copy run while the next bits are drawn
-            integers = integers.pin_memory()
-        integers = integers.to(device, non_blocking=True)
-        part.copy_(_box_muller(integers.view(len(part), 2, -1)).flatten(1)[:, :numbers])
+        part.copy_(_box_muller(drawn.view(torch.int32).view(len(part), 2, -1)).flatten(1)[:, :numbers])
     return noise.view(len(draws), *shape)
+
+
+def _numpy_words(key: tuple[int, int], first: int, count: int, device: torch.device) -> Tensor:
+    """The words of ``count`` steps after the counter ``first``, int64, shape (4 · count,)."""
+    # The counter has 256 bits in words of 64, the lowest first.
+    counter = np.array([first % 2**64, first // 2**64, 0, 0], dtype=np.uint64)
+    words = Philox(key=np.array(key, dtype=np.uint64), counter=counter).random_raw(4 * count)
+    return torch.from_numpy(words.astype("<u8", copy=False).view("<i8")).to(device)
+
+
+def _words(key: tuple[int, int], first: int, count: int, device: torch.device) -> Tensor:
+    """The same on any device, for counters below 2⁶³. Products of int64 are those of the bits modulo 2⁶⁴."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    a, b, c, d = torch.arange(first + 1, first + 1 + count, device=device), zero, zero, zero
+    for number in range(10):
+        one, two = (_signed(part + number * added) for part, added in zip(key, _ADDED, strict=True))
+        high_a, high_c = (_high(x, factor) for x, factor in zip((a, c), _FACTORS, strict=True))
+        low_a, low_c = (x * _signed(factor) for x, factor in zip((a, c), _FACTORS, strict=True))
+        a, b, c, d = high_c ^ b ^ one, low_c, high_a ^ d ^ two, low_a
+    return torch.stack([a, b, c, d], -1).flatten()
+
+
+def _high(x: Tensor, factor: int) -> Tensor:
+    """The upper 64 bits of the product of two unsigned numbers of 64 bits."""
+    low, high = x & _LOW, (x >> 32) & _LOW
+    middle = high * (factor & _LOW) + ((low * (factor & _LOW)) >> 32 & _LOW)
+    other = low * (factor >> 32) + (middle & _LOW)
+    return high * (factor >> 32) + ((middle >> 32) & _LOW) + ((other >> 32) & _LOW)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these bits, modulo 2⁶⁴."""
+    return (bits + 2**63) % 2**64 - 2**63
 
 
 def _box_muller(integers: Tensor) -> Tensor:
