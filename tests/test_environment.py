@@ -150,7 +150,7 @@ def test_what_breaks_a_claim_is_refused_and_nothing_else(name, model):
 def test_the_command_ends_in_that_line(name, capsys):
     setting, _, remedy = BREAKING[name]
     with setting(), pytest.raises(SystemExit) as end:
-        app(["certify", "--eps", "0.1", "--limit", "1", "--method", "gloro", "--dtype", "float32"])
+        app(["certify", "--eps", "0.1", "--limit", "1", "--method", "gloro", "--dtype", "float32", "--device", "cpu"])
     assert end.value.code == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert remedy in said

@@ -21,7 +21,15 @@ from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
 from lipcert.graph._signatures import placed
-from lipcert.graph._witness import as_captured, examine, frozen, module_calls, watched, write_count
+from lipcert.graph._witness import (
+    as_captured,
+    examine,
+    frozen,
+    module_calls,
+    one_kernel_for_all_types,
+    watched,
+    write_count,
+)
 from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memory, spelled_out
 
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
@@ -595,8 +603,10 @@ def capture(
         passed()
         as_captured(looks[0], captured)
         graph = recorder.graph(outcome)
-        for look in looks:
-            if not close(graph.replay(look.image), look.result, _tolerance(truth, casts)):
+        with one_kernel_for_all_types():  # as in the looks
+            replays = [graph.replay(look.image) for look in looks]
+        for look, replayed in zip(looks, replays, strict=True):
+            if not close(replayed, look.result, _tolerance(truth, casts)):
                 raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
     return graph
 

@@ -82,7 +82,7 @@ _DROPPING = {
 # about 2⁻³⁸.
 _NOISE, _MOVED = 2.0**-43, 2.0**-28
 # Functions that torch computes in float32 for narrower types. Their rounding rules hold for that as well.
-_WIDENING = (F.rms_norm, torch.rms_norm, F.scaled_dot_product_attention)
+_WIDENING = (F.rms_norm, torch.rms_norm, F.batch_norm, torch.batch_norm, F.scaled_dot_product_attention)
 
 
 class _Dependent:
@@ -325,12 +325,12 @@ def watched(module: nn.Module, pixels: Tensor, stack: list[str], noise: float = 
     dependent = _DEPENDENT[module] = _Dependent(_DEPENDENT.get(module))
     dependent.add(pixels)
     kernels = _Kernels(Look(pixels.clone()), module, dependent, stack, noise)
-    with torch.no_grad(), _one_kernel_for_all_types(), kernels:
+    with torch.no_grad(), one_kernel_for_all_types(), kernels:
         yield kernels
 
 
 @contextmanager
-def _one_kernel_for_all_types() -> Iterator[None]:
+def one_kernel_for_all_types() -> Iterator[None]:
     """Disables oneDNN, cuDNN and fused attention, which have separate kernels for some types."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -430,7 +430,7 @@ def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManag
             state = _state(module)
             again = look(module, image, stack)
             disturbed = look(module, image, stack, _NOISE) if first.computes and image.dtype == torch.float64 else None
-        with arithmetic, frozen(module), _one_kernel_for_all_types(), torch.no_grad():
+        with arithmetic, frozen(module), one_kernel_for_all_types(), torch.no_grad():
             plain, repeated = module(image.clone()), module(image.clone())
     except LipcertError:
         raise
@@ -457,7 +457,7 @@ def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManag
         problems.append(("forward code that draws random numbers", ""))
     if problems:
         raise UnsupportedCode(problems[:8])
-    with arithmetic, _one_kernel_for_all_types():
+    with arithmetic, one_kernel_for_all_types():
         independent = _same_with_gradients(module, image, plain)
     if not independent:
         raise UnsupportedCode([("forward code that depends on whether gradients are enabled", "")])
@@ -510,7 +510,7 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
     with RealArithmetic() if real else nullcontext(), _path_of_calls(module) as stack:
         record = look(module, image, stack)
         problems = record.problems + differences(first, record, "for another image")
-        with _one_kernel_for_all_types():
+        with one_kernel_for_all_types():
             replayed = graph.replay(image)
         if not close(replayed, record.result, kernel_tolerance(record.result)):
             problems.append(("forward code that behaves differently when it is captured", ""))
