@@ -159,6 +159,8 @@ def train(args: argparse.Namespace) -> None:
     classifier = Classifier(args.classifier).to(device)
     torch.manual_seed(0)
     net, average = (NaturalNet().to(device).to(memory_format=torch.channels_last) for _ in range(2))
+    if args.start:
+        net.load_state_dict(safetensors.torch.load_file(args.start))
     optimizer = optimizer_of(net)
     state: dict[str, Any] = {"stage": 0, "number": 0, "seconds": 0.0, "steps": [], "least": math.inf, "best": {}}
     if args.state.exists():
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--data", help="1,000 images in class folders, or a .tar of them")
     parser.add_argument("--classifier", help="weights of tf_efficientnet_lite0")
     parser.add_argument("--state", type=Path, required=True, help="where the state of training is kept")
+    parser.add_argument("--start", help="weights to start from, such as those that are shipped")
     parser.add_argument("--device", default="cpu", help="where everything runs")
     parser.add_argument("--minutes", type=float, nargs=2, default=(0.8, 1.7), help="of the two stages")
     parser.add_argument("--batch", type=int, nargs=2, default=(128, 64), help="crops of a step, in the two stages")
