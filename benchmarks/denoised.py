@@ -23,6 +23,7 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,7 @@ def certified(args: argparse.Namespace, part: str) -> dict[str, Any]:
             for i, index in enumerate(batch.indices):
                 row = {"index": index, "right": right[i], "certified": bool(found.certified[i])}
                 row |= {"samples": int(found.samples[i]), "drawn": int(found.samples[i] + found.selected[i])}
-                known[index] = row | {"samples at most": args.samples}
+                known[index] = row | {"samples at most": args.samples, "device": args.device}
                 out.write(json.dumps(known[index]) + "\n")
         print(f"{part}: {sum(row['right'] and row['certified'] for row in known.values())} of {len(known)}", flush=True)
     rows = list(known.values())
@@ -84,6 +85,7 @@ def certified(args: argparse.Namespace, part: str) -> dict[str, Any]:
         "dtype": DTYPE,
         "samples at most": args.samples,
         "images": len(rows),
+        "images of each device": Counter(row["device"] for row in rows),
         "most drawn class is right": sum(row["right"] for row in rows) / len(rows),
         "certified accuracy": sum(row["right"] and row["certified"] for row in rows) / len(rows),
         "undecided": sum(row["samples"] == row["samples at most"] for row in rows),

@@ -16,6 +16,9 @@ are taken at three scales, half of them mirrored, each colour's brightness chang
 their ``--minutes``: of the GPU, or of the processor, of which one thread is used. The learning rate falls with them
 like half a cosine. A moving average of the weights is judged regularly on the images for choosing; that of the smallest
 cross-entropy in stage 2 is shipped. The state is written as often, and a stopped run goes on from there.
+
+The shipped weights were trained twice: on one core, in 3,200 and 600 steps of 16 crops, and from there with ``--start``
+and ``--minutes 0.4 1.6`` on an H100 that trained other networks beside them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from lipcert.graph import ONE_LOGIT, across_types, confirm, examine, only_in, ou
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Rigor
-from lipcert.numerics import Certificates, check_environment, is_out_of_memory, memory_left
+from lipcert.numerics import Certificates, check_environment, give_back, is_out_of_memory, memory_left
 from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, settings_of, takes
 
 if TYPE_CHECKING:
@@ -188,7 +188,9 @@ class Certifier:
             raise InputError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
         try:
             with _at_most_threads(int(self.together * self._call / _WORK_OF_A_THREAD)):
-                return self._run(images, labels)
+                results = self._run(images, labels)
+            give_back()  # over thousands of images, memory would fill with the holes between matrices of many sizes
+            return results
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
