@@ -20,7 +20,20 @@ from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, check_ent
 from lipcert.bounds._value import Value
 from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
-from lipcert.graph import PIECES, Graph, Node, capture, close, examine, examples, map_nodes, needed, passed, passes
+from lipcert.graph import (
+    PIECES,
+    Graph,
+    Node,
+    capture,
+    close,
+    examine,
+    examples,
+    map_nodes,
+    needed,
+    passed,
+    passes,
+    without_fused_kernels,
+)
 from lipcert.model import Model, unusable
 from lipcert.numerics import INFINITE, Bound, LayerBound, Upper, is_out_of_memory
 
@@ -219,7 +232,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     problem = "the model mixes the images of a batch; wrap it in a module that processes each image separately"
     batch = torch.cat(examples(images))
     tolerance = 1e-9 if batch.dtype == torch.float64 else 1e-3
-    with torch.no_grad():
+    with torch.no_grad(), without_fused_kernels():  # as in the looks
         looks = examine(model, images) if batch.dtype != torch.float64 and not getattr(model, "real", False) else []
         if looks and torch.equal(looks[0].image, images):  # the capture ran these images, and in the same arithmetic
             alone = torch.cat([look.result for look in looks])

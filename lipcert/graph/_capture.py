@@ -26,8 +26,8 @@ from lipcert.graph._witness import (
     examine,
     frozen,
     module_calls,
-    one_kernel_for_all_types,
     watched,
+    without_fused_kernels,
     write_count,
 )
 from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memory, spelled_out
@@ -603,7 +603,7 @@ def capture(
         passed()
         as_captured(looks[0], captured)
         graph = recorder.graph(outcome)
-        with one_kernel_for_all_types():  # as in the looks
+        with without_fused_kernels():  # as in the looks
             replays = [graph.replay(look.image) for look in looks]
         for look, replayed in zip(looks, replays, strict=True):
             if not close(replayed, look.result, _tolerance(truth, casts)):

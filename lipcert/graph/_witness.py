@@ -325,17 +325,24 @@ def watched(module: nn.Module, pixels: Tensor, stack: list[str], noise: float = 
     dependent = _DEPENDENT[module] = _Dependent(_DEPENDENT.get(module))
     dependent.add(pixels)
     kernels = _Kernels(Look(pixels.clone()), module, dependent, stack, noise)
-    with torch.no_grad(), one_kernel_for_all_types(), kernels:
+    with torch.no_grad(), _one_kernel_for_all_types(), kernels:
         yield kernels
 
 
 @contextmanager
-def one_kernel_for_all_types() -> Iterator[None]:
-    """Disables oneDNN, cuDNN and fused attention, which have separate kernels for some types."""
+def without_fused_kernels() -> Iterator[None]:
+    """Disables cuDNN and fused attention, which round differently from the kernels of a look."""
+    with without_cudnn(), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def _one_kernel_for_all_types() -> Iterator[None]:
+    """Disables oneDNN as well: like the fused kernels it has separate ones for some types."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with without_cudnn(), sdpa_kernel(SDPBackend.MATH):
+        with without_fused_kernels():
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)
@@ -430,7 +437,7 @@ def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManag
             state = _state(module)
             again = look(module, image, stack)
             disturbed = look(module, image, stack, _NOISE) if first.computes and image.dtype == torch.float64 else None
-        with arithmetic, frozen(module), one_kernel_for_all_types(), torch.no_grad():
+        with arithmetic, frozen(module), without_fused_kernels(), torch.no_grad():
             plain, repeated = module(image.clone()), module(image.clone())
     except LipcertError:
         raise
@@ -457,7 +464,7 @@ def _examined(module: nn.Module, image: Tensor, arithmetic: AbstractContextManag
         problems.append(("forward code that draws random numbers", ""))
     if problems:
         raise UnsupportedCode(problems[:8])
-    with arithmetic, one_kernel_for_all_types():
+    with arithmetic, without_fused_kernels():
         independent = _same_with_gradients(module, image, plain)
     if not independent:
         raise UnsupportedCode([("forward code that depends on whether gradients are enabled", "")])
@@ -510,7 +517,7 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
     with RealArithmetic() if real else nullcontext(), _path_of_calls(module) as stack:
         record = look(module, image, stack)
         problems = record.problems + differences(first, record, "for another image")
-        with one_kernel_for_all_types():
+        with without_fused_kernels():
             replayed = graph.replay(image)
         if not close(replayed, record.result, kernel_tolerance(record.result)):
             problems.append(("forward code that behaves differently when it is captured", ""))
