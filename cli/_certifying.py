@@ -24,7 +24,7 @@ from lipcert.report import facts
 from lipcert.results import Run, certifier_for, interval, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
+from lipcert.settings import AUTO, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
@@ -185,8 +185,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
         if len(plan.settings) > 1:
             label += f", smoothed({settings.sigma:g})"
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
-        dtype = "real" if settings.method == SMOOTHING else settings.dtype  # smoothing does not depend on rounding
-        with as_assumed(loaded.device, dtype):
+        with as_assumed(loaded.device, settings.rounded_as):
             outcome = _certify_with(settings, choice, plan, loaded, images, label, path, processes)
         words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
         outcomes.append(replace(outcome, words=words, channels=loaded.input_size[0]))

@@ -68,7 +68,6 @@ def verify(
     from lipcert.results import read_run
     from lipcert.results.verify import attack_of, check_model
     from lipcert.results.verify import verify as verify_rows
-    from lipcert.settings import SMOOTHING
 
     from ._loading import load_model, show_data
 
@@ -77,7 +76,6 @@ def verify(
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
     settings = run.settings(attack_of(run))
-    dtype = "real" if settings.method == SMOOTHING else settings.dtype
     recorded = run.summary["data"]
     spec = data or str(recorded.get("spec"))
     lists: dict[str, Any] = {"classes": classes or recorded.get("classes"), "labels": labels or recorded.get("labels")}
@@ -86,7 +84,7 @@ def verify(
 
     if run.attacked and attack_of(run) is None:
         say(f"note: the results of {run.attack_name} are not recomputed; only pgd is")
-    with as_assumed(loaded.device, dtype), progress("verifying") as update:
+    with as_assumed(loaded.device, settings.rounded_as), progress("verifying") as update:
         verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
     rows = [verdict for verdict in verdicts if verdict.index is not None]
     refuted = sum(row.objection is not None and not row.unsettled for row in rows)

@@ -227,6 +227,11 @@ class CertifySettings:
         return sigma
 
     @property
+    def rounded_as(self) -> Dtype:
+        """The format whose rounding the certificates include; ``"real"`` for smoothing, which includes none."""
+        return "real" if self.method == SMOOTHING else self.dtype
+
+    @property
     def noise(self) -> dict[str, Any]:
         """The noise settings by name; empty for methods other than ``"smoothing"``."""
         return {one.name: getattr(self, one.name) for one in noise_fields()} if self.method == SMOOTHING else {}
