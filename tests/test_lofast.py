@@ -429,8 +429,8 @@ def test_weighed_curvature(name):
     toward = RivalMargin(anchor.linearization, rivals, predicted, gaps)
     eps = 1.5 * toward.radius()
     moved = anchor.deviations(eps).operands
-    everyone = torch.arange(len(pixels))
-    forms = {v: Weighed(rules[v].contracted(toward.at_nodes[v], moved[v]), everyone, moved[v]) for v in nodes}
+    everyone = torch.ones(len(pixels), dtype=torch.bool)
+    forms = {v: Weighed(rules[v].contracted(toward.at_nodes[v], moved[v]), everyone) for v in nodes}
     gains = curvature_norms(toward, forms, 0)
     assert set(gains) == set(nodes)
     found, left, plain = anchor.deviations(eps, gains), toward.bound(eps, gains, forms), toward.bound(eps)

@@ -15,7 +15,7 @@ import lipcert
 from lipcert.bounds import RULES, margins
 from lipcert.bounds._remainder import largest_share
 from lipcert.certifier import Anchored
-from lipcert.certifier.anchored.margin import RivalMargin, Weighed, curvature_norms
+from lipcert.certifier.anchored.margin import RivalMargin, Weighed, _with_sectors, curvature_norms
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM
 from lipcert.certifier.anchored.ray import SECTORS, sector
@@ -88,7 +88,8 @@ def parts(one, eps, seed):
     """Perturbations with parts along and across the ray in the ratio of every sector, shape (N, sectors, source)."""
     ray, source = one.ray, one.at.network.source
     p = ray.tangents[source].flatten(1)[:, None]
-    cover = one._every(eps)
+    images, numbers = _with_sectors(torch.arange(len(eps)))
+    cover = sector(ray, eps[images], numbers)
     along, across = (size.unflatten(0, (-1, SECTORS))[..., None] for size in (cover.along, cover.across))
     other = seeded(len(p), SECTORS, p.shape[2], seed=seed)
     other = other - (other * p).sum(2, keepdim=True) * p
@@ -113,14 +114,14 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
     for share in (0.3, 1.0):
         eps = share * radius
         moved = one.moved(eps)
-        everyone = torch.arange(len(eps))
+        everyone = torch.ones(len(eps), dtype=torch.bool)
         answers = {v: at.remainders[v].contracted(g, moved[v]) for v, g in one.at_nodes.items()}
-        forms = {v: Weighed(answer, everyone, moved[v]) for v, answer in answers.items() if answer is not None}
+        forms = {v: Weighed(answer, everyone) for v, answer in answers.items() if answer is not None}
         at.norms.ledger = at.finder.ledger(len(eps))
         norms = curvature_norms(one, forms, 0)
-        index, wide = one._repeated, one._wide
-        curved = {v: [form.only(index) for form in found] for v, found in norms.items()}
-        walk = wide.at.walk(eps[index], curved, sector=one._every(eps))
+        index, numbers = _with_sectors(torch.arange(len(eps)))
+        wide, curved = one.only(index), {v: [form.only(index) for form in found] for v, found in norms.items()}
+        walk = wide.at.walk(eps[index], curved, sector=sector(wide.ray, eps[index], numbers))
         left = one.in_sectors(eps, norms, forms)
         nodes = list(network.rules)
         targets = [u for v in nodes for u in v.operands if u not in network.widths]

@@ -18,7 +18,7 @@ from lipcert.bounds._kinks import beyond
 from lipcert.bounds._registry import answers, key_of
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu, secant_relu
-from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown
+from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
 from lipcert.bounds.testing import Linearised, against, norms, repeated
 from lipcert.certifier.anchored.secants import with_secants
 from lipcert.graph import Node, capture, needed
@@ -837,7 +837,7 @@ def test_entries_of_softmax_grow_no_further(scale, r):
     """No deviation of norm r makes an entry larger; for two entries the bound is attained."""
     for n in (1, 2, 5):
         a = seeded(20, n, scale=scale)
-        bound = _grown(a.softmax(1), 1)(torch.full((20,), r, dtype=torch.float64))[:, 0]
+        bound = _grown(torch.full((20,), r, dtype=torch.float64), *_odds(a.softmax(1), 1))[:, 0]
         assert bool((bound <= 1).all())
         largest = torch.zeros(20, dtype=torch.float64)
         for entry in range(n):

@@ -62,10 +62,11 @@ def test_a_search_takes_few_evaluations():
 
 
 def test_a_search_says_0_where_nothing_holds():
-    never = lambda eps: torch.full_like(eps, -1.0)  # noqa: E731
-    assert search(never, torch.tensor([1.0, 0.0])).tolist() == [0, 0]
-    least = search_least(lambda eps: never(eps)[:, None], lambda eps, which: never(eps), torch.ones(2))
-    assert least.tolist() == [0, 0]
+    never = lambda eps, *_: torch.full_like(eps, -1.0)  # noqa: E731
+    guess, once = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    assert search(never, guess).tolist() == [0, 0]
+    scouts = torch.tensor([False, True, False])
+    assert search_least(never, once, torch.ones(2, 3).double(), guess, math.inf * once, scouts).tolist() == [0, 0]
 
 
 def test_far_above_its_guess_a_search_ends_at_a_radius_that_holds():
@@ -73,28 +74,52 @@ def test_far_above_its_guess_a_search_ends_at_a_radius_that_holds():
     assert 100 <= found.item() < math.inf
 
 
+@pytest.mark.parametrize("first", [0.02, 0.8, 30.0])
 @given(st.integers(0, 10**6))
-def test_the_least_of_many_functions_decides(seed):
-    """Whatever function seems the least where the search begins."""
-    roots, bends = seeded(3, 7, seed=seed).abs() + 0.05, 4 * seeded(3, 7, seed=seed + 1).abs()
+def test_the_least_of_many_functions_decides(first, seed):
+    """Wherever the search begins, whichever functions are scouts, and where predictions are far off or NaN."""
+    roots, powers = seeded(4, 7, seed=seed).abs() + 0.05, 1 + 3 * seeded(4, 7, seed=seed + 1).abs()
+    upto, scouts = torch.full((4,), math.inf, dtype=torch.float64), torch.arange(7) % 3 == seed % 3
+    upto[3] = roots[3].amin() / 2
 
-    def every(eps):
-        return (roots - eps[:, None]) * (1 + bends * eps[:, None])
+    def margins(eps, images, functions):
+        root = roots[images, functions]
+        smooth = 1 - (eps / root) ** powers[images, functions]
+        value = torch.where(functions == 2, torch.where(eps < root, 1.0, math.nan), smooth)
+        return torch.where(functions == 4, torch.where(eps > 1.5 * root, -math.inf, smooth), value)
 
-    def one(eps, which):
-        return every(eps).gather(1, which[:, None])[:, 0]
+    def found(some):
+        def those(eps, images, functions):
+            asked.append((eps, images))
+            return margins(eps, some[images], functions)
 
-    guess = torch.ones(3, dtype=torch.float64)
-    found, least = search_least(every, one, guess), roots.amin(1)
-    assert bool((every(found) > 0).all())
-    assert bool((found >= least / 1.0002).all())
+        asked = []
+        once = torch.ones(len(some), dtype=torch.float64)
+        radius = search_least(those, once, 0.3 / roots[some], first * once, upto[some], scouts)
+        assert all(bool((eps <= upto[some][images]).all()) for eps, images in asked)
+        return radius
 
-    def alone(i):
-        part = roots[i : i + 1], bends[i : i + 1]
-        values = lambda eps: (part[0] - eps[:, None]) * (1 + part[1] * eps[:, None])  # noqa: E731
-        return search_least(values, lambda eps, which: values(eps).gather(1, which[:, None])[:, 0], guess[:1])
+    least, everyone = torch.minimum(roots.amin(1), upto), torch.arange(4)
+    radius = found(everyone)
+    assert bool((radius <= least).all())
+    assert bool((radius >= least / 1.0003).all())
+    alone = torch.cat([found(everyone[i : i + 1]) for i in everyone])
+    torch.testing.assert_close(radius, alone, rtol=1e-12, atol=0)
 
-    assert torch.equal(found, torch.cat([alone(i) for i in range(3)]))
+
+def test_few_evaluations_settle_many_functions():
+    """Most functions are evaluated once, or twice if they are scouts."""
+    rows = 0
+    places = torch.linspace(1, 3, 15, dtype=torch.float64)
+
+    def margins(eps, images, functions):
+        nonlocal rows
+        rows += len(eps)
+        return 1 - eps / 3 - (eps / places[functions]).pow(2.2)
+
+    once = torch.ones(1, dtype=torch.float64)
+    search_least(margins, once, once[:, None].expand(1, 15) / 3, 1.5 * once, 9 * once, torch.arange(15) % 5 == 2)
+    assert rows <= 30
 
 
 def test_radii_of_a_search_do_not_depend_on_the_other_images():

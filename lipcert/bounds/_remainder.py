@@ -203,13 +203,23 @@ class Contracted:
 
     Attributes:
         forms: maps M.
-        bound: (ρ, ‖Mδ‖ for each M) ↦ an upper bound on −⟨direction, R⟩ − ⟨linear, δ⟩, shape (N,).
+        function: (ρ, ‖Mδ‖ for each M, *tensors) ↦ an upper bound on −⟨direction, R⟩ − ⟨linear, δ⟩, shape (N,).
+        tensors: the coefficients of the bound, each with the images as its first axis.
         linear: has the shape of the first operand, whose deviation is δ; None for 0.
     """
 
     forms: tuple[Form, ...]
-    bound: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
     linear: Tensor | None = None
+
+    def bound(self, rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+        """The upper bound, from ρ and ‖Mδ‖ for each M."""
+        return self.function(rho, sizes, *self.tensors)
+
+    def only(self, index: Tensor) -> Contracted:
+        """The bound at the images with the given indices, without forms and linear term."""
+        return Contracted((), self.function, tuple(tensor[index] for tensor in self.tensors))
 
 
 def remainder_of(node: Node) -> type[Remainder] | None:
@@ -480,11 +490,13 @@ class Radial(Remainder):
 
         third = 3 * self.scale / self.radius * slope[..., 0]
 
-        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
-            low = (self.length - rho[0][:, None] / self.radius).clamp_min(0)
+        def bound(
+            rho: Sequence[Tensor], sizes: Sequence[Tensor], length: Tensor, third: Tensor, lost: Tensor
+        ) -> Tensor:
+            low = (length - rho[0][:, None] / self.radius).clamp_min(0)
             steepest = (third * (1 + low.square()) ** -1.5).amax(1)
-            return sizes[0].square() + steepest * (rho[0] / 6 + self.lost / 2) * rho[0].square()
+            return sizes[0].square() + steepest * (rho[0] / 6 + lost / 2) * rho[0].square()
 
         norm = per_image(top).amax(1)
         form = Form(apply, (base, top - base, v), norm, 2 * norm)
-        return Contracted((form,), bound)
+        return Contracted((form,), bound, (self.length, third, self.lost))

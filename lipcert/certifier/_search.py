@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 _ACCURACY = 1.01
-# The logarithm of the accuracy of ``search``.
+# The logarithm of the accuracy of ``search`` and ``search_least``.
 _WIDTH = 1e-4
+# ``search_least`` tries so many ε at most, the first of them with scouts alone, and these first ones as predicted. The
+# first for all functions is larger than predicted by _ABOVE, so that most are positive there and settled. Before two
+# values tell, the loss per unit of ε is taken to grow with this power of ε.
+_TRIALS, _SCOUTED, _PREDICTED = 80, 2, 8
+_ABOVE, _POWER = 2e-3, 1.5
 
 
 def search(margin: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
@@ -68,28 +73,86 @@ def _interpolated(a: Tensor, b: Tensor, c: Tensor, at_a: Tensor, at_b: Tensor, a
     return torch.minimum(torch.maximum(share, least), 1 - least)
 
 
-def search_least(every: Callable[[Tensor], Tensor], one: Callable[[Tensor, Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The largest ε, to 0.01 %, at which several functions are positive; as :func:`search` for the least of them.
+def search_least(
+    values: Callable[[Tensor, Tensor, Tensor], Tensor],
+    whole: Tensor,
+    steepness: Tensor,
+    guess: Tensor,
+    upto: Tensor,
+    scouts: Tensor,
+) -> Tensor:
+    """The largest ε, to about 0.01 % and at most ``upto``, at which several non-increasing functions are positive.
 
-    Only the function that seems to be the least is searched. All are tried where it ends; if another is not positive
-    there, that one is searched next.
+    A function that is positive at one ε is so at every smaller one, and is not evaluated there. What a function has
+    lost at ε is nearly aε + bε^(1+p), with its steepness a, and b and p from its last two values. This predicts where
+    it vanishes. The next ε is the least prediction of an image; later ones halve what is open, in case predictions are
+    poor.
 
     Args:
-        every: all functions, of shape (N, functions), of ε, shape (N,).
-        one: for each image one of them, shape (N,): of ε and the index of the function.
-        guess: an ε near which the least becomes negative, shape (N,).
+        values: some functions at some images: of ε, the index of the image and that of the function, and with values,
+            each of shape (rows,). A value that is not a number is not positive.
+        whole: the functions at 0, shape (N,).
+        steepness: about minus their derivatives there, shape (N, functions).
+        guess: the first ε, shape (N,).
+        upto: shape (N,).
+        scouts: the functions with which an ε near the result is found first, bool, shape (functions,).
+
+    Returns:
+        Shape (N,); 0 where 1e-12 · guess is too large.
     """
-    radius, values = guess, every(guess)
-    failing = torch.ones_like(guess, dtype=torch.bool)
-    for _ in range(values.shape[1]):
-        which = values.nan_to_num(nan=-math.inf).argmin(1)
-        again = search(lambda eps, which=which: one(eps, which), radius)  # type: ignore[misc]
-        radius = torch.where(failing, again, radius)  # per image: results do not depend on the batch
-        values = every(radius)
-        failing = ~(values > 0).all(1) & (radius > 0)
-        if not bool(failing.any()):
-            return radius
-    return torch.where(failing, 0.0, radius)
+    low, high = torch.zeros_like(steepness), torch.full_like(steepness, math.inf)
+    # The last two values of every function.
+    before, last, at_before = low, low, whole[:, None].expand_as(low)
+    at_last = at_before
+    trial = torch.minimum(guess, upto)
+    finished = ~((trial > 0) & trial.isfinite())
+    for step in range(_TRIALS):
+        asked = scouts if step < _SCOUTED else torch.ones_like(scouts)
+        place = (~finished[:, None] & asked & (low < trial[:, None])).nonzero().unbind(1)
+        images, functions = place
+        if not len(images):
+            if step < _SCOUTED:
+                continue
+            break
+        eps = trial[images]
+        value = values(eps, images, functions)
+        holds = value > 0
+        low = low.index_put(place, torch.where(holds, eps, low[place]))
+        high = high.index_put(place, torch.where(holds, high[place], eps))
+        before, at_before = before.index_put(place, last[place]), at_before.index_put(place, at_last[place])
+        last, at_last = last.index_put(place, eps), at_last.index_put(place, value)
+        root, beyond = _predicted(whole[:, None], steepness, before, at_before, last, at_last)
+        middle = torch.where(low > 0, (low * high).sqrt(), high * 0.5 ** (step + 1))
+        # A function that grows too fast for a prediction has it outside of what is open, or far below.
+        far = torch.where(high.isfinite(), high / 8, 0.0)
+        known = (root >= torch.maximum(low * (1 - _WIDTH), far)) & (root <= high)
+        root = torch.where(known, root.clamp_min(low), middle)
+        beyond = torch.maximum(root, beyond.clamp(low, high))
+        sure = low.amin(1)
+        root, beyond, least, middle = (
+            torch.where(last > 0, part, math.inf).amin(1) for part in (root, beyond, low, middle)
+        )
+        open_ = high.amin(1)
+        finished |= (torch.minimum(beyond, open_) <= sure * (1 + _WIDTH)) | (sure >= upto) | (open_ <= 1e-12 * guess)
+        root = middle if step > _PREDICTED and step % 2 else root
+        root = root * (1 + _ABOVE if step + 1 == _SCOUTED else 1 - _WIDTH / 4)
+        trial = torch.maximum(root, least * (1 + _WIDTH / 2))
+        trial = torch.minimum(trial, torch.where(least > 0, 16 * least, math.inf)).clamp_max(upto)
+    return low.amin(1)
+
+
+def _predicted(
+    whole: Tensor, steepness: Tensor, before: Tensor, at_before: Tensor, last: Tensor, at_last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where functions vanish, from values at two ε: with a loss aε + bε^(1+p), and with one that is linear."""
+    more_before, more = ((whole - at) / eps - steepness for at, eps in ((at_before, before), (at_last, last)))
+    power = ((more / more_before).log() / (last / before).log()).nan_to_num(nan=_POWER).clamp(0.5, 1e3)
+    a, b, log = steepness * last / whole, more.clamp_min(0) * last / whole, torch.zeros_like(more)
+    for _ in range(3):  # a t + b t^(1+p) = 1 for t = ε/last, by Newton's method for log t
+        linear, bent = a * log.exp(), b * ((1 + power) * log).exp()
+        log = log - (linear + bent).log() * (linear + bent) / (linear + (1 + power) * bent)
+    chord = (last - before) / (at_before - at_last)
+    return last * log.exp(), torch.where(chord > 0, last + at_last * chord, math.inf)
 
 
 def search_each(margins: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:

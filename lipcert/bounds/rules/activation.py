@@ -320,10 +320,10 @@ class Rectifier(KinkedEntries):
         constant = constant.sum(1)
         form = Form.weights((weight / torch.where(near, 2, 4) / width).sqrt().reshape(direction.shape))
 
-        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor], constant: Tensor) -> Tensor:
             return sizes[0].square() + constant
 
-        return Contracted((form,), bound, linear.reshape(direction.shape))
+        return Contracted((form,), bound, (constant,), linear.reshape(direction.shape))
 
 
 @secant("relu")

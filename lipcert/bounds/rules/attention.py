@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ _SPREAD = 0.192451  # √3/9, rounded up
 _SPREAD_FURTHER = 0.707107  # 1/√2, rounded up
 
 
-def _grown(p: Tensor, dim: int) -> Callable[[Tensor], Tensor]:
-    """A function r ↦ upper bounds on the entries of softmax(a + w) for ‖w‖ ≤ r, shape (N, rows), from p = softmax(a).
+def _odds(p: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """What :func:`_grown` needs of p = softmax(a) to bound the entries of softmax(a + w), each of shape (N, rows).
 
     Entry j of softmax(a + w) is p_j e^(w_j)/(p_j e^(w_j) + Σ_{i≠j} p_i e^(w_i)). With q_i = p_i/(1 − p_j), Jensen's
     inequality gives Σ_{i≠j} p_i e^(w_i) ≥ (1 − p_j) e^(Σ q_i w_i). So the entry is at most p_j/(p_j + (1 − p_j)e^(−t))
@@ -56,14 +56,14 @@ def _grown(p: Tensor, dim: int) -> Callable[[Tensor], Tensor]:
     largest = per_image(p.amax(dim)) * (1 + _HIDDEN)
     others = (p.square().sum(dim, keepdim=True) - p.square() + _HIDDEN).clamp_min(0)
     steep = (1 + per_image((others / (1 - p).square().clamp_min(1e-300)).amax(dim)).clamp_max(1.0)).sqrt()
-    odds = largest / (1 - largest).clamp_min(1e-300)
+    return largest / (1 - largest).clamp_min(1e-300), steep
 
-    def bound(r: Tensor) -> Tensor:
-        # exp(700) is finite in float64; the largest entry of a row is at least 1/n, so the quotient is 1 there.
-        more = odds * torch.exp((steep * r[:, None]).clamp_max(700.0))
-        return (more / (1 + more) * (1 + _HIDDEN)).nan_to_num(nan=1.0).clamp_max(1.0)
 
-    return bound
+def _grown(r: Tensor, odds: Tensor, steep: Tensor) -> Tensor:
+    """Upper bounds on the entries of softmax(a + w) for ‖w‖ ≤ r, shape (N, rows), as explained at :func:`_odds`."""
+    # exp(700) is finite in float64; the largest entry of a row is at least 1/n, so the quotient is 1 there.
+    more = odds * torch.exp((steep * r[:, None]).clamp_max(700.0))
+    return (more / (1 + more) * (1 + _HIDDEN)).nan_to_num(nan=1.0).clamp_max(1.0)
 
 
 @remainder("softmax")
@@ -113,7 +113,7 @@ class Softmax(Remainder):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.dim = self._dim(node) + 1
-        self.p, self.grown = result, _grown(result, self.dim)
+        self.p, self.odds = result, _odds(result, self.dim)
 
     @staticmethod
     def _dim(node: Node) -> int:
@@ -128,13 +128,18 @@ class Softmax(Remainder):
         return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        grown = self.grown(rho[-1])
+        grown = _grown(rho[-1], *self.odds)
         curvature = (grown * (1 + grown).sqrt()).amax(1).clamp_max(_SOFTMAX_CURVATURE)
         return curvature / 2 * rho[0] * rho[-1]
 
     def against(self, direction: Tensor) -> Against:
         spread = per_image(direction.amax(self.dim) - direction.amin(self.dim))
-        return lambda rho: largest_share(spread * self.grown(rho[-1]).clamp_max(_SPREAD) / 2, rho[0], rho[-1][:, None])
+
+        def bound(rho: Sequence[Tensor]) -> Tensor:
+            weight = spread * _grown(rho[-1], *self.odds).clamp_max(_SPREAD) / 2
+            return largest_share(weight, rho[0], rho[-1][:, None])
+
+        return bound
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted:
         p, dim = self.p, self.dim
@@ -146,8 +151,10 @@ class Softmax(Remainder):
         def apply(deviation: Tensor, p: Tensor, root: Tensor) -> Tensor:
             return root * (deviation - (p * deviation).sum(dim, keepdim=True))
 
-        def bound(rho: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
-            kappa = self.grown(rho[-1]).clamp_max(0.5)
+        def bound(
+            rho: Sequence[Tensor], sizes: Sequence[Tensor], spread: Tensor, odds: Tensor, steep: Tensor
+        ) -> Tensor:
+            kappa = _grown(rho[-1], odds, steep).clamp_max(0.5)
             third = (
                 spread * (kappa * (math.sqrt(2) + 1.5 * kappa.sqrt())).clamp_max(_SPREAD_FURTHER) / 6 * rho[-1][:, None]
             )
@@ -159,7 +166,7 @@ class Softmax(Remainder):
         size = 2 * per_image(root.norm(dim=dim)).amax(1)
         norm = torch.minimum(spectral.amax(1) * (1 + _HIDDEN), size)
         form = Form(apply, (p, root), norm, size)
-        return Contracted((form,), bound)
+        return Contracted((form,), bound, (spread, *self.odds))
 
 
 def softmax_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor:
@@ -237,10 +244,10 @@ class LogSumExp(Remainder):
         if not isinstance(dim, int):
             raise NoAnswer("several dimensions")
         axis = dim % len(node.operands[0].shape) + 1
-        self.grown = _grown(operands[0].softmax(axis), axis)
+        self.odds = _odds(operands[0].softmax(axis), axis)
 
     def _kappa(self, rho: Tensor) -> Tensor:
-        return self.grown(rho).clamp_max(0.5)
+        return _grown(rho, *self.odds).clamp_max(0.5)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return self._kappa(rho[0]).amax(1) / 2 * rho[0].square()

@@ -301,7 +301,6 @@ class _Trial:
             logs[key] = torch.zeros(len(norm), dtype=torch.float64, device=norm.device, requires_grad=True)
             return norm * logs[key].exp()
 
-        self.toward.forget()
         with torch.enable_grad():
             for (a, u), norm in bounds.gains.items():
                 bounds.gains[a, u] = marked(norm, a, u, "norm", a, u)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
 from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.jacobians import written_error
-from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, sector
+from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, scouts, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
 from lipcert.numerics import SAFETY, at_most
@@ -27,18 +26,18 @@ class Weighed(NamedTuple):
 
     Attributes:
         answer: the answer.
-        images: the indices of the images for which it is used.
-        rho: the bounds on the deviations within which it holds.
-        likely: the likely deviation; None if it is not known.
+        used: whether it is used for an image, bool, shape (N,).
         error: None without a linear term. With one, the answer has to be used, and is larger by the rounding error of
             the gradient to which the term is added: ``error`` times ρ, shape (N,).
     """
 
     answer: Contracted
-    images: Tensor
-    rho: list[Tensor]
-    likely: Tensor | None = None
+    used: Tensor
     error: Tensor | None = None
+
+    def only(self, index: Tensor) -> Weighed:
+        """The same for the images with the given indices, without the maps M."""
+        return Weighed(self.answer.only(index), self.used[index], None if self.error is None else self.error[index])
 
 
 Forms = Mapping[Node, Weighed]
@@ -50,6 +49,9 @@ FURTHER = 2.0
 _WORTH = 0.02
 # The deviations at this multiple of that radius, along the gradient, are the likely ones.
 _LIKELY = 1.25
+# Where the searches for a radius begin: this share of the margin's first-order limit, and this multiple of the radius
+# without contracted forms. Sectors that are positive above the radius are evaluated once.
+_FIRST, _AFTER = 0.75, 1.3
 # More than the rounding error of a sum of two vectors, relative to both.
 _ADDED = 1e-13
 # The largest number of entries of what rules read of an image that is repeated for every sector, 256 MiB.
@@ -142,7 +144,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
         for place, v in enumerate(stage.nonlinear):
             if v not in forms:
                 continue
-            answer, some = forms[v][:2]
+            answer, some = forms[v].answer, forms[v].used.nonzero()[:, 0]
             # Norms are computed for the images that use the form; all others get ∞, so that their bounds do not change.
             part, by_operation[v] = at if len(some) == len(unknown) else at.only(some), []
             for number, form in enumerate(answer.forms):
@@ -216,94 +218,66 @@ class RivalMargin:
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
-        self._wide_forms: tuple[Forms, Forms] = NO_FORMS, NO_FORMS
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
         at, (rivals, predicted, _) = self.at, self._rivalry
         return margin_gradients(at.network, at.values, list(at.network.chains.links), rivals, predicted, linear)
 
     def only(self, index: Tensor) -> RivalMargin:
-        """The same for the images with the given indices, for walks without contracted forms."""
+        """The same for the images with the given indices, for walks."""
         part = copy.copy(self)
         at = part.at = self.at.only(index, walked=True)
         part.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
         part.margin, part.slope, part.rounding = self.margin[index], self.slope[index], self.rounding[index]
         part.against = {v: at.remainders[v].against(g) for v, g in part.at_nodes.items()}
         part.ray = None if self.ray is None else self.ray.only(index, at)
-        part.forget()
         return part
-
-    @cached_property
-    def _wide(self) -> RivalMargin:
-        """The same with every image repeated for every sector."""
-        return self.only(self._repeated)
-
-    def forget(self) -> None:
-        """Has the norms read again, after they were replaced."""
-        self.__dict__.pop("_wide", None)
-
-    @property
-    def _repeated(self) -> Tensor:
-        return torch.arange(len(self.margin), device=self.margin.device).repeat_interleave(SECTORS)
-
-    def _widened(self, forms: Forms) -> Forms:
-        """The forms for the repeated images."""
-        if self._wide_forms[0] is not forms:
-            wide, index = self._wide, self._repeated
-            widened = {}
-            for v, form in forms.items():
-                within, likely, error = (_for_images(part, index) for part in (form.rho, form.likely, form.error))
-                answer = wide.at.remainders[v].contracted(wide.at_nodes[v], within, likely)
-                assert answer is not None
-                some = torch.isin(index, form.images).nonzero()[:, 0]
-                widened[v] = Weighed(answer, some, within, likely, error)
-            self._wide_forms = forms, widened
-        return self._wide_forms[1]
 
     def bound(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """A lower bound on the margin within distance ε, shape (N,)."""
         ball = self._bound(eps, curvature, forms)
-        if self.ray is None or bool((ball > 0).all()):
-            return ball
-        if curvature:
-            return torch.maximum(ball, self.in_sectors(eps, curvature, forms).amin(1))
         open_ = (~(ball > 0)).nonzero()[:, 0]  # decided per image, so that a bound does not depend on the others
-        part = self if len(open_) == len(ball) else self.only(open_)
-        inside = part.in_sectors(eps[open_]).amin(1)
+        if self.ray is None or not len(open_):
+            return ball
+        images, numbers = _with_sectors(open_)
+        inside = self._inside(eps[images], images, numbers, curvature, forms).unflatten(0, (-1, SECTORS)).amin(1)
         return ball.index_copy(0, open_, torch.maximum(ball[open_], inside))
 
     def in_sectors(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """Lower bounds on the margin in the sectors that cover the ball of radius ε, shape (N, sectors)."""
         if self.ray is None:
             return self._bound(eps, curvature, forms)[:, None]
-        index, wide = self._repeated, self._wide
-        curved = {v: [form.only(index) for form in norms] for v, norms in curvature.items()}
-        inside = wide._bound(eps[index], curved, self._widened(forms), self._every(eps))
-        return inside.unflatten(0, (-1, SECTORS))
+        images, numbers = _with_sectors(torch.arange(len(eps), device=eps.device))
+        return self._inside(eps[images], images, numbers, curvature, forms).unflatten(0, (-1, SECTORS))
 
-    def _every(self, eps: Tensor) -> Sector:
-        """All sectors of the ball of radius ε, for the repeated images."""
-        ray, numbers = self._wide.ray, torch.arange(SECTORS, device=eps.device)
-        assert ray is not None
-        return sector(ray, eps[self._repeated], numbers.repeat(len(eps)))
+    def _inside(self, eps: Tensor, images: Tensor, numbers: Tensor, curvature: Curvature, forms: Forms) -> Tensor:
+        """Lower bounds on the margin of some images in one sector each, within their ε, all of shape (rows,)."""
+        part = self.only(images)
+        assert part.ray is not None
+        curved = {v: [form.only(images) for form in norms] for v, norms in curvature.items()}
+        formed = {v: form.only(images) for v, form in forms.items()}
+        return part._bound(eps, curved, formed, sector(part.ray, eps, numbers))
 
     def furthest(
         self, guess: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS, upto: Tensor | None = None
     ) -> Tensor:
-        """The largest ε, to 0.01 % and at most ``upto``, within which the margin stays positive, shape (N,)."""
+        """The largest ε, to 0.01 % and at most ``upto``, within which the margin stays positive, shape (N,).
 
-        def limited(bound: Tensor, eps: Tensor) -> Tensor:
-            if upto is None:
-                return bound
-            return torch.where((eps <= upto).reshape(-1, *[1] * (bound.dim() - 1)), bound, -1.0)
-
-        def one(eps: Tensor, number: Tensor | None = None) -> Tensor:
-            inside = None if number is None or self.ray is None else sector(self.ray, eps, number)
-            return limited(self._bound(eps, curvature, forms, inside), eps)
-
+        A sector of a ball contains the sector of a smaller ball with the same angles. So where the margin is positive
+        in one, it is in the other, and every sector is evaluated at the radius or above it.
+        """
+        upto = torch.full_like(guess, math.inf) if upto is None else upto
         if self.ray is None:
-            return search(one, guess)
-        return search_least(lambda eps: limited(self.in_sectors(eps, curvature, forms), eps), one, guess)
+            return search(lambda eps: torch.where(eps <= upto, self._bound(eps, curvature, forms), -1.0), guess)
+        steepness = self.slope[:, None] * most_along(guess.device)
+        return search_least(
+            lambda eps, images, numbers: self._inside(eps, images, numbers, curvature, forms),
+            self.margin,
+            steepness,
+            guess,
+            upto,
+            scouts(guess.device),
+        )
 
     def _bound(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
         """A lower bound on the margin within distance ε, in a sector, shape (N,)."""
@@ -321,26 +295,15 @@ class RivalMargin:
                 if error is None:
                     bound = torch.where(finite, torch.minimum(bound, formed), bound)
                 else:
-                    used = torch.zeros_like(finite).index_fill(0, forms[v].images, True)
-                    bound = torch.where(used, torch.where(finite, formed + error * rho[0], math.inf), bound)
+                    bound = torch.where(forms[v].used, torch.where(finite, formed + error * rho[0], math.inf), bound)
             loss = loss + bound
         along = eps if sector is None else torch.minimum(eps, sector.along + 1e-9 * eps)
         return self.margin - self.slope * along - at_most(loss + noise) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
-        """Radii without contracted forms, shape (N,), cut off at ``enough``, where no search is needed."""
-        guess = self.margin / self.slope
-        if enough is None:
-            return self.furthest(guess)
-        guess = torch.minimum(guess, enough / FURTHER)  # near the radius of the rival before
-        sufficient = torch.isfinite(enough)
-        if bool(sufficient.any()):
-            sufficient &= self.bound(torch.where(sufficient, enough, guess)) > 0
-        open_ = (~sufficient).nonzero()[:, 0]
-        if not len(open_):
-            return enough
-        part = self if len(open_) == len(sufficient) else self.only(open_)
-        return enough.index_copy(0, open_, part.furthest(guess[open_]))
+        """Radii without contracted forms, shape (N,), cut off at ``enough``."""
+        guess = _FIRST * self.margin / self.slope
+        return self.furthest(guess if enough is None else torch.minimum(guess, enough), upto=enough)
 
     def weighed(self, least: Tensor, round: int) -> Tensor:
         """Radii with contracted forms, shape (N,), at least ``least``.
@@ -353,13 +316,16 @@ class RivalMargin:
         if not forms:
             return least
         norms = curvature_norms(toward, forms, round)
-        return torch.maximum(toward.furthest(least, norms, forms, upto), least)
+        return torch.maximum(toward.furthest(_AFTER * least, norms, forms, upto), least)
 
     def moved(self, eps: Tensor) -> dict[Node, list[Tensor]]:
         """Upper bounds on the deviations of operands within ε: the largest in the sectors that cover the ball."""
         if self.ray is None:
             return self.at.walk(eps, outputs=False).operands
-        operands = self._wide.at.walk(eps[self._repeated], sector=self._every(eps), outputs=False).operands
+        images, numbers = _with_sectors(torch.arange(len(eps), device=eps.device))
+        part = self.only(images)
+        assert part.ray is not None
+        operands = part.at.walk(eps[images], sector=sector(part.ray, eps[images], numbers), outputs=False).operands
         return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in operands.items()}
 
     def forms(self, least: Tensor) -> tuple[RivalMargin, Tensor, Forms]:
@@ -379,22 +345,22 @@ class RivalMargin:
             likely = None if along is None else along * (-_LIKELY * least).reshape(-1, *[1] * (along.dim() - 1))
             contracted = self.at.remainders[v].contracted(at_nodes[v], moved[v], likely)
             # Decided per image, so that a radius does not depend on the other images.
-            worth = (self.against[v](moved[v]) > _WORTH * self.margin).nonzero()[:, 0]
-            if contracted is None or not len(worth):
+            worth = self.against[v](moved[v]) > _WORTH * self.margin
+            if contracted is None or not bool(worth.any()):
                 continue
             error = None
             if contracted.linear is not None:
-                used = torch.zeros_like(contracted.linear).index_copy(0, worth, contracted.linear[worth])
+                some = worth.reshape(-1, *[1] * (contracted.linear.dim() - 1))
+                used = torch.where(some, contracted.linear, 0.0)
                 linear[u] = used + linear[u] if u in linear else used
                 at_nodes = self._gradients(linear)[1]
                 sizes = (per_image(part).norm(dim=1) for part in (at_nodes.get(u, used), used))
                 error = _ADDED * sum(sizes)  # of the sum of this term and the gradient
-            forms[v] = Weighed(contracted, worth, moved[v], likely, error)
+            forms[v] = Weighed(contracted, worth, error)
         return RivalMargin(self.at, *self._rivalry, linear) if linear else self, upto, forms
 
 
-def _for_images(part: Any, index: Tensor) -> Any:
-    """Tensors, or lists of them, for the images with the given indices."""
-    if part is None:
-        return None
-    return [bound[index] for bound in part] if isinstance(part, list) else part[index]
+def _with_sectors(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Each image once for every sector, and the numbers of the sectors, both of shape (images · sectors,)."""
+    numbers = torch.arange(SECTORS, device=images.device).repeat(len(images))
+    return images.repeat_interleave(SECTORS), numbers

@@ -169,27 +169,38 @@ class JacobianMatrix:
     def times(self, other: JacobianMatrix) -> JacobianMatrix:
         """G(c → u) L for this G(c → u) and a factor L of G(x → c), of which one is the same for all images or both are.
 
-        If each block of L has its rows in one block of this, the product has the blocks of this.
+        If each block of one has its rows, or columns, in one block of the other, the product has the blocks of that.
         """
-        nested = self._nested(other)
-        if nested is None:
-            product, groups = (self.dense() @ other.dense())[:, None], None
-        else:
-            blocks, places = nested  # (B, k): the blocks of L in each block of this; (B, k, r): their rows in it
-            count = len(blocks)
-            across = torch.arange(count, device=places.device)[:, None]
-            chosen = self.entries[:, across, :, places.reshape(count, -1)]  # (B, k r, N, rows)
-            chosen = chosen.reshape(*places.shape, *chosen.shape[2:]).permute(3, 0, 1, 4, 2)
-            parts = chosen @ other.entries[:, blocks]  # (N, B, k, rows, columns)
-            product = parts.transpose(2, 3).flatten(3)
-            rows, columns = self._groups(), other._groups().columns[blocks].reshape(count, -1)
-            groups = Groups(rows.rows, columns) if count > 1 else None
-            if count == 1:
-                product = torch.empty_like(product).index_copy_(3, columns[0], product)
+        blocks = self._nested_times(other)
+        if blocks is None:
+            flipped = other._transposed()._nested_times(self._transposed())
+            blocks = None if flipped is None else (flipped[0].mT, Groups(flipped[1].columns, flipped[1].rows))
+        product, groups = ((self.dense() @ other.dense())[:, None], None) if blocks is None else blocks
+        if groups is not None and len(groups.rows) == 1:
+            rows, columns = (part[0].argsort() for part in groups)
+            product, groups = product[:, :, rows][..., columns], None
         lost = dot_error(self._groups().columns.numel()) * 1.01 * self.size * other.size
         return JacobianMatrix(
             product, groups, at_most(lost + self.size * other.error + self.error * (other.size + other.error))
         )
+
+    def _nested_times(self, other: JacobianMatrix) -> tuple[Tensor, Groups] | None:
+        """The blocks of the product if each block of ``other`` has its rows in one block of this; None otherwise."""
+        nested = self._nested(other)
+        if nested is None:
+            return None
+        blocks, places = nested  # (B, k): the blocks of L in each block of this; (B, k, r): their rows in it
+        count = len(blocks)
+        across = torch.arange(count, device=places.device)[:, None]
+        chosen = self.entries[:, across, :, places.reshape(count, -1)]  # (B, k r, N, rows)
+        chosen = chosen.reshape(*places.shape, *chosen.shape[2:]).permute(3, 0, 1, 4, 2)
+        parts = chosen @ other.entries[:, blocks]  # (N, B, k, rows, columns)
+        columns = other._groups().columns[blocks].reshape(count, -1)
+        return parts.transpose(2, 3).flatten(3), Groups(self._groups().rows, columns)
+
+    def _transposed(self) -> JacobianMatrix:
+        rows, columns = self._groups()
+        return JacobianMatrix(self.entries.mT, Groups(columns, rows), self.error)
 
     def _groups(self) -> Groups:
         """The groups, also of one block."""

@@ -72,6 +72,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -291,8 +292,9 @@ class Anchor:
 def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
     """Radii of one linearisation; arguments as for :meth:`Anchor.radius`.
 
-    The deviation of the logits gives a first radius for every rival class, without a backward pass. Rival classes are
-    examined in increasing order of this radius, until the rest cannot decide the result.
+    The deviation of the logits gives a first radius for every rival class, without a backward pass. The class with the
+    smallest radius decides, so that is computed with gradients of its own, and then with forms, until the smallest
+    radius is one that grows no further.
     """
     return _examined(at, predicted, margins, limit, None)[0]
 
@@ -303,40 +305,51 @@ def _examined(
 ) -> tuple[Tensor, Tensor]:
     """Radii of one linearisation, and whether a certificate at ε is possible to first order, bool, shape (N,).
 
-    With ``eps`` no contracted forms are computed for images whose verdict they cannot change.
+    With ``eps`` no contracted forms are computed for images whose verdict they cannot change. What is examined of an
+    image does not depend on the others.
     """
     allowed = _cheap(at, predicted, margins)
-    order = allowed.argsort(1)[:, :limit]
-    best = torch.full_like(allowed[:, 0], math.inf)
-    possible = torch.ones_like(best, dtype=torch.bool)
+    near = allowed.argsort(1).argsort(1) < (allowed.shape[1] if limit is None else limit)
+    untried, formed = torch.isfinite(allowed) & near, torch.zeros_like(near)
+    possible = torch.ones_like(allowed[:, 0], dtype=torch.bool)
     sure = math.inf if eps is None else eps / (1 - SAFETY)  # forms are computed for radii up to this one
-    entries = max(1, SECTORS * at.entries + sum(value[0].numel() for value in at.values.values()))
-    most, together = max(1, _ENTRIES // entries), 1  # the same for an image alone, so that its radius is too
-    while order.shape[1]:
-        rivals, order = order[:, :together], order[:, together:]
-        floor = allowed.gather(1, rivals)
-        # Contracted forms enlarge the smallest radius at most by this factor, so larger radii need not be known.
-        enough = torch.where(possible & (best <= sure), FURTHER * best, best)
-        if bool((floor[:, 0] >= enough).all()):
+    for round in range(rounds(at.plan) + 1):
+        together = 1
+        while True:
+            tried = torch.where(untried, math.inf, allowed)
+            least = tried.amin(1, keepdim=True)
+            floors, rivals = torch.where(untried, allowed, math.inf).sort(1)
+            images, places = (floors < least)[:, :together].nonzero().unbind(1)
+            if not len(images):
+                break
+            grows = possible[:, None] & (tried <= sure) & ~formed  # by forms, at most by this factor
+            enough = torch.where(grows, FURTHER * tried, tried).amin(1)
+            for some, classes, toward in _toward(at, images, rivals[images, places], predicted, margins):
+                allowed[some, classes] = torch.maximum(allowed[some, classes], toward.radius(enough[some]))
+                untried[some, classes] = False
+                if eps is not None:
+                    possible[some[~(toward.margin > toward.slope * eps)]] = False
+            together *= 2
+        least, rivals = allowed.min(1)
+        done = formed.gather(1, rivals[:, None])[:, 0] | ~possible | (least > sure) | torch.isinf(least)
+        images = (~done).nonzero()[:, 0]
+        if round == rounds(at.plan) or not len(images):
             break
-        exact, beyond = torch.empty_like(floor), torch.empty_like(rivals, dtype=torch.bool)
-        for part in torch.arange(len(best), device=best.device).split(max(1, _ENTRIES // (entries * rivals.shape[1]))):
-            # Each pair of an image and a rival is an image of the batch.
-            images = part.repeat_interleave(rivals.shape[1])
-            many = at if len(images) == len(part) == len(best) else at.only(images)
-            toward = RivalMargin(many, rivals[part].flatten(), predicted[images], margins[images])
-            exact[part] = toward.radius(enough[images]).reshape(len(part), -1)
-            if eps is not None:
-                beyond[part] = (toward.margin > toward.slope * eps).reshape(len(part), -1)
-        exact = torch.maximum(exact, floor)
-        if eps is not None:  # decided per image: alone, it would not have these rivals examined unless they count
-            possible &= beyond.all(1) | (floor[:, 0] >= enough)
-        allowed.scatter_(1, rivals, exact)
-        best = torch.minimum(best, exact.amin(1))
-        together = min(2 * together, most)
-    enough = torch.where(possible, sure, 0.0)
-    best = _weigh(at, allowed, predicted, margins, enough).amin(1)
+        for some, classes, toward in _toward(at, images, rivals[images], predicted, margins):
+            allowed[some, classes] = toward.weighed(least[some], round)
+            formed[some, classes] = True
+    best = allowed.amin(1)
     return torch.where(torch.isfinite(best) & ~at.uncertain, best, 0.0) * (1 - SAFETY), possible
+
+
+def _toward(
+    at: Linearization, images: Tensor, rivals: Tensor, predicted: Tensor, margins: Tensor
+) -> Iterator[tuple[Tensor, Tensor, RivalMargin]]:
+    """The margins of some images toward one rival class each, with the images and classes, as many as memory allows."""
+    entries = max(1, SECTORS * at.entries + sum(value[0].numel() for value in at.values.values()))
+    for part in torch.arange(len(images), device=images.device).split(max(1, _ENTRIES // entries)):
+        some, classes = images[part], rivals[part]
+        yield some, classes, RivalMargin(at.only(some), classes, predicted[some], margins[some])
 
 
 def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
@@ -351,23 +364,3 @@ def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
         return finite - change(at, at.walk(eps), spread)
 
     return torch.where(rivals, search_each(remaining, finite / slope.reshape(-1, 1)), math.inf)
-
-
-def _weigh(at: Linearization, allowed: Tensor, predicted: Tensor, margins: Tensor, enough: Tensor) -> Tensor:
-    """The radii of the rival classes, shape (N, classes), improved with contracted forms for the smallest of them.
-
-    The smallest radius of an image is improved only up to ``enough``, shape (N,).
-    """
-    allowed = allowed.clone()
-    done = torch.zeros_like(allowed, dtype=torch.bool)
-    for round in range(rounds(at.plan)):
-        rivals = allowed.argmin(1, keepdim=True)
-        least = allowed.gather(1, rivals)[:, 0]
-        images = (~done.gather(1, rivals)[:, 0] & torch.isfinite(least) & (least <= enough)).nonzero()[:, 0]
-        if not len(images):
-            break
-        done[images, rivals[images, 0]] = True
-        for part in images.split(max(1, _ENTRIES // (SECTORS * max(1, at.entries)))):
-            one = RivalMargin(at.only(part), rivals[part, 0], predicted[part], margins[part])
-            allowed[part, rivals[part, 0]] = one.weighed(least[part], round)
-    return allowed

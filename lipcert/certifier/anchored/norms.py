@@ -198,7 +198,8 @@ class NormFinder:
         ``progress`` is called with (norms computed, norms in total).
         """
         plan, norms, by = self.plan, Norms(ledger, columns=self.columns), self.jacobians
-        wanted = [(a, b) for a, b in plan.pairs if self.wants("norm", a, b) or self.wants("peak", a, b)]
+        wanted = [pair for pair in plan.pairs if self.wants("norm", *pair)]
+        wanted += [pair for pair in plan.peaks if self.wants("peak", *pair)]
         norms.written = Written(by, values, wanted)
         alone = {node: value[:1] for node, value in values.items()}
         kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}

@@ -37,6 +37,8 @@ _ROUNDED = 1e-12
 # The angles between the sectors. They are closest where the margin is usually lost.
 _ANGLES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.26, 0.32, 0.38, 0.45, 0.53, 0.62, 0.73, 0.86, 1.02, 1.22, math.pi / 2)
 SECTORS = len(_ANGLES) - 1
+# Some of the sectors in which margins are usually lost.
+_SCOUTS = (4, 8, 11)
 
 
 class Ray:
@@ -163,8 +165,18 @@ class Sector(NamedTuple):
         return torch.minimum(at_most(gain * eps), at_most(size * self.along + gain * self.across))
 
 
+def most_along(device: torch.device) -> Tensor:
+    """The largest share of ε that perturbations of a sector have along the gradient, shape (sectors,)."""
+    return torch.tensor(_ANGLES[:-1], dtype=torch.float64, device=device).cos()
+
+
+def scouts(device: torch.device) -> Tensor:
+    """Which sectors a search for a radius evaluates first, bool, shape (sectors,)."""
+    return torch.isin(torch.arange(SECTORS, device=device), torch.tensor(_SCOUTS, device=device))
+
+
 def sector(ray: Ray, eps: Tensor, number: Tensor) -> Sector:
     """One of the sectors that cover the ball of radius ε, for each image: the one with this number, shape (N,)."""
-    low, high = torch.tensor(_ANGLES[:-1], dtype=torch.float64), torch.tensor(_ANGLES[1:], dtype=torch.float64)
-    cos, sin = (share.to(eps.device)[number] for share in (low.cos(), high.sin()))
+    high = torch.tensor(_ANGLES[1:], dtype=torch.float64, device=eps.device)
+    cos, sin = most_along(eps.device)[number], high.sin()[number]
     return Sector(ray, eps * INFLATE * (cos + _ROUNDED), eps * INFLATE * (sin + _ROUNDED))

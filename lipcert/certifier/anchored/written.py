@@ -104,7 +104,9 @@ class Written:
             if last is not None:
                 before, beside = before.times(last), None if beside is None else beside.times(last)
             after = self.matrix(v, u)
-            if beside is not None:  # in the blocks that the sum will have
+            if beside is None:
+                before = self._narrow(a, z, before)
+            else:  # in the blocks that the sum will have
                 groups = after.times(before).groups
                 beside = (
                     replace(beside, entries=beside.within(groups), groups=groups)
