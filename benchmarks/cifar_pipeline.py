@@ -92,7 +92,7 @@ def main() -> None:
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print("model        clean    PGD  certified  log10 bound  GFLOPs  minutes")
     print(
-        f"lipcert     {row['clean']:6.1%} {row['pgd']:6.1%}  {row['certified']:9.1%}  "
+        f"lipcert     {row['clean']:6.1%} {row['pgd']:6.1%}  {row['certified']['36/255']:9.1%}  "
         f"{result['log10_bound']['finetuned']:11.2f}  {row['gflops_an_image']:6.3f}  {row['minutes']:7.1f}"
         f"   ({row['images']} images; {args.network})"
     )
@@ -158,7 +158,7 @@ class Steps:
         self.timed("certify", "certify", self.last, *wanted)
         said = [json.loads(line) for line in rows.read_text().splitlines()]
         known = certified_accuracy.known_rows(self.work / "verdicts.jsonl")
-        agree = sum(known[row["index"]]["certified"] == (row["certified"] and row["correct"]) for row in said)
+        agree = sum((known[row["index"]]["radius"] > EPS) == (row["certified"] and row["correct"]) for row in said)
         certified = sum(row["certified"] and row["correct"] for row in said)
         return {"images": len(said), "certified": certified / len(said), "agreeing": agree}
 

@@ -313,7 +313,7 @@ def test_one_kink_behind_the_cut_takes_almost_nothing() -> None:
     net = lipcert.load("liresnet_l6w64", pretrained=False, **sizes).double()
     images = torch.rand(12, *net.input_size, dtype=torch.float64)
     predicted, gaps = margins(net(images))
-    found = anchored(net, eps=0.1)
+    found = anchored(net, eps=0.1, costly=False)
     assert isinstance(found, Behind)
     assert found.whole is None or found.whole.work <= 3e10
     at = found.behind(images)
@@ -412,3 +412,10 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
+
+
+def test_several_eps_leave_out_no_method() -> None:
+    """What one ε has certified, several ε certify too: the shipped network needs ``anchored`` for nearly all of it."""
+    net = lipcert.load("cifar10-liresnet-smooth")
+    one, several = (Certifier(net, eps, "staged") for eps in ("36/255", "36/255,72/255"))
+    assert list(one.methods) == list(several.methods) == ["global", "gloro", "anchored"]

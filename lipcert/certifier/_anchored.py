@@ -88,8 +88,8 @@ class AnchoredMethod(LinearisedMethod):
         options: dict[str, Any] = {"delta": self.budget.delta, "rigor": settings.rigor, "passes": passes}
         if self.subject.roundoff is not None:
             return DeployedAnchored(model, settings.dtype, **options)
-        verdict = settings.method == STAGED and not settings.further_eps  # staged certification needs no more
-        eps = settings.eps if verdict else None
+        staged = settings.method == STAGED
+        eps = settings.eps if staged and not settings.further_eps else None  # for one ε a verdict is enough
         if settings.at is not None:
             return Anchored(model, at=settings.at, eps=eps, **options)
-        return anchored(model, eps=eps, **options)
+        return anchored(model, eps=eps, costly=not staged, **options)

@@ -162,12 +162,13 @@ class BehindAnchor:
         return best
 
 
-def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Anchored | Behind:
+def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **options: Any) -> Anchored | Behind:
     """The anchored certificate of a model: behind a cut, of the whole network, or both.
 
     Args:
         model: the model, in float64.
         eps: stops at a verdict at this ε, see :class:`Anchored`.
+        costly: beside a cut, the whole network too, whatever that takes; else only if it takes little.
         **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
     Raises:
@@ -189,7 +190,7 @@ def anchored(model: Model, *, eps: float | None = None, **options: Any) -> Ancho
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
         whole = Anchored(model, eps=eps, graph=formed, **half)
-        if eps is None or whole.work <= max(behind.work, FULL):  # for a verdict, only if that takes little
+        if costly or whole.work <= max(behind.work, FULL):
             behind.whole = whole
     return behind
 
