@@ -156,11 +156,11 @@ class Halves(nn.Module):
         return x.unflatten(0, (2, -1)).mean(0)
 
 
-def vit():
+def vit(depth=1):
     model = lipcert.load(
         "vit_tiny_patch16_224", pretrained=False, mean=(0.5,), std=(0.5,), input_size=(1, 4, 8), img_size=(4, 8),
-        in_chans=1, patch_size=4, embed_dim=8, depth=1, num_heads=2, mlp_ratio=2.0, num_classes=3, class_token=False,
-        global_pool="avg",
+        in_chans=1, patch_size=4, embed_dim=8, depth=depth, num_heads=2, mlp_ratio=2.0, num_classes=3,
+        class_token=False, global_pool="avg",
     )  # fmt: skip
     return lipcert.convert(model, norm="smooth")
 
@@ -170,6 +170,7 @@ BUILT = {
     "projected": lambda: lipcert.load(Halves(True), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
     "sorted": lambda: lipcert.load(Sorted(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
     "vit": vit,
+    "two stages": lambda: vit(2),
 }
 
 
@@ -263,6 +264,18 @@ def test_rows_are_deterministic_and_no_attack_gets_inside(name):
             (slope,) = torch.autograd.grad(margin.sum(), moved)
             step = slope / slope.flatten(1).norm(dim=1)[:, None, None, None]
             moved = (images - sign * radius[:, None, None, None] * step).detach()
+
+
+def test_behind_a_cut_the_matrix_up_to_it_counts():
+    """The rows of values behind it are those from the cut, and every norm from the image is that of a product."""
+    method = Anchored(built("two stages"))
+    network, by = method.network, method.finder.jacobians
+    *_, before, cut = (stage.start for stage in network.stages)
+    behind = {network.operands(v)[0] for v in network.stages[-1].nonlinear if network.operands(v)[0] is not cut}
+    assert behind
+    assert all(by.through(network.source, u) is cut for u in behind)
+    assert by.through(network.source, cut) is before
+    method(torch.rand(2, *network.model.input_size, dtype=torch.float64))
 
 
 def test_the_perturbed_value_counts_with_what_is_read_of_it():

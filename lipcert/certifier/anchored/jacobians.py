@@ -171,8 +171,17 @@ class Jacobians:
         return start if start is not None and self.entrance() is not None else None
 
     def through(self, a: Node, b: Node) -> Node | None:
-        """The value c with G(a → b) = G(c → b) G(a → c) where a product of these is what is computed; else None."""
-        first = self.first(b) if a is self.network.source and self.writes(a, b) else None
+        """The value c with G(a → b) = G(c → b) G(a → c) where a product of these is what is computed; else None.
+
+        c is the start of the last stage before b whose matrices are computed anyway, or of the first.
+        """
+        network = self.network
+        if a is not network.source or not self.writes(a, b):
+            return None
+        first, place = self.first(b), network.replay.position
+        for c in (stage.start for stage in reversed(network.stages[1:]) if place[stage.start] < place[b]):
+            if self.writes(a, c) and self.writes(c, b) and self.bend(c, b) is None:
+                return c if network.chains.on_every_path(c, b) else first
         return None if first is b else first
 
     def error_of(self, a: Node, b: Node) -> float:

@@ -10,7 +10,8 @@ products of stored matrices, and no further passes.
 M G Gᵀ Mᵀ ⪯ M L Lᵀ Mᵀ; with M = e_iᵀ that bounds norms of rows. G is a factor of itself. If G is wider than high, a
 Cholesky factor of G Gᵀ + s I is one that is square, for s above the rounding errors (:func:`lipcert.norms.factor`). If
 L is a factor of G(x → c), and G(x → u) = G(c → u) G(x → c), then G(c → u) L is one of G(x → u). So a large perturbed
-value x, of which only an affine map c is read, counts with as many columns as c has entries.
+value x, of which only an affine map c is read, counts with as many columns as c has entries; and what is before a cut c
+is not differentiated again for every value behind it.
 
 **Blocks.** A matrix whose rows and columns fall into groups, such that an entry is 0 unless its row and its column
 belong to one group, has the largest of the norms of its blocks. The groups are found from the zeros of the matrix at
@@ -167,7 +168,7 @@ class JacobianMatrix:
         return self.entries if _equal(groups, self.groups) else JacobianMatrix.of(self.dense(), groups).entries
 
     def times(self, other: JacobianMatrix) -> JacobianMatrix:
-        """G(c → u) L for this G(c → u) and a factor L of G(x → c), of which one is the same for all images or both are.
+        """G(c → u) L for this G(c → u) and a factor L of G(x → c), each for the same images or the same for all.
 
         If each block of one has its rows, or columns, in one block of the other, the product has the blocks of that.
         """

@@ -330,13 +330,15 @@ class PathBounds:
             slopes = times(times(self.off[link], before), after) + times(times(gain, products[:, i, o]), after)
             return at_most(alone + (twice + slopes) * (1 + SAFETY))
 
-        slack = {(a, b): of(a, b) for a, b in pairs}
-        for (a, b), c in self.through.items():
-            if (a, b) in slack:
-                i, j, k = place[a], place[c], place[b]
-                more = times(self.bounds[:, i, j], of(c, b)) + times(products[:, i, j], self.bounds[:, j, k])
-                slack[a, b] = at_most(slack[a, b] + more)
-        return slack
+        def of_product(a: Node, b: Node) -> Tensor:
+            c = self.through.get((a, b))
+            if c is None:
+                return of(a, b)
+            i, j, k = place[a], place[c], place[b]
+            more = times(self.bounds[:, i, j], of(c, b)) + times(of_product(a, c), self.bounds[:, j, k])
+            return at_most(of(a, b) + more)
+
+        return {(a, b): of_product(a, b) for a, b in pairs}
 
     def _table(self, nodes: list[Node], assumed: Mapping[Pair, Tensor]) -> Tensor:
         table = self.chains.table(nodes, assumed, self.gains)

@@ -51,9 +51,9 @@ class Written:
         """The pairs whose matrices are computed from products with the network, without those of the same for all."""
         by = self.jacobians
         for a, b in self.pairs:
-            u, first = by.network.root(b), by.first(b) if a is by.network.source else None
-            if by.writes(a, u) and u is not first:
-                start = first or a
+            u = by.network.root(b)
+            if by.writes(a, u) and not (a is by.network.source and u is by.first(u)):
+                start = by.through(a, u) or a
                 if not by.network.affine_path(start, u) and by.bend(start, u) is None:
                     yield start, u
 
@@ -68,11 +68,12 @@ class Written:
 
     def _factor(self, a: Node, u: Node) -> JacobianMatrix:
         by = self.jacobians
-        first, entrance = by.first(u) if a is by.network.source else None, by.entrance()
-        if first is not None and u is first:
+        if a is by.network.source and u is by.first(u):
+            entrance = by.entrance()
             assert entrance is not None
             return entrance
-        start, last = (a, None) if first is None else (first, entrance)
+        c = by.through(a, u)
+        start, last = (a, None) if c is None else (c, self.factor(a, c))
         if by.bend(start, u) is not None:
             return JacobianMatrix.joined([self._narrow(a, u, part) for part in self._bent(a, u, last)])
         matrix = self.matrix(start, u)
@@ -91,8 +92,7 @@ class Written:
         One image after the other: a product may be much larger than what is kept of it.
         """
         by = self.jacobians
-        start = a if last is None else by.first(u)
-        assert start is not None
+        start = by.through(a, u) or a
         v = by.bend(start, u)
         assert v is not None
         if (a, u) not in by.bent:
