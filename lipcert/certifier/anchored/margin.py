@@ -230,7 +230,7 @@ class RivalMargin:
         part.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
         part.margin, part.slope, part.rounding = self.margin[index], self.slope[index], self.rounding[index]
         part.against = {v: at.remainders[v].against(g) for v, g in part.at_nodes.items()}
-        part.ray = None if self.ray is None else self.ray.only(index, at)
+        part.ray = None if self.ray is None else self.ray.only(index)
         return part
 
     def bound(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:

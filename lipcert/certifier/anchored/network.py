@@ -344,12 +344,15 @@ class Network:
     ) -> dict[Node, Remainder]:
         """The remainder rules of all nonlinear operations at nominal values.
 
-        With ``rules`` the values are those of some of the images at which these rules hold, ``index`` their indices.
+        With ``index`` they are those at the images with these indices, given the ``rules`` at all images.
         """
         answers = {}
         for v in self.rules:
             part = None if rules is None or index is None else rules[v].only(index)
-            answers[v] = self.remainder(v, values) if part is None else part
+            if part is None:
+                read = values if index is None else {node: values[node][index] for node in (v, *v.operands)}
+                part = self.remainder(v, read)
+            answers[v] = part
         return answers
 
 

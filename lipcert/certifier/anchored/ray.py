@@ -61,12 +61,13 @@ class Ray:
         source = network.source
         self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
         self._sizes: dict[tuple[Node, Seminorm], Tensor] = {}
+        self._entries: dict[Node, Tensor | None] = {}
+        self._index: Tensor | None = None
 
-    def only(self, index: Tensor, at: Linearization) -> Ray:
-        """The same for the images with the given indices, with the linearisation at these images."""
+    def only(self, index: Tensor) -> Ray:
+        """The same with the sizes and entries of the images with the given indices."""
         part = copy.copy(self)
-        part.at, part.defined, part._sizes = at, self.defined[index], {}
-        part.tangents = {u: moved[index] for u, moved in self.tangents.items()}
+        part._index = index if self._index is None else self._index[index]
         return part
 
     def size(self, u: Node, seminorm: Seminorm) -> Tensor:
@@ -77,7 +78,7 @@ class Ray:
         key = u, seminorm
         if key not in self._sizes:
             self._sizes[key] = self._size(u, seminorm)
-        return self._sizes[key]
+        return self._sizes[key] if self._index is None else self._sizes[key][self._index]
 
     def _size(self, u: Node, seminorm: Seminorm) -> Tensor:
         kind, v, _ = seminorm
@@ -107,6 +108,12 @@ class Ray:
 
     def entries(self, v: Node) -> Tensor | None:
         """Upper bounds on the entries of |G(x → u) p| in the operand u of v, shape (N, entries); None if unknown."""
+        if v not in self._entries:
+            self._entries[v] = self._bounded(v)
+        bounds = self._entries[v]
+        return bounds if bounds is None or self._index is None else bounds[self._index]
+
+    def _bounded(self, v: Node) -> Tensor | None:
         u = self.at.network.root(v.operands[0])
         moved, slack = self.tangents.get(v.operands[0]), self.at.norms.slack.get((self.at.network.source, u))
         if moved is None or (slack is None and u is not self.at.network.source):

@@ -202,23 +202,20 @@ class Linearization:
     @property
     def entries(self) -> int:
         """The number of entries, per image, of the values that the remainder rules read."""
-        return sum(self.values[node][0].numel() for node in self._rule_values)
-
-    @property
-    def _rule_values(self) -> dict[Node, None]:
-        """The nonlinear operations and their operands."""
-        return dict.fromkeys(node for v in self.network.rules for node in (v, *v.operands))
+        read = dict.fromkeys(node for v in self.network.rules for node in (v, *v.operands))
+        return sum(self.values[node][0].numel() for node in read)
 
     def only(self, index: Tensor, *, walked: bool = False) -> Self:
         """The linearisation at the images with the given indices.
 
-        With ``walked`` it holds what a walk needs, and no values that the remainder rules do not read.
+        With ``walked`` it holds what a walk needs, and neither images nor values.
         """
         part = copy.copy(self)
-        part.images, part.logits = self.images if walked else self.images[index], self.logits[index]
-        part.values = {node: self.values[node][index] for node in (self._rule_values if walked else self.values)}
-        part.norms = self.norms.only(index)
-        part.remainders = self.network.remainders(part.values, self.remainders, index)
+        part.logits, part.norms = self.logits[index], self.norms.only(index)
+        part.remainders = self.network.remainders(self.values, self.remainders, index)
+        if not walked:
+            part.images = self.images[index]
+            part.values = {node: value[index] for node, value in self.values.items()}
         part.uncertain = self.uncertain[index]
         part.rounding = self.rounding.only(index, part)
         return part
