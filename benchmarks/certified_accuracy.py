@@ -34,7 +34,7 @@ from lipcert.inputs.data import Batch, open_images
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
 BATCH, ATTACKED = 16, 256  # images in a task
-CURVE = (36, 72, 108)  # ε in 255ths
+CURVE = {f"{part}/255": part / 255 for part in (36, 72, 108)}
 
 _made: dict[tuple[str, str], tuple[lipcert.Model, lipcert.Model, Certifier]] = {}
 
@@ -46,7 +46,7 @@ def verdicts(
     torch.set_num_threads(1)
     if (path, method) not in _made:
         model = lipcert.load(path)
-        certifier = Certifier(model, [part / 255 for part in CURVE], method)
+        certifier = Certifier(model, ",".join(CURVE), method)
         certifier.run(images[:1])  # what is computed once for a network does not count as the time of an image
         _made[path, method] = model, lipcert.load(path).double(), certifier
     model, exact, certifier = _made[path, method]
@@ -91,8 +91,13 @@ def main() -> None:
     args = parser.parse_args()
     result = measure(args.model, args.data, args.images, args.rows, args.processes, args.method)
     print(json.dumps(result, indent=1))
+    keep(Path(args.model).stem, result)
+
+
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Writes the result of a network, and leaves those of others."""
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    RESULT.write_text(json.dumps({**known, Path(args.model).stem: result}, indent=1) + "\n")
+    RESULT.write_text(json.dumps({**known, name: result}, indent=1) + "\n")
 
 
 def measure(
@@ -159,7 +164,7 @@ def summarized(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "clean": sum(row["right"] for row in rows) / len(rows),
         "pgd": sum(row["right"] and row["survived"] is not False for row in rows) / len(rows),
         "limit": sum((row["limit"] or 0) > EPS for row in rows) / len(rows),
-        "certified": {f"{part}/255": sum(row["radius"] > part / 255 for row in rows) / len(rows) for part in CURVE},
+        "certified": {text: sum(row["radius"] > eps for row in rows) / len(rows) for text, eps in CURVE.items()},
         "rigor": sorted({row["rigor"] for row in rows if row["radius"] > EPS}),
         "cpu_seconds_a_verdict": sum(timed) / max(1, len(timed)),
     }

@@ -5,6 +5,8 @@
         --model liresnet/rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-liresnet-smooth --data ../shared/data/cifar10 --work cut \
         --model cut/liresnet-rounded.safetensors
+    python -m benchmarks.make_checkpoints cifar10-liresnet-w128 --data ../shared/data/cifar10 --work w128 \
+        --model liresnet-w128.safetensors
     python -m benchmarks.make_checkpoints cifar10-hybrid --data ../shared/data/cifar10 --work cut \
         --model cut/hybrid-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-hybrid-l2 --data ../shared/data/cifar10 --work cut \
@@ -12,10 +14,11 @@
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
         --model both/anchored.safetensors
 
-The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar`` and ``benchmarks.liresnet_cut``, rounded to float16,
-and of ``benchmarks.both_kinds``.
-Certifies images and attacks some of them, by the commands that a user types; they are printed, and go on where they
-were stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
+The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, ``benchmarks.liresnet_cut`` and
+``benchmarks.train_liresnet``, rounded to float16, and of ``benchmarks.both_kinds``. A card shows up to 1,000 images, by
+a command that a user types, which is printed. Shares are those of ``benchmarks.certified_accuracy``, PGD on the same
+images included. Both go on where they were stopped. Writes lipcert/assets/certified.json, and beside it the files that
+its rows name.
 """
 
 from __future__ import annotations
@@ -25,63 +28,51 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import lipcert
+from benchmarks import certified_accuracy
 from lipcert.inputs.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
 from lipcert.norms import Rigor
 
 KINDS: dict[str, dict[str, Any]] = {
-    "digits-vit": {
-        "file": "digits_vit.safetensors", "method": "staged", "attacked_images": 120,
-        "data": "scikit-learn's digits, the 120 images that come with lipcert",
-        "trained": ("python -m benchmarks.make_digits_vit",),
-    },
+    "digits-vit": {"file": "digits_vit.safetensors", "trained": ("python -m benchmarks.make_digits_vit",)},
     "cifar10-liresnet": {
-        "file": "cifar10_liresnet.safetensors", "method": "gloro", "attacked_images": 40,
-        "test": "test.tar",
-        "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
+        "file": "cifar10_liresnet.safetensors", "method": "gloro",
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
     "cifar10-liresnet-smooth": {
-        "file": "cifar10_liresnet_smooth.safetensors", "method": "staged", "attacked_images": 40, "limit": 1000,
-        "test": "test.tar",
-        "data": "CIFAR-10, 1,000 test images of a fixed shuffle, lightly compressed JPEG files",
+        "file": "cifar10_liresnet_smooth.safetensors",
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
     },
+    "cifar10-liresnet-w128": {
+        "file": "cifar10_liresnet_w128.safetensors", "images": 4000,
+        "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
+    },
     "cifar10-hybrid": {
-        "file": "cifar10_hybrid.safetensors", "method": "staged", "attacked_images": 40, "limit": 1000,
-        "test": "test.tar",
-        "data": "CIFAR-10, 1,000 test images of a fixed shuffle, lightly compressed JPEG files",
+        "file": "cifar10_hybrid.safetensors", "images": 1000,
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention dot",),
     },
     "cifar10-hybrid-l2": {
-        "file": "cifar10_hybrid_l2.safetensors", "method": "gloro", "attacked_images": 40,
-        "test": "test.tar",
-        "data": "CIFAR-10, all 10,000 test images, lightly compressed JPEG files",
+        "file": "cifar10_hybrid_l2.safetensors", "method": "gloro",
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention l2",),
     },
     "cifar10-vit": {
-        "file": "cifar10_vit.safetensors", "method": "staged", "attacked_images": 40, "limit": 1000,
-        "test": "test.tar",
-        "data": "CIFAR-10, 1,000 test images of a fixed shuffle, lightly compressed JPEG files",
+        "file": "cifar10_vit.safetensors", "images": 1000,
         "trained": ("python -m benchmarks.both_kinds --data cifar10 --work both",),
     },
 }  # fmt: skip
-EPS = "36/255"
+EPS, ALL = "36/255", 10_000
 
 
 def run(*words: str) -> None:
     """A lipcert command, printed."""
     print("lipcert", *words, flush=True)
     subprocess.run([sys.executable, "-m", "lipcert", *words], check=True)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, path.read_text().splitlines()) if "radius" in row]
 
 
 def main() -> None:
@@ -91,51 +82,80 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for rows")
     parser.add_argument("--model", type=Path, help="the trained model; by default the one in the package")
     args = parser.parse_args()
-    kind = dict(KINDS[args.name])
-    file, test, limit = ASSETS / kind["file"], kind.pop("test", None), kind.pop("limit", None)
+    kind = {"method": "staged", **KINDS[args.name]}
+    file, images = ASSETS / kind["file"], kind.pop("images", ALL)
     args.work.mkdir(exist_ok=True)
     if args.model is not None:
         shutil.copy(args.model, file)
     model = lipcert.load(file)
-    data = () if test is None else ("--data", str(args.data / test))
-    rows, attacked, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".attacked.jsonl", ".md"))
-    common = ("certify", str(file), *data, "--eps", EPS)
-    first = () if limit is None else ("--limit", str(limit))
-    run(*common, "--method", kind["method"], *first, "--out", str(rows))
-    attack = ("--method", "global", "--attack", "--limit", str(kind["attacked_images"]))
-    run(*common, *attack, "--out", str(attacked))  # global, since an attack is the same beside any certificate
-    found, hit = rows_of(rows), rows_of(attacked)
-    right = [row for row in found if row["predicted"] == row["label"]]
     method = () if kind["method"] == "staged" else ("--method", kind["method"])
+    if args.name == "digits-vit":
+        command, data = ["certify", args.name], "scikit-learn's digits, the 120 images that come with lipcert"
+        shown: tuple[str, ...] = ("--attack",)
+    else:
+        test = args.data / "test.tar"
+        limit = () if images == ALL else ("--limit", str(images))
+        command, shown = ["certify", args.name, "--data", str(test), *limit], ("--limit", "1000")
+        chosen = f"all {ALL:,} test images" if images == ALL else f"{images:,} test images of a fixed shuffle"
+        data = f"CIFAR-10, {chosen}, lightly compressed JPEG files"
+    rows, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".md"))
+    run(*command, "--eps", EPS, *method, *shown, "--out", str(rows))  # the later --limit counts
+    run("report", str(rows), "--card", str(card), "--license", "apache-2.0")
+    shutil.copy(card, ASSETS)
+    measured = (
+        digits(rows)
+        if args.name == "digits-vit"
+        else cifar(args.name, certified_accuracy.measure(
+            str(file), str(test), images, args.work / f"{args.name}.verdicts.jsonl", method=kind["method"]
+        ))
+    )  # fmt: skip
     row = {
         "name": args.name,
         "architecture": model.source["name"],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "images": len(found),
         "eps": EPS,
-        "clean": len(right) / len(found),
-        "certified": sum(bool(row["certified"]) for row in right) / len(found),
-        "attacked": sum(r["predicted"] == r["label"] and not r["attacked"] for r in hit) / len(hit),
-        "rigor": max((row["rigor"] for row in found), key=lambda text: (Rigor.parse(text) or Rigor(0.0)).delta),
-        "seconds": float(f"{fmean(row['seconds'] for row in found):.2g}"),
-        "command": " ".join(
-            [
-                "lipcert certify",
-                args.name,
-                *(("--data", f"cifar10/{test}") if test else ()),
-                "--eps",
-                EPS,
-                *method,
-                *first,
-            ]
-        ),
+        "data": data,
+        "command": " ".join(["lipcert", *command, "--eps", EPS, *method]).replace(f"{args.data}/", "cifar10/"),
+        **measured,
         **kind,
     }
     table = [*(one for one in checkpoints() if one.name != args.name), Checkpoint(**row)]
     TABLE.write_text(json.dumps([asdict(one) for one in sorted(table, key=lambda one: one.name)], indent=1) + "\n")
-    run("report", str(rows), "--card", str(card), "--license", "apache-2.0")
-    shutil.copy(card, ASSETS)
     print(json.dumps(row, indent=1))
+
+
+def digits(path: Path) -> dict[str, Any]:
+    """What the rows of an attacked run say."""
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "radius" in row]
+    right = [row for row in rows if row["predicted"] == row["label"]]
+    return {
+        "images": len(rows),
+        "clean": len(right) / len(rows),
+        "certified": sum(bool(row["certified"]) for row in right) / len(rows),
+        "attacked": sum(not row["attacked"] for row in right) / len(rows),
+        "attacked_images": len(rows),
+        "rigor": weakest(row["rigor"] for row in rows),
+        "seconds": float(f"{fmean(row['seconds'] for row in rows):.2g}"),
+    }
+
+
+def cifar(name: str, summary: dict[str, Any]) -> dict[str, Any]:
+    """What a summary of ``benchmarks.certified_accuracy`` says; it is kept there too."""
+    certified_accuracy.keep(name, summary)
+    return {
+        "images": summary["images"],
+        "clean": summary["clean"],
+        "certified": summary["certified"][EPS],
+        "attacked": summary["pgd"],
+        "attacked_images": summary["images"],
+        "rigor": weakest(summary["rigor"]),
+        "seconds": float(f"{summary['cpu_seconds_a_verdict']:.2g}"),
+    }
+
+
+def weakest(rigors: Iterable[str]) -> str:
+    """The rigor with the largest failure probability."""
+    return max(rigors, key=lambda text: (Rigor.parse(text) or Rigor(0.0)).delta)
 
 
 if __name__ == "__main__":
