@@ -259,9 +259,9 @@ def _counted(model: nn.Module, images: Tensor) -> Tensor:
     return logits
 
 
-def global_values(graph: Graph, progress: Progress | None = None) -> dict[Node, Any]:
+def global_values(graph: Graph, progress: Progress | None = None, source: Value | None = None) -> dict[Node, Any]:
     # On the box [0, 1]^(C×H×W) pixels have magnitude at most 1. The identity has Lipschitz constant 1.
-    values: dict[Node, Any] = {graph.input: Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
+    values: dict[Node, Any] = {graph.input: source or Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
     missing: list[tuple[str, str]] = []
     for done, node in enumerate(graph.nodes):
         if node is graph.input:

@@ -20,6 +20,8 @@ K and e belong to the very operations that compute c in the linearised network: 
 also read from one in which modules are whole, if c is certainly the output of a module there. The margins are those of
 the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
 the operations behind c is part of r (:mod:`.rounding`).
+
+One more layer with kinks may count with its gradients: behind an earlier cut, :mod:`.tube` gives r.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
+from lipcert.certifier.anchored.tube import Tubes
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
@@ -44,6 +47,8 @@ from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
 _LOOSE, _LOOKED_AT = 10.0, 4
+# Tubes examine all rival classes, of at most this many classes.
+_CLASSES = 100
 
 
 class Behind:
@@ -55,6 +60,7 @@ class Behind:
         rounding: bounds e.
         behind: the certificate behind c, with half of the failure probability.
         whole: that of the whole network, with the other half; None where it is not available, or too costly.
+        tubes: the layers behind an earlier cut, with K and e there; None where they do not suit.
 
     Args:
         model: the model, in float64.
@@ -87,6 +93,12 @@ class Behind:
         half = {**options, "delta": budget.split(2).delta}
         self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
         self.whole: Anchored | None = None
+        self.tubes: tuple[Tubes, float, Roundoff] | None = None
+        earlier = cut_behind_kinks(graph, kinks=2)
+        if earlier is not None and earlier is not cut and graph.output.entries <= _CLASSES:
+            with suppress(UnsupportedOperation):
+                before = Roundoff(model, REAL, _up_to(graph, earlier))
+                self.tubes = Tubes(model, graph, earlier), constant_up_to(graph, earlier, model), before
 
     @property
     def plan(self) -> NormPlan:
@@ -151,6 +163,8 @@ class BehindAnchor:
         )
         error = method.rounding.values(self.images).to(at_cut)
         best = torch.where(at_cut > error, (at_cut - error) / method.constant * (1 - SAFETY), 0.0)
+        if method.tubes is not None:
+            self._in_tubes(*method.tubes, best, predicted, margins)
         if method.whole is None:
             return best
         undecided = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]
@@ -160,6 +174,18 @@ class BehindAnchor:
                 best[undecided], whole.radius(predicted[undecided], margins[undecided], limit)
             )
         return best
+
+    def _in_tubes(
+        self, tubes: Tubes, constant: float, rounding: Roundoff, best: Tensor, predicted: Tensor, margins: Tensor
+    ) -> None:
+        """Enlarges the radii ``best``, shape (N,), that are not sufficient."""
+        eps = self.method.eps
+        errors = rounding.values(self.images).tolist()
+        for place in (best <= (torch.inf if eps is None else eps)).nonzero()[:, 0].tolist():
+            some = slice(place, place + 1)
+            enough = None if eps is None else eps * constant * (1 + 1e-3) + errors[place]
+            radius = tubes.radius(self.images[some], predicted[some], margins[some], enough) - errors[place]
+            best[place] = max(best[place].item(), radius / constant * (1 - SAFETY))
 
 
 def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **options: Any) -> Anchored | Behind:
@@ -271,25 +297,32 @@ def cut_of(model: Model) -> Node | None:
     return cut_behind_kinks(prepared(recorded(model), model, forms=False))
 
 
-def cut_behind_kinks(graph: Graph) -> Node | None:
+def cut_behind_kinks(graph: Graph, kinks: int = 1) -> Node | None:
     """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
-    It is the first cut behind all operations with kinks or without a remainder rule. One operation with kinks may
-    follow it: the last nonlinear one, if its rule has contracted forms.
+    It is the first cut behind all operations with kinks or without a remainder rule. Some operations with kinks may
+    follow it: the last nonlinear ones, if their rules have contracted forms.
+
+    Args:
+        graph: the network.
+        kinks: how many of them.
     """
     unfit: list[int] = []
-    last, formed = -1, False
+    last = -1
+    formed: list[int] = []  # the places of nonlinear operations with contracted forms, while no other follows
     for place, node in enumerate(graph.nodes):
         try:
             rule = None if node is graph.input else remainder_of(node)
         except NoAnswer:
             unfit.append(place)
+            formed = []
             continue
         if rule is not None:
-            last, formed = place, rule.contracts
+            last, formed = place, [*formed, place] if rule.contracts else []
             unfit += [place] * rule.has_kinks
-    if unfit and unfit[-1] == last and formed:
-        unfit.pop()
+    for place in reversed(formed[-kinks:]):
+        if unfit and unfit[-1] == place:
+            unfit.pop()
     if not unfit or last <= unfit[-1]:
         return None
     first_cut = next(node for node in cuts(graph) if graph.nodes.index(node) >= unfit[-1])

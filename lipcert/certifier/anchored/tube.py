@@ -1,0 +1,281 @@
+"""The certificate behind a cut where every nonlinear operation is a ReLU: perturbations in tubes around a ray.
+
+Let c be the perturbed value, ‖δ‖ ≤ r, and let v be the ReLUs behind it, with operands z_v. Each z_v is an affine map of
+a cut a_v, with Jacobian G_v, and c ↦ a_v has a Lipschitz constant L_v that does not see kinks. As for
+:class:`.margin.RivalMargin`, the margin falls by at most
+
+    −⟨g, δ⟩ + Σ_v (‖M_v δz_v‖² + C_v),
+
+where g is the gradient of the margin without the linear terms of the contracted forms, M_v and C_v are the forms, and
+δz_v is the deviation of z_v. This is exact but for the forms, because the network is piecewise linear.
+
+Let p = −g/‖g‖ and δ = s p + δ' with δ' orthogonal to p. The ball is covered by s ≤ 0 and by the sectors
+r cos β ≤ s ≤ r cos α, ‖δ'‖ ≤ r sin β, for 0 ≤ α ≤ β ≤ π/2. In a sector −⟨g, δ⟩ ≤ ‖g‖ r cos α. Let c_i = c + s_i p be
+a point of the ray, at which the network is evaluated, and d_v the deviation of z_v there. Because
+‖δ − s_i p‖ ≤ t = (max (s − s_i)² + r² sin² β)^½, the value of a_v lies within L_v t of its value at c_i. So
+δz_v = d_v + G_v x with ‖x‖ ≤ L_v t, and
+
+    ‖M_v δz_v‖² ≤ ‖M_v d_v‖² + 2 ‖G_vᵀ M_v² d_v‖ L_v t + ‖M_v G_v‖² (L_v t)².
+
+For s ≤ 0, −⟨g, δ⟩ ≤ 0, and the same holds with s_i = 0 and t = r. Errors of early layers are not carried through later
+ones: neither remainders nor Jacobians of several layers are multiplied. Along the ray, where the margin falls most, the
+deviations are exact, and off it the margin falls less.
+
+**Rounding.** The forms hold at the computed values, with errors ν_v of z_v (:mod:`.rounding`, "Values"); operands
+nearer to their kinks than that have no certificate. "Margins" there gives the loss Σ‖p_w‖‖e_w‖ + Σ_o ‖f_o‖‖Δ_o‖ of
+computed gradients. Here ‖Δ_o‖ and ν are bounded by products of the norms A of single operations, which for a ReLU are
+at least 1, so they hold across kinks. d_v has twice the error ν_v, bounded for values as large as those at c_i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import Contracted, Value, canonical_forms, gamma, global_values, lengths, per_image
+from lipcert.certifier._search import search
+from lipcert.certifier.anchored.gradients import margin_gradients, tangents
+from lipcert.certifier.anchored.jacobians import Jacobians, written_error
+from lipcert.certifier.anchored.matrices import JacobianMatrix
+from lipcert.certifier.anchored.network import Network, an_image
+from lipcert.certifier.anchored.written import Written
+from lipcert.errors import UnsupportedOperation
+from lipcert.graph import Graph, Node, cuts, examples, run
+from lipcert.model import Model
+from lipcert.numerics import INFLATE, SAFETY, UNIT
+
+# The number of sectors.
+_SECTORS = 40
+# More than the rounding errors of angles, sines and cosines.
+_ROUNDED = 1e-12
+# More than the rounding error of a sum of two vectors, relative to both.
+_ADDED = 1e-13
+# Shorter gradients have no direction in float64.
+_NO_SLOPE = 1e-100
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A ReLU v behind the perturbed value c.
+
+    Attributes:
+        start: a_v.
+        lipschitz: L_v.
+        factor: a factor of G_v (:mod:`.matrices`).
+        error: a bound on the distance of the computed G_v from G_v.
+    """
+
+    start: Node
+    lipschitz: float
+    factor: JacobianMatrix
+    error: float
+
+
+class Tubes:
+    """The network behind a cut c, as far as it does not depend on images.
+
+    Args:
+        model: the model, in float64.
+        graph: the network.
+        cut: c.
+
+    Raises:
+        UnsupportedOperation: an operation behind c is neither affine nor a ReLU, or has no bound on its rounding
+            errors, or a Jacobian is too large.
+    """
+
+    def __init__(self, model: Model, graph: Graph, cut: Node):
+        network = self.network = Network(model, at=cut, graph=graph)
+        chains = network.chains
+        unfit = [v for v in network.rules if v.op != "relu"]
+        unfit += [node for node, links in chains.links.items() if not all(map(network.local.bounded, links))]
+        if unfit:
+            raise _refusal(unfit)
+        jacobians = Jacobians(network, tolerance=0.0, deterministic=True, seed=0)
+        values = network.values(an_image(model)[:, None])
+        written = Written(jacobians, values, ())
+        operations = network.local(values)
+        marks = [cut, *(node for node in cuts(network.graph) if network.replay.depends(node, cut) and node is not cut)]
+        self.layers: dict[Node, Layer] = {}
+        for v in network.rules:
+            z = v.operands[0]
+            affine = (a for a in marks if network.replay.depends(z, a) and network.affine_path(a, z))
+            start = next(affine, None)
+            if start is None or not jacobians.writes(start, z):
+                raise _refusal([v])
+            constant = 1.0 if start is cut else self._constant(start)
+            reach, lost = {start: 1.0}, {start: 0.0}  # bounds on computed products, and on their errors
+            for node in filter(chains.links.__contains__, network.replay.between(start, [z])):
+                terms = [
+                    (operations.gains[link].item(), operations.off[link].item(), link.operand)
+                    for link in chains.links[node]
+                    if link.operand in reach
+                ]
+                reach[node] = sum((gain + kappa) * reach[o] for gain, kappa, o in terms)
+                lost[node] = sum((gain + kappa) * lost[o] + kappa * reach[o] for gain, kappa, o in terms)
+            error = 2 * written_error(start.entries, z.entries) * lost[z] * (1 + SAFETY)
+            self.layers[v] = Layer(start, constant, written.factor(start, z), error)
+
+    def _constant(self, start: Node) -> float:
+        """L of c ↦ ``start``."""
+        network, graph = self.network, self.network.graph
+        path = network.replay.between(network.source, [start])
+        inside = Graph(network.source, start, (network.source, *path))
+        with torch.no_grad():
+            nominal = [run(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
+        forms = canonical_forms(inside, "lipschitz", [values[network.source] for values in nominal])
+        value: Value = global_values(forms, source=Value(network.source.shape, 1))[forms.output]
+        return float(value.lip)
+
+    def radius(self, image: Tensor, predicted: Tensor, margins: Tensor, enough: float | None) -> float:
+        """A radius around c(image), rounded down, within which the prediction is constant.
+
+        Args:
+            image: shape (1, C, H, W).
+            predicted: y, shape (1,).
+            margins: upper bounds on the f_y − f_j to use, shape (1, classes); smaller ones as computed here count.
+            enough: a radius above which none is of interest, nor any below it; None for a full one.
+        """
+        best = math.inf if enough is None else enough
+        for toward in self._rivals(image, predicted, margins):
+            if enough is not None and not toward.limit > enough:
+                return 0.0
+            best = toward.radius(best)
+            if best == 0 or (enough is not None and best < enough):
+                return 0.0
+        return best * (1 - SAFETY) if best < math.inf else 0.0
+
+    def limit(self, image: Tensor, predicted: Tensor, margins: Tensor) -> float:
+        """The first-order limit min_j m_j/‖∇_c m_j‖ of radii around c(image), an estimate; as for :meth:`radius`."""
+        return min((toward.limit for toward in self._rivals(image, predicted, margins)), default=math.inf)
+
+    def _rivals(self, image: Tensor, predicted: Tensor, margins: Tensor) -> Iterator[Tube]:
+        """The margins toward all classes j, the smallest first."""
+        network = self.network
+        values = network.values(image[:, None].to(network.model.device, network.model.dtype))
+        logits = values[network.graph.output].reshape(1, -1)
+        (least,) = torch.minimum(margins.to(logits), logits.gather(1, predicted[:, None]) - logits)
+        for rival in least.argsort():
+            if rival != predicted:
+                yield Tube(self, values, rival[None], predicted, least[rival].item())
+
+
+def _refusal(unfit: list[Node]) -> UnsupportedOperation:
+    return UnsupportedOperation([(node.name, node.path) for node in unfit], "remainder")
+
+
+class Tube:
+    """The margin toward one rival class at one image.
+
+    Attributes:
+        limit: the first-order limit m/‖∇m‖, an estimate.
+
+    Args:
+        tubes: the network.
+        values: nominal values.
+        rival: the class j, shape (1,).
+        predicted: the class y, shape (1,).
+        margin: f_y − f_j.
+    """
+
+    def __init__(self, tubes: Tubes, values: Mapping[Node, Tensor], rival: Tensor, predicted: Tensor, margin: float):
+        self.tubes, self.network, self.values = tubes, tubes.network, values
+        self.classes, self.margin = (rival, predicted), margin
+        self.gradients = self._gradients({})
+        self.limit = margin / max(self.gradients[0].norm().item(), 1e-140)
+
+    def radius(self, most: float) -> float:
+        """The largest r up to ``most`` and to the first-order limit with a positive bound."""
+        if not 0 < self.limit < math.inf:
+            return most if self.limit > 0 else 0.0
+        self._prepare(min(self.limit, most))
+        if self.bound(self.upto) > 0:
+            return self.upto
+
+        def bound(eps: Tensor) -> Tensor:
+            return torch.tensor([self.bound(eps.item())], dtype=torch.float64)
+
+        return search(bound, torch.tensor([0.9 * self.upto], dtype=torch.float64)).item()
+
+    def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
+        return margin_gradients(self.network, self.values, list(self.network.chains.links), *self.classes, linear)
+
+    @torch.no_grad()
+    def _prepare(self, upto: float) -> None:
+        """Chooses the forms, which hold up to the radius ``upto``, and evaluates the network along the ray."""
+        network, values, layers = self.network, self.values, self.tubes.layers
+        source, links, local = network.source, network.chains.links, network.local(self.values)
+        (slope, at_nodes), self.upto = self.gradients, upto
+        moved, noise = {source: upto}, {source: 0.0}  # bounds on the deviations of values, and on rounding errors
+        for node, before in links.items():
+            gains = [(max(local.gains[link].item(), float(node in layers)), link) for link in before]
+            error = local.errors[node].item()
+            moved[node] = sum(gain * moved[link.operand] for gain, link in gains) + error
+            carried = sum(gain * noise[link.operand] for gain, link in gains)
+            for link in before:  # off the image, operands and results may be larger
+                error += 2 * local.off[link].item() * (moved[link.operand] + noise[link.operand])
+            noise[node] = (carried + error + gamma(0) * (moved[node] + carried)) * (1 + SAFETY)
+        operands = [v.operands[0] for v in layers]
+        ahead = tangents(network, values, operands, slope / slope.norm().clamp_min(1e-140))
+        linear: dict[Node, Tensor] = {}
+        forms: dict[Node, tuple[Contracted, Tensor]] = {}
+        for v, layer in reversed(layers.items()):  # a linear term changes the gradients at earlier operations
+            z, rule = v.operands[0], network.remainder(v, values)
+            rows = (layer.factor.row_norms() + layer.error) * (layer.lipschitz * upto * INFLATE) + noise[z]
+            answer = rule.contracted(at_nodes[v], [rows.new_tensor([moved[z]]), rows], -upto * ahead[z])
+            assert answer is not None
+            assert answer.linear is not None
+            if bool(rule.uncertain(rows.new_tensor([noise[z]]))):
+                self.margin = -math.inf
+            forms[v] = answer, answer.bound([], [rows.new_zeros(1)])
+            linear[z] = linear[z] + answer.linear if z in linear else answer.linear
+            at_source, at_nodes = self._gradients(linear)
+        size = {node: lengths(part).item() for node, part in at_nodes.items()}
+        lost = [size[node] * local.errors[node].item() for node in size]
+        lost += [local.off[link].item() * size[node] * moved[link.operand] for node in size for link in links[node]]
+        lost += [_ADDED * (size.get(z, 0.0) + lengths(b).item()) * moved[z] for z, b in linear.items()]
+        self.margin -= sum(lost) * (1 + SAFETY)
+        self.slope = at_source.norm().item() * (1 + SAFETY)
+        if not self.slope > _NO_SLOPE:
+            self.margin = -math.inf
+        angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64)
+        self.most, self.least = angles[:-1].cos() + _ROUNDED, (angles[1:].cos() - _ROUNDED).clamp_min(0)
+        self.across = angles[1:].sin() + _ROUNDED
+        self.places = torch.cat((upto * (angles[:-1] + angles[1:]).div(2).cos(), torch.zeros(1, dtype=torch.float64)))
+        start = values[source]
+        self.off = (INFLATE - 1) * upto + 4 * UNIT * (lengths(start).item() + upto)  # of the points of the ray
+        ray = self.places.to(start.device)[:, None] * (-at_source / at_source.norm())
+        points = start + ray.reshape(-1, *start.shape[1:])
+        many = {node: value.expand(len(points), *value.shape[1:]) for node, value in values.items()}
+        self.terms = []
+        for v, at_points in zip(layers, network.replay(source, points, operands, many), strict=True):
+            (answer, constant), layer, z = forms[v], layers[v], v.operands[0]
+            scale, d = per_image(answer.forms[0].tensors[0]), per_image(at_points - values[z])
+            largest = scale.amax().item()
+            error = 2 * noise[z] * largest  # of scale ∘ d
+            across = layer.factor.scaled(scale).norm().item() + largest * layer.error
+            pulled = scale.square() * d
+            slopes = (pulled @ layer.factor.dense()[0]).norm(dim=1)
+            slopes = slopes + pulled.norm(dim=1) * (layer.factor.error + layer.error) + across * error
+            squares = ((scale * d).norm(dim=1) + error).square() + constant
+            self.terms.append((squares.cpu(), slopes.cpu() * layer.lipschitz, across * layer.lipschitz))
+
+    def bound(self, radius: float) -> float:
+        """A lower bound on the margin within a radius of at most ``upto``."""
+        if radius > self.upto:
+            return -1.0
+        most, least = self.most * radius, self.least * radius
+        place = (self.places - ((most + least) / 2)[:, None]).abs().argmin(1)
+        off = torch.maximum(most - self.places[place], self.places[place] - least)
+        tube = (off.square() + (self.across * radius).square()).sqrt()
+        # The last: s ≤ 0.
+        place, tube = torch.cat((place, place.new_tensor([_SECTORS]))), torch.cat((tube, tube.new_tensor([radius])))
+        loss = torch.cat((self.slope * most, most.new_zeros(1)))
+        tube = tube * INFLATE + self.off
+        for squares, slopes, across in self.terms:
+            loss = loss + squares[place] + 2 * slopes[place] * tube + (across * tube).square()
+        return self.margin - loss.max().item() * (1 + SAFETY)
