@@ -22,6 +22,21 @@ def needed(graph: Graph) -> Graph:
     return Graph(graph.input, graph.output, tuple(node for node in graph.nodes if node in alive))
 
 
+def segment(graph: Graph, first: Node, last: Node) -> Graph:
+    """The network from one cut to another: ``first`` is its input."""
+    leaf = Node("input", lambda: None, (), {}, "", first.shape, dtype=first.dtype)
+
+    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
+        if node is not first:
+            return None
+        nodes.append(leaf)
+        return leaf
+
+    between = graph.nodes[graph.nodes.index(first) : graph.nodes.index(last) + 1]
+    part = _rewritten(Graph(first, last, between), written)
+    return needed(Graph(leaf, part.output, part.nodes))
+
+
 def explicit_attention(graph: Graph, device: torch.device | None = None) -> Graph:
     """The same network with fused attention replaced by matrix products and a softmax.
 

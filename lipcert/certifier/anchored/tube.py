@@ -44,12 +44,14 @@ from lipcert.certifier.anchored.matrices import JacobianMatrix
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.certifier.anchored.written import Written
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, cuts, examples, run
+from lipcert.graph import Graph, Node, cuts, examples, run, segment
 from lipcert.model import Model
 from lipcert.numerics import INFLATE, SAFETY, UNIT
 
 # The number of sectors.
 _SECTORS = 40
+# Forms are chosen for the first-order limit, and again for radii up to this multiple of what they give.
+_ROUNDS, _FURTHER = 2, 1.1
 # More than the rounding errors of angles, sines and cosines.
 _ROUNDED = 1e-12
 # More than the rounding error of a sum of two vectors, relative to both.
@@ -123,12 +125,12 @@ class Tubes:
     def _constant(self, start: Node) -> float:
         """L of c ↦ ``start``."""
         network, graph = self.network, self.network.graph
-        path = network.replay.between(network.source, [start])
-        inside = Graph(network.source, start, (network.source, *path))
         with torch.no_grad():
             nominal = [run(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
-        forms = canonical_forms(inside, "lipschitz", [values[network.source] for values in nominal])
-        value: Value = global_values(forms, source=Value(network.source.shape, 1))[forms.output]
+        forms = canonical_forms(
+            segment(graph, network.source, start), "lipschitz", [values[network.source] for values in nominal]
+        )
+        value: Value = global_values(forms, source=Value(forms.input.shape, 1))[forms.output]
         return float(value.lip)
 
     def radius(self, image: Tensor, predicted: Tensor, margins: Tensor, enough: float | None) -> float:
@@ -192,14 +194,15 @@ class Tube:
         """The largest r up to ``most`` and to the first-order limit with a positive bound."""
         if not 0 < self.limit < math.inf:
             return most if self.limit > 0 else 0.0
-        self._prepare(min(self.limit, most))
-        if self.bound(self.upto) > 0:
-            return self.upto
-
-        def bound(eps: Tensor) -> Tensor:
-            return torch.tensor([self.bound(eps.item())], dtype=torch.float64)
-
-        return search(bound, torch.tensor([0.9 * self.upto], dtype=torch.float64)).item()
+        radius, upto = 0.0, min(self.limit, most)
+        for _ in range(_ROUNDS):
+            self._prepare(upto)
+            if self.bound(upto) > 0:
+                return upto
+            guess = torch.tensor([0.9 * upto], dtype=torch.float64)
+            radius = max(radius, search(lambda eps: torch.tensor([self.bound(eps.item())]).double(), guess).item())
+            upto = min(upto, _FURTHER * radius)
+        return radius
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
         return margin_gradients(self.network, self.values, list(self.network.chains.links), *self.classes, linear)
@@ -221,7 +224,7 @@ class Tube:
             noise[node] = (carried + error + gamma(0) * (moved[node] + carried)) * (1 + SAFETY)
         operands = [v.operands[0] for v in layers]
         ahead = tangents(network, values, operands, slope / slope.norm().clamp_min(1e-140))
-        linear: dict[Node, Tensor] = {}
+        uncertain, linear = False, dict[Node, Tensor]()
         forms: dict[Node, tuple[Contracted, Tensor]] = {}
         for v, layer in reversed(layers.items()):  # a linear term changes the gradients at earlier operations
             z, rule = v.operands[0], network.remainder(v, values)
@@ -229,8 +232,7 @@ class Tube:
             answer = rule.contracted(at_nodes[v], [rows.new_tensor([moved[z]]), rows], -upto * ahead[z])
             assert answer is not None
             assert answer.linear is not None
-            if bool(rule.uncertain(rows.new_tensor([noise[z]]))):
-                self.margin = -math.inf
+            uncertain |= bool(rule.uncertain(rows.new_tensor([noise[z]])))
             forms[v] = answer, answer.bound([], [rows.new_zeros(1)])
             linear[z] = linear[z] + answer.linear if z in linear else answer.linear
             at_source, at_nodes = self._gradients(linear)
@@ -238,10 +240,9 @@ class Tube:
         lost = [size[node] * local.errors[node].item() for node in size]
         lost += [local.off[link].item() * size[node] * moved[link.operand] for node in size for link in links[node]]
         lost += [_ADDED * (size.get(z, 0.0) + lengths(b).item()) * moved[z] for z, b in linear.items()]
-        self.margin -= sum(lost) * (1 + SAFETY)
         self.slope = at_source.norm().item() * (1 + SAFETY)
-        if not self.slope > _NO_SLOPE:
-            self.margin = -math.inf
+        certain = self.slope > _NO_SLOPE and not uncertain
+        self.reduced = self.margin - sum(lost) * (1 + SAFETY) if certain else -math.inf
         angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64)
         self.most, self.least = angles[:-1].cos() + _ROUNDED, (angles[1:].cos() - _ROUNDED).clamp_min(0)
         self.across = angles[1:].sin() + _ROUNDED
@@ -278,4 +279,4 @@ class Tube:
         tube = tube * INFLATE + self.off
         for squares, slopes, across in self.terms:
             loss = loss + squares[place] + 2 * slopes[place] * tube + (across * tube).square()
-        return self.margin - loss.max().item() * (1 + SAFETY)
+        return self.reduced - loss.max().item() * (1 + SAFETY)
