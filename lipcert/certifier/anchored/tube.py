@@ -49,7 +49,7 @@ from lipcert.model import Model
 from lipcert.numerics import INFLATE, SAFETY, UNIT
 
 # The number of sectors.
-_SECTORS = 40
+_SECTORS = 80
 # Forms are chosen for the first-order limit, and again for radii up to this multiple of what they give.
 _ROUNDS, _FURTHER = 2, 1.1
 # More than the rounding errors of angles, sines and cosines.
