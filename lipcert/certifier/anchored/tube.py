@@ -56,6 +56,8 @@ _ROUNDS, _FURTHER = 2, 1.1
 _ROUNDED = 1e-12
 # More than the rounding error of a sum of two vectors, relative to both.
 _ADDED = 1e-13
+# The largest number of entries of a Jacobian, those that are 0 included.
+_ENTRIES = 2**26
 # Shorter gradients have no direction in float64.
 _NO_SLOPE = 1e-100
 
@@ -107,7 +109,8 @@ class Tubes:
             z = v.operands[0]
             affine = (a for a in marks if network.replay.depends(z, a) and network.affine_path(a, z))
             start = next(affine, None)
-            if start is None or not jacobians.writes(start, z):
+            large = start is None or start.entries * z.entries > _ENTRIES
+            if start is None or large or not jacobians.writes(start, z):
                 raise _refusal([v])
             constant = 1.0 if start is cut else self._constant(start)
             reach, lost = {start: 1.0}, {start: 0.0}  # bounds on computed products, and on their errors
