@@ -18,7 +18,7 @@ from lipcert.certifier.anchored.behind import cut_behind_kinks
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.certifier.anchored.tube import Tubes
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import run
+from lipcert.graph import Node, run
 from lipcert.model import Model
 from lipcert.surgery import MaxMin
 
@@ -231,3 +231,34 @@ def test_where_the_cut_lies() -> None:
     assert later is not None
     assert (cut.path, later.path) == ("net.2", "net.4")
     assert cut_behind_kinks(prepared(recorded(two), two, forms=False), kinks=2) is None
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_constants_and_factors_bound_jacobians(name: str) -> None:
+    """L_v is at least ‖∂a_v/∂c‖, with equality for a matrix and MaxMin; G Gᵀ ⪯ L Lᵀ for the factor L of G = ∂z/∂a_v."""
+    torch.manual_seed(0)
+    tubes = tubes_of(model(NETWORKS[name](), 1.5))
+    network, ratios = tubes.network, []
+    values = network.values(torch.rand(3, 1, *SIZE, dtype=torch.float64))
+    for v, layer in tubes.layers.items():
+        z = v.operands[0]
+
+        def jacobian(first: Node, last: Node, place: int) -> Tensor:
+            path = network.replay.between(first, [last])
+
+            def value(x: Tensor) -> Tensor:
+                return run(path, {first: x.reshape(values[first][0].shape)})[last].flatten()
+
+            return torch.autograd.functional.jacobian(value, values[first][place].flatten())
+
+        for place in range(3):
+            if layer.start is not network.source:
+                norm = torch.linalg.matrix_norm(jacobian(network.source, layer.start, place), 2).item()
+                assert norm <= layer.lipschitz * (1 + 1e-12)
+                ratios.append(norm / layer.lipschitz)
+            linear, factor = jacobian(layer.start, z, place), layer.factor.dense()[0]
+            least = torch.linalg.eigvalsh(factor @ factor.T - linear @ linear.T)[0]
+            assert least > -1e-9
+            torch.testing.assert_close(factor.norm(), linear.norm(), rtol=1e-6, atol=0)
+            assert layer.error < 1e-6
+    assert max(ratios) > (0.999 if "max" in name else 0.3)

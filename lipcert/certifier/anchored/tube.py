@@ -46,6 +46,7 @@ from lipcert.certifier.anchored.written import Written
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, cuts, examples, run, segment
 from lipcert.model import Model
+from lipcert.norms import dot_error
 from lipcert.numerics import INFLATE, SAFETY, UNIT
 
 # The number of sectors.
@@ -142,7 +143,7 @@ class Tubes:
         Args:
             image: shape (1, C, H, W).
             predicted: y, shape (1,).
-            margins: upper bounds on the f_y − f_j to use, shape (1, classes); smaller ones as computed here count.
+            margins: f_y − f_j, shape (1, classes); those of the network as it is computed here count if smaller.
             enough: a radius above which none is of interest, nor any below it; None for a full one.
         """
         best = math.inf if enough is None else enough
@@ -196,7 +197,7 @@ class Tube:
     def radius(self, most: float) -> float:
         """The largest r up to ``most`` and to the first-order limit with a positive bound."""
         if not 0 < self.limit < math.inf:
-            return most if self.limit > 0 else 0.0
+            return 0.0
         radius, upto = 0.0, min(self.limit, most)
         for _ in range(_ROUNDS):
             self._prepare(upto)
@@ -264,7 +265,8 @@ class Tube:
             across = layer.factor.scaled(scale).norm().item() + largest * layer.error
             pulled = scale.square() * d
             slopes = (pulled @ layer.factor.dense()[0]).norm(dim=1)
-            slopes = slopes + pulled.norm(dim=1) * (layer.factor.error + layer.error) + across * error
+            distance = layer.factor.error + layer.error + dot_error(z.entries) * layer.factor.size
+            slopes = slopes + pulled.norm(dim=1) * distance + across * error
             squares = ((scale * d).norm(dim=1) + error).square() + constant
             self.terms.append((squares.cpu(), slopes.cpu() * layer.lipschitz, across * layer.lipschitz))
 
