@@ -1,4 +1,4 @@
-"""Certified accuracy of a CIFAR-10 network at three ε, beside clean and attacked accuracy on the same images.
+"""Certified accuracy of a CIFAR-10 network at several ε, beside clean and attacked accuracy on the same images.
 
     python -m benchmarks.certified_accuracy --model cifar10-vit --data ../shared/data/cifar10/test.tar
 
@@ -34,7 +34,7 @@ from lipcert.inputs.data import Batch, open_images
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
 BATCH, ATTACKED = 16, 256  # images in a task
-CURVE = {f"{part}/255": part / 255 for part in (36, 72, 108)}
+CURVE = {f"{part}/255": part / 255 for part in (36, 48, 60, 72, 108)}
 
 _made: dict[tuple[str, str], tuple[lipcert.Model, lipcert.Model, Certifier]] = {}
 
@@ -104,8 +104,13 @@ def measure(
     path: str, data: str, images: int, rows_at: Path, processes: int = 2, method: str = "staged"
 ) -> dict[str, Any]:
     """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
-    known = {index: row for index, row in known_rows(rows_at).items() if row["method"] == method}
     model = lipcert.load(path)
+    order = open_images(data, model, limit=images).order
+    known = {
+        index: row
+        for index, row in known_rows(rows_at).items()
+        if row["method"] == method and (order is None or index in order)
+    }
     rows_at.touch()
     with (
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
