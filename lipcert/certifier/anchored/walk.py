@@ -213,9 +213,8 @@ class Linearization:
         part = copy.copy(self)
         part.logits, part.norms = self.logits[index], self.norms.only(index)
         part.remainders = self.network.remainders(self.values, self.remainders, index)
-        if not walked:
-            part.images = self.images[index]
-            part.values = {node: value[index] for node, value in self.values.items()}
+        part.images = self.images[:0] if walked else self.images[index]
+        part.values = {} if walked else {node: value[index] for node, value in self.values.items()}
         part.uncertain = self.uncertain[index]
         part.rounding = self.rounding.only(index, part)
         return part
