@@ -69,7 +69,7 @@ def verdicts(
         result = certifier.run(images[chosen])
         seconds = (time.process_time() - started) / len(chosen)
         for index, radius, rigor in zip(chosen.tolist(), result.radius.tolist(), result.rigor, strict=True):
-            rows[index] |= {"radius": radius, "rigor": str(rigor), "seconds": seconds}
+            rows[index] |= {"radius": radius, "rigor": rigor, "seconds": seconds}
     return rows
 
 
@@ -105,11 +105,11 @@ def measure(
 ) -> dict[str, Any]:
     """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
     model = lipcert.load(path)
-    order = open_images(data, model, limit=images).order
+    order = set(open_images(data, model, limit=images).order or ())  # empty for a stream
     known = {
         index: row
         for index, row in known_rows(rows_at).items()
-        if row["method"] == method and (order is None or index in order)
+        if row["method"] == method and (not order or index in order)
     }
     rows_at.touch()
     with (
