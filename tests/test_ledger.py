@@ -1,6 +1,7 @@
 """The ledger of δ: vectors that are met once, and certificates that fail no more often than they say."""
 
 import math
+import pickle
 from collections import Counter
 
 import pytest
@@ -249,6 +250,8 @@ def test_what_is_stated_is_what_was_spent_rounded_up(delta, count, share):
     assert word.delta == delta_of(word) == Rigor.parse(str(word)).delta
     assert Budget(delta).split(count).delta * count <= delta
     assert Rigor(0.0, delta) == "deterministic"
+    copied = pickle.loads(pickle.dumps(word))  # certificates pass between processes
+    assert (copied, copied.delta) == (word, word.delta)
 
 
 def test_parts_can_all_be_spent():

@@ -41,6 +41,7 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,3 +175,6 @@ class Rigor(str):
         rigor = super().__new__(cls, text)
         rigor.delta = float(form["delta"] or 0)
         return rigor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rigor.parse, (str(self),)  # from the text: rounding δ up again might raise it
