@@ -9,7 +9,7 @@ import typer
 
 from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
-from lipcert.settings import CertifySettings, one_of
+from lipcert.settings import CertifySettings, one_of, parse_memory
 
 from ._commands import OUTPUT
 from ._errors import one_line_errors
@@ -58,6 +58,10 @@ def certify(
         typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.", show_default=False),
     ] = None,
     device: Device = "auto",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.", show_default=False),
+    ] = None,
     out: out(  # type: ignore[valid-type]
         "Write one JSON line per image; rerun to continue. A folder for several models."
     ) = None,
@@ -86,6 +90,7 @@ def certify(
     if annotations is not None:
         one_of("annotations", annotations, FORMS)
     part = None if shard is None else parse_shard(shard)
+    size = None if memory is None else parse_memory(memory)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
     several_models = models_file is not None or len(names) > 1
     if several_models and asked_weights.checkpoint is not None:
@@ -103,6 +108,7 @@ def certify(
         data=data,
         lists={"classes": classes, "labels": labels},
         limit=limit,
+        memory=size,
         device=device,
         fail_under=fail_under,
         as_json=as_json,

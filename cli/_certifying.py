@@ -35,6 +35,7 @@ from ._print import (
     busy,
     command,
     complain,
+    in_bytes,
     lower,
     percent,
     print_facts,
@@ -68,6 +69,7 @@ def run(
     data: str | None,
     lists: Mapping[str, Any],
     limit: int | None,
+    memory: float | None,
     device: str,
     fail_under: float | None,
     as_json: bool,
@@ -83,7 +85,17 @@ def run(
         raise InputError("parts of a run need --out, the file in which their rows are combined")
     several = several_models or len(asked) > 1
     plan = _Plan(
-        asked, pixels, partial(load_model, **loading), data, lists, limit, part, parts, shard is not None, fail_under
+        asked,
+        pixels,
+        partial(load_model, **loading),
+        data,
+        lists,
+        limit,
+        memory,
+        part,
+        parts,
+        shard is not None,
+        fail_under,
     )
     with torchrun():
         if several_models:
@@ -115,6 +127,7 @@ class _Plan:
     data: str | None
     lists: Mapping[str, Any]
     limit: int | None
+    memory: float | None
     part: int
     parts: int
     sharded: bool
@@ -245,7 +258,7 @@ def _certify_with(
         check_noise(loaded)
         _triage(loaded, settings, images)
     with progress("reading the network") as update:
-        certifier = certifier_for(loaded, settings, progress=update)
+        certifier = certifier_for(loaded, settings, progress=update, memory=plan.memory)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
     description = describe(loaded, images, certifier, typed())
@@ -314,10 +327,10 @@ def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time of each method, and why others are skipped."""
     passes = _PASSES * certifier.subject.flops / Method.rate
     costs = [
-        f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}"
+        f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}, {in_bytes(method.memory)}"
         for name, method in certifier.methods.items()
     ]
-    say(f"estimated time per image: {', '.join(costs)}")
+    say(f"estimated per image: {'; '.join(costs)}; images at once: at most {certifier.together}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)

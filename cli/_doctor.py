@@ -12,7 +12,7 @@ from lipcert.settings import DTYPES, version
 
 from ._errors import one_line_errors
 from ._options import AsJson
-from ._print import busy, command, print_facts, print_json
+from ._print import busy, command, in_bytes, print_facts, print_json
 
 PACKAGES = ("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "rich", "typer")
 EXTRAS = {
@@ -75,12 +75,10 @@ def _devices() -> list[tuple[str, str]]:
     from lipcert.numerics import memory_left
 
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    devices = [("cpu", f"{threads}, {_gigabytes(memory_left(torch.device('cpu')))} free")]
+    devices = [("cpu", f"{threads}, {in_bytes(memory_left(torch.device('cpu')))} free")]
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        devices.append(
-            (f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {_gigabytes(free)} of {_gigabytes(total)} free")
-        )
+        devices.append((f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {in_bytes(free)} of {in_bytes(total)} free"))
     return devices
 
 
@@ -95,10 +93,6 @@ def _holds(device: str, dtype: str) -> str:
     except InputError as error:
         return str(error)
     return "as certificates assume"
-
-
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
 
 
 def _folder(path: Path) -> str:

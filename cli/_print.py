@@ -211,6 +211,11 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+def in_bytes(count: float) -> str:
+    """A number of bytes."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1.0, count / 1e6):.0f} MB"
+
+
 def start() -> None:
     """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
     _next_line[:] = time.monotonic() + _FIRST_PAUSE, _FIRST_PAUSE

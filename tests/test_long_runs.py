@@ -276,6 +276,27 @@ def test_batches_are_halved_where_memory_ends(error, monkeypatch):
     assert certifier.together <= 3
 
 
+@pytest.mark.parametrize("method", ["gloro", "anchored"])
+def test_a_budget_of_memory_chooses_the_batch(method):
+    each = Certifier(small(), 0.1, method).methods[method].memory
+    assert [Certifier(small(), 0.1, method, memory=count * each).together for count in (0.5, 1, 5, 100)] == [1, 1, 4, 32]
+
+
+@pytest.mark.parametrize("method", ["gloro", "lofast"])
+def test_the_memory_of_an_image_is_about_what_is_stated(method):
+    certifier = Certifier(lipcert.load(), 0.1, method)
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    certifier.run(images[:1])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        certifier.run(images)
+    peak = held = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert 0.1 < peak / (2 * certifier.methods[method].memory) < 3
+
+
 def test_one_image_that_memory_does_not_hold():
     certifier = Certifier(small(), 0.01, "gloro")
 
@@ -310,7 +331,7 @@ def test_a_real_allocation_that_fails_is_recognised():
 def test_how_many_images_go_together(monkeypatch):
     assert memory_left(torch.device("cpu")) > 2**20
     assert Certifier(small(), 0.1, "gloro").together == 32
-    monkeypatch.setattr(_certifier, "memory_left", lambda _: 1e5)
+    monkeypatch.setattr(_certifier, "memory_left", lambda _: 4e4)
     few = Certifier(small(), 0.1, "gloro").together
     assert few in (1, 2, 4)
     monkeypatch.setattr(_certifier, "memory_left", lambda _: 0.0)

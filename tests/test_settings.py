@@ -19,10 +19,24 @@ from lipcert.cli._options import options_of
 from lipcert.errors import InputError
 from lipcert.inputs.data import open_images
 from lipcert.results.description import describe
-from lipcert.settings import CertifySettings, option, settings_of
+from lipcert.settings import CertifySettings, option, parse_memory, settings_of
 from lipcert.settings import _certify as _settings
 
 FIELDS = [one for one in dataclasses.fields(CertifySettings) if one.init]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8e9), ("8G", 8e9), ("1.5 GiB", 1.5 * 2**30), ("500mb", 5e8), ("64", 64), (1e9, 1e9), (2**40, 2**40)],
+)
+def test_sizes_of_memory(text, size):
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8X", "GB", "inf", "nan", "1e400", None, "8 G B"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(InputError, match="number of bytes"):
+        parse_memory(text)
 
 
 @pytest.mark.parametrize("eps", ["36/255", 36 / 255, np.float32(36 / 255), np.float64(36 / 255), 1])

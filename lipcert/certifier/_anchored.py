@@ -59,6 +59,10 @@ class LinearisedMethod(Method):
             )
         self.proves = subject.roundoff is None and not plan.chained and subject.nominal.bounded
 
+    @property
+    def memory(self) -> float:
+        return super().memory + self.engine.plan.memory
+
     @abstractmethod
     def linearise(self, passes: float | None) -> Any:
         """The certificate of the network, with norms for at most this number of forward passes per image."""

@@ -32,7 +32,7 @@ from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Rigor
 from lipcert.numerics import Certificates, check_environment, give_back, is_out_of_memory, memory_left
-from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, settings_of, takes
+from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, parse_memory, settings_of, takes
 
 if TYPE_CHECKING:
     from lipcert.inputs.data import Batch
@@ -55,8 +55,6 @@ _TOGETHER = {"cpu": 32, "cuda": 64}
 # more than _FEW images are certified together only if an operation on all of them needs less than this.
 _WORK_OF_A_THREAD = 1e6
 _FEW = 8
-# Memory for the certificate of one image, in multiples of the results of its forward pass.
-_COPIES = 16
 
 
 class Certifier:
@@ -72,7 +70,7 @@ class Certifier:
         skipped: methods that staged certification skips for this model, with reasons.
         notes: further remarks on methods for this model.
         together: number of images certified at once. It is small if each takes long, so that a stopped run loses
-            little, and limited by memory. It is halved if memory still runs out.
+            little, and limited by memory. It is halved if memory runs out.
         watch: called with the running method and the number of finished images of the batch, which may be fractional.
 
     Args:
@@ -80,6 +78,8 @@ class Certifier:
         eps: ε in ℓ2 on pixels in [0, 1], or all settings.
         method: one of ``METHODS``.
         progress: as for :func:`lipcert.lipschitz`, while the bound is computed.
+        memory: bytes for the images that are certified at once, or a text such as ``"8GB"``; None for half of what is
+            free. By estimates, and at least one image is certified.
         **settings: the other fields of :class:`CertifySettings`.
 
     Raises:
@@ -98,8 +98,10 @@ class Certifier:
         method: str = "staged",
         *,
         progress: Progress | None = None,
+        memory: float | str | None = None,
         **settings: Any,
     ):
+        limit = None if memory is None else parse_memory(memory)
         if not isinstance(eps, CertifySettings):
             eps = settings_of(CertifySettings, eps, method, **settings)
         if eps.method == SMOOTHING:
@@ -127,15 +129,15 @@ class Certifier:
             self.notes["labels"] = ONE_LOGIT
         self.budgets = budgets(self.subject)
         self.delta = 0.0 if eps.rigor == "deterministic" else eps.delta
-        self.together = self._images_together()
+        self.together = self._images_together(memory_left(self.model.device) / 2 if limit is None else limit)
 
-    def _images_together(self) -> int:
+    def _images_together(self, memory: float) -> int:
         """The number of images, a power of two, whose work and memory stay within the limits."""
         count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values()))
-        memory = memory_left(self.model.device)
         cpu = self.model.device.type == "cpu"
 
-        flops, size = self.subject.flops, self.subject.bytes
+        flops = self.subject.flops
+        largest = max(method.memory for method in self.methods.values())
         slowest = max(method.work for method in self.methods.values())
         if self.attack is not None:
             slowest = max(slowest, _PASSES_AN_ATTACK * flops)
@@ -143,7 +145,7 @@ class Certifier:
         def too_many() -> bool:
             slow = count * slowest > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
             useless = cpu and count > _FEW and count * self._call > _WORK_OF_A_THREAD
-            return slow or useless or count * _COPIES * size > memory / 2
+            return slow or useless or count * largest > memory
 
         while count > 1 and too_many():
             count //= 2

@@ -20,6 +20,9 @@ from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
 from lipcert.settings import FACTS, CertifySettings, MethodFacts
 
+# Memory for one image, in multiples of the results of its forward pass: float64 passes, and bounds on their rounding.
+_COPIES = 6
+
 # Called with (norms computed, norms in total).
 NormsDone = Callable[[float, float], None]
 
@@ -101,6 +104,11 @@ class Method(ABC):
     def seconds(self) -> float:
         """An estimate of the seconds of one core for one image."""
         return self.work / self.rate
+
+    @property
+    def memory(self) -> float:
+        """An estimate of the bytes for one image of a batch."""
+        return _COPIES * self.subject.bytes
 
     @property
     def facts(self) -> MethodFacts:

@@ -15,6 +15,7 @@ def certifier_for(
     *,
     progress: Progress | None = None,
     batch: int | None = None,
+    memory: float | str | None = None,
 ) -> Certifier | Smoothing:
     """The certifier for the network itself or for its smoothed classifier, depending on the method.
 
@@ -23,6 +24,7 @@ def certifier_for(
         settings: the settings.
         progress: as for :func:`lipcert.lipschitz`, while a network is read and bounded.
         batch: number of noise draws computed at once; None chooses it by device.
+        memory: for what is computed at once: bytes, or a text such as ``"8GB"``; None chooses by what is free.
 
     Raises:
         InputError: :class:`Certifier` or :class:`lipcert.smoothing.Smoothing` refuses the model or the settings.
@@ -31,5 +33,5 @@ def certifier_for(
     if settings.at is None:
         check_eps(settings.largest_eps, model)
     if settings.method != SMOOTHING:
-        return Certifier(model, settings, progress=progress)
-    return Smoothing(model, settings, batch=batch)
+        return Certifier(model, settings, progress=progress, memory=memory)
+    return Smoothing(model, settings, batch=batch, memory=memory)

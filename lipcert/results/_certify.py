@@ -162,6 +162,7 @@ def certify(
     eps: float | str | Sequence[float | str] | None = None,
     *,
     batch_size: int | None = None,
+    memory: float | str | None = None,
     **settings: Unpack[CertifyOptions],
 ) -> Result | SmoothedResult:
     """Certifies which predictions no ℓ2 perturbation of the pixels up to ε changes.
@@ -176,6 +177,7 @@ def certify(
         eps: ℓ2 radius on pixels in [0, 1], such as ``"36/255"``, or several, such as ``"36/255,0.5"``; required. See
             :meth:`~lipcert.certifier.Certificates.certified_accuracy_at`.
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
+        memory: bytes for what is computed at once, or a text such as ``"8GB"``; None for half of what is free.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
             ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
             ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
@@ -194,7 +196,7 @@ def certify(
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size is a number of images, at least 1, got {batch_size!r}; or leave it out")
     model = checked(model)
-    certifier = certifier_for(model, asked, batch=batch_size)
+    certifier = certifier_for(model, asked, batch=batch_size, memory=memory)
     smoothed = isinstance(certifier, Smoothing)
     parts: list[Certificates] = []
     hashes: list[str] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from typing import Any, TypeVar
@@ -41,6 +43,21 @@ def option(
         "help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given, "alias": aliases,
     }  # fmt: skip
     return field(default=default, metadata=about)
+
+
+def parse_memory(memory: object) -> float:
+    """Bytes: a positive number, or a text such as ``"8GB"`` or ``"500 MiB"``.
+
+    Raises:
+        InputError: it is neither.
+    """
+    form = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<power>[KMGT]?)(?P<binary>i?)B?", str(memory).strip(), re.I)
+    if form is not None:
+        size = 1024 if form["binary"] else 1000
+        size = float(form["number"]) * size ** " KMGT".index(form["power"].upper() or " ")
+        if 1 <= size < math.inf:
+            return size
+    raise InputError(f"memory must be a number of bytes, got {memory!r}; for example 8GB or 500MB")
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import Module
 
 from lipcert.bounds import check_weights
 from lipcert.denoisers import Denoised
@@ -21,7 +22,7 @@ from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
 from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
-from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of, takes
+from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
 from lipcert.smoothing._prefix import Prefix
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _PIXELS = {"cpu": 32 * 224 * 224 * 3, "cuda": 1024 * 224 * 224 * 3}
 _DRAWS = {"cpu": 256, "cuda": 4096}
 _MOST_IMAGES = 64
+# Memory for a draw, in multiples of the largest result of a module: operands, the result and a residual connection.
+_COPIES = 4
 # The tolerance for changes of an image's logits with the batch, relative to the largest logit; rounding is smaller.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_HALF = 0.05
@@ -62,6 +65,7 @@ class Smoothing:
         model: the model; it is not changed, and later changes to it do not affect the certifier.
         eps: the ε of the verdict, in ℓ2 on pixels in [0, 1]; or all settings, with method ``"smoothing"``.
         batch: number of draws computed at once; None chooses it by device.
+        memory: bytes for these draws, or a text such as ``"8GB"``, by an estimate; None for no limit.
         **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
             ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at`` and ``dtype``, the type in which the
             network and its denoiser run; ``"real"`` means the type of its weights. Noise is drawn and added in float32.
@@ -76,7 +80,16 @@ class Smoothing:
     watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
-    def __init__(self, model: Model, eps: float | str | CertifySettings, *, batch: int | None = None, **settings: Any):
+    def __init__(
+        self,
+        model: Model,
+        eps: float | str | CertifySettings,
+        *,
+        batch: int | None = None,
+        memory: float | str | None = None,
+        **settings: Any,
+    ):
+        limit = math.inf if memory is None else parse_memory(memory)
         if not isinstance(eps, CertifySettings):
             eps = settings_of(CertifySettings, eps, SMOOTHING, **settings)
         if batch is not None and not (isinstance(batch, int) and batch > 0):
@@ -112,6 +125,8 @@ class Smoothing:
         pixels = math.prod(self.model.input_size)
         kind = "cuda" if self.model.device.type == "cuda" else "cpu"
         self.batch = batch or max(1, min(_DRAWS[kind], _PIXELS[kind] // pixels))
+        if limit < math.inf:
+            self.batch = max(1, min(self.batch, int(limit / _bytes_of_a_draw(self.model))))
         self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
 
     def run_batch(self, batch: Batch) -> SmoothedCertificates:
@@ -230,6 +245,24 @@ class Smoothing:
         self.batch = min(self.batch, half)
         parts = (slice(None, half), slice(half, None))
         return torch.cat([self._predict(images[part], None if inside is None else inside[part]) for part in parts])
+
+
+def _bytes_of_a_draw(model: Model) -> float:
+    """An estimate of the memory of one image in a forward pass."""
+    largest = 1
+
+    def look(_module: Module, _images: object, result: object) -> None:
+        nonlocal largest
+        if isinstance(result, Tensor):
+            largest = max(largest, result.numel() * result.element_size())
+
+    hooks = [module.register_forward_hook(look) for module in model.modules()]
+    try:
+        model(torch.zeros(1, *model.input_size, dtype=model.dtype, device=model.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(_COPIES * largest)
 
 
 def _together(parts: list[Tensor]) -> Tensor:

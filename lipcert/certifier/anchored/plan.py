@@ -145,6 +145,16 @@ class NormPlan:
         return min(planned + links, max(self.limit, links))
 
     @property
+    def memory(self) -> float:
+        """An estimate of the bytes of the Jacobians of an image that are written out."""
+        written = (
+            (a, b)
+            for a, b in self.pairs
+            if (a, b) not in self.loose | self.covered and not self.network.affine_path(a, b)
+        )
+        return sum(8.0 * a.entries * b.entries for a, b in written if worth_writing(self.network, a, b))
+
+    @property
     def work_of_a_pass(self) -> float:
         """The same for a forward pass."""
         return sum(self._costs.values())
