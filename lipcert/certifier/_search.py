@@ -100,48 +100,81 @@ def search_least(
     Returns:
         Shape (N,); 0 where 1e-12 · guess is too large.
     """
-    low, high = torch.zeros_like(steepness), torch.full_like(steepness, math.inf)
-    # The last two values of every function.
-    before, last, at_before = low, low, whole[:, None].expand_as(low)
-    at_last = at_before
+    known = _Known(whole[:, None], steepness)
     trial = torch.minimum(guess, upto)
     finished = ~((trial > 0) & trial.isfinite())
     for step in range(_TRIALS):
         asked = scouts if step < _SCOUTED else torch.ones_like(scouts)
-        place = (~finished[:, None] & asked & (low < trial[:, None])).nonzero().unbind(1)
+        place = (~finished[:, None] & asked & (known.low < trial[:, None])).nonzero().unbind(1)
         images, functions = place
         if not len(images):
             if step < _SCOUTED:
                 continue
             break
         eps = trial[images]
-        value = values(eps, images, functions)
+        known.add(place, eps, values(eps, images, functions))
+        root, beyond, middle = known.predicted(step)
+        holds, fails = known.low.amin(1), known.high.amin(1)
+        finished |= torch.minimum(beyond, fails) <= holds * (1 + _WIDTH)
+        finished |= (holds >= upto) | (fails <= 1e-12 * guess)
+        root = middle if step > _PREDICTED and step % 2 else root
+        root = root * (1 + _ABOVE if step + 1 == _SCOUTED else 1 - _WIDTH / 4)
+        tried = known.least(known.low)
+        trial = torch.maximum(root, tried * (1 + _WIDTH / 2))
+        trial = torch.minimum(trial, torch.where(tried > 0, 16 * tried, math.inf)).clamp_max(upto)
+    return known.low.amin(1)
+
+
+class _Known:
+    """What evaluations tell of several non-increasing functions at N images.
+
+    Attributes:
+        low: the largest ε at which each was positive, shape (N, functions); 0 for none.
+        high: the smallest ε at which it was not; ∞ for none.
+
+    Args:
+        whole: the functions at 0, shape (N, 1).
+        steepness: about minus their derivatives there, shape (N, functions).
+    """
+
+    def __init__(self, whole: Tensor, steepness: Tensor):
+        self.whole, self.steepness = whole, steepness
+        self.low, self.high = torch.zeros_like(steepness), torch.full_like(steepness, math.inf)
+        # The last two ε and the values there.
+        self.before = self.last = self.low
+        self.at_before = self.at_last = whole.expand_as(self.low)
+
+    def add(self, place: tuple[Tensor, ...], eps: Tensor, value: Tensor) -> None:
+        """Takes the values of some functions at some images, (image, function) in ``place``."""
         holds = value > 0
-        low = low.index_put(place, torch.where(holds, eps, low[place]))
-        high = high.index_put(place, torch.where(holds, high[place], eps))
-        before, at_before = before.index_put(place, last[place]), at_before.index_put(place, at_last[place])
-        last, at_last = last.index_put(place, eps), at_last.index_put(place, value)
-        root, beyond = _predicted(whole[:, None], steepness, before, at_before, last, at_last)
+        self.low = self.low.index_put(place, torch.where(holds, eps, self.low[place]))
+        self.high = self.high.index_put(place, torch.where(holds, self.high[place], eps))
+        self.before = self.before.index_put(place, self.last[place])
+        self.at_before = self.at_before.index_put(place, self.at_last[place])
+        self.last, self.at_last = self.last.index_put(place, eps), self.at_last.index_put(place, value)
+
+    def least(self, eps: Tensor) -> Tensor:
+        """The smallest over the functions that were evaluated, shape (N,)."""
+        return torch.where(self.last > 0, eps, math.inf).amin(1)
+
+    def predicted(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the functions that were evaluated the least ε at which one may vanish, each of shape (N,).
+
+        By a loss aε + bε^(1+p), but where that is outside of what is open the middle of it; by a linear loss, which is
+        larger; and the middle.
+        """
+        low, high = self.low, self.high
+        root, beyond = _vanishing(self.whole, self.steepness, self.before, self.at_before, self.last, self.at_last)
         middle = torch.where(low > 0, (low * high).sqrt(), high * 0.5 ** (step + 1))
         # A function that grows too fast for a prediction has it outside of what is open, or far below.
         far = torch.where(high.isfinite(), high / 8, 0.0)
-        known = (root >= torch.maximum(low * (1 - _WIDTH), far)) & (root <= high)
-        root = torch.where(known, root.clamp_min(low), middle)
+        usable = (root >= torch.maximum(low * (1 - _WIDTH), far)) & (root <= high)
+        root = torch.where(usable, root.clamp_min(low), middle)
         beyond = torch.maximum(root, beyond.clamp(low, high))
-        sure = low.amin(1)
-        root, beyond, least, middle = (
-            torch.where(last > 0, part, math.inf).amin(1) for part in (root, beyond, low, middle)
-        )
-        open_ = high.amin(1)
-        finished |= (torch.minimum(beyond, open_) <= sure * (1 + _WIDTH)) | (sure >= upto) | (open_ <= 1e-12 * guess)
-        root = middle if step > _PREDICTED and step % 2 else root
-        root = root * (1 + _ABOVE if step + 1 == _SCOUTED else 1 - _WIDTH / 4)
-        trial = torch.maximum(root, least * (1 + _WIDTH / 2))
-        trial = torch.minimum(trial, torch.where(least > 0, 16 * least, math.inf)).clamp_max(upto)
-    return low.amin(1)
+        return self.least(root), self.least(beyond), self.least(middle)
 
 
-def _predicted(
+def _vanishing(
     whole: Tensor, steepness: Tensor, before: Tensor, at_before: Tensor, last: Tensor, at_last: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Where functions vanish, from values at two ε: with a loss aε + bε^(1+p), and with one that is linear."""
