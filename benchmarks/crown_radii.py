@@ -1,6 +1,6 @@
 """Verdicts of staged certification beside those of CROWN, on the same images of CIFAR-10 and in one run.
 
-They are the first of the test set that are predicted right, and so of one class.
+They are the first of the fixed shuffle of the test set that are predicted right.
 
     python -m benchmarks.crown_radii --model cifar10-vit --data ../shared/data/cifar10/test.tar --verified 5
 
@@ -48,7 +48,7 @@ def main() -> None:
         raise SystemExit(f"this needs auto_LiRPA, and cannot import it: {error}") from error
 
     chosen: list[tuple[int, Tensor, int]] = []
-    for batch in open_images(args.data, model).batches(1):
+    for batch in open_images(args.data, model, limit=10 * args.verified).batches(1):
         with torch.no_grad():
             logits = model(batch.images)
             assert torch.allclose(crown.network(batch.images), logits, 1e-4, 1e-4), "not the same network"

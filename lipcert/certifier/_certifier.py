@@ -46,9 +46,9 @@ _NEGLIGIBLE = 1e-9
 # For networks with more floating-point operations per image, rounding of the margins is checked, as the norms that a
 # proof needs would take longer than the certificate.
 _WORK_OF_A_PROOF = 1e9
-# Images are certified together as long as the batch needs at most _WORK_TOGETHER, a few seconds on a core, or as long
-# as one operation needs at most _WORK_OF_A_CALL, because then the overhead of the call exceeds its arithmetic.
-_WORK_TOGETHER = 1e11
+# Images are certified together as long as the batch needs at most _WORK_TOGETHER, some ten seconds on a core, or as
+# long as one operation needs at most _WORK_OF_A_CALL, because then the overhead of the call exceeds its arithmetic.
+_WORK_TOGETHER = 4e11
 _WORK_OF_A_CALL = 1e7
 _TOGETHER = {"cpu": 32, "cuda": 64}
 # The smallest part of an operation for which a thread is worthwhile; waiting threads cost more than they save. On a CPU
