@@ -279,7 +279,12 @@ def test_batches_are_halved_where_memory_ends(error, monkeypatch):
 @pytest.mark.parametrize("method", ["gloro", "anchored"])
 def test_a_budget_of_memory_chooses_the_batch(method):
     each = Certifier(small(), 0.1, method).methods[method].memory
-    assert [Certifier(small(), 0.1, method, memory=count * each).together for count in (0.5, 1, 5, 100)] == [1, 1, 4, 32]
+    assert [Certifier(small(), 0.1, method, memory=count * each).together for count in (0.5, 1, 5, 100)] == [
+        1,
+        1,
+        4,
+        32,
+    ]
 
 
 @pytest.mark.parametrize("method", ["gloro", "lofast"])
