@@ -16,7 +16,6 @@ from lipcert.norms import (
     Ledger,
     _conv,
     _dense,
-    _lanczos,
     _scale,
     _verify,
     conv_norm,
@@ -28,6 +27,7 @@ from lipcert.norms import (
     lanczos_error,
     lanczos_norm,
     row_norms,
+    start_vectors,
     written_row_norms,
 )
 from lipcert.numerics import Upper
@@ -562,9 +562,9 @@ class WorstStart:
         self.delta = delta
 
     def normal(self, rows: int, size: int) -> Tensor:
-        count, part = _lanczos._parts(self.delta, size)
+        count, part = start_vectors(self.delta, size)
         assert rows == count
-        assert part >= 2.0**-18
+        assert part >= 2.0**-19
         vectors = random_tensor(rows, size, seed=3)
         vectors[:, 0] = 0
         vectors /= vectors.norm(dim=1, keepdim=True)
@@ -589,8 +589,34 @@ def test_lanczos_holds_whenever_the_start_vector_has_its_part(size: int, steps: 
     }[rest]  # fmt: skip
     values[0] = 1.5
     draw: Any = WorstStart(delta)
-    bound = lanczos_norm(lambda v: v * values, lambda u: u * values, 1, size, draw=draw, steps=steps)
-    assert bound.item() >= 1.5
+    for together in (False, True):
+        bound = lanczos_norm(
+            lambda v: v * values, lambda u: u * values, 1, size, draw=draw, steps=steps, together=together
+        )
+        assert bound.item() >= 1.5
+
+
+def test_lanczos_from_all_start_vectors_at_once_is_the_same_for_a_map_alone() -> None:
+    """A map among others, with the maps in turn for the start vectors, counts as it does alone."""
+    maps = random_tensor(3, 40, 30)
+    maps[1] *= torch.logspace(0, -3, 30, dtype=torch.float64)
+    maps[2] = 0
+
+    def bound(some: Tensor, together: bool) -> Tensor:
+        def product(v: Tensor) -> Tensor:
+            return torch.einsum("nij,qnj->qni", some, v.unflatten(0, (-1, len(some)))).flatten(0, 1)
+
+        def adjoint(u: Tensor) -> Tensor:
+            return torch.einsum("nij,qni->qnj", some, u.unflatten(0, (-1, len(some)))).flatten(0, 1)
+
+        return lanczos_norm(product, adjoint, len(some), 30, draw=drawn(1e-9), together=together)
+
+    whole, exact = bound(maps, True), torch.linalg.matrix_norm(maps, 2)
+    assert bool((exact <= whole).all())
+    assert bool((whole <= exact * 1.06).all())
+    for number in range(3):
+        torch.testing.assert_close(bound(maps[number : number + 1], True)[0], whole[number], rtol=1e-12, atol=0)
+    torch.testing.assert_close(bound(maps, False), whole, rtol=0.06, atol=0)
 
 
 @pytest.mark.parametrize(("error", "hidden"), [(1e-12, False), (1e-7, False), (1e-6, False), (1e-5, True)])

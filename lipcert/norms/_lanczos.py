@@ -21,16 +21,18 @@ _NOISE = 2.0**-46
 # JᵀJ may underflow for maps of a smaller norm.
 SMALLEST = 1e-140
 # The smallest t. Errors of products are multiplied by about 4√k/t, and a larger t takes more start vectors.
-_SMALLEST_PART = 2.0**-18
+_SMALLEST_PART = 2.0**-19
 
 
-def lanczos_error(steps: int = _STEPS) -> float:
+def lanczos_error(steps: int = _STEPS, part: float = _SMALLEST_PART) -> float:
     """The error of :func:`lanczos_norm`, in units of a bound S on the error of a product with a unit vector.
+
+    ``part`` is the t of :func:`start_vectors`, by default the smallest.
 
     f_j contains the error of A v_j, at most 2‖J‖S + S². So ‖J‖² ≤ β² + c(2‖J‖S + S²) with c = 2√k/t for k steps, and
     ‖J‖ ≤ β + (2c + √c)S. One more S makes β plus this error a bound on the norm of the computed product.
     """
-    c = 2 * math.sqrt(steps) / _SMALLEST_PART
+    c = 2 * math.sqrt(steps) / part
     return (2 * c + math.sqrt(c) + 1) * (1 + 1e-6)
 
 
@@ -43,6 +45,7 @@ def lanczos_norm(
     draw: Draw,
     tolerance: float = 0.05,
     steps: int = _STEPS,
+    together: bool = False,
     device: torch.device | None = None,
 ) -> Tensor:
     """Upper bounds on ‖J_n‖₂ for a batch of linear maps, each with failure probability at most ``draw.delta``.
@@ -67,7 +70,7 @@ def lanczos_norm(
     coordinate of a uniform unit vector in n ≥ 3 dimensions has a density of at most √(n/2π), so it is below t with
     probability at most t √(2n/π). This also holds for n ≤ 2 and t ≤ ½. A single vector would need a tiny t, and
     rounding errors are divided by t. So there are q independent vectors with probability δ^(1/q) each, with the
-    smallest q for which t ≥ 2⁻¹⁸. The largest of their q bounds fails only if all of them fail.
+    smallest q for which t ≥ 2⁻¹⁹. The largest of their q bounds fails only if all of them fail.
 
     Rounding: f_j is the residual of its equation, which is measured, plus the error of the computed A v_j. The caller
     adds the latter: :func:`lanczos_error` times a bound on the errors of ``product`` and ``adjoint`` for unit vectors.
@@ -84,20 +87,23 @@ def lanczos_norm(
         tolerance: stop when every bound is within this relative distance of the root of the largest Ritz value.
         steps: largest number of steps for each start vector. Stopping early or late changes the tightness of the
             bound, never its validity.
+        together: the q start vectors of all maps at once: products take q · images vectors, of which vector k is for
+            map k mod images, with the q of :func:`start_vectors`.
         device: the device of the vectors; the CPU by default.
 
     Returns:
         float64, shape (N,), on that device.
     """
-    count, part = _parts(draw.delta, size)
+    count, part = start_vectors(draw.delta, size)
     bound = ritz = torch.zeros(images, dtype=torch.float64, device=device)
-    for start in draw.normal(count, size):
-        first = (start / start.norm()).to(device).expand(images, size)
+    starts = torch.nn.functional.normalize(draw.normal(count, size), dim=1).to(device)
+    for first in starts.split(count if together else 1):
+        first = first[:, None].expand(-1, images, size).reshape(-1, size)
         bound, ritz = _raised(product, adjoint, first, part, min(steps, size), tolerance, bound, ritz)
     return torch.where(bound > 0, (bound.sqrt() * (1 + 1e-9)).clamp_min(SMALLEST), 0.0)
 
 
-def _parts(delta: float, size: int) -> tuple[int, float]:
+def start_vectors(delta: float, size: int) -> tuple[int, float]:
     """The number q of start vectors, and the t that each of them falls below with probability at most δ^(1/q)."""
     part, count = 0.0, 0
     while part < _SMALLEST_PART:
@@ -116,8 +122,13 @@ def _raised(
     bound: Tensor,
     ritz: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The bounds on λ and the largest Ritz values of N maps, raised to those from one more start vector."""
-    images = len(start)
+    """The bounds on λ and the largest Ritz values of N maps, raised to those from more start vectors, some for each."""
+    maps, images = len(bound), len(start)
+    bound, ritz = (one.repeat(images // maps) for one in (bound, ritz))
+
+    def largest(some: Tensor) -> Tensor:
+        return some.reshape(-1, maps).amax(0)
+
     diagonal, beside = list[Tensor](), list[Tensor]()
     basis = start.new_empty(images, steps + 1, start.shape[1])
     basis[:, 0] = start
@@ -153,12 +164,16 @@ def _raised(
             value, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), math.log(2 * INFLATE / part))
             now = torch.maximum(now, value + 2 * INFLATE / part * residual.sqrt())
             upper = torch.where(settled, upper, torch.minimum(upper, now))
-            top = torch.where(settled, top, torch.maximum(ritz, value))
-            settled = settled | (upper <= (1 + tolerance) ** 2 * top) | (upper <= bound)
+            done = ~largest(~settled).repeat(images // maps)
+            top = torch.where(done, top, torch.maximum(top, largest(value).repeat(images // maps)))
+            settled = settled | (upper <= (1 + tolerance) ** 2 * top)
+            settled = settled | (
+                upper <= torch.maximum(bound, largest(torch.where(settled, upper, 0.0)).repeat(images // maps))
+            )
             if bool(settled.all()):
                 break
     upper = torch.where(zero, 0.0, upper.clamp_min(SMALLEST**2))  # 0 for a random vector: the map is 0 almost surely
-    return torch.maximum(bound, torch.where(broken, math.inf, upper)), top
+    return largest(torch.maximum(bound, torch.where(broken, math.inf, upper))), largest(top)
 
 
 def _length(vectors: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Form
+from lipcert.bounds import Form, column_sums
 from lipcert.certifier.anchored.chains import Pair, work, work_and_calls
+from lipcert.certifier.anchored.entry import ONCE, Stem, Windows
 from lipcert.certifier.anchored.gradients import Values, disturbed
 from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
 from lipcert.certifier.anchored.network import Network, an_image
@@ -25,6 +26,7 @@ from lipcert.norms import (
     lanczos_error,
     lanczos_norm,
     row_norms,
+    start_vectors,
     written_row_norms,
 )
 
@@ -48,6 +50,8 @@ _FASTER = 4.0
 TOGETHER = 64
 # Matrices have at most this many entries for each image; those that are 0 do not count in matrices for all images.
 _ENTRIES = 2**24
+# Windows hold at most this many times as many entries as are not 0.
+_PADDED = 4
 # The largest number of products of numbers in a Gram matrix, some seconds of a core.
 _GRAM_WORK = 2**36
 # The largest number of entries of the Gram matrices of blocks of rows, per image; larger blocks are not bounded
@@ -55,6 +59,8 @@ _GRAM_WORK = 2**36
 GRAMS = 2**25
 # The largest number of entries of the Jacobians computed at once, 1 GiB.
 _MOST = 2**27
+# Lanczos runs from all start vectors at once if the values have at most this many entries for an image.
+_COPIED = 2**19
 # The number of entries of all values in one product, so that they stay in the cache.
 _CACHED = 2**22
 
@@ -99,6 +105,10 @@ class LinearOperator(NamedTuple):
     product: Callable[[Tensor], Tensor]
     adjoint: Callable[[Tensor], Tensor]
 
+    def after(self, first: LinearOperator) -> LinearOperator:
+        """The product of this and another map."""
+        return LinearOperator(lambda v: self.product(first.product(v)), lambda u: first.adjoint(self.adjoint(u)))
+
 
 class Jacobians:
     """Norms of the Jacobians G(a → b) of a network.
@@ -108,12 +118,22 @@ class Jacobians:
         tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
         deterministic: computes every Jacobian in full.
         seed: the seed of the check that a derivative which autograd takes for 0 is 0.
+        delta: the failure probability of a norm by Lanczos.
         probes: the number of random products from which norms of rows are bounded.
     """
 
-    def __init__(self, network: Network, *, tolerance: float, deterministic: bool, seed: int, probes: int = _PROBES):
+    def __init__(
+        self,
+        network: Network,
+        *,
+        tolerance: float,
+        deterministic: bool,
+        seed: int,
+        delta: float = 0.0,
+        probes: int = _PROBES,
+    ):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
-        self.probes = probes
+        self.delta, self.probes = delta, probes
         self.constants: dict[Pair, JacobianMatrix] = {}
         self.factors: dict[Pair, JacobianMatrix] = {}
         self.groups: dict[Pair, Groups | None] = {}
@@ -121,6 +141,7 @@ class Jacobians:
         self.bent: dict[Pair, tuple[JacobianMatrix, JacobianMatrix, JacobianMatrix | None]] = {}
         self._bends: dict[Pair, Node | None] = {}
         self._entrance: list[JacobianMatrix | None] = []
+        self._stems: list[tuple[Node, Stem] | None] = []
 
     def within(self, tolerance: float) -> Jacobians:
         """The same with another tolerance."""
@@ -193,7 +214,12 @@ class Jacobians:
 
         S is for unit vectors, and for products with the matrix and its transpose.
         """
-        return written_error(a.entries, rows) if self.writes_out(a, rows) else lanczos_error()
+        if self.writes_out(a, rows):
+            return written_error(a.entries, rows)
+        # Products with stored matrices up to a cut take as many entries as these have columns.
+        sizes = {a.entries, self.network.stages[0].start.entries} if a is self.network.source else {a.entries}
+        error = lanczos_error(part=min(start_vectors(self.delta, min(size, rows))[1] for size in sizes))
+        return max(error, math.sqrt(max(4 * _LONG, a.entries)) / ONCE)  # for errors of stored matrices
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
         """The same for the largest norm of a row; for an affine path it is computed once for all images."""
@@ -264,17 +290,10 @@ class Jacobians:
 
     def _sparse(self, a: Node, b: Node, values: Values) -> JacobianMatrix | None:
         """G(a → b), the same for all images, from the entries that are not 0; None if these are too many."""
-        adjoint = self.operator(a, b, values, several=True).adjoint
-        places, entries, count = [], [], 0
-        for rows in torch.arange(b.entries, device=values[b].device).split(TOGETHER):
-            some = adjoint(_unit_vectors(rows, b.entries, 1))[:, 0]
-            filled = some.nonzero()
-            entries.append(some[filled[:, 0], filled[:, 1]])
-            places.append(torch.stack((rows[filled[:, 0]], filled[:, 1])))
-            count += len(filled)
-            if count > 4 * _ENTRIES:
-                return None
-        (row, column), value = torch.cat(places, 1), torch.cat(entries)
+        filled = self._filled(a, b, values)
+        if filled is None:
+            return None
+        row, column, value = filled
         groups = groups_of(row, column, (b.entries, a.entries))
         if groups is None:
             if a.entries * b.entries > 4 * _ENTRIES:
@@ -282,16 +301,73 @@ class Jacobians:
             dense = value.new_zeros(1, b.entries, a.entries)
             dense[0, row, column] = value
             return JacobianMatrix.of(dense, None)
-        where = [torch.empty_like(part.flatten()) for part in groups]
-        for place, part in zip(where, groups, strict=True):
-            place[part.flatten()] = torch.arange(part.shape[1], device=part.device).repeat(len(part))
-        block = torch.empty_like(where[0])
-        block[groups.rows.flatten()] = torch.arange(len(groups.rows), device=block.device).repeat_interleave(
-            groups.rows.shape[1]
-        )
-        blocks = value.new_zeros(1, len(groups.rows), groups.rows.shape[1], groups.columns.shape[1])
-        blocks[0, block[row], where[0][row], where[1][column]] = value
-        return JacobianMatrix(blocks, groups, blocks.new_zeros(1))
+        blocks = Windows.of(row, column, value, groups.rows, a.entries)
+        return JacobianMatrix(blocks.entries, Groups(blocks.rows, blocks.columns), value.new_zeros(1))
+
+    def _filled(self, a: Node, b: Node, values: Values) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many."""
+        jacobian, by_rows = self.operator(a, b, values, several=True), b.entries <= 4 * a.entries
+        product, size = (jacobian.adjoint, b.entries) if by_rows else (jacobian.product, a.entries)
+        places, entries, count = [], [], 0
+        for some in torch.arange(size, device=values[b].device).split(TOGETHER):
+            moved = product(_unit_vectors(some, size, 1))[:, 0]
+            one, other = moved.nonzero().unbind(1)
+            entries.append(moved[one, other])
+            places.append(torch.stack((some[one], other) if by_rows else (other, some[one])))
+            count += len(one)
+            if count > 4 * _ENTRIES:
+                return None
+        row, column = torch.cat(places, 1)
+        return row, column, torch.cat(entries)
+
+    def cut(self, b: Node) -> Node | None:
+        """The value c up to which products with G(x → b) take stored matrices (:mod:`.entry`); None without one."""
+        c, second = self.first(b), self.network.second
+        if self.deterministic or b is self.network.source:
+            return None
+        if c is None and second is not None and self.network.chains.on_every_path(second, b):
+            c = second if self._stem() is not None else None
+        return c
+
+    def _stem(self) -> tuple[Node, Stem] | None:
+        """v and G(v → c) diag(φ') G(x → z), for a single entrywise v between x and the start of the second stage."""
+        if not self._stems:
+            self._stems.append(self._stored_stem())
+        return self._stems[0]
+
+    def _stored_stem(self) -> tuple[Node, Stem] | None:
+        network, c = self.network, self.network.second
+        assert c is not None
+        v, *others = (v for v in network.rules if network.replay.depends(c, v))
+        if others or not self._diagonal(v) or not network.chains.on_every_path(v, c):
+            return None
+        parts, values = [], network.values(an_image(network.model)[:, None])
+        for a, b in ((v, c), (network.source, v.operands[0])):
+            filled = self._filled(a, b, values) if min(a.entries, b.entries) <= _LONG else None
+            if filled is None:
+                return None
+            rows = torch.arange(b.entries, device=values[b].device).reshape(b.shape)
+            rows = rows.movedim(1, -1) if rows.dim() == 4 else rows
+            windows = Windows.of(*filled, rows.reshape(-1, rows.shape[-1]), a.entries)
+            if windows.entries.numel() > min(_ENTRIES, _PADDED * len(filled[0])):
+                return None
+            parts.append(windows)
+        stem = Stem.of(*parts)
+        return None if stem is None or stem.shape.entries.numel() > _ENTRIES // 4 else (v, stem)
+
+    def bent_entry(self, c: Node) -> Node | None:
+        """The operation between x and the c of :meth:`cut`, if it is not affine."""
+        stem = self._stem() if c is self.network.second else None
+        return None if stem is None else stem[0]
+
+    def entry(self, c: Node, values: Values) -> Windows:
+        """A factor of G(x → c) for the c of :meth:`cut`."""
+        stem = self._stem() if c is self.network.second else None
+        if stem is not None:
+            return stem[1].product(column_sums(stem[0], 0, values))
+        matrix = self.entrance()
+        assert matrix is not None
+        return Windows.of_matrix(matrix)
 
     def matrices(self, pairs: Iterable[Pair], values: Values) -> dict[Pair, JacobianMatrix]:
         """G(a → u) for some pairs, at the images of the values.
@@ -460,26 +536,62 @@ class Jacobians:
         *,
         form: Form | None = None,
         path: Sequence[Node] | None = None,
+        entry: Windows | None = None,
     ) -> Tensor:
         """Upper bounds on ‖M G(a → b)‖, shape (N,), before rounding errors are added.
 
-        Arguments as for :meth:`operator`. Without a ``draw`` the Jacobian is computed in full.
+        Arguments as for :meth:`operator`. Without a ``draw`` the Jacobian is computed in full; with one, ``entry`` is a
+        factor of G(x → c) for the c of :meth:`cut`.
         """
         images, rows, columns = len(values[a]), rows_of(b, values, form), a.entries
         if not rows * columns:  # such as the tokens of a class where there are none
             return values[a].new_zeros(images, dtype=torch.float64)
-        together = min(images, max(1, _MOST // (rows * columns))) if draw is None else images
+        together = max(1, _MOST // (rows * columns)) if draw is None else images
+        if entry is not None and len(entry.entries) > 1:
+            together = max(1, _CACHED // entry.entries[0].numel())
         norms = []
-        for i, part in _parts(values, images, together):
-            some = None if form is None else form.only(slice(i, i + together))
-            jacobian = self.operator(a, b, part, several=draw is None, form=some, path=path)
-            forth, back, size = (*jacobian, columns) if columns <= rows else (jacobian.adjoint, jacobian.product, rows)
-            count, device = len(part[a]), part[a].device
-            if draw is None:
-                norms.append(explicit_norm(forth, count, size, device=device))
-            else:
-                norms.append(lanczos_norm(forth, back, count, size, draw=draw, tolerance=self.tolerance, device=device))
+        for i, part in _parts(values, images, min(images, together)):
+            chosen = slice(i, i + together)
+            some = None if form is None else form.only(chosen)
+            if draw is not None:
+                known = None if entry is None else entry.only(chosen)
+                norms.append(self._by_lanczos(a, b, part, draw, rows, some, path, known))
+                continue
+            jacobian = self.operator(a, b, part, several=True, form=some, path=path)
+            forth, size = (jacobian.product, columns) if columns <= rows else (jacobian.adjoint, rows)
+            norms.append(explicit_norm(forth, len(part[a]), size, device=part[a].device))
         return torch.cat(norms)
+
+    def _by_lanczos(
+        self,
+        a: Node,
+        b: Node,
+        values: Values,
+        draw: Draw,
+        rows: int,
+        form: Form | None,
+        path: Sequence[Node] | None,
+        entry: Windows | None,
+    ) -> Tensor:
+        images, device, c = len(values[a]), values[a].device, a if entry is None else self.cut(b)
+        assert c is not None
+        columns = a.entries if entry is None else entry.width
+        inside = self.network.replay.between(c, [b]) if path is None else path
+        size = min(rows, columns)
+        copies = start_vectors(draw.delta, size)[0] if sum(math.prod(node.shape) for node in inside) <= _COPIED else 1
+        if copies > 1:
+            read = {c, *(operand for node in inside for operand in node.operands)} - {*inside}
+            values = {u: values[u].repeat(copies, *[1] * len(u.shape)) for u in read}
+            form = None if form is None else form.only(torch.arange(images, device=device).repeat(copies))
+        jacobian = None if entry is None else LinearOperator(entry.product, entry.adjoint)
+        if b is not c or form is not None:
+            last = self.operator(c, b, values, several=False, form=form, path=path)
+            jacobian = last if jacobian is None else last.after(jacobian)
+        assert jacobian is not None
+        forth, back = jacobian if columns <= rows else reversed(jacobian)
+        return lanczos_norm(
+            forth, back, images, size, draw=draw, tolerance=self.tolerance, together=copies > 1, device=device
+        )
 
     def rows(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
         """Upper bounds on the norms of the blocks of ``block`` consecutive rows of G(a → b), shape (N, blocks)."""

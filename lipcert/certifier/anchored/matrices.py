@@ -180,7 +180,7 @@ class JacobianMatrix:
         if groups is not None and len(groups.rows) == 1:
             rows, columns = (part[0].argsort() for part in groups)
             product, groups = product[:, :, rows][..., columns], None
-        lost = dot_error(self._groups().columns.numel()) * 1.01 * self.size * other.size
+        lost = dot_error(self.blocks().columns.numel()) * 1.01 * self.size * other.size
         return JacobianMatrix(
             product, groups, at_most(lost + self.size * other.error + self.error * (other.size + other.error))
         )
@@ -196,14 +196,14 @@ class JacobianMatrix:
         chosen = self.entries[:, across, :, places.reshape(count, -1)]  # (B, k r, N, rows)
         chosen = chosen.reshape(*places.shape, *chosen.shape[2:]).permute(3, 0, 1, 4, 2)
         parts = chosen @ other.entries[:, blocks]  # (N, B, k, rows, columns)
-        columns = other._groups().columns[blocks].reshape(count, -1)
-        return parts.transpose(2, 3).flatten(3), Groups(self._groups().rows, columns)
+        columns = other.blocks().columns[blocks].reshape(count, -1)
+        return parts.transpose(2, 3).flatten(3), Groups(self.blocks().rows, columns)
 
     def _transposed(self) -> JacobianMatrix:
-        rows, columns = self._groups()
+        rows, columns = self.blocks()
         return JacobianMatrix(self.entries.mT, Groups(columns, rows), self.error)
 
-    def _groups(self) -> Groups:
+    def blocks(self) -> Groups:
         """The groups, also of one block."""
         if self.groups is not None:
             return self.groups
@@ -212,7 +212,7 @@ class JacobianMatrix:
 
     def _nested(self, other: JacobianMatrix) -> tuple[Tensor, Tensor] | None:
         """For the blocks of this, those of ``other`` with rows in it, and their places in it; None if these differ."""
-        whole, inner = self._groups().columns, other._groups().rows
+        whole, inner = self.blocks().columns, other.blocks().rows
         if inner.shape[1] > whole.shape[1] or len(inner) % len(whole):
             return None
         owner, place = (torch.empty(whole.numel(), dtype=torch.long, device=whole.device) for _ in range(2))

@@ -86,6 +86,7 @@ class Network:
         source: the perturbed value.
         rules: the remainder rule of every nonlinear operation after it, in order.
         stages: the stages, in order.
+        second: the start of the second stage before stages are merged; None without one.
         head: features h and weight W if the logits are W h + b; None otherwise.
         chains: products of norms along the operations after the source.
         kept: the nodes whose nominal values are kept, in order.
@@ -125,13 +126,15 @@ class Network:
         self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
         self.kept = self._kept()
         self.rules = self._rules(example)
-        self.stages = _merged(self._stages()) if merged else self._stages()
+        self.stages = self._stages()
         if isinstance(at, int):
             if not 0 <= at < len(self.stages):
                 raise InputError(f"there is no stage {at}; the network has the stages 0 to {len(self.stages) - 1}")
             self.source = self.stages[at].start
             self.stages = self.stages[at:]
             self.rules = {v: self.rules[v] for stage in self.stages for v in stage.nonlinear}
+        self.second = self.stages[1].start if len(self.stages) > 1 else None
+        self.stages = _merged(self.stages) if merged else self.stages
         self.head = self._head()
         self.chains = Chains(self.replay, self.source)
         self.local = OperationRounding(self.chains)

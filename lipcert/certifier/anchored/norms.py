@@ -17,7 +17,7 @@ from lipcert.certifier.anchored.chains import Link, Pair
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.rounding import Rounded, rounded, times
+from lipcert.certifier.anchored.rounding import Entered, Rounded, rounded, times
 from lipcert.certifier.anchored.written import Written
 from lipcert.errors import InputError
 from lipcert.graph import Node
@@ -183,7 +183,11 @@ class NormFinder:
         self._link_constants: dict[Link, float] = {}
         self._raised: set[Pair] = set()  # columns to which the rounding error was added
         self.jacobians = Jacobians(
-            network, tolerance=options.tolerance, deterministic=options.deterministic, seed=options.seed
+            network,
+            tolerance=options.tolerance,
+            deterministic=options.deterministic,
+            seed=options.seed,
+            delta=self._charge,
         )
         if options.deterministic:
             self.jacobians.check_sizes([*plan.pairs, *((link.operand, link.node) for link in plan.links)])
@@ -238,6 +242,7 @@ class NormFinder:
             by.error_factor,
             through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
             bends=by.bends(plan.pairs),
+            entries=self._entries(norms),
             cuts=[stage.start for stage in self.network.stages],
             proved=not plan.chained,
         )
@@ -277,6 +282,18 @@ class NormFinder:
             norms.along[a, v] = size + lost[a, self.network.operands(v)[0]][:, None]
             report()
         return norms
+
+    def _entries(self, norms: Norms) -> dict[Pair, Entered]:
+        """The stored matrices in products for norms of Jacobians of the perturbed value."""
+        by, source = self.jacobians, self.network.source
+        entries = {}
+        for a, b in self.plan.pairs:
+            c = by.cut(b) if a is source and not by.writes(a, b) else None
+            entry = None if c is None else norms.written.entry(a, b)
+            if c is not None and entry is not None:
+                error = entry.error().expand(len(norms.gains[a, b]))
+                entries[a, b] = c, by.bent_entry(c), error
+        return entries
 
     def wants(self, kind: str, a: Node, b: Node, *more: int) -> bool:
         """Whether a norm is computed, rather than bounded by products."""
@@ -335,7 +352,9 @@ class NormFinder:
         draw = self._draw(norms.ledger, "norm", a, b, from_entries=written or self.jacobians.writes_out(a, b.entries))
 
         def norm(by: Jacobians, nominal: dict[Node, Tensor]) -> Tensor:
-            return norms.written.factor(a, b).norm() if written else by.norm(a, b, nominal, draw)
+            if written:
+                return norms.written.factor(a, b).norm()
+            return by.norm(a, b, nominal, draw, entry=norms.written.entry(a, b) if draw else None)
 
         return self._constant(("norm", a, b), a, b, values, norm)
 
@@ -365,7 +384,8 @@ class NormFinder:
         def norm(by: Jacobians, nominal: dict[Node, Tensor]) -> Tensor:
             if written:
                 return norms.written.factor(a, u).scaled(weights).norm()
-            return by.norm(a, u, nominal, draw, form=form(len(nominal[a])))
+            entry = norms.written.entry(a, u) if draw else None
+            return by.norm(a, u, nominal, draw, form=form(len(nominal[a])), entry=entry)
 
         bound = self._constant(("weighted", a, v), a, u, values, norm)
         factor = written_error(a.entries, u.entries) if written else self.jacobians.error_factor(a, u.entries)
@@ -397,7 +417,7 @@ class NormFinder:
         def norm_with(by: Jacobians) -> Tensor:
             if written:
                 return norms.written.factor(a, b).formed(form, b.shape).norm().expand(len(form.norm))
-            return by.norm(a, b, values, draw, form=form)
+            return by.norm(a, b, values, draw, form=form, entry=norms.written.entry(a, b) if draw else None)
 
         factor = written_error(a.entries, max(rows, b.entries)) if written else self.jacobians.error_factor(a, rows)
         norm = self._compute(("form", a, v, number), norm_with)

@@ -16,11 +16,15 @@ g(a → c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b)
 (Ĝ(c → b) − G(c → b)) Ĝ(a → c) + G(c → b) (Ĝ(a → c) − G(a → c)). If G(a → b) is computed as G(v → b) D G(a → z) + G₀
 with the diagonal Jacobian D of v = φ(z), and G₀ the Jacobian for a constant v, then G₀ has an error of at most
 S(a, b) + g(a → z) g(D) S(v, b), because G₀ = G(a → o) − G(v → o) D G(a → z) for every o after v; and the product one of
-g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v → b) + S(a, z) g(D) g(v → b). All of this is added. S includes one more S than
-needed, so that a raised norm is a bound g too. The other g are products of norms of single operations, A + κ each, and
-of known norms (:mod:`.chains`). Each norm is first assumed to be slightly larger than computed. If the assumption does
-not cover the error, it is enlarged; after several failures the norm is dropped. Once all assumptions hold, all bounds
-are proved by induction over the length of the paths.
+g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v → b) + S(a, z) g(D) g(v → b). All of this is added. If products with G(x → b)
+take a stored matrix of G(x → c) (:mod:`.entry`), with an error of E, and with one of d for a product with a unit
+vector, then those after c, whose operands are larger by G(c → o) of what is lost at c, err by at most S(x, b) + d g(c →
+b) + (d + E) S(c, b), and E g(c → b) counts once in a norm. With s = d + S(x, c)/100, and E ≤ √n S(x, c) for n stored
+columns or rows, d + E is at most 1e8 s, and E at most c s for the c of Lanczos. So S(x, b) + s (g(c → b) + 1e8 S(c, b))
+is enough. S includes one more S than needed, so that a raised norm is a bound g too. The other g are products of norms
+of single operations, A + κ each, and of known norms (:mod:`.chains`). Each norm is first assumed to be slightly larger
+than computed. If the assumption does not cover the error, it is enlarged; after several failures the norm is dropped.
+Once all assumptions hold, all bounds are proved by induction over the length of the paths.
 
 **Values.** The exact network with the perturbation δ deviates from the computed values by
 
@@ -59,6 +63,7 @@ from torch import Tensor
 
 from lipcert.bounds import WINDOW, Jacobian, NoAnswer, Schur, gamma, lengths, remainder_of, rule_for, schur_bounds
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
+from lipcert.certifier.anchored.entry import ONCE
 from lipcert.graph import REARRANGING, Node
 from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most
 
@@ -70,6 +75,10 @@ _HUGE = 1e140
 # The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
+
+
+# The first value, a bend and an error, as for :class:`PathBounds`.
+Entered = tuple[Node, Node | None, Tensor]
 
 
 class OperationRounding:
@@ -280,6 +289,8 @@ class PathBounds:
         also: further pairs for which S is computed, for instance for norms of M G(a → b).
         through: the values c of the pairs for which computed G(c → b) and G(a → c) are multiplied.
         bends: the operations v of the pairs for which G(v → b) diag(φ') G(a → z) + G₀ is computed.
+        entries: for the pairs (x, b) whose products may take a stored G(x → c), see :mod:`.entry`: c, the v of
+            ``bends`` for (x, c), and the rounding error of a product with a unit vector, shape (N,).
     """
 
     def __init__(
@@ -292,8 +303,10 @@ class PathBounds:
         also: Collection[Pair] = (),
         through: Mapping[Pair, Node] = MappingProxyType({}),
         bends: Mapping[Pair, Node] = MappingProxyType({}),
+        entries: Mapping[Pair, Entered] = MappingProxyType({}),
     ):
-        self.chains, self.gains, self.off, self.through, self.bends = chains, gains, off, through, bends
+        self.chains, self.gains, self.off = chains, gains, off
+        self.through, self.bends, self.entries = through, bends, entries
         nodes = [chains.source, *chains.links]
         self.place = {node: number for number, node in enumerate(nodes)}
         assumed = {pair: norm * (1 + _SHARE) for pair, norm in computed.items()}
@@ -318,9 +331,9 @@ class PathBounds:
     def _slack(self, pairs: Iterable[Pair]) -> dict[Pair, Tensor]:
         products, place = self.off_by(), self.place
 
-        def of(a: Node, b: Node) -> Tensor:
+        def of(a: Node, b: Node, v: Node | None) -> Tensor:
             """S of a computed G(a → b), as described at the head of this file."""
-            alone, v = products[:, place[a], place[b]], self.bends.get((a, b))
+            alone = products[:, place[a], place[b]]
             if v is None:
                 return alone
             (link,) = self.chains.links[v]
@@ -331,12 +344,17 @@ class PathBounds:
             return at_most(alone + (twice + slopes) * (1 + SAFETY))
 
         def of_product(a: Node, b: Node) -> Tensor:
-            c = self.through.get((a, b))
+            c, alone = self.through.get((a, b)), of(a, b, self.bends.get((a, b)))
+            if (a, b) in self.entries:
+                c, v, error = self.entries[a, b]
+                j, k = place[c], place[b]
+                last = self.bounds[:, j, k] + products[:, j, k] / ONCE**4
+                return at_most(alone + times(error + ONCE * of(a, c, v), last))
             if c is None:
-                return of(a, b)
+                return alone
             i, j, k = place[a], place[c], place[b]
-            more = times(self.bounds[:, i, j], of(c, b)) + times(of_product(a, c), self.bounds[:, j, k])
-            return at_most(of(a, b) + more)
+            more = times(self.bounds[:, i, j], of(c, b, self.bends.get((c, b))))
+            return at_most(alone + more + times(of_product(a, c), self.bounds[:, j, k]))
 
         return {(a, b): of_product(a, b) for a, b in pairs}
 
@@ -376,6 +394,7 @@ def rounded(
     *,
     through: Mapping[Pair, Node] = MappingProxyType({}),
     bends: Mapping[Pair, Node] = MappingProxyType({}),
+    entries: Mapping[Pair, Entered] = MappingProxyType({}),
     cuts: Iterable[Node] = (),
     proved: bool = True,
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
@@ -392,6 +411,7 @@ def rounded(
         error_of_link: the same for the norm of a single operation, from its operand and the number of rows.
         through: as for :class:`PathBounds`.
         bends: likewise.
+        entries: likewise.
         cuts: further values a for which bounds on ‖G(a → o)‖ are kept.
         proved: whether the error of the values is bounded; otherwise it is checked, and ν is 0.
 
@@ -420,6 +440,7 @@ def rounded(
             requested,
             through,
             bends,
+            {pair: (c, v, error[some]) for pair, (c, v, error) in entries.items()},
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))
