@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipcert.inputs.preprocessing import Preprocessing
-from lipcert.settings import LOOSE
+from lipcert.settings import LOOSE, unreached
 
 from ._advice import Status, advise
 from ._errors import one_line_errors
@@ -100,7 +100,8 @@ def verdict(bound: "Bound") -> str:
         named.append(path)
         covered += gain
     if bound.log10 > LOOSE:
-        advice = "no method of lipcert but smoothing has certified ε ≥ 0.001 on so loose a network"
+        least = unreached(bound.log10)
+        advice = f"no method of lipcert but smoothing has certified ε ≥ {least:g} on so loose a network"
     else:
         advice = "methods anchored and staged bound the network locally instead"
     return (

@@ -265,6 +265,31 @@ def test_a_verdict_takes_all_norms_only_where_quick_ones_leave_it_open(eager, li
     assert len(linearised) == 1
 
 
+@pytest.mark.parametrize(("share", "formed", "linearisations"), [(1.2, True, 2), (2.5, False, 2), (4.8, False, 1)])
+def test_a_verdict_far_above_the_radius_is_left_open(eager, linearised, monkeypatch, share, formed, linearisations):
+    """Without contracted forms where these cannot reach ε, and without all norms where the radius is far below it."""
+    model, images = vit(depth=1), pixels(3, seed=7)[1:2]
+    with torch.no_grad():
+        for weight in (parameter for parameter in model.parameters() if parameter.dim() > 1):
+            weight *= 4  # the limit falls less than the radius
+    predicted, gaps = margins(model(images))
+    radius = Anchored(model)(images).radius(predicted, gaps)
+    eps = share * radius.item()
+    assert eps < first_order_limit(model, images, predicted).item()
+    weighings, weighed = [], RivalMargin.weighed
+
+    def counted(*args):
+        weighings.append(args)
+        return weighed(*args)
+
+    monkeypatch.setattr(RivalMargin, "weighed", counted)
+    linearised.clear()
+    verdict = Anchored(model, eps=eps)(images).radius(predicted, gaps)
+    assert 0.5 * radius < verdict <= 1.03 * radius
+    assert bool(weighings) == formed
+    assert len(linearised) == linearisations
+
+
 def test_a_verdict_is_that_of_the_image_alone(eager):
     model, images = vit(depth=1), pixels(3, seed=7)
     predicted, gaps = margins(model(images))

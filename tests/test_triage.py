@@ -21,7 +21,7 @@ from lipcert.cli._certifying import _triage as show_triage
 from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
-from lipcert.settings import LOOSE, CertifySettings
+from lipcert.settings import LOOSE, CertifySettings, unreached
 
 SIZE = (3, 4, 4)
 
@@ -113,6 +113,7 @@ def test_a_network_whose_bound_is_too_loose_is_left_to_the_cheap_methods():
     assert log10 > LOOSE
     assert "10^" in too_loose(model, log10, 0.1)
     assert not too_loose(model, log10, 1e-4), "tiny ε may be reached"
+    assert unreached(LOOSE) == math.inf > unreached(LOOSE + 0.1) > unreached(30.0) > 1e-4
     assert not too_loose(curved(), lipcert.lipschitz(curved()).log10, 0.1)
     staged = Certifier(model, 0.01)
     assert "loose" in staged.skipped["anchored"]

@@ -9,8 +9,8 @@ be smaller for another class.
 **Attack.** A perturbation within ε that changes the prediction rules out every certificate at ε.
 
 **Looseness.** K/‖∇m‖, the global bound beside a slope that the network has, says how much is lost from layer to layer.
-Where it is beyond 10^12, remainders are as loose: no method of lipcert has certified an ε of 0.001 or more on such a
-network. This is experience and no bound; a method that is asked for by name is run.
+Where it is large, remainders are as loose, and methods have certified small ε only
+(:func:`lipcert.settings.unreached`). This is experience and no bound; a method that is asked for by name is run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from torch import Tensor
 from lipcert.attacks import PGD
 from lipcert.inputs.data import Images
 from lipcert.model import Model
-from lipcert.settings import LOOSE
+from lipcert.settings import unreached
 
 # The number of runners-up whose gradients are compared.
 _RIVALS = 3
-# On networks looser than LOOSE methods have not reached an ε from this one on.
-_VISIBLE_EPS = 1e-3
 _LOOKED_AT = 2
 # From these numbers of parameters on the triage looks at fewer images, so that it takes seconds.
 _MEDIUM, _LARGE = 1e6, 30e6
@@ -44,7 +42,7 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
         log10: decimal logarithm of its global bound.
         eps: ε.
     """
-    if log10 <= LOOSE or not math.isfinite(log10) or eps < _VISIBLE_EPS:
+    if eps < unreached(log10) or not math.isfinite(log10):
         return ""
     images = torch.rand(_LOOKED_AT, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     images = images.to(model.dtype)
@@ -54,12 +52,12 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
     limit = first_order_limit(model, images, logits.argmax(1).cpu())
     slopes = (margins[:, 0] - margins[:, -1]).double().cpu() / limit
     slope = slopes.median().item()
-    if not 0 < slope < math.inf or log10 - math.log10(slope) <= LOOSE:
+    if not 0 < slope < math.inf or eps < (least := unreached(log10 - math.log10(slope))):
         return ""
     bound = math.ceil(10 * log10) / 10
     return (
         f"the global bound is 10^{bound:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "
-        "no method of lipcert has certified ε ≥ 0.001 on so loose a network"
+        f"no method of lipcert has certified ε ≥ {least:g} on so loose a network"
     )
 
 

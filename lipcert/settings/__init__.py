@@ -25,5 +25,6 @@ from lipcert.settings._methods import (
     STAGED,
     MethodFacts,
     MethodName,
+    unreached,
 )
 from lipcert.settings._version import version

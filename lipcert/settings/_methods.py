@@ -5,6 +5,7 @@ To add a method, add an entry here and the class that computes it, a :class:`lip
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,9 +55,10 @@ FACTS = {
         MethodFacts("smoothing", "the smoothed classifier, sampled (Cohen et al. 2019)", smoothed=True, staged=False),
     )
 }
-# The decimal logarithm of K/‖∇m‖, the global bound beside a slope that the network has, from which on no method has
-# certified a visible radius.
+# Decimal logarithms of K/‖∇m‖, the global bound beside a slope that the network has, beyond which no method has
+# certified an ε of use, and these ε.
 LOOSE = 12.0
+_UNREACHED = ((20.0, 1e-3), (LOOSE, 0.1))
 STAGED = "staged"
 SINGLE = tuple(name for name, facts in FACTS.items() if not facts.smoothed and not facts.published)
 PUBLISHED = tuple(name for name, facts in FACTS.items() if facts.published)
@@ -64,3 +66,12 @@ METHODS = (STAGED, *SINGLE)
 SMOOTHING = "smoothing"
 LINEARISED = tuple(name for name, facts in FACTS.items() if facts.linearised)
 DETERMINISTIC = tuple(name for name, facts in FACTS.items() if facts.deterministic)
+
+
+def unreached(looseness: float) -> float:
+    """The ε from which on no method but smoothing has certified networks as loose, by experience; ∞ without any.
+
+    Args:
+        looseness: the decimal logarithm of K/‖∇m‖: of the global bound beside a slope that the network has.
+    """
+    return next((eps for least, eps in _UNREACHED if looseness > least), math.inf)

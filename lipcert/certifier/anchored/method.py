@@ -59,8 +59,10 @@ values are written as ReLU of their difference, so a pair of them has one remain
 
 **A verdict at one ε** needs less than the radius. Quick norms (:mod:`.effort`) come first, for all images. Images for
 which they suffice are done, without further forms. So are images that no norms can certify, because the margin toward
-some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε. The others get the norms for a full radius. The quick
-ones and these use half of the failure probability each. If both are valid, so is the larger radius.
+some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε, and images with a radius many times below ε, which
+experience says that no norms certify. The others get the norms for a full radius. The quick ones and these use half of
+the failure probability each. If both are valid, so is the larger radius. Contracted forms hold up to a multiple of the
+radius without them, so they are left out where that is not above ε.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
 (lipcert.norms.budget). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
@@ -101,6 +103,8 @@ _ENTRIES = 2**25
 FULL = 4e9
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
 _SEARCHED = 50
+# A verdict at more than this multiple of the radius from quick norms is left open: all norms and forms do not reach it.
+_HOPELESS = 4.0
 # The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
 # secants is larger.
 _WIDENED = 1.5
@@ -275,7 +279,7 @@ class Anchor:
         """Radii from the quick norms, and from all norms where these leave the verdict at ε open."""
         at = self.linearization
         best, possible = _examined(at, predicted, margins, limit, eps)
-        undecided = ((best <= eps) & possible).nonzero()[:, 0]
+        undecided = ((best <= eps) & possible & (best * _HOPELESS > eps)).nonzero()[:, 0]
         if len(undecided):
             ledger = at.norms.ledger.only(undecided).part("whole")
             whole = Linearization(self.method.finder, at.images[undecided, 0], self.progress, ledger=ledger)
@@ -332,6 +336,8 @@ def _examined(
             together *= 2
         least, rivals = allowed.min(1)
         done = formed.gather(1, rivals[:, None])[:, 0] | ~possible | (least > sure) | torch.isinf(least)
+        if eps is not None:
+            done |= FURTHER * least <= sure  # forms raise the radius toward this rival no further
         images = (~done).nonzero()[:, 0]
         if round == rounds(at.plan) or not len(images):
             break
