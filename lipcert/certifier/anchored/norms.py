@@ -242,7 +242,7 @@ class NormFinder:
             by.error_factor,
             through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
             bends=by.bends(plan.pairs),
-            entries=self._entries(norms),
+            entries=self._entries(norms, len(values[self.network.source])),
             cuts=[stage.start for stage in self.network.stages],
             proved=not plan.chained,
         )
@@ -283,15 +283,15 @@ class NormFinder:
             report()
         return norms
 
-    def _entries(self, norms: Norms) -> dict[Pair, Entered]:
-        """The stored matrices in products for norms of Jacobians of the perturbed value."""
+    def _entries(self, norms: Norms, images: int) -> dict[Pair, Entered]:
+        """The stored matrices in products for norms of Jacobians of the perturbed value, forms included."""
         by, source = self.jacobians, self.network.source
         entries = {}
         for a, b in self.plan.pairs:
             c = by.cut(b) if a is source and not by.writes(a, b) else None
             entry = None if c is None else norms.written.entry(a, b)
             if c is not None and entry is not None:
-                error = entry.error().expand(len(norms.gains[a, b]))
+                error = entry.error().expand(images)
                 entries[a, b] = c, by.bent_entry(c), error
         return entries
 
