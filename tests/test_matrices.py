@@ -396,3 +396,22 @@ def test_lanczos_behind_a_cut_takes_the_stored_matrix_before_it(name):
             exact = torch.linalg.matrix_norm(jacobian(at, network.source, b, number), 2)
             assert exact <= found[number] * (1 + 1e-12)
             assert found[number] <= exact * 1.011
+
+
+@pytest.mark.usefixtures("without_matrices")
+@pytest.mark.parametrize("name", ["stem", "halves"])
+def test_norms_left_to_products_beside_a_stored_matrix(name):
+    """Bounds are above the exact norms, and the rounding of the stored matrix is in that of forms."""
+    method = Anchored(built(name))
+    source = method.network.source
+    cut = [(a, b) for a, b in method.plan.pairs if a is source and method.finder.jacobians.cut(b) is not None]
+    assert cut
+    method.finder.effort = {("norm", a, b): math.inf for a, b in cut}
+    images = torch.rand(2, 2, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    anchor = method(images)
+    at = SimpleNamespace(network=method.network, values=anchor.linearization.values)
+    for a, b in cut:
+        for number in range(2):
+            exact = torch.linalg.matrix_norm(jacobian(at, a, b, number), 2)
+            assert exact <= anchor.norms.gains[a, b][number] < math.inf
+        assert bool((anchor.norms.slack[a, b] > 0).all())
