@@ -101,6 +101,25 @@ def test_blocks_are_found_and_used():
         torch.testing.assert_close(one, other)
 
 
+def test_a_form_that_keeps_blocks_apart_has_a_matrix_of_blocks():
+    """Rows of each of 5 blocks are mixed in other proportions; at one of the images an entry is outside of these."""
+    dense = torch.block_diag(*seeded(5, 3, 4).unbind())[None].repeat(2, 1, 1)
+    mix = seeded(2, 5, 2, 3, seed=1)
+    form = Form(
+        lambda d, m: torch.einsum("nbij,nbj->nbi", m, d.unflatten(1, (5, 3))).flatten(1),
+        (mix,), torch.linalg.matrix_norm(mix, 2).amax(1), mix.flatten(1).norm(dim=1),
+    )  # fmt: skip
+    whole = torch.stack([torch.block_diag(*one.unbind()) for one in mix])
+    for outside in (0.0, 5.0):
+        dense[1, 0, 19] = outside
+        matrix = JacobianMatrix.of(dense, None).formed(form, (15,))
+        assert (matrix.groups is None) == bool(outside)
+        torch.testing.assert_close(matrix.dense(), whole @ dense)
+        exact = torch.linalg.matrix_norm(whole @ dense, 2)
+        assert bool((exact <= matrix.norm() * (1 + 1e-14)).all())
+        assert bool((matrix.norm() <= exact * 1.001).all())
+
+
 @pytest.mark.parametrize("outer", [1, 3, 5])
 def test_products_of_blocks_inside_blocks(outer):
     """15 blocks of 2 × 3, whose rows lie in 1, 3 or 5 blocks of the matrix before, in random order."""

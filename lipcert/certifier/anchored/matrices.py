@@ -148,7 +148,10 @@ class JacobianMatrix:
         columns = self.dense().movedim(2, 0)
         columns = columns.expand(-1, len(form.norm), -1).reshape(-1, len(form.norm), *shape)
         moved = torch.vmap(form)(columns).flatten(2).movedim(0, 2)
-        return JacobianMatrix(moved[:, None], None, form.norm * self.error)
+        rows, columns = moved[0].nonzero().unbind(1)
+        sparse = len(rows) <= moved[0].numel() // 4
+        groups = groups_of(rows, columns, (moved.shape[1], moved.shape[2])) if sparse else None
+        return replace(JacobianMatrix.of(moved, groups), error=form.norm * self.error)
 
     def columns_scaled(self, scale: Tensor) -> JacobianMatrix:
         """This times diag(scale), with ``scale`` of shape (N, columns); only of a G that is its own factor."""
