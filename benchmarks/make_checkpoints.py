@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
     },
     "cifar10-liresnet-w128": {
-        "file": "cifar10_liresnet_w128.safetensors", "images": 2500,
+        "file": "cifar10_liresnet_w128.safetensors",
         "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
     },
     "cifar10-hybrid": {

@@ -214,52 +214,70 @@ class Tube:
     @torch.no_grad()
     def _prepare(self, upto: float) -> None:
         """Chooses the forms, which hold up to the radius ``upto``, and evaluates the network along the ray."""
-        network, values, layers = self.network, self.values, self.tubes.layers
-        source, links, local = network.source, network.chains.links, network.local(self.values)
-        (slope, at_nodes), self.upto = self.gradients, upto
-        moved, noise = {source: upto}, {source: 0.0}  # bounds on the deviations of values, and on rounding errors
-        for node, before in links.items():
-            gains = [(max(local.gains[link].item(), float(node in layers)), link) for link in before]
+        network, values = self.network, self.values
+        source, local, (slope, at_nodes) = network.source, network.local(values), self.gradients
+        moved, noise = self._moved(upto)
+        operands = [v.operands[0] for v in self.tubes.layers]
+        ahead = tangents(network, values, operands, slope / slope.norm().clamp_min(1e-140))
+        certain, linear = True, dict[Node, Tensor]()
+        forms: dict[Node, tuple[Contracted, Tensor]] = {}
+        # A linear term changes the gradients at earlier operations.
+        for v, layer in reversed(self.tubes.layers.items()):
+            z, rule = v.operands[0], network.remainder(v, values)
+            rows = (layer.factor.row_norms() + layer.error) * (layer.lipschitz * upto * INFLATE) + noise[z]
+            answer = rule.contracted(at_nodes[v], [rows.new_tensor([moved[z]]), rows], -upto * ahead[z])
+            assert answer is not None
+            assert answer.linear is not None
+            certain &= not rule.uncertain(rows.new_tensor([noise[z]]))
+            forms[v] = answer, answer.bound([], [rows.new_zeros(1)])
+            linear[z] = linear[z] + answer.linear if z in linear else answer.linear
+            at_source, at_nodes = self._gradients(linear)
+        size = {node: lengths(part).item() for node, part in at_nodes.items()}
+        lost = [size[node] * local.errors[node].item() for node in size]
+        lost += [
+            local.off[link].item() * size[node] * moved[link.operand]
+            for node in size
+            for link in network.chains.links[node]
+        ]
+        lost += [_ADDED * (size.get(z, 0.0) + lengths(b).item()) * moved[z] for z, b in linear.items()]
+        self.upto, self.slope = upto, at_source.norm().item() * (1 + SAFETY)
+        certain &= self.slope > _NO_SLOPE
+        self.reduced = self.margin - sum(lost) * (1 + SAFETY) if certain else -math.inf
+        angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64)
+        self.most, self.least = angles[:-1].cos() + _ROUNDED, (angles[1:].cos() - _ROUNDED).clamp_min(0)
+        self.across = angles[1:].sin() + _ROUNDED
+        self.places = torch.cat((upto * (angles[:-1] + angles[1:]).div(2).cos(), torch.zeros(1, dtype=torch.float64)))
+        self.off = (INFLATE - 1) * upto + 4 * UNIT * (lengths(values[source]).item() + upto)  # of the points of the ray
+        self.terms = list(self._along(-at_source / at_source.norm(), forms, noise))
+
+    def _moved(self, upto: float) -> tuple[dict[Node, float], dict[Node, float]]:
+        """Bounds on the deviations of values within a radius, and on the rounding errors of the values there."""
+        network = self.network
+        local = network.local(self.values)
+        moved, noise = {network.source: upto}, {network.source: 0.0}
+        for node, before in network.chains.links.items():
+            gains = [(max(local.gains[link].item(), float(node in self.tubes.layers)), link) for link in before]
             error = local.errors[node].item()
             moved[node] = sum(gain * moved[link.operand] for gain, link in gains) + error
             carried = sum(gain * noise[link.operand] for gain, link in gains)
             for link in before:  # off the image, operands and results may be larger
                 error += 2 * local.off[link].item() * (moved[link.operand] + noise[link.operand])
             noise[node] = (carried + error + gamma(0) * (moved[node] + carried)) * (1 + SAFETY)
-        operands = [v.operands[0] for v in layers]
-        ahead = tangents(network, values, operands, slope / slope.norm().clamp_min(1e-140))
-        uncertain, linear = False, dict[Node, Tensor]()
-        forms: dict[Node, tuple[Contracted, Tensor]] = {}
-        for v, layer in reversed(layers.items()):  # a linear term changes the gradients at earlier operations
-            z, rule = v.operands[0], network.remainder(v, values)
-            rows = (layer.factor.row_norms() + layer.error) * (layer.lipschitz * upto * INFLATE) + noise[z]
-            answer = rule.contracted(at_nodes[v], [rows.new_tensor([moved[z]]), rows], -upto * ahead[z])
-            assert answer is not None
-            assert answer.linear is not None
-            uncertain |= bool(rule.uncertain(rows.new_tensor([noise[z]])))
-            forms[v] = answer, answer.bound([], [rows.new_zeros(1)])
-            linear[z] = linear[z] + answer.linear if z in linear else answer.linear
-            at_source, at_nodes = self._gradients(linear)
-        size = {node: lengths(part).item() for node, part in at_nodes.items()}
-        lost = [size[node] * local.errors[node].item() for node in size]
-        lost += [local.off[link].item() * size[node] * moved[link.operand] for node in size for link in links[node]]
-        lost += [_ADDED * (size.get(z, 0.0) + lengths(b).item()) * moved[z] for z, b in linear.items()]
-        self.slope = at_source.norm().item() * (1 + SAFETY)
-        certain = self.slope > _NO_SLOPE and not uncertain
-        self.reduced = self.margin - sum(lost) * (1 + SAFETY) if certain else -math.inf
-        angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64)
-        self.most, self.least = angles[:-1].cos() + _ROUNDED, (angles[1:].cos() - _ROUNDED).clamp_min(0)
-        self.across = angles[1:].sin() + _ROUNDED
-        self.places = torch.cat((upto * (angles[:-1] + angles[1:]).div(2).cos(), torch.zeros(1, dtype=torch.float64)))
-        start = values[source]
-        self.off = (INFLATE - 1) * upto + 4 * UNIT * (lengths(start).item() + upto)  # of the points of the ray
-        ray = self.places.to(start.device)[:, None] * (-at_source / at_source.norm())
+        return moved, noise
+
+    def _along(
+        self, direction: Tensor, forms: Mapping[Node, tuple[Contracted, Tensor]], noise: Mapping[Node, float]
+    ) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """For each ReLU v its ‖M_v d_v‖² + C_v and ‖G_vᵀ M_v² d_v‖ L_v at the points of the ray, and ‖M_v G_v‖ L_v."""
+        network, values, layers = self.network, self.values, self.tubes.layers
+        start, operands = values[network.source], [v.operands[0] for v in layers]
+        ray = self.places.to(start.device)[:, None] * direction
         points = start + ray.reshape(-1, *start.shape[1:])
         many = {node: value.expand(len(points), *value.shape[1:]) for node, value in values.items()}
-        self.terms = []
-        for v, at_points in zip(layers, network.replay(source, points, operands, many), strict=True):
-            (answer, constant), layer, z = forms[v], layers[v], v.operands[0]
-            scale, d = per_image(answer.forms[0].tensors[0]), per_image(at_points - values[z])
+        at_points = network.replay(network.source, points, operands, many)
+        for (v, layer), z, at in zip(layers.items(), operands, at_points, strict=True):
+            answer, constant = forms[v]
+            scale, d = per_image(answer.forms[0].tensors[0]), per_image(at - values[z])
             largest = scale.amax().item()
             error = 2 * noise[z] * largest  # of scale ∘ d
             across = layer.factor.scaled(scale).norm().item() + largest * layer.error
@@ -268,7 +286,7 @@ class Tube:
             distance = layer.factor.error + layer.error + dot_error(z.entries) * layer.factor.size
             slopes = slopes + pulled.norm(dim=1) * distance + across * error
             squares = ((scale * d).norm(dim=1) + error).square() + constant
-            self.terms.append((squares.cpu(), slopes.cpu() * layer.lipschitz, across * layer.lipschitz))
+            yield squares.cpu(), slopes.cpu() * layer.lipschitz, across * layer.lipschitz
 
     def bound(self, radius: float) -> float:
         """A lower bound on the margin within a radius of at most ``upto``."""
