@@ -267,7 +267,7 @@ def _certify_with(
 
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
-            _show_methods(certifier)
+            _show_methods(certifier, plan.memory)
         show_preprocessing(images, loaded)
         if rows:
             say(f"{out}: continuing after {rows} images")
@@ -323,14 +323,16 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     say(f"first {first.images} images: {correct}{limits}; PGD ({first.steps} steps) breaks {first.broken}")
 
 
-def _show_methods(certifier: Certifier) -> None:
-    """Prints the estimated time of each method, and why others are skipped."""
+def _show_methods(certifier: Certifier, memory: float | None) -> None:
+    """Prints the estimated time and memory of each method, and why others are skipped."""
     passes = _PASSES * certifier.subject.flops / Method.rate
     costs = [
         f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}, {in_bytes(method.memory)}"
         for name, method in certifier.methods.items()
     ]
     say(f"estimated per image: {'; '.join(costs)}; images at once: at most {certifier.together}")
+    if memory is not None and memory < max(method.memory for method in certifier.methods.values()):
+        say("note: one image takes more than --memory; images are certified one by one")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)

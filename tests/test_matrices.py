@@ -434,3 +434,16 @@ def test_norms_left_to_products_beside_a_stored_matrix(name):
             exact = torch.linalg.matrix_norm(jacobian(at, a, b, number), 2)
             assert exact <= anchor.norms.gains[a, b][number] < math.inf
         assert bool((anchor.norms.slack[a, b] > 0).all())
+
+
+@pytest.mark.usefixtures("without_matrices")
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_convolution_of_zeros_in_the_stem(place):
+    """Nothing is stored for it, and the certificate is that without."""
+    model = built("stem")
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    nn.init.zeros_(convolutions[place].weight)
+    method = Anchored(model)
+    images = torch.rand(2, 2, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    radius = method(images).radius(*margins(model(images)))
+    assert bool((radius > 1e10).all()) == (place == 0)  # the logits are constant

@@ -27,13 +27,24 @@ FIELDS = [one for one in dataclasses.fields(CertifySettings) if one.init]
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("8GB", 8e9), ("8G", 8e9), ("1.5 GiB", 1.5 * 2**30), ("500mb", 5e8), ("64", 64), (1e9, 1e9), (2**40, 2**40)],
+    [
+        ("8GB", 8e9),
+        ("8G", 8e9),
+        ("1.5 GiB", 1.5 * 2**30),
+        ("500mb", 5e8),
+        ("64", 64),
+        ("1e9", 1e9),
+        (1e20, 1e20),
+        (2**40, 2**40),
+    ],
 )
 def test_sizes_of_memory(text, size):
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "8X", "GB", "inf", "nan", "1e400", None, "8 G B"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "8X", "GB", "inf", "nan", "1e400", None, "8 G B", "8\u212aB", "\u0668GB", True, math.nan]
+)
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(InputError, match="number of bytes"):
         parse_memory(text)

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
+from numbers import Real
 from typing import Any, TypeVar
 
 from lipcert.errors import InputError
@@ -51,12 +52,18 @@ def parse_memory(memory: object) -> float:
     Raises:
         InputError: it is neither.
     """
-    form = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<power>[KMGT]?)(?P<binary>i?)B?", str(memory).strip(), re.I)
-    if form is not None:
-        size = 1024 if form["binary"] else 1000
-        size = float(form["number"]) * size ** " KMGT".index(form["power"].upper() or " ")
-        if 1 <= size < math.inf:
-            return size
+    size = 0.0
+    if isinstance(memory, str):
+        form = re.fullmatch(
+            r"(?P<number>\d+(\.\d+)?(e\d+)?)\s*(?P<power>[KMGT]?)(?P<binary>i?)B?", memory.strip(), re.I | re.A
+        )
+        if form is not None:
+            power = " KMGT".index(form["power"].upper() or " ")
+            size = float(form["number"]) * float(1024 if form["binary"] else 1000) ** power
+    elif isinstance(memory, Real) and not isinstance(memory, bool):
+        size = float(memory)
+    if 1 <= size < math.inf:
+        return size
     raise InputError(f"memory must be a number of bytes, got {memory!r}; for example 8GB or 500MB")
 
 

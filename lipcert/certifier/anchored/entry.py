@@ -8,8 +8,8 @@ single entrywise operation v = φ(z) in between. All but the slopes φ' is the s
 
 **Rounding.** Let Ê be what is stored. Lanczos bounds the norm of G(c → u) Ê from products with unit vectors, whose
 errors are those of products with G(c → u), times ‖Ê‖, and those of products with Ê, times ‖G(c → u)‖. They are
-multiplied by a c of at least 1e5 (:func:`lanczos_error`). The distance ‖Ê − G(x → c)‖ counts once: columns of stored
-matrices have errors of at most S, so matrices of n columns of at most √n S, which c S / 100 exceeds.
+multiplied by c (:meth:`.jacobians.Jacobians.error_factor`). The distance ‖Ê − G(x → c)‖ counts once: columns of stored
+matrices have errors of at most S, so matrices of n columns of at most √n S, which c S / 100 exceeds by the choice of c.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Stem:
 
     @classmethod
     def of(cls, last: Windows, first: Windows) -> Stem | None:
-        """None unless every group lies in one window, as many in each."""
+        """None unless every group lies in one window, as many in each, and the product is not 0."""
         count, width = last.columns.shape
         entries = torch.arange(count * width, device=last.columns.device)
         flat = last.columns.flatten()
@@ -146,6 +146,8 @@ class Stem:
         window = torch.arange(count, device=read.device)[:, None].expand_as(read)
         row = last.rows[:, :1].expand_as(read)
         filled = (first.entries[0] != 0).any(1)[inside].flatten(1)
+        if not bool(filled.any()):
+            return None
         shape = Windows.of(row[filled], read[filled], filled[filled].double(), last.rows, first.width)
         into = read.new_zeros(count, first.width)
         known = shape.entries[0].amax(1) > 0

@@ -344,7 +344,7 @@ class Jacobians:
         parts, values = [], network.values(an_image(network.model)[:, None])
         for a, b in ((v, c), (network.source, v.operands[0])):
             filled = self._filled(a, b, values) if min(a.entries, b.entries) <= _LONG else None
-            if filled is None:
+            if filled is None or not len(filled[0]):
                 return None
             rows = torch.arange(b.entries, device=values[b].device).reshape(b.shape)
             rows = rows.movedim(1, -1) if rows.dim() == 4 else rows
