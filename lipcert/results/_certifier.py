@@ -24,7 +24,7 @@ def certifier_for(
         settings: the settings.
         progress: as for :func:`lipcert.lipschitz`, while a network is read and bounded.
         batch: number of noise draws computed at once; None chooses it by device.
-        memory: for what is computed at once: bytes, or a text such as ``"8GB"``; None chooses by what is free.
+        memory: as for :class:`Certifier` and :class:`lipcert.smoothing.Smoothing`.
 
     Raises:
         InputError: :class:`Certifier` or :class:`lipcert.smoothing.Smoothing` refuses the model or the settings.

@@ -177,7 +177,8 @@ def certify(
         eps: ℓ2 radius on pixels in [0, 1], such as ``"36/255"``, or several, such as ``"36/255,0.5"``; required. See
             :meth:`~lipcert.certifier.Certificates.certified_accuracy_at`.
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
-        memory: bytes for what is computed at once, or a text such as ``"8GB"``; None for half of what is free.
+        memory: bytes for what is computed at once, or a text such as ``"8GB"``; None for half of what is free. Noise
+            draws have no such default: their number depends on the device.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
             ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
             ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
