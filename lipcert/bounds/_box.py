@@ -139,12 +139,16 @@ class State:
     ):
         self.walk, self.node, self.up, self.down = walk, node, up, down
         self.value = walk.nominal.values[node]
-        self.lip = walk.boxes.lips[node]
         self.folded = node in walk.boxes.folded
         self.sources = (way.base,) if way is not None else tuple(sources)
         self.whole_way = way
         self.way = way if open else None
         self._constant = constant
+
+    @property
+    def lip(self) -> Upper:
+        """L."""
+        return self.walk.boxes.values[self.node].lip
 
     @cached_property
     def constant(self) -> Tensor:
@@ -207,14 +211,12 @@ class Boxes:
 
     def __init__(self, analysis: Analysis):
         self.graph: Graph = needed(analysis.graph)
-        self.lips: dict[Node, Upper] = {
-            node: value.lip for node, value in analysis.values.items() if isinstance(value, Value)
-        }
-        values = {node: value for node, value in analysis.values.items() if isinstance(value, Value)}
-        divided = {value.origin.source for value in values.values() if value.origin and value.origin.kind == "total"}
+        self.values = {node: value for node, value in analysis.values.items() if isinstance(value, Value)}
+        totals = (value.origin for value in self.values.values())
+        divided = {origin.source for origin in totals if origin is not None and origin.kind == "total"}
         self.folded = {
             node
-            for node, value in values.items()
+            for node, value in self.values.items()
             if value.base is not None
             or (value.origin is not None and (value.origin.kind != "sigmoid" or value in divided))
         }
@@ -227,14 +229,14 @@ class Boxes:
         """The operands; an operand with several results is replaced by its own operands."""
         operands: list[Node] = []
         for operand in node.operands:
-            operands += [operand] if operand.single or operand in self.lips else self.sources(operand)
+            operands += [operand] if operand.single or operand in self.values else self.sources(operand)
         return operands
 
     @torch.no_grad()
     def nominal(self, images: Tensor) -> Nominal:
         """Evaluates the network at images, shape (N, C, H, W)."""
         images = images[:, None]
-        single = [node for node in self.graph.nodes if node in self.lips and node is not self.graph.input]
+        single = [node for node in self.graph.nodes if node in self.values and node is not self.graph.input]
 
         def evaluated(image: Tensor) -> tuple[Tensor, ...]:
             computed = run(self.graph.nodes, {self.graph.input: image})
@@ -283,7 +285,7 @@ class Walk:
         for node in boxes.graph.nodes:
             if node is boxes.graph.input:
                 self.states[node] = self._pixels(node)
-            elif node in boxes.lips:
+            elif node in boxes.values:
                 operands = [self.states[source] for source in boxes.sources(node)]
                 answer = RULES[node.op].box or unknown
                 self.states[node] = answer(self, node, *operands)
@@ -348,7 +350,7 @@ class Walk:
 
 def unknown(walk: Walk, node: Node, *operands: State) -> State:
     """For an operation with only a global constant: every entry moves by at most K·ε."""
-    value, lip = walk.value(node), walk.boxes.lips[node]
+    value, lip = walk.value(node), walk.boxes.values[node].lip
     if walk.zero_radius:
         moved = torch.zeros_like(walk.eps)
         for x in operands:

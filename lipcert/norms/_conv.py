@@ -57,7 +57,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
@@ -67,6 +67,7 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 from lipcert.norms._dense import matrices_norm
+from lipcert.norms._estimate import estimate_largest
 from lipcert.norms._scale import as_float64, normalise, remembered
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
 from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
@@ -153,6 +154,7 @@ def conv_norm(
         same_size = all(axis.stride == 1 and axis.outputs == axis.inputs for axis in axes)
         if not same_size or matrices.shape[1] != matrices.shape[2]:
             raise InputError("identity needs stride 1 and an output of the same shape as the input")
+        widened = any(axis.origin not in axis.exponents for axis in axes)
         axes = [axis.with_exponent(axis.origin) for axis in axes]
     taps = _polyphase(matrices, axes)
     if identity:
@@ -164,7 +166,9 @@ def conv_norm(
     if not identity:
         return _torus_norm(scaled, axes) * scale
     joint = (_torus_norm(scaled, axes) + 4 * UNIT) * scale
-    # On images hardly larger than the kernel the joint torus may give the larger bound.
+    if not widened:  # then every V̂(ω) is smaller than the sum of the two norms
+        return joint
+    # On images hardly larger than the kernel a torus with room for the identity may give the larger bound.
     separate = conv_norm(weight, input_size, padding=padding, dilation=dilation, groups=groups) + abs(identity)
     return min(joint, separate)
 
@@ -319,15 +323,21 @@ def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
         taps = taps.mT
     count, groups, rows, columns = taps.shape
     grid, correction = _grid(axes, groups * rows**3)
-    length = chunk_length(16 * (groups * (8 * rows**2 + columns) + 8 * count))
+    length = chunk_length(16 * (groups * (8 * rows**2 + columns) + 8 * count), taps.device)
     steps = torch.cartesian_prod(*(torch.tensor(axis.steps, device=taps.device) for axis in axes)).view(count, -1)
     error = 1.001 * dot_error(count * columns + 56) * float(sum_squares(taps.abs().sum(0)).max())
-    bounds = []
-    for twists in _twists(axes, grid, groups * rows**3) if twisted else [(0,) * len(axes)]:
-        points = _half(grid, twists, taps.device).split(length)
-        grams = _squared_rows(taps, steps, points, grid) if rows == 1 else _grams(taps, steps, points, grid)
-        bounds.append(largest_norm(grams, error))
-    return min(bounds) * correction
+    squared = _squared_rows(taps, steps, grid) if rows == 1 else _grams(taps, steps, grid)
+
+    def grams(twists: tuple[int, ...]) -> Iterator[Tensor]:
+        return map(squared, _half(grid, twists, taps.device).split(length))
+
+    choices = list(_twists(axes, grid, groups * rows**3)) if twisted else [(0,) * len(axes)]
+    estimates = {twists: estimate_largest(grams(twists)) if rows > 1 else 0.0 for twists in choices}
+    best = Upper(math.inf)
+    for twists in sorted(choices, key=lambda twists: estimates[twists]):
+        if estimates[twists] < float(best * best):
+            best = min(best, largest_norm(grams(twists), error, estimates[twists]))
+    return best * correction
 
 
 def _twists(axes: list[_Axis], grid: list[int], work: int) -> Iterator[tuple[int, ...]]:
@@ -337,17 +347,20 @@ def _twists(axes: list[_Axis], grid: list[int], work: int) -> Iterator[tuple[int
     return itertools.product(*((0, 1) if one and cheap else (0,) for one in small))
 
 
-def _squared_rows(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int]) -> Iterator[Tensor]:
-    """Yields V̂·V̂ᴴ for single rows, as in a depthwise convolution: chunks of shape (frequencies · groups, 1, 1)."""
-    for chunk in points:
-        cosines, sines = _waves(chunk, steps, grid)
-        flat = taps.flatten(1)
+def _squared_rows(taps: Tensor, steps: Tensor, grid: list[int]) -> Callable[[Tensor], Tensor]:
+    """V̂·V̂ᴴ at points, for single rows, as in a depthwise convolution: shape (frequencies · groups, 1, 1)."""
+    flat = taps.flatten(1)
+
+    def at(points: Tensor) -> Tensor:
+        cosines, sines = _waves(points, steps, grid)
         squares = (cosines @ flat).square() + (sines @ flat).square()
-        yield squares.view(-1, 1, taps.shape[-1]).sum(-1, keepdim=True)
+        return squares.view(-1, 1, taps.shape[-1]).sum(-1, keepdim=True)
+
+    return at
 
 
-def _grams(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int]) -> Iterator[Tensor]:
-    """Yields V̂·V̂ᴴ = Σ_τ C_τ e^{iω·τ} with C_{−τ} = C_τᵀ: chunks of shape (frequencies · groups, rows, rows)."""
+def _grams(taps: Tensor, steps: Tensor, grid: list[int]) -> Callable[[Tensor], Tensor]:
+    """V̂·V̂ᴴ = Σ_τ C_τ e^{iω·τ} at points, with C_{−τ} = C_τᵀ: shape (frequencies · groups, rows, rows)."""
     rows = taps.shape[2]
     differences = (steps[:, None] - steps[None, :]).flatten(0, 1)
     shifts, kinds = differences.unique(dim=0, return_inverse=True)
@@ -359,9 +372,12 @@ def _grams(taps: Tensor, steps: Tensor, points: Sequence[Tensor], grid: list[int
         even.append(product + product.mT if kind > middle else product)
         odd.append(product - product.mT)
     real, imaginary = torch.stack(even).flatten(1), torch.stack(odd).flatten(1)
-    for chunk in points:
-        cosines, sines = _waves(chunk, shifts[middle:], grid)
-        yield torch.complex(cosines @ real, sines @ imaginary).view(-1, rows, rows)
+
+    def at(points: Tensor) -> Tensor:
+        cosines, sines = _waves(points, shifts[middle:], grid)
+        return torch.complex(cosines @ real, sines @ imaginary).view(-1, rows, rows)
+
+    return at
 
 
 def _waves(points: Tensor, steps: Tensor, grid: list[int]) -> tuple[Tensor, Tensor]:

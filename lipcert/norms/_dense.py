@@ -73,7 +73,7 @@ def matrices_norm(matrices: Tensor) -> Upper:
     rows, columns = matrices.shape[-2:]
 
     def grams() -> Iterator[Tensor]:
-        for chunk in matrices.split(chunk_length(16 * (rows * columns + 6 * rows**2))):
+        for chunk in matrices.split(chunk_length(16 * (rows * columns + 6 * rows**2), matrices.device)):
             yield _gram(chunk)
 
     squares = sum_squares(matrices).max()

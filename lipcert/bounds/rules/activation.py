@@ -103,7 +103,7 @@ def _apply(x: Value, phi: Activation) -> Value:
 
 def entrywise_box(walk: Walk, node: Node, x: State) -> State:
     """|φ'| ≤ L: every entry deviates by at most L times the deviation of its operand."""
-    gain = ratio(walk.boxes.lips[node], x.lip)
+    gain = ratio(walk.boxes.values[node].lip, x.lip)
     if not math.isfinite(gain):
         return unknown(walk, node, x)
     reach = x.reach * gain * INFLATE
