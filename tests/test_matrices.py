@@ -332,6 +332,59 @@ def test_the_perturbed_value_counts_with_what_is_read_of_it():
     assert at.norms.written.factor(method.network.source, u).entries[0].numel() <= u.entries * start.entries
 
 
+class Affine(nn.Module):
+    """An affine operation, an activation and a head."""
+
+    def __init__(self, operation, entries):
+        super().__init__()
+        self.operation, self.head = operation, nn.Linear(entries, 3)
+
+    def forward(self, x):
+        return self.head(nn.functional.silu(self.operation(x)).flatten(1))
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+AFFINE = {
+    "patches": lambda: nn.Conv2d(2, 3, 4, stride=4),
+    "many channels": lambda: nn.Conv2d(2, 40, 2, stride=2),
+    "overlap": lambda: nn.Conv2d(2, 3, 3, padding=1),
+    "gaps": lambda: nn.Conv2d(2, 3, 2, stride=3, dilation=2, padding=1),
+    "groups": lambda: nn.Conv2d(2, 4, 3, groups=2, padding=1),
+    "circular": lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+    "reflected": lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
+    "transposed": lambda: nn.ConvTranspose2d(2, 3, 3, stride=2),
+    "averages": lambda: nn.AvgPool2d(3, 2),
+    "matrix": lambda: nn.Sequential(nn.Flatten(), nn.Linear(128, 7)),
+    "tokens": lambda: nn.Sequential(nn.Conv2d(2, 5, 4, stride=4), nn.Flatten(2), Function(lambda x: x.mT + 1)),
+    "masked": lambda: Function(lambda x: x * torch.eye(8) + x.roll(3, -1) * 2),
+    "chosen": lambda: Function(lambda x: torch.cat((x[:, :, 1::3], x[..., [4, 2, 2], :].flip(-1)), 2)),
+}
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_entries_that_are_not_zero_are_all_there(name):
+    """From products for many rows at once; as many as the rows that read the same columns."""
+    torch.manual_seed(0)
+    operation = AFFINE[name]()
+    model = Affine(operation, operation(torch.rand(1, 2, 8, 8)).numel())
+    network = Network(lipcert.load(model, mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)).double())
+    by = Jacobians(network, tolerance=0.01, deterministic=False, seed=0, delta=1e-9)
+    values = network.values(torch.rand(1, 1, 2, 8, 8, dtype=torch.float64))
+    (u,) = network.operands(next(iter(network.rules)))
+    dense = jacobian(SimpleNamespace(network=network, values=values), network.source, u, 0)
+    row, column, value = by._filled(network.source, u, values)
+    assert len({*zip(row.tolist(), column.tolist(), strict=True)}) == len(value) == int((dense != 0).sum())
+    assert torch.allclose(value, dense[row, column], rtol=1e-13, atol=0)
+
+
 def windows(dense, high):
     """A stored matrix, in groups of ``high`` consecutive rows."""
     row, column = dense.nonzero().unbind(1)

@@ -301,22 +301,37 @@ class Jacobians:
             dense = value.new_zeros(1, b.entries, a.entries)
             dense[0, row, column] = value
             return JacobianMatrix.of(dense, None)
-        blocks = Windows.of(row, column, value, groups.rows, a.entries)
-        return JacobianMatrix(blocks.entries, Groups(blocks.rows, blocks.columns), value.new_zeros(1))
+        down, across = (part.flatten().argsort() for part in groups)  # the places of rows and columns in their order
+        high, wide = groups.rows.shape[1], groups.columns.shape[1]
+        blocks = value.new_zeros(len(groups.rows) * high * wide)
+        blocks[down[row] * wide + across[column] % wide] = value
+        return JacobianMatrix(blocks.reshape(1, -1, high, wide), groups, value.new_zeros(1))
 
     def _filled(self, a: Node, b: Node, values: Values) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many."""
+        """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many.
+
+        Rows, or columns where these are far fewer, come from products with unit vectors, one for several rows if they
+        read different columns, as those of distant pixels do. What a group of rows reads is seen from a product with
+        NaN for all of them: sums and products with NaN are NaN, so an entry that is not NaN was computed without them.
+        """
         jacobian, by_rows = self.operator(a, b, values, several=True), b.entries <= 4 * a.entries
-        product, size = (jacobian.adjoint, b.entries) if by_rows else (jacobian.product, a.entries)
+        product, node = (jacobian.adjoint, b) if by_rows else (jacobian.product, a)
+        groups = _pixels(node, values[node].device)
+        apart = _reading_apart(product, groups, node.entries, 4 * _ENTRIES)
+        if apart is None:
+            return None
         places, entries, count = [], [], 0
-        for some in torch.arange(size, device=values[b].device).split(TOGETHER):
-            moved = product(_unit_vectors(some, size, 1))[:, 0]
-            one, other = moved.nonzero().unbind(1)
-            entries.append(moved[one, other])
-            places.append(torch.stack((some[one], other) if by_rows else (other, some[one])))
-            count += len(one)
-            if count > 4 * _ENTRIES:
-                return None
+        for together, owner, read in apart:
+            for some in groups[together].mT.split(TOGETHER):
+                unit = values[node].new_zeros(len(some), 1, node.entries)
+                moved = product(unit.scatter_(2, some[:, None], 1.0))[:, 0, read]
+                line, place = moved.nonzero().unbind(1)
+                entries.append(moved[line, place])
+                one, other = some[line, owner[place]], read[place]
+                places.append(torch.stack((one, other) if by_rows else (other, one)))
+                count += len(line)
+                if count > 4 * _ENTRIES:
+                    return None
         row, column = torch.cat(places, 1)
         return row, column, torch.cat(entries)
 
@@ -346,9 +361,7 @@ class Jacobians:
             filled = self._filled(a, b, values) if min(a.entries, b.entries) <= _LONG else None
             if filled is None or not len(filled[0]):
                 return None
-            rows = torch.arange(b.entries, device=values[b].device).reshape(b.shape)
-            rows = rows.movedim(1, -1) if rows.dim() == 4 else rows
-            windows = Windows.of(*filled, rows.reshape(-1, rows.shape[-1]), a.entries)
+            windows = Windows.of(*filled, _pixels(b, values[b].device), a.entries)
             if windows.entries.numel() > min(_ENTRIES, _PADDED * len(filled[0])):
                 return None
             parts.append(windows)
@@ -657,6 +670,57 @@ def written_error(columns: int, rows: int) -> float:
 def rows_of(b: Node, values: Values, form: Form | None) -> int:
     """The number of rows of M G(a → b), with M given by a form, the identity by default."""
     return b.entries if form is None else form(values[b])[0].numel()
+
+
+def _pixels(node: Node, device: torch.device) -> Tensor:
+    """The places of the entries of a value in groups, one for each pixel or token, shape (groups, channels)."""
+    places = torch.arange(node.entries, device=device).reshape(node.shape)
+    places = places.movedim(1, -1) if places.dim() == 4 else places
+    return places.reshape(-1, places.shape[-1])
+
+
+def _reading_apart(
+    product: Callable[[Tensor], Tensor], groups: Tensor, size: int, most: int
+) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+    """Splits groups of rows so that those of one part read different columns.
+
+    Args:
+        product: products of the transposed matrix with vectors of shape (K, 1, size).
+        groups: the rows of each group, shape (groups, rows).
+        size: the number of all rows.
+        most: the largest number of columns that all groups may read together.
+
+    Returns:
+        For each part the groups, the columns that they read, and before these for each of them the index of its group
+        among those of the part; None if they are too many.
+    """
+    parts: list[tuple[list[Tensor], list[int]]] = []
+    taken: list[Tensor] = []
+    for some in torch.arange(len(groups), device=groups.device).split(TOGETHER):
+        marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
+        marked.scatter_(2, groups[some][:, None], math.nan)
+        for group, reads in zip(some.tolist(), product(marked)[:, 0].isnan(), strict=True):
+            columns = reads.nonzero()[:, 0]
+            most -= len(columns)
+            if most < 0:
+                return None
+            part = next((i for i, other in enumerate(taken) if not bool(other[columns].any())), len(parts))
+            if part == len(parts):
+                parts.append(([], []))
+                taken.append(torch.zeros_like(reads))
+            taken[part][columns] = True
+            parts[part][0].append(columns)
+            parts[part][1].append(group)
+    return [
+        (
+            torch.tensor(members, device=groups.device),
+            torch.arange(len(members), device=groups.device).repeat_interleave(
+                torch.tensor([len(columns) for columns in reads], device=groups.device)
+            ),
+            torch.cat(reads),
+        )
+        for reads, members in parts
+    ]
 
 
 def _unit_vectors(places: Tensor, entries: int, images: int) -> Tensor:
