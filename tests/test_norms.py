@@ -167,9 +167,9 @@ def test_a_wrong_estimate_never_gives_a_wrong_bound(monkeypatch, estimate):
     honest = _verify.estimate_largest
     calls = []
 
-    def wrong(grams):
-        calls.append(grams)
-        return honest(grams) * estimate
+    def wrong(gram):
+        calls.append(gram)
+        return honest(gram) * estimate
 
     monkeypatch.setattr(_verify, "estimate_largest", wrong)
     monkeypatch.setattr(_conv, "estimate_largest", wrong)
@@ -540,6 +540,34 @@ def test_twisted_tori_are_above_the_norm(seed: int, kernel: int, size: int, dime
     exact = torch.linalg.matrix_norm(function(unit, weight, padding=kernel // 2).flatten(1), 2).item()
     assert exact <= found * (1 + 1e-12)
     assert found <= matrix_sum(weight)
+
+
+@pytest.mark.parametrize("accuracy", [1.0, 0.9])
+@pytest.mark.parametrize("size", [(6, 6), (5, 8)])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_grid_of_the_smallest_maximum_counts(monkeypatch, seed, size, accuracy):
+    """Peaks at three odd frequencies, about as high as each other, between the points of all four grids.
+
+    The reference are singular values at all their points. Estimates that are far too low cost time alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weight = 0.01 * torch.randn(5, 4, 3, 3, generator=generator, dtype=torch.float64)
+    places = torch.cartesian_prod(torch.arange(3.0), torch.arange(3.0)).double()
+    for height in (1.0, 1.0, 0.99):
+        phase = places @ (2 * math.pi * torch.rand(2, generator=generator, dtype=torch.float64))
+        outer = torch.randn(5, 1, generator=generator).double() @ torch.randn(1, 4, generator=generator).double()
+        weight += height * outer[:, :, None, None] / outer.norm() * phase.cos().reshape(3, 3)
+    maxima = []
+    for twists in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        turns = [(torch.arange(n + 1).double() + twist / 2) / (n + 1) for n, twist in zip(size, twists, strict=True)]
+        angles = 2 * math.pi * torch.cartesian_prod(*turns) @ places.mT
+        waves = torch.polar(torch.ones_like(angles), angles)
+        maxima.append(top(torch.einsum("pk,oik->poi", waves, weight.flatten(2).to(torch.complex128))))
+    known = _conv.estimate_largest
+    monkeypatch.setattr(_conv, "estimate_largest", lambda gram: known(gram) * accuracy)
+    bound = float(conv_norm(weight, size, padding=1))
+    assert bound >= top(conv_operator(weight, size, stride=1, pads=[(1, 1)] * 2, dilation=1, groups=1)) * (1 - TRUTH)
+    assert min(maxima) * (1 - 1e-6) <= bound <= min(maxima) * (1 + 2e-5)
 
 
 def matrix_sum(weight: Tensor) -> float:

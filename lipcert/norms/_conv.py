@@ -27,7 +27,8 @@ embedding.
 is the input extended by zeros, the equations for y at the outputs contain no other period, and the convolution is block
 diagonal in the basis e^{iωv} with ω = (2πj + φ)/N. So the norm is at most the maximum over these ω, too. If taps are
 multiples of g apart, φ is that of the torus of side g·⌈N/g⌉. With φ = π the grid lies halfway between the points of the
-one with φ = 0, and the smaller maximum counts. For W = (1, 1, 1) and n values it is 1 + 2cos(π/(n + 1)), which is the
+one with φ = 0, and the smaller maximum counts. Each of them is a bound, so an estimate may say which is the smallest.
+For W = (1, 1, 1) and n values it is 1 + 2cos(π/(n + 1)), which is the
 norm, while φ = 0 gives 3.
 
 **Coarse grids.** In one dimension let d = (e_max − e_min)/g, and M the supremum of ‖V̂‖² over ω, other dimensions
@@ -67,7 +68,7 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 from lipcert.norms._dense import matrices_norm
-from lipcert.norms._estimate import estimate_largest
+from lipcert.norms._estimate import CANDIDATES, estimate_largest, growths
 from lipcert.norms._scale import as_float64, normalise, remembered
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
 from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
@@ -326,25 +327,37 @@ def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
     length = chunk_length(16 * (groups * (8 * rows**2 + columns) + 8 * count), taps.device)
     steps = torch.cartesian_prod(*(torch.tensor(axis.steps, device=taps.device) for axis in axes)).view(count, -1)
     error = 1.001 * dot_error(count * columns + 56) * float(sum_squares(taps.abs().sum(0)).max())
-    squared = _squared_rows(taps, steps, grid) if rows == 1 else _grams(taps, steps, grid)
-
-    def grams(twists: tuple[int, ...]) -> Iterator[Tensor]:
-        return map(squared, _half(grid, twists, taps.device).split(length))
-
-    choices = list(_twists(axes, grid, groups * rows**3)) if twisted else [(0,) * len(axes)]
-    estimates = {twists: estimate_largest(grams(twists)) if rows > 1 else 0.0 for twists in choices}
+    at = _squared_rows(taps, steps, grid) if rows == 1 else _grams(taps, steps, grid)
+    grids = [_half(grid, twists, taps.device) for twists in _twists(axes, grid)]
+    grids = grids if twisted else grids[:1]
+    estimates = _estimates(at, grids, grid, length) if rows > 1 else [0.0] * len(grids)
     best = Upper(math.inf)
-    for twists in sorted(choices, key=lambda twists: estimates[twists]):
-        if estimates[twists] < float(best * best):
-            best = min(best, largest_norm(grams(twists), error, estimates[twists]))
+    for estimate, points in sorted(zip(estimates, grids, strict=True), key=lambda pair: pair[0]):
+        if estimate < float(best * best):
+            best = min(best, largest_norm(map(at, points.split(length)), error, estimate))
     return best * correction
 
 
-def _twists(axes: list[_Axis], grid: list[int], work: int) -> Iterator[tuple[int, ...]]:
-    """φ/π of each dimension, 0 or 1. Both are tried where the torus is small and its frequencies cheap."""
+def _estimates(at: Callable[[Tensor], Tensor], grids: list[Tensor], grid: list[int], length: int) -> list[float]:
+    """Estimates of the largest ‖V̂‖² on grids of the same numbers N of points, ``grid``.
+
+    The peaks of the last one are looked for among all its points, ``length`` at once, those of the others next to them.
+    """
+    *_, last = grids
+    sizes = torch.cat([growths(at(some)).view(len(some), -1).amax(1) for some in last.split(length)])
+    peaks = last[sizes.topk(min(len(last), CANDIDATES)).indices]
+    sides, estimates = 2 * torch.tensor(grid, device=last.device), []
+    for points in grids:
+        apart = torch.stack([(points[:, None] - sign * peaks) % sides for sign in (1, -1)])
+        steps = torch.minimum(apart, sides - apart).sum(-1).amin((0, 2))
+        estimates.append(estimate_largest(at(points[steps == steps.min()][:length])))
+    return estimates
+
+
+def _twists(axes: list[_Axis], grid: list[int]) -> Iterator[tuple[int, ...]]:
+    """φ/π of each dimension, 0 or 1. Both are tried where the torus is small."""
     small = [1 < side == axis.torus < _SMALL * axis.steps[-1] for axis, side in zip(axes, grid, strict=True)]
-    cheap = math.prod(grid) * work < _EXPENSIVE
-    return itertools.product(*((0, 1) if one and cheap else (0,) for one in small))
+    return itertools.product(*((0, 1) if one else (0,) for one in small))
 
 
 def _squared_rows(taps: Tensor, steps: Tensor, grid: list[int]) -> Callable[[Tensor], Tensor]:

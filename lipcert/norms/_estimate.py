@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-_CANDIDATES = 8
+CANDIDATES = 4
 _DENSE_SIZE = 256
 _MAX_STEPS = 160
 _CHECK_EVERY = 8
@@ -15,32 +13,34 @@ _GAIN = 1e-6
 _BREAKDOWN = 1e-9
 
 
-def estimate_largest(grams: Iterable[Tensor]) -> float:
-    """A lower estimate, up to rounding, of the largest eigenvalue of positive semidefinite matrices.
+def growths(gram: Tensor) -> Tensor:
+    """Lower estimates of the largest eigenvalues of positive semidefinite matrices, by power steps.
+
+    Args:
+        gram: shape (B, n, n), float64 or complex128.
+    """
+    image = gram @ (gram @ _start(gram).unsqueeze(-1))
+    norms = torch.linalg.vector_norm(image, dim=(-2, -1)).clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.linalg.vector_norm(gram @ image, dim=(-2, -1)) / norms
+
+
+def estimate_largest(gram: Tensor) -> float:
+    """A lower estimate, up to rounding, of the largest eigenvalue of a batch of positive semidefinite matrices.
 
     Power steps rank the matrices. The eigenvalues of the first few follow from a decomposition, or to about six digits
     from Lanczos.
 
     Args:
-        grams: tensors of shape (B, n, n), B ≥ 1, float64 or complex128, used one after the other.
+        gram: shape (B, n, n), B ≥ 1, float64 or complex128.
 
     Returns:
         The estimate.
     """
-    candidates = growths = None
-    for gram in grams:
-        image = gram @ (gram @ _start(gram).unsqueeze(-1))
-        norms = torch.linalg.vector_norm(image, dim=(-2, -1)).clamp_min(torch.finfo(torch.float64).tiny)
-        growth = torch.linalg.vector_norm(gram @ image, dim=(-2, -1)) / norms
-        if candidates is not None and growths is not None:
-            gram, growth = torch.cat([candidates, gram]), torch.cat([growths, growth])
-        growths, first = growth.topk(min(len(growth), _CANDIDATES))
-        candidates = gram[first]
-    if candidates is None:
-        return 0.0
-    if candidates.shape[-1] <= _DENSE_SIZE:
-        return float(torch.linalg.eigvalsh(candidates).max())
-    return _lanczos(candidates)
+    if len(gram) > CANDIDATES:
+        gram = gram[growths(gram).topk(CANDIDATES).indices]
+    if gram.shape[-1] <= _DENSE_SIZE:
+        return float(torch.linalg.eigvalsh(gram).max())
+    return _lanczos(gram)
 
 
 def _lanczos(gram: Tensor) -> float:

@@ -111,7 +111,7 @@ def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
         if not len(unsettled):
             break
         if attempt > 0 or threshold == 0:
-            raised = estimate_largest([gram]) * (1 + _SLACK)
+            raised = estimate_largest(gram) * (1 + _SLACK)
             if raised <= threshold or attempt == _ATTEMPTS - 1:
                 raised = float(torch.linalg.eigvalsh(gram).max()) * (1 + _SLACK)
             threshold = max(threshold, raised)
