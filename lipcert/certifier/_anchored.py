@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from lipcert import roundoff
 from lipcert.certifier._method import Method, NormsDone, Subject
-from lipcert.certifier.anchored import Anchored, Behind, DeployedAnchored, anchored
+from lipcert.certifier.anchored import Anchored, Behind, DeployedAnchored, anchored, read
 from lipcert.certifier.anchored.method import work_of_a_rival
 from lipcert.errors import InputError
 from lipcert.norms import Budget, Ledger
@@ -87,6 +88,10 @@ class AnchoredMethod(LinearisedMethod):
             alone = whole is None or (not whole.plan.chained and self.proves)
             self.proves = subject.roundoff is None and self.engine.proves and alone
 
+    @cached_property
+    def _reading(self) -> Any:
+        return read(self.subject.model)
+
     def linearise(self, passes: float | None) -> Anchored | Behind | DeployedAnchored:
         settings, model = self.subject.settings, self.subject.model
         options: dict[str, Any] = {"delta": self.budget.delta, "rigor": settings.rigor, "passes": passes}
@@ -96,4 +101,4 @@ class AnchoredMethod(LinearisedMethod):
         eps = settings.eps if staged and not settings.further_eps else None  # for one ε a verdict is enough
         if settings.at is not None:
             return Anchored(model, at=settings.at, eps=eps, **options)
-        return anchored(model, eps=eps, costly=not staged, **options)
+        return anchored(model, eps=eps, costly=not staged, reading=self._reading, **options)

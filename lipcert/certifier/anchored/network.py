@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ _UNMOVED = frozenset(("identity", "dropout", "reshape"))
 # they differ by at some of this many points at this distance in every entry, and by more than saturated networks do,
 # whose small slopes are lost in sums with 1.
 _ACCURACY, _NOISE, _POINTS, _NEARBY, _SATURATED = 1e-5, 100.0, 16, 1e-10, 1e-12
+# The outputs of networks whose derivatives have been compared.
+_CHECKED: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
 @dataclass
@@ -138,8 +141,9 @@ class Network:
         self.head = self._head()
         self.chains = Chains(self.replay, self.source)
         self.local = OperationRounding(self.chains)
-        if not widths and not casts:
+        if not widths and not casts and self.graph.output not in _CHECKED:
             self._check_derivatives(example)
+            _CHECKED.add(self.graph.output)
 
     def _check_derivatives(self, example: Tensor) -> None:
         """Compares derivatives of replays, which run under vmap, with those of the same operations without vmap.
