@@ -415,9 +415,11 @@ class _Recorder:
 def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         return True
+    if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):  # none takes inplace by place
+        return bool(kwargs.get("inplace"))
     try:
         return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
-    except (TypeError, ValueError):  # a built-in function without a signature
+    except (TypeError, ValueError):
         return bool(kwargs.get("inplace"))
 
 
