@@ -580,12 +580,10 @@ def tasks(count=3, error=0.05):
 def test_a_failed_layer_and_a_dead_worker_leave_the_others_untouched():
     bad = Task("bad", torch.full((4, 6), math.nan), Moments.from_rows(correlated(30, 6), "bad"), options())
     dead = Task("dead", torch.ones(2, 2), EndsItsWorker())
-    todo = tasks()
+    todo = tasks(2)
     seen = []
-    outcomes = solve_layers(
-        [todo[0], bad, dead, *todo[1:]], workers=2, progress=lambda name, outcome: seen.append(name)
-    )
-    assert list(outcomes) == ["blocks.0/fc", "bad", "dead", "blocks.1/fc", "blocks.2/fc"]
+    outcomes = solve_layers([todo[0], bad, dead, todo[1]], workers=2, progress=lambda name, outcome: seen.append(name))
+    assert list(outcomes) == ["blocks.0/fc", "bad", "dead", "blocks.1/fc"]
     assert sorted(seen) == sorted(outcomes)
     assert isinstance(outcomes["bad"], Failure)
     assert outcomes["bad"].message == "the weight of layer bad has NaN or infinite entries"

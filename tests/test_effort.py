@@ -64,7 +64,7 @@ def some(method, share, seed=0):
 def jacobian(anchor, a, b, image):
     values = {node: value[image : image + 1] for node, value in anchor.linearization.values.items()}
     replay = anchor.method.network.replay
-    found = torch.autograd.functional.jacobian(lambda x: replay(a, x, [b], values)[0], values[a])
+    found = torch.autograd.functional.jacobian(lambda x: replay(a, x, [b], values)[0], values[a], vectorize=True)
     return found.reshape(values[b].numel(), values[a].numel())
 
 
@@ -265,8 +265,7 @@ def test_a_verdict_takes_all_norms_only_where_quick_ones_leave_it_open(eager, li
     assert len(linearised) == 1
 
 
-@pytest.mark.parametrize(("share", "formed", "linearisations"), [(1.2, True, 2), (2.5, False, 2), (4.8, False, 1)])
-def test_a_verdict_far_above_the_radius_is_left_open(eager, linearised, monkeypatch, share, formed, linearisations):
+def test_a_verdict_far_above_the_radius_is_left_open(eager, linearised, monkeypatch):
     """Without contracted forms where these cannot reach ε, and without all norms where the radius is far below it."""
     model, images = vit(depth=1), pixels(3, seed=7)[1:2]
     with torch.no_grad():
@@ -274,8 +273,6 @@ def test_a_verdict_far_above_the_radius_is_left_open(eager, linearised, monkeypa
             weight *= 4  # the limit falls less than the radius
     predicted, gaps = margins(model(images))
     radius = Anchored(model)(images).radius(predicted, gaps)
-    eps = share * radius.item()
-    assert eps < first_order_limit(model, images, predicted).item()
     weighings, weighed = [], RivalMargin.weighed
 
     def counted(*args):
@@ -283,20 +280,24 @@ def test_a_verdict_far_above_the_radius_is_left_open(eager, linearised, monkeypa
         return weighed(*args)
 
     monkeypatch.setattr(RivalMargin, "weighed", counted)
-    linearised.clear()
-    verdict = Anchored(model, eps=eps)(images).radius(predicted, gaps)
-    assert 0.5 * radius < verdict <= 1.03 * radius
-    assert bool(weighings) == formed
-    assert len(linearised) == linearisations
+    for share, formed, linearisations in ((1.2, True, 2), (2.5, False, 2), (4.8, False, 1)):
+        eps = share * radius.item()
+        assert eps < first_order_limit(model, images, predicted).item()
+        weighings.clear()
+        linearised.clear()
+        verdict = Anchored(model, eps=eps)(images).radius(predicted, gaps)
+        assert 0.5 * radius < verdict <= 1.03 * radius
+        assert bool(weighings) == formed
+        assert len(linearised) == linearisations
 
 
 def test_a_verdict_is_that_of_the_image_alone(eager):
-    model, images = vit(depth=1), pixels(3, seed=7)
+    model, images = vit(depth=1), pixels(2, seed=7)
     predicted, gaps = margins(model(images))
-    eps = Anchored(model)(images).radius(predicted, gaps).median().item() * 0.99
+    eps = Anchored(model)(images).radius(predicted, gaps).max().item() * 0.99  # one is certified, and one is not
     together = Anchored(model, eps=eps)(images).radius(predicted, gaps)
     method = Anchored(model, eps=eps)
-    for i in (2, 0, 1):
+    for i in (1, 0):
         alone = method(images[i : i + 1]).radius(predicted[i : i + 1], gaps[i : i + 1])
         torch.testing.assert_close(alone, together[i : i + 1], rtol=1e-9, atol=0)
 

@@ -593,7 +593,7 @@ def jacobian_norms(anchor, a, b):
     for i in range(len(anchor.linearization.images)):
         values = {node: value[i : i + 1] for node, value in anchor.linearization.values.items()}
         jacobian = torch.autograd.functional.jacobian(
-            lambda x, values=values: method.network.replay(a, x, [b], values)[0], values[a]
+            lambda x, values=values: method.network.replay(a, x, [b], values)[0], values[a], vectorize=True
         )
         found.append(torch.linalg.matrix_norm(jacobian.reshape(math.prod(b.shape), math.prod(a.shape)), 2))
     return torch.stack(found)

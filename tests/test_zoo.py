@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lipcert
 from lipcert.bounds import analyze
 from lipcert.certifier import METHODS, Certifier
-from lipcert.graph import capture, needed
+from lipcert.graph import needed, outline
 from lipcert.inputs.zoo import architectures
 
 # Architectures, shrunk where timm allows, that together use the operations below.
@@ -147,8 +147,8 @@ def test_the_bound_is_finite_and_above_every_slope_met(name: str, arguments: dic
 def test_the_cover_uses_the_operations_of_the_zoo() -> None:
     used: set[str] = set()
     for name, arguments in COVER.items():
-        model = load(name, arguments)
-        used |= {node.name for node in needed(capture(model, torch.rand(1, *model.input_size))).nodes}
+        model = lipcert.load(name, pretrained=False, **arguments).to("meta")
+        used |= {node.name for node in needed(outline(model, model.input_size)).nodes}
     assert used >= OPERATIONS, OPERATIONS - used
 
 
@@ -239,4 +239,4 @@ def test_every_method_that_is_claimed_certifies(
     assert radii["gloro"] <= radii["local"] * (1 + 1e-9)
     assert 0 < radii["lofast"] <= radii["anchored"] * 1.1  # norms are within 5 % of each other, or so
     assert not attack(model, image, radii["anchored"] * (1 - 1e-9))
-    assert any(attack(model, image, radii["anchored"] * 2**k) for k in range(1, 12))
+    assert any(attack(model, image, radii["anchored"] * 2**k) for k in range(11, 0, -1))

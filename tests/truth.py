@@ -108,7 +108,8 @@ def holds_or_refused(
         try:
             if model is None:
                 model = lipcert.load(shown, mean=(0.0,) * size[0], std=(1.0,) * size[0], input_size=size)
-            result = Certifier(model, eps=1e-3, method=method, dtype=dtype).run(images)
+            certifier = Certifier(model, eps=1e-3, method=method, dtype=dtype)
+            result = certifier.run(images)
         except LipcertError as refusal:
             line = str(refusal)
             assert line.isprintable(), line
@@ -118,7 +119,7 @@ def holds_or_refused(
         if method == "anchored":
             with contextlib.suppress(LipcertError):
                 gains_hold(Anchored(model), images[:1])
-        alone = Certifier(model, eps=1e-3, method=method, dtype=dtype).run(images[:1]).radius
+        alone = certifier.run(images[:1]).radius
         torch.testing.assert_close(alone, result.radius[:1], rtol=1e-3, atol=1e-12)
         for index in range(len(images)):
             radius, predicted = result.radius[index].item(), result.predicted[index].item()

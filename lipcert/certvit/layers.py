@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import timm.layers
 import torch
 from torch import Tensor, nn
 
@@ -165,7 +164,9 @@ def _is_plain(module: Holder) -> bool:
     if isinstance(module, L2Attention):
         return True
     if isinstance(module, nn.Linear):
-        return kind.forward in (nn.Linear.forward, timm.layers.Linear.forward)
+        from timm.layers import Linear  # not above: worker processes need no timm, which takes seconds to import
+
+        return kind.forward in (nn.Linear.forward, Linear.forward)
     return kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import timm.layers
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -26,7 +25,11 @@ Norm = Literal["keep", "project", "smooth", "lofast"]
 Activation = Literal["keep", "clipped-relu", "clipped-maxmin", "maxmin"]
 
 # Exact classes only: subclasses, such as timm's padded or standardised convolutions, may override ``forward``.
-_LINEAR = {nn.Linear: LipLinear, timm.layers.Linear: LipLinear, nn.Conv2d: LipConv2d}
+_LINEAR: dict[str, type[nn.Module]] = {
+    "torch.nn.modules.linear.Linear": LipLinear,
+    "timm.layers.linear.Linear": LipLinear,
+    "torch.nn.modules.conv.Conv2d": LipConv2d,
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Edit:
 
     def apply(self) -> Swapped:
         if self.new is None:
-            self.old.__class__ = _LINEAR[self.was]
+            self.old.__class__ = _LINEAR[class_name(self.old)]
         now = self.new or self.old
         swapped = Swapped(self.path, self.was.__name__, type(now).__name__)
         if self.after:
@@ -180,7 +183,7 @@ def plan(
             inside_new.update(module.modules())
         elif type(module) is nn.ReLU and activation != "keep":
             new = ACTIVATIONS[activation]().to(device).train(module.training)
-        elif type(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
+        elif class_name(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
             continue
         if new is None or module in places:
             edits.append(Edit(path, module, new, places.get(module, ()), after))
