@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -252,16 +252,37 @@ class Linearised:
         """N."""
         return len(self.nominal[0])
 
-    def remainder(self, deltas: Sequence[Tensor]) -> Tensor:
-        """R for deviations of the distinct operands, each of shape (several · N, *shape)."""
+    def evaluate(self, *operands: Tensor) -> Tensor:
+        """The operation on many values of its distinct operands, each of shape (several · N, *shape)."""
 
-        def evaluate(*operands: Tensor) -> Any:
+        def one(*operands: Tensor) -> Any:
             return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
 
-        function: Any = torch.vmap(evaluate)
-        nominal = tuple(repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True))
-        base, linear = torch.func.jvp(function, nominal, tuple(deltas))[:2]
-        moved: Tensor = function(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
+        results: Tensor = torch.vmap(one)(*operands)
+        return results
+
+    @cached_property
+    def jacobians(self) -> list[Tensor]:
+        """For each distinct operand the Jacobians at the nominal points, shape (N, entries, entries of the operand)."""
+        found = []
+        for place, value in enumerate(self.nominal):
+            basis = torch.eye(value[0].numel(), dtype=torch.float64).repeat_interleave(self.points, 0)
+            tangents = [torch.zeros(len(basis), *other.shape[1:], dtype=torch.float64) for other in self.nominal]
+            tangents[place] = basis.reshape(tangents[place].shape)
+            nominal = tuple(repeated(other, basis) for other in self.nominal)
+            columns = torch.func.jvp(self.evaluate, nominal, tuple(tangents))[1]
+            found.append(columns.reshape(-1, self.points, self.result[0].numel()).permute(1, 2, 0))
+        return found
+
+    def remainder(self, deltas: Sequence[Tensor]) -> Tensor:
+        """R for deviations of the distinct operands, each of shape (several · N, *shape)."""
+        nominal = [repeated(value, delta) for value, delta in zip(self.nominal, deltas, strict=True)]
+        base = self.evaluate(*nominal)
+        moved = self.evaluate(*(value + delta for value, delta in zip(nominal, deltas, strict=True)))
+        linear = torch.zeros_like(moved)
+        for jacobian, delta in zip(self.jacobians, deltas, strict=True):
+            columns = delta.reshape(-1, self.points, jacobian.shape[2])
+            linear = linear + torch.einsum("nij,snj->sni", jacobian, columns).reshape(moved.shape)
         return torch.where(moved == base, 0.0, moved - base) - linear  # masked entries are −∞
 
     def starts(self, radii: Sequence[float]) -> list[Tensor]:
