@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import lipcert
 from lipcert.bounds import MarginBounds, analyze
+from lipcert.certifier import Certifier
 from lipcert.cli import app
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
@@ -275,7 +276,7 @@ def test_matrices_are_views_of_all_weights() -> None:
         assert not any(p.any() for n, p in model.named_parameters() if p.dim() > 1 and "pos_embed" not in n)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([0.5, 1.0, 3.0]))
 def test_norms_are_held_part_by_part(seed: int, norm: float) -> None:
     torch.manual_seed(seed)
@@ -393,12 +394,23 @@ def plain(loader) -> lipcert.Model:
     return lipcert.finetune(vit(), loader * 2, loss="ce", epochs=2, lr=5e-3)
 
 
+def gloro_figures(model: lipcert.Model, digits) -> tuple[float, float]:
+    """The certified accuracy at 0.02, and the Lipschitz bound."""
+    certifier = Certifier(model, 0.02, "gloro")
+    return certifier.run(digits[0][:64], digits[1][:64]).certified_accuracy, certifier.bound.value
+
+
+@pytest.fixture(scope="module")
+def plain_figures(digits, plain) -> tuple[float, float]:
+    return gloro_figures(plain, digits)
+
+
 @pytest.mark.parametrize("loss", GLOBAL)
-def test_losses_with_the_bound_widen_gloro_radii(loss: str, digits, loader, plain) -> None:
-    model = lipcert.finetune(vit(), loader * 2, eps=0.2, loss=loss, epochs=2, lr=5e-3)
-    results = [lipcert.certify(m, digits[0][:64], digits[1][:64], eps=0.02, method="gloro") for m in (model, plain)]
-    assert results[0].certified_accuracy > results[1].certified_accuracy + 0.1
-    assert lipcert.lipschitz(model).value < lipcert.lipschitz(plain).value / 2
+def test_losses_with_the_bound_widen_gloro_radii(loss: str, digits, loader, plain_figures) -> None:
+    model = lipcert.finetune(vit(), loader, eps=0.2, loss=loss, epochs=2, lr=1e-2)
+    accuracy, bound = gloro_figures(model, digits)
+    assert accuracy > plain_figures[0] + 0.1
+    assert bound < plain_figures[1] / 2
 
 
 @pytest.mark.parametrize(

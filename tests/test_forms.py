@@ -211,13 +211,16 @@ def doubled(part: nn.Module | Map) -> nn.Module | Map:
 
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_written_out_is_as_good_as_named(channels_first: bool) -> None:
-    """The same radii to 1 % with every method; an attack finds nothing inside."""
+    """The same radii to 1 % with every method; an attack finds nothing inside. A form's rules are asked in full once."""
+    forms = set()
     for spelling, (name, written, named) in (CHANNELS_FIRST if channels_first else FORMS).items():
         one, other = network(written, channels_first), network(doubled(named), channels_first)
         torch.testing.assert_close(one(images()), other(images()), rtol=1e-6, atol=1e-6)
         assert found(one)[-1] == name, spelling
         best = torch.zeros(2, dtype=torch.float64)
-        for method in METHODS:
+        methods = ("anchored",) if name in forms else METHODS
+        forms.add(name)
+        for method in methods:
             radius = Certifier(one, 0.01, method).run(images()).radius
             expected = Certifier(other, 0.01, method).run(images()).radius
             assert (radius >= 0.99 * expected).all(), (spelling, method, radius, expected)

@@ -14,7 +14,8 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
-from lipcert.results import Tally, read_run
+from lipcert.results import Tally, certifier_for, read_run
+from lipcert.results import verify as verification
 from lipcert.results.verify import check_model, sample, verify
 
 EPS = "1e-6"
@@ -38,9 +39,23 @@ def certified(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def certifier_of():
+    """A certifier of the bundled model for each settings; what is verified is what is read and compared."""
+    made = {}
+
+    def of(model, settings):
+        if repr(settings) not in made:
+            made[repr(settings)] = certifier_for(model, settings)
+        return made[repr(settings)]
+
+    return of
+
+
 @pytest.fixture
-def results(certified, tmp_path, monkeypatch):
+def results(certified, certifier_of, tmp_path, monkeypatch):
     """A copy of them to change, and a function that verifies it."""
+    monkeypatch.setattr(verification, "certifier_for", certifier_of)
     monkeypatch.chdir(tmp_path)
     rows, summary = json.loads(json.dumps(certified))
 
