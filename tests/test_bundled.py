@@ -23,7 +23,7 @@ def bundled(count: int) -> tuple[Model, Batch]:
 
 @pytest.fixture(scope="module")
 def certified() -> tuple[Model, Batch, Certificates]:
-    model, batch = bundled(24)
+    model, batch = bundled(12)
     return model, batch, lipcert.certify(model, batch.images, batch.labels, eps=EPS)
 
 

@@ -95,10 +95,10 @@ def test_start_vectors_do_not_depend_on_the_batch(monkeypatch):
     monkeypatch.setattr("lipcert.bounds._masked.DENSE_SIDE", 0)
     monkeypatch.setattr("lipcert.bounds._masked._CHUNK", 1)
     certifier = Certifier(small(nn.ReLU()), 0.01, "local")
-    images = images_of(certifier.model, 3)
+    images = images_of(certifier.model, 2)
     whole = certifier.run(images)
     assert whole.rigor[0].startswith("probabilistic")
-    for part in ([0], [2, 1]):
+    for part in ([0], [1]):
         torch.testing.assert_close(certifier.run(images[part]).radius, whole.radius[part], rtol=1e-12, atol=0)
 
 

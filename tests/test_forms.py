@@ -211,7 +211,7 @@ def doubled(part: nn.Module | Map) -> nn.Module | Map:
 
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_written_out_is_as_good_as_named(channels_first: bool) -> None:
-    """The same radii to 1 % with every method; an attack finds nothing inside. A form's rules are asked in full once."""
+    """The same radii to 1 % with every method, of a form's other spellings by one; an attack finds nothing inside."""
     forms = set()
     for spelling, (name, written, named) in (CHANNELS_FIRST if channels_first else FORMS).items():
         one, other = network(written, channels_first), network(doubled(named), channels_first)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +103,6 @@ def test_the_shipped_table_speaks_of_what_surgery_does() -> None:
         edits, _ = plan(timm.create_model("vit_tiny_patch16_224"), attention="l2", norm="smooth")
     swapped = {(edit.was.__name__, type(edit.new).__name__) for edit in edits if edit.new is not None}
     assert swapped == {*known["vit_tiny_patch16_224"].attention, *known["vit_tiny_patch16_224"].norms}
-
-
-def test_own_architectures_are_listed_in_a_fresh_process() -> None:
-    code = "from lipcert.inputs.zoo import architectures; assert len(architectures('lipnext_*')) == 2"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_architecture_of_this_timm_is_answered_with_a_bound() -> None:

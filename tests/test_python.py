@@ -4,8 +4,10 @@ import dataclasses
 import html
 import inspect
 import json
+import os
 import subprocess
 import sys
+import textwrap
 import typing
 import warnings
 
@@ -104,11 +106,28 @@ def test_every_function_takes_a_module_of_timm(tmp_path) -> None:
     assert lipcert.constrain(tuned.net, pixels, 0.1, layers="head").recipe[-1]["step"] == "constrain"
 
 
-def test_modules_are_taken_in_a_fresh_process() -> None:
-    """Whatever is imported first."""
-    code = "import lipcert, timm; print(type(lipcert.convert(timm.create_model('test_vit'))).__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "Model\n", done.stderr
+REGISTERED = "assert timm.is_model('liresnet_l6w128') and timm.is_model('certvit_cifar10')"
+FIRST = (
+    f"import timm, lipcert.networks; {REGISTERED}",
+    f"import lipcert; lipcert.load; import timm; {REGISTERED}",
+    "from lipcert.inputs.zoo import architectures; assert len(architectures('lipnext_*')) == 2",
+    "import lipcert, timm; assert type(lipcert.convert(timm.create_model('test_vit'))) is lipcert.Model",
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_it_does_not_matter_what_is_imported_first() -> None:
+    """Each in a fork of a process that has imported torch and timm, which take seconds, and nothing of lipcert."""
+    code = """
+        import os, sys, torch, timm
+        assert "lipcert" not in sys.modules
+        for first in sys.argv[1:]:
+            if not (child := os.fork()):
+                exec(first)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0, first
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), *FIRST], check=True)
 
 
 def test_a_plain_module_is_named_by_every_function(images) -> None:

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from torch.nn.utils.parametrize import register_parametrization
 
 import lipcert
+from lipcert.attacks import PGD
 from lipcert.bounds import Bound, Estimate
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.networks._parts import NormalizedLinear
@@ -179,7 +180,7 @@ def test_the_gradient_of_a_linear_residual_network_is_exact() -> None:
     model = lipcert.load("liresnet_l6w64", pretrained=False, **arguments).double()
     assert model.net.head.weight.shape == (10, 8)
     net = model.net
-    bound = settled(model, 2000)
+    bound = settled(model, 500)
 
     def norm(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
         basis = torch.eye(torch.Size(shape).numel()).double().reshape(-1, *shape)
@@ -331,5 +332,5 @@ def test_sdp_based_lipschitz_layers_train_and_certify(first: Callable[[], nn.Mod
         assert gains
         assert max(gains) <= 1e-6
     for method in ("gloro", "anchored"):
-        result = lipcert.certify(model, images, labels, eps=0.05, method=method, attack="pgd")
+        result = lipcert.certify(model, images, labels, eps=0.05, method=method, attack=PGD(steps=20, restarts=1))
         assert (result.radius > 0).all()
