@@ -28,7 +28,7 @@ heads share, or a position bias that depends on the image.
 def page() -> str:
     """The page as Markdown."""
     replaced = ((name, form.now) for name, form in ATTENTIONS.items())
-    maps = ((f"{cls.__module__}.{cls.__qualname__}", new.__name__) for cls, new in _LINEAR.items())
+    maps = ((name, new.__name__) for name, new in _LINEAR.items())
     projected = ((name, " or ".join(f"`{kind}`" for kind in _projections(how))) for name, how in NORMS.items())
     return "\n".join(
         [
