@@ -137,10 +137,6 @@ def test_methods_beyond_the_time_are_skipped_with_an_estimate():
     assert not Certifier(model, 0.01).skipped
     reason = Certifier(model, 0.01, time=1e-9).skipped["local"]
     assert reason.startswith("it would take about")
-    # products with Jacobians are slower than passes of the same operations, so the same work takes longer
-    methods = Certifier(curved(2), 0.01).methods
-    assert methods["anchored"].seconds == pytest.approx(3e-10 * methods["anchored"].work)
-    assert methods["gloro"].seconds == 1e-10 * methods["gloro"].work
 
 
 @pytest.mark.parametrize("time", [0, -1.0, math.inf, math.nan, "soon"])

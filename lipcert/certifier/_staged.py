@@ -27,9 +27,9 @@ from lipcert.settings import FACTS, STAGED
 CLASSES: Mapping[str, type[Method]] = {
     kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, LoFASTPaper, AnchoredMethod)
 }
-# Where the norms of a linearised method take too long, so much of the time is spent on some of them, in operations a
-# second.
-_INSTEAD = Method.rate / 20
+# A linearised method computes all its norms if they need at most the first share of the time for an image; otherwise
+# some of them in the second share, and products bound the others, which changes few verdicts.
+_ALL_NORMS, _SOME_NORMS = 1 / 8, 1 / 50
 
 
 @dataclass
@@ -81,9 +81,8 @@ def prepare(subject: Subject) -> Methods:
             continue
         else:
             try:
-                limits = (
-                    (settings.time * kind.rate, settings.time * _INSTEAD) if issubclass(kind, LinearisedMethod) else ()
-                )
+                work = settings.time * kind.rate
+                limits = (work * _ALL_NORMS, work * _SOME_NORMS) if issubclass(kind, LinearisedMethod) else ()
                 method = kind(subject, budget, *limits)
             except (UnsupportedOperation, InputError) as error:
                 if settings.at is not None:
