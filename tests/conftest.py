@@ -137,37 +137,46 @@ def check_contract(
 
 
 def attack(
-    logits: Callable[[Tensor], Tensor], image: Tensor, radius: float, steps: int = 30, starts: int = 2, seed: int = 0
+    logits: Callable[[Tensor], Tensor],
+    images: Tensor,
+    radius: float | Tensor,
+    steps: int = 30,
+    starts: int = 2,
+    seed: int = 0,
 ) -> bool:
-    """Whether projected gradient descent finds another prediction within an ℓ2 ball, or on its surface.
+    """Whether projected gradient descent finds another prediction within an ℓ2 ball of an image, or on its surface.
 
     The perturbed image need not stay in the box where the bound does not depend on it; here it is clamped, for what is
     certified are perturbations of images that stay images.
     """
     generator = torch.Generator().manual_seed(seed)
-    predicted = logits(image).argmax(1)
+    predicted = logits(images).argmax(1)
+    each = [-1, *[1] * (images.dim() - 1)]
+    sizes = torch.as_tensor(radius, dtype=images.dtype).reshape(each)
+
+    def length(delta: Tensor) -> Tensor:
+        return delta.flatten(1).norm(dim=1).clamp_min(1e-300).reshape(each)
 
     def project(delta: Tensor) -> Tensor:
-        delta = delta * min(1.0, radius / max(delta.norm().item(), 1e-300))
-        return (image + delta).clamp(0, 1) - image  # the image is in the box, so this does not lengthen delta
+        delta = delta * (sizes / length(delta)).clamp(max=1)
+        return (images + delta).clamp(0, 1) - images  # the images are in the box, so this does not lengthen delta
 
     for start in range(starts):
-        delta = torch.zeros_like(image)
+        delta = torch.zeros_like(images)
         if start:
-            delta = project(torch.randn(image.shape, generator=generator, dtype=image.dtype) * radius)
+            delta = project(torch.randn(images.shape, generator=generator, dtype=images.dtype) * sizes)
         for _ in range(steps):
             delta.requires_grad_()
-            out = logits(image + delta)
+            out = logits(images + delta)
             if (out.argmax(1) != predicted).any():
                 return True
             others = out.scatter(1, predicted[:, None], -torch.inf)
             margin = out.gather(1, predicted[:, None]).squeeze(1) - others.amax(1)
             (slope,) = torch.autograd.grad(margin.sum(), delta)
-            length = slope.norm()
-            if not length > 0:
+            if not slope.norm() > 0:
                 break
-            delta = project(delta.detach() - 2.5 * radius / steps * slope / length)
-        if (logits(image + delta.detach()).argmax(1) != predicted).any():
+            delta = project(delta.detach() - 2.5 * sizes / steps * slope / length(slope))
+        if (logits(images + delta.detach()).argmax(1) != predicted).any():
             return True
     return False
 

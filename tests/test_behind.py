@@ -130,7 +130,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_radii_hold(name: str) -> None:
     torch.manual_seed(sum(map(ord, name)))
-    found = holds_or_refused(scaled(NETWORKS[name](), 1.5), SIZE, methods=("anchored", "staged"), starts=4)
+    methods = ("anchored", "staged") if name in ("convolutions", "kink behind", "around") else ("anchored",)
+    found = holds_or_refused(scaled(NETWORKS[name](), 1.5), SIZE, methods=methods, starts=4)
     for radius in found.values():
         assert isinstance(radius, Tensor)
         assert bool((radius > 0).any())
