@@ -43,8 +43,8 @@ def vit(norm="smooth", depth=1):
 def convolutions():
     """Its second convolution is too large to be written out."""
     torch.manual_seed(1)
-    layers = (nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten())
-    net = nn.Sequential(*layers, nn.Linear(1024, 3))
+    layers = (nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten())
+    net = nn.Sequential(*layers, nn.Linear(512, 3))
     return lipcert.load(net.eval(), mean=(0.2,), std=(0.5,), input_size=(1, 8, 8)).double()
 
 

@@ -60,10 +60,10 @@ def test_images_and_labels_in_every_form(model, images, expected) -> None:
 
 
 def test_models_in_every_form(model, images, expected) -> None:
-    assert torch.equal(lipcert.certify(torch.compile(model), images, **GLORO).radius, expected.radius)
+    assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
     with torch.inference_mode():
-        inside = lipcert.certify(lipcert.load("bundled"), images + 0, eps=np.float32(0.1))
-    assert torch.equal(inside.radius, lipcert.certify(model, images, eps=np.float32(0.1)).radius)
+        inside = lipcert.certify(lipcert.load("bundled"), images[:1] + 0, eps=np.float32(0.1))
+    assert torch.equal(inside.radius, lipcert.certify(model, images[:1], eps=np.float32(0.1)).radius)
     assert type(inside.eps) is float
 
 
