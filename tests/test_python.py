@@ -61,10 +61,19 @@ def test_images_and_labels_in_every_form(model, images, expected) -> None:
 
 def test_models_in_every_form(model, images, expected) -> None:
     assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
+
+
+def test_networks_are_loaded_in_inference_mode(images) -> None:
+    def network() -> lipcert.Model:
+        torch.manual_seed(0)
+        sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "num_heads": 2, "depth": 1, "num_classes": 10}
+        return lipcert.load("vit_tiny_patch16_224", pretrained=False, **sizes)
+
     with torch.inference_mode():
-        inside = lipcert.certify(lipcert.load("bundled"), images[:1] + 0, eps=np.float32(0.1))
-    assert torch.equal(inside.radius, lipcert.certify(model, images[:1], eps=np.float32(0.1)).radius)
+        inside = lipcert.certify(network(), images[:2] + 0, eps=np.float32(0.01))
     assert type(inside.eps) is float
+    assert {*inside.method} == {"anchored"}
+    assert torch.equal(inside.radius, lipcert.certify(network(), images[:2], eps=np.float32(0.01)).radius)
 
 
 @pytest.mark.parametrize(
