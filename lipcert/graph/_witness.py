@@ -23,7 +23,9 @@ a branch taken only at the thousandth call).
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
-from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, memory_of, same
+from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, same
 from lipcert.graph._passes import passed
 from lipcert.numerics import RealArithmetic, is_out_of_memory, matmul_precision, random_states, without_cudnn
 
@@ -122,7 +124,8 @@ class _Kernels(TorchDispatchMode):
         for tensor in (*module.parameters(), *module.buffers()):
             self.weights.add(tensor)
         self.generator = torch.Generator().manual_seed(0)
-        self.held = {memory_of(tensor)[:1]: tensor for tensor in (*module.parameters(), *module.buffers())}
+        held = (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.layout == torch.strided)
+        self.held = {tensor.untyped_storage()._cdata for tensor in held}
         self.dependent = dependent
         self.stack = stack
         self.precision = matmul_precision()
@@ -155,7 +158,7 @@ class _Kernels(TorchDispatchMode):
         return tree_map(marked, outcome)
 
     def is_held(self, tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and memory_of(tensor)[:1] in self.held
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.held
 
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,7 +168,7 @@ class _Kernels(TorchDispatchMode):
             self.problem(f"{kernel}, which is not an operation on tensors")
             return kernel(*args, **kwargs)
         name = kernel.__name__.split(".")[0]
-        leaves = tree_leaves((args, kwargs))
+        leaves = _leaves((*args, *kwargs.values()))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         touched = [tensor for tensor in tensors if tensor in self.dependent]
         if (
@@ -189,11 +192,11 @@ class _Kernels(TorchDispatchMode):
             if touched:
                 self.problem(f"{name}, which raises an error for some values")
             raise
-        written = [leaf for leaf in tree_leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in _leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
         if any(self.is_held(tensor) for tensor in written):
             self.problem(f"{name}, which writes to a parameter or buffer")
         if touched:
-            results = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+            results = [leaf for leaf in _leaves(outcome) if isinstance(leaf, Tensor)]
             if any(tensor.layout != torch.strided for tensor in results):
                 self.problem(f"{name}, whose result is not a dense tensor")
             for tensor in (*results, *written):
@@ -232,6 +235,11 @@ class _Functions(TorchFunctionMode):
             self.kernels.widening = False
 
 
+def _leaves(tree: Any) -> list[Any]:
+    """What stands in the lists and tuples of a kernel's arguments or results."""
+    return [leaf for part in tree for leaf in _leaves(part)] if isinstance(tree, (list, tuple)) else [tree]
+
+
 def _draws_nothing(kernel: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name not in _DROPPING:
         return False
@@ -254,20 +262,23 @@ def _in(tensor: Any, tensors: list[Tensor]) -> bool:
     return any(tensor is other for other in tensors)
 
 
-def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that a kernel writes to."""
+@functools.cache
+def _parameters(kernel: Any) -> dict[str, bool]:
+    """A kernel's parameters, and whether its schema says that it writes to them; {} if it writes to none."""
     parameters = kernel._schema.arguments
     if not kernel._schema.is_mutable and not any(parameter.name in _STATISTICS for parameter in parameters):
+        return {}
+    return {p.name: p.alias_info is not None and p.alias_info.is_write for p in parameters}
+
+
+def _written(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a kernel writes to."""
+    parameters = _parameters(kernel)
+    if not parameters:
         return []
-    values = {parameter.name: kwargs.get(parameter.name) for parameter in parameters} | dict(
-        zip((parameter.name for parameter in parameters), args, strict=False)
-    )
+    values = {name: kwargs.get(name) for name in parameters} | dict(zip(parameters, args, strict=False))
     updated = _STATISTICS if values.get("training", kernel.__name__ not in _KEEPING_STATISTICS) else ()
-    return [
-        values[parameter.name]
-        for parameter in parameters
-        if parameter.name in updated or (parameter.alias_info is not None and parameter.alias_info.is_write)
-    ]
+    return [values[name] for name, writes in parameters.items() if writes or name in updated]
 
 
 def write_count(tensor: Tensor) -> int:
@@ -540,7 +551,7 @@ def _tensors_held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All (attribute path, tensor) pairs that the module's parts hold."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name != "_modules":
+            if name != "_modules" and not _is_empty(value):
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, Tensor):
                         yield f"{path}.{name}".strip("."), leaf
@@ -552,12 +563,17 @@ def _state(module: nn.Module) -> dict[str, Any]:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name != "_modules":
-                leaves = [_number(leaf) for leaf in tree_leaves(value) if _counts(leaf)]
+                leaves = [] if _is_empty(value) else [_number(leaf) for leaf in tree_leaves(value) if _counts(leaf)]
                 state[f"{path}.{name}"] = leaves[:1000]
         state[path] = type(part), *(len(hooks) for hooks in _hooks(part))
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             state[f"{path}.{name}"] = (id(tensor), write_count(tensor))
     return state
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is a dictionary without entries, as most attributes of a module are: its hooks."""
+    return type(value) in (dict, OrderedDict) and not value
 
 
 def _hooks(module: nn.Module) -> list[Any]:
