@@ -170,7 +170,7 @@ def test_the_constant_is_at_least_every_quotient_and_jacobian(name: str) -> None
         x = torch.rand(SIZE, dtype=torch.float64)
         y = (x + scale * torch.randn_like(x)).clamp(0, 1)
         assert (value(x) - value(y)).norm() <= constant * (x - y).norm() * (1 + 1e-12)
-        jacobian = torch.autograd.functional.jacobian(value, x).reshape(-1, x.numel())
+        jacobian = torch.autograd.functional.jacobian(value, x, vectorize=True).reshape(-1, x.numel())
         assert torch.linalg.matrix_norm(jacobian, 2) <= constant * (1 + 1e-12)
 
 

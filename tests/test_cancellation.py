@@ -440,7 +440,9 @@ def test_sums_have_no_more_terms_than_counted(name: str) -> None:
             ) -> Tensor:
                 return run((node,), {**fixed, operand: x})[node]
 
-            matrix = torch.autograd.functional.jacobian(single, fixed[operand]).reshape(node.entries, operand.entries)
+            matrix = torch.autograd.functional.jacobian(single, fixed[operand], vectorize=True).reshape(
+                node.entries, operand.entries
+            )
             gain, kappa = schur_bounds(answer, node, place, values)
             terms = max((matrix != 0).sum(0).max().item(), (matrix != 0).sum(1).max().item())
             assert torch.linalg.matrix_norm(matrix.abs(), 2).item() <= gain * (1 + 1e-12)

@@ -302,7 +302,7 @@ def test_every_form_of_a_masked_norm_bounds_the_dense_truth(
     graph = capture(layer, example)
     core = core_of(graph.output)
     assert core is not None
-    dense = torch.autograd.functional.jacobian(layer, example).reshape(-1, example.numel())
+    dense = torch.autograd.functional.jacobian(layer, example, vectorize=True).reshape(-1, example.numel())
     outer = torch.rand(4, *graph.output.shape).double().round() * 2
     inner = torch.rand(4, *example.shape).double().round()
     inner[3] = 0
@@ -354,7 +354,7 @@ def test_local_constants_bound_jacobians_and_grow_to_the_global_bound(net: Model
         last = found
         for n in range(2):
             point = points(net, images[n], max(radius, 1e-9))[12:13]
-            jacobian = torch.autograd.functional.jacobian(net, point).reshape(10, -1)
+            jacobian = torch.autograd.functional.jacobian(net, point, vectorize=True).reshape(10, -1)
             assert torch.linalg.matrix_norm(jacobian, 2) <= found[n]
         predicted = net(images).argmax(1)
         constants = local.constants(images, predicted, torch.full((2,), radius))
@@ -447,7 +447,9 @@ def test_large_operators_are_probabilistic_unless_that_is_forbidden() -> None:
     eps = torch.full((2,), 0.01)
     exact = torch.stack(
         [
-            torch.linalg.matrix_norm(torch.autograd.functional.jacobian(net, image[None]).reshape(10, -1), 2)
+            torch.linalg.matrix_norm(
+                torch.autograd.functional.jacobian(net, image[None], vectorize=True).reshape(10, -1), 2
+            )
             for image in images
         ]
     )

@@ -249,7 +249,7 @@ def test_constants_and_factors_bound_jacobians(name: str) -> None:
             def value(x: Tensor) -> Tensor:
                 return run(path, {first: x.reshape(values[first][0].shape)})[last].flatten()
 
-            return torch.autograd.functional.jacobian(value, values[first][place].flatten())
+            return torch.autograd.functional.jacobian(value, values[first][place].flatten(), vectorize=True)
 
         for place in range(3):
             if layer.start is not network.source:
