@@ -108,8 +108,9 @@ def flips(exact: Callable[[list[Fraction]], Fraction], x: Tensor, radius: float,
 def test_no_exact_network_flips_within_its_radius(name: str, method: str) -> None:
     computed, exact = HARMED[name]
     for rigor in ("probabilistic", "deterministic") if method in ("lofast", "anchored") else ("probabilistic",):
+        certifier = Certifier(model(computed), 0.1, method, rigor=rigor)
         for pixels in (PIXELS, (0.9, 0.1, 0.35, 0.6)):
-            found = Certifier(model(computed), 0.1, method, rigor=rigor).run(image(pixels))
+            found = certifier.run(image(pixels))
             if found.radius.item() > 0:
                 assert not flips(exact, image(pixels), found.radius.item(), int(found.predicted.item()))
 
