@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from lipcert.graph import Node, capture
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import BUNDLED
 from lipcert.model import Model
-from lipcert.roundoff import DTYPES, REAL, Format, Roundoff
+from lipcert.norms import conv_norm, dense_norm
+from lipcert.roundoff import DTYPES, REAL, Format, Roundoff, error_norm
 from lipcert.roundoff._constants import computed_error
 from lipcert.roundoff._roundoff import _has_rounding_rule
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin, SmoothProject
@@ -328,6 +330,30 @@ def conv_net() -> Model:
     return wrapped(nn.Sequential(*layers), (3, 8, 8))
 
 
+class Shrinking(nn.Module):
+    """x + Wx with W near −0.9: the sum has a tenth of the norm of its parts."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+        with torch.no_grad():
+            self.layer.weight *= 0.1
+            middle = self.layer.weight if self.layer.weight.dim() == 2 else self.layer.weight[:, :, 1, 1]
+            middle.diagonal().sub_(0.9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+def residual_net() -> Model:
+    torch.manual_seed(5)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1), *(Shrinking(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(3)), nn.ReLU(),
+        nn.Flatten(), nn.Linear(512, 16), Shrinking(nn.Linear(16, 16)), nn.Linear(16, 4),
+    ]  # fmt: skip
+    return wrapped(nn.Sequential(*layers), (3, 8, 8))
+
+
 def vit() -> Model:
     torch.manual_seed(3)
     model = lipcert.load(
@@ -392,7 +418,7 @@ def around(model: Model, images: Tensor, radius: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("build", [mlp, conv_net], ids=["mlp", "conv"])
+@pytest.mark.parametrize("build", [mlp, conv_net, residual_net], ids=["mlp", "conv", "residual"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_margins_of_the_deployed_network_stay_within_the_bound(build: Callable[[], Model], name: str) -> None:
     model = build()
@@ -415,6 +441,46 @@ def test_margins_of_the_deployed_network_stay_within_the_bound(build: Callable[[
     if name == "float32":
         assert tau.max() <= 1e4 * worst.max()
         assert tau.max() < 1e-3
+
+
+@pytest.mark.parametrize("format", ["float32", REAL], ids=["float32", "real"])
+def test_errors_at_the_input_of_a_residual_block_count_with_the_norm_of_the_sum(format: Any) -> None:
+    """An error of the first layer is carried through the blocks; a branch that is read again counts by itself."""
+    model, images = residual_net(), torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+    bound, zero = Roundoff(model, format), torch.zeros(2).double()
+    assert len(bound.gains.residuals) == 4
+    errors, local = bound._errors(images, zero)
+    for v, (u, w) in bound.gains.residuals.items():
+        assert v.operands == (u, w)
+        assert w.operands == (u,)
+        weight = model.get_submodule(w.path).weight.detach()
+        norm = float(dense_norm(weight) if weight.dim() == 2 else conv_norm(weight, (8, 8), padding=1))
+        assert float(bound.gains.values[v].map.norm) < norm
+        assert (errors[v] >= error_norm(local[v]) + error_norm(local[w])).all()
+        assert (errors[w] >= norm * errors[u]).all()
+    tau = bound.margins(images, torch.zeros(2).long(), zero)
+    bound.gains.residuals = {}
+    assert (2 * tau[:, 1:] < bound.margins(images, torch.zeros(2).long(), zero)[:, 1:]).all()
+
+
+@pytest.mark.parametrize("change", ["twice", "returned", "scaled", "other"])
+def test_other_sums_are_no_residual_blocks(change: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.flatten(1)
+            y = self.layer(x)
+            if change == "twice":
+                return x + y + 2 * y
+            if change == "returned":
+                return torch.cat((y, x + y), 1)
+            return torch.add(x, y, alpha=2) if change == "scaled" else x.flip(1) + y
+
+    model = wrapped(nn.Sequential(Block(), nn.Linear(32 if change == "returned" else 16, 3)), (1, 4, 4))
+    assert Roundoff(model, "float32").gains.residuals == {}
 
 
 NETWORKS = {

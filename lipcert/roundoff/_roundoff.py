@@ -5,6 +5,11 @@ of :mod:`lipcert.bounds`. With L the Lipschitz constants of f_v in its operands,
 
     ‖ĥ_v − h_v‖ ≤ Σ_operands L ‖ĥ_u − h_u‖ + ‖e_v‖.
 
+In a residual block x + Wx the errors of x move both, so that instead of 1 + ‖W‖ the norm of I + W counts: for v = u + w
+with w = Wu,
+
+    ‖ĥ_v − h_v‖ ≤ ‖I + W‖ ‖ĥ_u − h_u‖ + ‖e_w‖ + ‖e_v‖.
+
 The constants L come from the rules of the global analysis. These hold while the operands stay in their ranges over the
 image box. Here the ranges are widened by an eighth, and the bound is ∞ if a rounding error leaves the widened range.
 The rules' constants hold for any two points of their region, not only for values of two images: each bounds the
@@ -14,6 +19,7 @@ operation's difference quotient, or its derivative on a convex set, from the ran
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -55,6 +61,7 @@ class Gains:
 
     Attributes:
         values: the global bounds of every node.
+        residuals: u and w of the sums u + w with w = Wu, where the norm of I + W is known and only the sum reads w.
         format: the deployed format, with the constants that the network computes.
 
     Raises:
@@ -63,6 +70,8 @@ class Gains:
 
     def __init__(self, graph: Graph, model: Model, fmt: Format):
         self.values = global_values(graph)
+        self.residuals = self._residuals(graph)
+        self._branches = {w: v for v, (_, w) in self.residuals.items()} if fmt == REAL else {}
         self._gains: dict[Node, dict[Node, float]] = {}
         stored = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
@@ -88,6 +97,19 @@ class Gains:
         if missing:
             raise UnsupportedOperation(missing, "rounding")
 
+    def _residuals(self, graph: Graph) -> dict[Node, tuple[Node, Node]]:
+        readers = Counter(u for node in graph.nodes for u in dict.fromkeys(node.operands))
+        readers[graph.output] += 1
+        residuals = {}
+        for node in graph.nodes:
+            if node.op != "add" or len(node.operands) != 2 or node.kwargs.get("alpha", 1) != 1:
+                continue
+            for u, w in (node.operands, node.operands[::-1]):
+                of_u = self.values[node].base is self.values[w].base is self.values[u]
+                if of_u and w.operands == (u,) and readers[w] == 1 and not passes(w):
+                    residuals[node] = u, w
+        return residuals
+
     def widened(self, node: Node, lip: Number) -> Value:
         """The widened ranges of a value, with another Lipschitz constant."""
         value = self.values[node]
@@ -111,6 +133,8 @@ class Gains:
             return 1.0
         value = self.values[node]
         if value.base is self.values[operand] and value.map is not None and len(set(node.operands)) == 1:
+            if (total := self._branches.get(node)) is not None:
+                return float(self.values[total].map.norm + 1)  # ‖W‖ ≤ ‖I + W‖ + 1 suffices for the size of an operand
             return float(value.map.norm)
 
         def value_of(u: Node) -> Value:
@@ -258,8 +282,11 @@ class Roundoff:
         errors = {self.graph.input: zero}
         local: dict[Node, Tensor] = {}
         for node in self.graph.nodes[1:]:
-            gains = self.gains.of(node)
-            error = sum((_times(gain, errors[u]) for u, gain in gains.items()), zero)
+            if (residual := self.gains.residuals.get(node)) is not None:
+                u, w = residual
+                error = _times(float(self.gains.values[node].map.norm), errors[u]) + error_norm(local[w])
+            else:
+                error = sum((_times(gain, errors[u]) for u, gain in self.gains.of(node).items()), zero)
             if not passes(node):
                 operands = [self._operand(u, nominal[u], radius, errors[u]) for u in node.operands]
                 local[node] = local_error(node, operands, self.gains.format)
@@ -273,7 +300,7 @@ class Roundoff:
         value = self.gains.values[node]
         if self.format == REAL:  # the nominal values have errors of the same bound
             error = 2 * error
-        moved = _times(float(value.lip), radius) + error
+        moved = error + (_times(float(value.lip), radius) if bool((radius > 0).any()) else 0.0)
         return Operand(nominal, moved, torch.full_like(radius, float(value.magnitude)) + error)
 
 

@@ -307,6 +307,14 @@ class Jacobians:
         blocks[down[row] * wide + across[column] % wide] = value
         return JacobianMatrix(blocks.reshape(1, -1, high, wide), groups, value.new_zeros(1))
 
+    def constant(self, a: Node, u: Node, values: Values) -> JacobianMatrix:
+        """G(a → u) for an affine path, from the values at one image."""
+        if (a, u) not in self.constants:
+            matrix = self._sparse(a, u, values)
+            self.constants[a, u] = self.matrices([(a, u)], values)[a, u] if matrix is None else matrix
+            self.groups[a, u] = self.constants[a, u].groups
+        return self.constants[a, u]
+
     def _filled(self, a: Node, b: Node, values: Values) -> tuple[Tensor, Tensor, Tensor] | None:
         """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many.
 
@@ -695,7 +703,7 @@ def _reading_apart(
         among those of the part; None if they are too many.
     """
     parts: list[tuple[list[Tensor], list[int]]] = []
-    taken: list[Tensor] = []
+    taken: Tensor | None = None  # whether a column is read in a part, shape (parts, columns)
     for some in torch.arange(len(groups), device=groups.device).split(TOGETHER):
         marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
         marked.scatter_(2, groups[some][:, None], math.nan)
@@ -704,13 +712,14 @@ def _reading_apart(
             most -= len(columns)
             if most < 0:
                 return None
-            part = next((i for i, other in enumerate(taken) if not bool(other[columns].any())), len(parts))
-            if part == len(parts):
+            taken = reads.new_zeros(0, len(reads)) if taken is None else taken
+            free = (~taken[:, columns].any(1)).nonzero()[:, 0].tolist()
+            if not free:
+                free, taken = [len(parts)], torch.cat((taken, torch.zeros_like(reads)[None]))
                 parts.append(([], []))
-                taken.append(torch.zeros_like(reads))
-            taken[part][columns] = True
-            parts[part][0].append(columns)
-            parts[part][1].append(group)
+            taken[free[0], columns] = True
+            parts[free[0]][0].append(columns)
+            parts[free[0]][1].append(group)
     return [
         (
             torch.tensor(members, device=groups.device),

@@ -50,9 +50,7 @@ class Written:
         """G(a → b), with the rows in the order of the value of which b is a rearrangement."""
         by, u = self.jacobians, self.jacobians.network.root(b)
         if by.network.affine_path(a, u):
-            if (a, u) not in by.constants:
-                by.constants |= by.matrices([(a, u)], {node: value[:1] for node, value in self.values.items()})
-            return by.constants[a, u]
+            return by.constant(a, u, {node: value[:1] for node, value in self.values.items()})
         if (a, u) not in self._matrices:
             pairs = {(a, u)} if self._matrices else {(a, u), *self._shared()}
             self._matrices |= by.matrices(pairs - self._matrices.keys(), self.values)
