@@ -82,6 +82,8 @@ _EXPENSIVE = 2e9
 # Tori are twisted up to this multiple of (e_max − e_min)/g; beyond it that gains less than a third of a percent per
 # dimension.
 _SMALL = 20
+# If frequencies are expensive, twists have to lower the square of the norm to this share.
+_WORTHWHILE = 0.99
 
 
 def _estimate(
@@ -331,10 +333,14 @@ def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
     grids = [_half(grid, twists, taps.device) for twists in _twists(axes, grid)]
     grids = grids if twisted else grids[:1]
     estimates = _estimates(at, grids, grid, length) if rows > 1 else [0.0] * len(grids)
+    order = sorted(range(len(grids)), key=estimates.__getitem__)
+    if math.prod(grid) * groups * rows**3 >= _EXPENSIVE:
+        least = estimates[order[0]]
+        order = [i for i in order if i == 0 or (i == order[0] and least < _WORTHWHILE * estimates[0])]
     best = Upper(math.inf)
-    for estimate, points in sorted(zip(estimates, grids, strict=True), key=lambda pair: pair[0]):
-        if estimate < float(best * best):
-            best = min(best, largest_norm(map(at, points.split(length)), error, estimate))
+    for i in order:
+        if estimates[i] < float(best * best):
+            best = min(best, largest_norm(map(at, grids[i].split(length)), error, estimates[i]))
     return best * correction
 
 

@@ -47,7 +47,7 @@ from torch import Tensor
 from lipcert.norms._estimate import estimate_largest, estimates
 from lipcert.numerics import INFLATE, UNIT, Upper
 
-CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**25}
+CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**26}
 _SLACK = 1e-5
 _ATTEMPTS = 8
 # For larger matrices the largest eigenvalue is estimated by Lanczos, if that suffices.
