@@ -646,3 +646,10 @@ def test_torchscript_is_refused_and_compiled_modules_are_taken_for_what_they_wer
         loaded(net)
     net = Kept()
     assert loaded(torch.compile(net, backend="eager")).net is net
+
+
+def test_modules_without_gradients_are_refused():
+    with torch.inference_mode():
+        net = Kept()
+    with pytest.raises(InputError, match=r"made in torch.inference_mode\(\)"):
+        loaded(net)

@@ -244,6 +244,8 @@ def _wrap(
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{path} of {label}" if path else label
             raise InputError(f"{what} is TorchScript, which hides its operations; give the module it was made of")
+    if any(tensor.is_inference() for tensor in (*net.parameters(), *net.buffers())):
+        raise InputError(f"{label} was made in torch.inference_mode(), so it has no gradients; make it outside")
     check_finite(net, origin)
     if getattr(net, "num_classes", None) == 0 and not features:
         raise InputError(f"{label} has no classifier (num_classes is 0), hence no logits to certify; give num_classes=")

@@ -300,7 +300,7 @@ class Roundoff:
         value = self.gains.values[node]
         if self.format == REAL:  # the nominal values have errors of the same bound
             error = 2 * error
-        moved = error + (_times(float(value.lip), radius) if bool((radius > 0).any()) else 0.0)
+        moved = error + (_times(float(value.lip), radius) if bool((radius != 0).any()) else 0.0)
         return Operand(nominal, moved, torch.full_like(radius, float(value.magnitude)) + error)
 
 
