@@ -12,7 +12,7 @@ import torch
 import typer
 
 from lipcert.attacks import PGD, Attack, AutoAttack
-from lipcert.certifier import Certifier, Method, triage
+from lipcert.certifier import Certifier, Method, duration, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.data import Images, open_images
@@ -327,7 +327,7 @@ def _show_methods(certifier: Certifier, memory: float | None) -> None:
     """Prints the estimated time and memory of each method, and why others are skipped."""
     passes = _PASSES * certifier.subject.flops / Method.rate
     costs = [
-        f"{name} {'up to ' if method.work else ''}{_duration(passes + method.seconds)}, {in_bytes(method.memory)}"
+        f"{name} {'up to ' if method.work else ''}{duration(passes + method.seconds)}, {in_bytes(method.memory)}"
         for name, method in certifier.methods.items()
     ]
     say(f"estimated per image: {'; '.join(costs)}; images at once: at most {certifier.together}")
@@ -338,10 +338,6 @@ def _show_methods(certifier: Certifier, memory: float | None) -> None:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         say(f"note: {', '.join(names)} skipped: {reason}; force with --method")
-
-
-def _duration(seconds: float) -> str:
-    return "< 0.1 s" if seconds < 0.1 else f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:

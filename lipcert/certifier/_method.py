@@ -69,6 +69,13 @@ def forward_pass(model: Model, analysis: Analysis) -> tuple[float, float]:
     return float(counter.get_total_flops()), float(size)
 
 
+def duration(seconds: float) -> str:
+    """An estimate of a time, in words."""
+    if seconds < 100:
+        return "< 0.1 s" if seconds < 0.1 else f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
+
+
 class Method(ABC):
     """A certificate of a network: the constructor prepares it once, :meth:`radius` certifies batches of images.
 

@@ -18,7 +18,7 @@ from lipcert.certifier._gloro import GloRo
 from lipcert.certifier._local import LocalMethod
 from lipcert.certifier._lofast import LoFASTMethod
 from lipcert.certifier._lofast_paper import LoFASTPaper
-from lipcert.certifier._method import Method, Subject
+from lipcert.certifier._method import Method, Subject, duration
 from lipcert.certifier._triage import too_loose
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Budget, Ledger
@@ -90,7 +90,7 @@ def prepare(subject: Subject) -> Methods:
                 methods.skipped[name] = str(error)
                 continue
             if method.seconds > settings.time and not (FACTS[name].linearised and settings.passes is not None):
-                methods.skipped[name] = f"it would take about {method.seconds:.2g} s per image"
+                methods.skipped[name] = f"it would take about {duration(method.seconds)} per image, more than --time"
                 continue
             methods.prepared[name] = method
         if methods.prepared[name].note:
