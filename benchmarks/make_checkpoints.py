@@ -39,6 +39,7 @@ from benchmarks import certified_accuracy
 from lipcert.inputs.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
 from lipcert.norms import Rigor
 
+EPS, ALL = "36/255", 10_000
 KINDS: dict[str, dict[str, Any]] = {
     "digits-vit": {"file": "digits_vit.safetensors", "trained": ("python -m benchmarks.make_digits_vit",)},
     "cifar10-liresnet": {
@@ -62,11 +63,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention l2",),
     },
     "cifar10-vit": {
-        "file": "cifar10_vit.safetensors", "images": 1000,
+        "file": "cifar10_vit.safetensors", "images": 5000, "curve": EPS,
         "trained": ("python -m benchmarks.both_kinds --data cifar10 --work both",),
     },
 }  # fmt: skip
-EPS, ALL = "36/255", 10_000
 
 
 def run(*words: str) -> None:
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="the trained model; by default the one in the package")
     args = parser.parse_args()
     kind = {"method": "staged", **KINDS[args.name]}
-    file, images = ASSETS / kind["file"], kind.pop("images", ALL)
+    file, images, curve = ASSETS / kind["file"], kind.pop("images", ALL), kind.pop("curve", certified_accuracy.CURVE)
     args.work.mkdir(exist_ok=True)
     if args.model is not None:
         shutil.copy(args.model, file)
@@ -106,7 +106,7 @@ def main() -> None:
         digits(rows)
         if args.name == "digits-vit"
         else cifar(args.name, certified_accuracy.measure(
-            str(file), str(test), images, args.work / f"{args.name}.verdicts.jsonl", method=kind["method"]
+            str(file), str(test), images, args.work / f"{args.name}.verdicts.jsonl", method=kind["method"], eps=curve
         ))
     )  # fmt: skip
     row = {
