@@ -364,6 +364,9 @@ AFFINE = {
     "averages": lambda: nn.AvgPool2d(3, 2),
     "matrix": lambda: nn.Sequential(nn.Flatten(), nn.Linear(128, 7)),
     "tokens": lambda: nn.Sequential(nn.Conv2d(2, 5, 4, stride=4), nn.Flatten(2), Function(lambda x: x.mT + 1)),
+    "mixed tokens": lambda: nn.Sequential(
+        nn.Conv2d(2, 5, 2, stride=2), nn.Flatten(2), nn.Linear(16, 12), Function(lambda x: x.mT)
+    ),
     "masked": lambda: Function(lambda x: x * torch.eye(8) + x.roll(3, -1) * 2),
     "chosen": lambda: Function(lambda x: torch.cat((x[:, :, 1::3], x[..., [4, 2, 2], :].flip(-1)), 2)),
 }

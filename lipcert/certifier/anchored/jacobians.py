@@ -703,7 +703,8 @@ def _reading_apart(
         among those of the part; None if they are too many.
     """
     parts: list[tuple[list[Tensor], list[int]]] = []
-    taken: Tensor | None = None  # whether a column is read in a part, shape (parts, columns)
+    taken: Tensor | None = None  # whether a column is read in a part, shape (at least parts, columns)
+    counts: list[int] = []  # the number of these
     for some in torch.arange(len(groups), device=groups.device).split(TOGETHER):
         marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
         marked.scatter_(2, groups[some][:, None], math.nan)
@@ -712,14 +713,20 @@ def _reading_apart(
             most -= len(columns)
             if most < 0:
                 return None
-            taken = reads.new_zeros(0, len(reads)) if taken is None else taken
-            free = (~taken[:, columns].any(1)).nonzero()[:, 0].tolist()
+            taken = torch.zeros_like(reads)[None] if taken is None else taken
+            # Parts with too few columns left are not looked at: matrices without zeros have one part for each group.
+            fitting = [part for part, count in enumerate(counts) if count + len(columns) <= len(reads)]
+            candidates = torch.tensor(fitting, dtype=torch.long, device=groups.device)
+            free = candidates[~taken[candidates[:, None], columns].any(1)].tolist()
+            part = free[0] if free else len(parts)
             if not free:
-                free, taken = [len(parts)], torch.cat((taken, torch.zeros_like(reads)[None]))
                 parts.append(([], []))
-            taken[free[0], columns] = True
-            parts[free[0]][0].append(columns)
-            parts[free[0]][1].append(group)
+                counts.append(0)
+                taken = torch.cat((taken, torch.zeros_like(taken))) if part == len(taken) else taken
+            taken[part, columns] = True
+            counts[part] += len(columns)
+            parts[part][0].append(columns)
+            parts[part][1].append(group)
     return [
         (
             torch.tensor(members, device=groups.device),
