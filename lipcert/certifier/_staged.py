@@ -29,7 +29,7 @@ CLASSES: Mapping[str, type[Method]] = {
 }
 # A linearised method computes all its norms if they need at most the first share of the time for an image; otherwise
 # some of them in the second share, and products bound the others, which changes few verdicts.
-_ALL_NORMS, _SOME_NORMS = 1 / 8, 1 / 50
+_ALL_NORMS, _SOME_NORMS = 1 / 4, 1 / 50
 
 
 @dataclass
