@@ -264,15 +264,15 @@ class Linearised:
     @cached_property
     def jacobians(self) -> list[Tensor]:
         """For each distinct operand the Jacobians at the nominal points, shape (N, entries, entries of the operand)."""
-        found = []
+        matrices = []
         for place, value in enumerate(self.nominal):
             basis = torch.eye(value[0].numel(), dtype=torch.float64).repeat_interleave(self.points, 0)
             tangents = [torch.zeros(len(basis), *other.shape[1:], dtype=torch.float64) for other in self.nominal]
             tangents[place] = basis.reshape(tangents[place].shape)
             nominal = tuple(repeated(other, basis) for other in self.nominal)
             columns = torch.func.jvp(self.evaluate, nominal, tuple(tangents))[1]
-            found.append(columns.reshape(-1, self.points, self.result[0].numel()).permute(1, 2, 0))
-        return found
+            matrices.append(columns.reshape(-1, self.points, self.result[0].numel()).permute(1, 2, 0))
+        return matrices
 
     def remainder(self, deltas: Sequence[Tensor]) -> Tensor:
         """R for deviations of the distinct operands, each of shape (several · N, *shape)."""

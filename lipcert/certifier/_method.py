@@ -70,7 +70,7 @@ def forward_pass(model: Model, analysis: Analysis) -> tuple[float, float]:
 
 
 def duration(seconds: float) -> str:
-    """An estimate of a time, in words."""
+    """A time estimate as text, in seconds, minutes or hours."""
     if seconds < 100:
         return "< 0.1 s" if seconds < 0.1 else f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"

@@ -28,7 +28,7 @@ CLASSES: Mapping[str, type[Method]] = {
     kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, LoFASTPaper, AnchoredMethod)
 }
 # A linearised method computes all its norms if they need at most the first share of the time for an image; otherwise
-# some of them in the second share, and products bound the others, which changes few verdicts.
+# some of them in the second share, and products bound the others, so that fewer images are certified.
 _ALL_NORMS, _SOME_NORMS = 1 / 4, 1 / 50
 
 
