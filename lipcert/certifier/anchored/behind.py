@@ -21,7 +21,9 @@ also read from one in which modules are whole, if c is certainly the output of a
 the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
 the operations behind c is part of r (:mod:`.rounding`).
 
-One more layer with kinks may count with its gradients: behind an earlier cut, :mod:`.tube` gives r.
+The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of margins for the
+c(x′) of the images within ε, of which r is then the radius. One more layer with kinks may do so where two follow an
+earlier cut: there :mod:`.tube` gives r.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, kept_whole, remainder_of
+from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
@@ -42,7 +45,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
-from lipcert.numerics import SAFETY
+from lipcert.numerics import INFLATE, SAFETY
 from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
@@ -92,6 +95,7 @@ class Behind:
         eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
         self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
+        self.behind.layer = self._layer(model, graph, eps_at_cut)
         self.whole: Anchored | None = None
         self.tubes: tuple[Tubes, float, Roundoff] | None = None
         earlier = cut_behind_kinks(graph, kinks=2)
@@ -99,6 +103,19 @@ class Behind:
             with suppress(UnsupportedOperation):
                 before = Roundoff(model, REAL, _up_to(graph, earlier))
                 self.tubes = Tubes(model, graph, earlier), constant_up_to(graph, earlier, model), before
+
+    def _layer(self, model: Model, graph: Graph, radius: float | None) -> Layer | None:
+        """The last layer with kinks before the cut, if it has its form."""
+        upto = _up_to(graph, self.cut)
+        start = cut_behind_kinks(upto)
+        if start is None:
+            return None
+        try:
+            scale = constant_up_to(graph, start, model) / self.constant * INFLATE
+            rounding = Roundoff(model, REAL, _up_to(graph, start))
+            return Layer(model, upto, start, scale, rounding, self.rounding, radius)
+        except UnsupportedOperation:
+            return None
 
     @property
     def plan(self) -> NormPlan:

@@ -218,6 +218,7 @@ class RivalMargin:
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
+        self.fall = None if at.layer is None else at.layer.fall(at.images, at_source, self.slope, self.margin)
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
         at, (rivals, predicted, _) = self.at, self._rivalry
@@ -231,7 +232,18 @@ class RivalMargin:
         part.margin, part.slope, part.rounding = self.margin[index], self.slope[index], self.rounding[index]
         part.against = {v: at.remainders[v].against(g) for v, g in part.at_nodes.items()}
         part.ray = None if self.ray is None else self.ray.only(index)
+        part.fall = None if self.fall is None else self.fall.only(index)
         return part
+
+    def first_order(self, eps: Tensor, along: Tensor | None = None) -> Tensor:
+        """An upper bound on how far the margin falls within ε to first order, shape (N,).
+
+        Args:
+            eps: ε.
+            along: the largest part of a perturbation along the gradient, shape (N,); ε by default.
+        """
+        fall = self.slope * (eps if along is None else along)
+        return fall if self.fall is None else torch.minimum(fall, self.fall(eps))
 
     def bound(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """A lower bound on the margin within distance ε, shape (N,)."""
@@ -298,7 +310,7 @@ class RivalMargin:
                     bound = torch.where(forms[v].used, torch.where(finite, formed + error * rho[0], math.inf), bound)
             loss = loss + bound
         along = eps if sector is None else torch.minimum(eps, sector.along + 1e-9 * eps)
-        return self.margin - self.slope * along - at_most(loss + noise) * (1 + SAFETY)
+        return self.margin - self.first_order(eps, along) - at_most(loss + noise) * (1 + SAFETY)
 
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``."""

@@ -83,6 +83,7 @@ from torch import Tensor
 from lipcert.bounds import each_entry
 from lipcert.certifier._search import search_each
 from lipcert.certifier.anchored.effort import chosen, planned, worthwhile
+from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
@@ -119,6 +120,7 @@ class Anchored:
             None for a network without kinks.
         kinks: the operations with secants, and the nodes for their widths.
         quick: computes the quick norms, before a verdict at ``eps``; None if they are not used, or not yet chosen.
+        layer: the last layer before the perturbed value; None if nothing is known of it.
 
     Args:
         model: the model, in float64.
@@ -157,6 +159,7 @@ class Anchored:
         self.finder = _finder(plan, settings, variants)
         self.quick: NormFinder | None = None
         self.secant: NormFinder | None = None
+        self.layer: Layer | None = None
         if self.kinks:
             widths = tuple(self.kinks.values())
             network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
@@ -194,7 +197,8 @@ class Anchored:
                 # Norms that are the same for all images are computed once, and every image is charged by both finders.
                 self.quick = copy.copy(self.finder)
                 self.quick.effort = choice.quick
-        return Anchor(self, Linearization(self.quick or self.finder, images, progress, ledger=ledger), progress)
+        at = Linearization(self.quick or self.finder, images, progress, ledger=ledger, layer=self.layer)
+        return Anchor(self, at, progress)
 
 
 def _largest(rho: list[Tensor]) -> Tensor:
@@ -282,7 +286,8 @@ class Anchor:
         undecided = ((best <= eps) & possible & (best * _HOPELESS > eps)).nonzero()[:, 0]
         if len(undecided):
             ledger = at.norms.ledger.only(undecided).part("whole")
-            whole = Linearization(self.method.finder, at.images[undecided, 0], self.progress, ledger=ledger)
+            images, layer = at.images[undecided, 0], self.method.layer
+            whole = Linearization(self.method.finder, images, self.progress, ledger=ledger, layer=layer)
             more, _ = _examined(whole, predicted[undecided], margins[undecided], limit, eps)
             best[undecided] = torch.maximum(best[undecided], more)
         return best
@@ -332,7 +337,7 @@ def _examined(
                 allowed[some, classes] = torch.maximum(allowed[some, classes], toward.radius(enough[some]))
                 untried[some, classes] = False
                 if eps is not None:
-                    possible[some[~(toward.margin > toward.slope * eps)]] = False
+                    possible[some[~(toward.margin > toward.first_order(torch.full_like(toward.margin, eps)))]] = False
             together *= 2
         least, rivals = allowed.min(1)
         done = formed.gather(1, rivals[:, None])[:, 0] | ~possible | (least > sure) | torch.isinf(least)

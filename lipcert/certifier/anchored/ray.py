@@ -33,12 +33,33 @@ if TYPE_CHECKING:
     from lipcert.certifier.anchored.walk import Linearization
 
 # More than the rounding errors of angles, sines and cosines.
-_ROUNDED = 1e-12
+ROUNDED = 1e-12
 # The angles between the sectors. They are closest where the margin is usually lost.
-_ANGLES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.26, 0.32, 0.38, 0.45, 0.53, 0.62, 0.73, 0.86, 1.02, 1.22, math.pi / 2)
+_ANGLES = (
+    0.0,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.26,
+    0.32,
+    0.38,
+    0.42,
+    0.46,
+    0.5,
+    0.54,
+    0.58,
+    0.62,
+    0.67,
+    0.73,
+    0.86,
+    1.02,
+    1.22,
+    math.pi / 2,
+)
 SECTORS = len(_ANGLES) - 1
 # Some of the sectors in which margins are usually lost.
-_SCOUTS = (4, 8, 11)
+_SCOUTS = (4, 9, 15)
 
 
 class Ray:
@@ -186,4 +207,4 @@ def sector(ray: Ray, eps: Tensor, number: Tensor) -> Sector:
     """One of the sectors that cover the ball of radius ε, for each image: the one with this number, shape (N,)."""
     high = torch.tensor(_ANGLES[1:], dtype=torch.float64, device=eps.device)
     cos, sin = most_along(eps.device)[number], high.sin()[number]
-    return Sector(ray, eps * INFLATE * (cos + _ROUNDED), eps * INFLATE * (sin + _ROUNDED))
+    return Sector(ray, eps * INFLATE * (cos + ROUNDED), eps * INFLATE * (sin + ROUNDED))

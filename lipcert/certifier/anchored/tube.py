@@ -36,15 +36,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Contracted, Value, canonical_forms, gamma, global_values, lengths, per_image
+from lipcert.bounds import Contracted, lengths, per_image
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.gradients import margin_gradients, tangents
 from lipcert.certifier.anchored.jacobians import Jacobians, written_error
+from lipcert.certifier.anchored.layer import constant_between, moved_within, product_error
 from lipcert.certifier.anchored.matrices import JacobianMatrix
 from lipcert.certifier.anchored.network import Network, an_image
+from lipcert.certifier.anchored.ray import ROUNDED
 from lipcert.certifier.anchored.written import Written
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, cuts, examples, run, segment
+from lipcert.graph import Graph, Node, cuts
 from lipcert.model import Model
 from lipcert.norms import dot_error
 from lipcert.numerics import INFLATE, SAFETY, UNIT
@@ -53,8 +55,6 @@ from lipcert.numerics import INFLATE, SAFETY, UNIT
 _SECTORS = 80
 # Forms are chosen for the first-order limit, and again for radii up to this multiple of what they give.
 _ROUNDS, _FURTHER = 2, 1.1
-# More than the rounding errors of angles, sines and cosines.
-_ROUNDED = 1e-12
 # More than the rounding error of a sum of two vectors, relative to both.
 _ADDED = 1e-13
 # The largest number of entries of a Jacobian, those that are 0 included.
@@ -113,29 +113,10 @@ class Tubes:
             large = start is None or start.entries * z.entries > _ENTRIES
             if start is None or large or not jacobians.writes(start, z):
                 raise _refusal([v])
-            constant = 1.0 if start is cut else self._constant(start)
-            reach, lost = {start: 1.0}, {start: 0.0}  # bounds on computed products, and on their errors
-            for node in filter(chains.links.__contains__, network.replay.between(start, [z])):
-                terms = [
-                    (operations.gains[link].item(), operations.off[link].item(), link.operand)
-                    for link in chains.links[node]
-                    if link.operand in reach
-                ]
-                reach[node] = sum((gain + kappa) * reach[o] for gain, kappa, o in terms)
-                lost[node] = sum((gain + kappa) * lost[o] + kappa * reach[o] for gain, kappa, o in terms)
-            error = 2 * written_error(start.entries, z.entries) * lost[z] * (1 + SAFETY)
+            constant = 1.0 if start is cut else constant_between(network, start)
+            lost = product_error(network, operations, start, z)
+            error = 2 * written_error(start.entries, z.entries) * lost * (1 + SAFETY)
             self.layers[v] = Layer(start, constant, written.factor(start, z), error)
-
-    def _constant(self, start: Node) -> float:
-        """L of c ↦ ``start``."""
-        network, graph = self.network, self.network.graph
-        with torch.no_grad():
-            nominal = [run(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
-        forms = canonical_forms(
-            segment(graph, network.source, start), "lipschitz", [values[network.source] for values in nominal]
-        )
-        value: Value = global_values(forms, source=Value(forms.input.shape, 1))[forms.output]
-        return float(value.lip)
 
     def radius(self, image: Tensor, predicted: Tensor, margins: Tensor, enough: float | None) -> float:
         """A radius around c(image), rounded down, within which the prediction is constant.
@@ -216,7 +197,8 @@ class Tube:
         """Chooses the forms, which hold up to the radius ``upto``, and evaluates the network along the ray."""
         network, values = self.network, self.values
         source, local, (slope, at_nodes) = network.source, network.local(values), self.gradients
-        moved, noise = self._moved(upto)
+        radius = values[source].new_tensor([upto])
+        moved, noise = ({u: x.item() for u, x in part.items()} for part in moved_within(network, values, radius))
         operands = [v.operands[0] for v in self.tubes.layers]
         ahead = tangents(network, values, operands, slope / slope.norm().clamp_min(1e-140))
         certain, linear = True, dict[Node, Tensor]()
@@ -244,26 +226,11 @@ class Tube:
         certain &= self.slope > _NO_SLOPE
         self.reduced = self.margin - sum(lost) * (1 + SAFETY) if certain else -math.inf
         angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64)
-        self.most, self.least = angles[:-1].cos() + _ROUNDED, (angles[1:].cos() - _ROUNDED).clamp_min(0)
-        self.across = angles[1:].sin() + _ROUNDED
+        self.most, self.least = angles[:-1].cos() + ROUNDED, (angles[1:].cos() - ROUNDED).clamp_min(0)
+        self.across = angles[1:].sin() + ROUNDED
         self.places = torch.cat((upto * (angles[:-1] + angles[1:]).div(2).cos(), torch.zeros(1, dtype=torch.float64)))
         self.off = (INFLATE - 1) * upto + 4 * UNIT * (lengths(values[source]).item() + upto)  # of the points of the ray
         self.terms = list(self._along(-at_source / at_source.norm(), forms, noise))
-
-    def _moved(self, upto: float) -> tuple[dict[Node, float], dict[Node, float]]:
-        """Bounds on the deviations of values within a radius, and on the rounding errors of the values there."""
-        network = self.network
-        local = network.local(self.values)
-        moved, noise = {network.source: upto}, {network.source: 0.0}
-        for node, before in network.chains.links.items():
-            gains = [(max(local.gains[link].item(), float(node in self.tubes.layers)), link) for link in before]
-            error = local.errors[node].item()
-            moved[node] = sum(gain * moved[link.operand] for gain, link in gains) + error
-            carried = sum(gain * noise[link.operand] for gain, link in gains)
-            for link in before:  # off the image, operands and results may be larger
-                error += 2 * local.off[link].item() * (moved[link.operand] + noise[link.operand])
-            noise[node] = (carried + error + gamma(0) * (moved[node] + carried)) * (1 + SAFETY)
-        return moved, noise
 
     def _along(
         self, direction: Tensor, forms: Mapping[Node, tuple[Contracted, Tensor]], noise: Mapping[Node, float]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Remainder
+from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.network import Network, Stage
 from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
 from lipcert.certifier.anchored.plan import NormPlan
@@ -158,6 +159,7 @@ class Linearization:
             products near a kink may belong to different Jacobians, and nothing is certified there.
         rounding: the contribution of rounding errors.
         weighing: the number of earlier radius searches with contracted forms; it identifies the start vectors.
+        layer: the last layer before the perturbed value; None if nothing is known of it.
 
     Args:
         finder: the network, and its norms.
@@ -165,6 +167,7 @@ class Linearization:
         progress: called with (norms computed, norms in total).
         widths: the widths of the secants, each of shape (N, 1); 0 by default.
         ledger: the ledger of the images; a new one by default.
+        layer: the last layer before the perturbed value (:mod:`.layer`).
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Linearization:
         progress: NormProgress | None = None,
         widths: Mapping[Node, Tensor] | None = None,
         ledger: Ledger | None = None,
+        layer: Layer | None = None,
     ):
         self.finder = finder
         ledger = finder.ledger(len(images)) if ledger is None else ledger
@@ -190,6 +194,7 @@ class Linearization:
             self.uncertain |= rule.uncertain(noise.norm(dim=0))
         self.rounding = Rounding()
         self.weighing = 0
+        self.layer = layer
 
     @property
     def network(self) -> Network:

@@ -1,0 +1,258 @@
+"""The last layer with kinks before a cut: how far a functional of the cut may fall.
+
+Behind a cut c (:mod:`.behind`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
+margin, −⟨g, c(x′) − ĉ(x)⟩ with its gradient g at c, is at most ‖g‖ K ε. That is far from attained if g does not lie
+along the directions that the last layer before c enlarges most. Let b be an earlier cut, K_b the Lipschitz constant of
+x ↦ b(x), and let c be a function of b in which a single operation v = relu(z) is not affine. With ĉ, b̂, ẑ computed at
+x, δ = b(x′) − b̂(x), p and q the gradients of ⟨g, c⟩ with respect to b and v, and R the remainder of v, exactly
+
+    −⟨g, c(x′) − ĉ⟩ = −⟨p, δ⟩ − ⟨q, R⟩,        ‖δ‖ ≤ ρ = K_b ε + e_b.
+
+R ≥ 0, as a ReLU is convex, so only the weights w = max(0, −q) count. At an entry with operand u, for every r ≥ |u| and
+every deviation d, since (t)₊ ≤ (t + r)²/(4r),
+
+    w R ≤ w ((u + d + r)²/(4r) − (u)₊ − 1[u > 0] d) = C + ℓ d + s² d²,
+    C = w (r − |u|)²/(4r),    ℓ = ±w (r − |u|)/(2r),    s² = w/(4r),
+
+with the minus for u > 0. We take r = max(|u|, w/(4κ)), so that s² ≤ κ: this holds for all ε. With G the Jacobian of z
+with respect to b, and p′ = p − Gᵀℓ,
+
+    −⟨g, c(x′) − ĉ⟩ ≤ −⟨p′, δ⟩ + ‖s ∘ Gδ‖² + Σ C.
+
+Let n = −p′/‖p′‖ and δ = σ n + δ′ with δ′ orthogonal to n. For ρ cos β ≤ |σ| ≤ ρ cos α, where ‖δ′‖ ≤ ρ sin β,
+
+    ‖s ∘ Gδ‖² ≤ σ² ‖s ∘ Gn‖² + 2 |σ| ‖δ′‖ ‖Gᵀ(s² ∘ Gn)‖ + κ ‖G‖² ‖δ′‖².
+
+The largest of the bounds in the sectors of a partition of [0, π/2] is one in the ball. Since the layer makes most of
+its error in directions that are nearly orthogonal to p′, where the first term is small, the bound is little more than
+‖p′‖ ρ. No norm is computed for an image, and nothing is random.
+
+**Rounding.** Values, gradients and products have the errors of :mod:`.rounding`, whose "Margins" is the identity above
+with the terms Σ‖p_w‖‖e_w‖ + Σ_o ‖f_o‖‖Δ_o‖. All of them are bounded at ρ = 1 and multiplied by max(1, ρ). Another
+evaluation of c, such as that with which the network behind c starts, has a distance of at most 2e from this ĉ, with a
+bound e on the rounding error of both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipcert.bounds import Value, canonical_forms, gamma, global_values, lengths, per_image
+from lipcert.certifier.anchored.gradients import Values, disturbed, tangents
+from lipcert.certifier.anchored.network import Network, an_image
+from lipcert.certifier.anchored.ray import ROUNDED
+from lipcert.certifier.anchored.rounding import Errors
+from lipcert.errors import UnsupportedOperation
+from lipcert.graph import PIECES, Graph, Node, examples, run, segment
+from lipcert.model import Model
+from lipcert.norms import dot_error
+from lipcert.numerics import INFLATE, SAFETY, at_most
+from lipcert.roundoff import Roundoff
+
+# The largest error of the layer at the radius where ‖p‖ takes the margin, as a share of that margin, times two.
+_CURVED = 0.8
+_SECTORS = 80
+# It is computed toward rivals with less than this multiple of the margin that ‖g‖ takes, for as many images at once.
+_NEAR, _TOGETHER = 2.0, 8
+# What is computed for each image.
+_TERMS = ("scale", "offset", "slope", "ahead", "pulled", "apart", "noise", "constant", "lost")
+# More than the rounding error of a sum of two vectors, relative to both.
+_ADDED = 1e-13
+# Shorter gradients have no direction in float64.
+_NO_SLOPE = 1e-100
+
+
+def constant_between(network: Network, node: Node) -> float:
+    """A Lipschitz constant of the perturbed value of a network ↦ ``node``, which does not see kinks."""
+    graph = network.graph
+    with torch.no_grad():
+        nominal = [run(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
+    forms = canonical_forms(
+        segment(graph, network.source, node), "lipschitz", [values[network.source] for values in nominal]
+    )
+    value: Value = global_values(forms, source=Value(forms.input.shape, 1))[forms.output]
+    return float(value.lip)
+
+
+def _norm_of(network: Network, z: Node) -> float:
+    """A bound on ‖G‖ for z.
+
+    A difference of two pieces of a value u, as before a MaxMin, moves by at most √2 times as much as u: the squares of
+    the norms of the pieces add up to at most that of u.
+    """
+    bound = constant_between(network, z)
+    pieces = [node.operands[0] for node in z.operands if node.op == "part"]
+    if z.op != "sub" or len(pieces) != 2 or pieces[0] is not pieces[1]:
+        return bound
+    if pieces[0].op not in PIECES:
+        return bound
+    return min(bound, math.sqrt(2) * INFLATE * constant_between(network, pieces[0].operands[0]))
+
+
+def product_error(network: Network, operations: Errors, start: Node, node: Node) -> float:
+    """A bound on the errors of products of G(start → node), for an affine path, with unit vectors."""
+    reach, lost = {start: 1.0}, {start: 0.0}  # bounds on computed products, and on their errors
+    for u in filter(network.chains.links.__contains__, network.replay.between(start, [node])):
+        terms = [
+            (operations.gains[link].item(), operations.off[link].item(), link.operand)
+            for link in network.chains.links[u]
+            if link.operand in reach
+        ]
+        reach[u] = sum((gain + kappa) * reach[o] for gain, kappa, o in terms)
+        lost[u] = sum((gain + kappa) * lost[o] + kappa * reach[o] for gain, kappa, o in terms)
+    return lost[node]
+
+
+def moved_within(network: Network, values: Values, radius: Tensor) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
+    """Bounds on the deviations of values within a radius, and on the rounding errors of the values there.
+
+    For networks in which every nonlinear operation is a ReLU, whose slopes are at most 1; all of shape (N,).
+    """
+    local = network.local(values)
+    moved, noise = {network.source: radius}, {network.source: torch.zeros_like(radius)}
+    for node, before in network.chains.links.items():
+        gains = [(local.gains[link].clamp_min(float(node in network.rules)), link) for link in before]
+        error = local.errors[node]
+        moved[node] = sum((gain * moved[link.operand] for gain, link in gains), error)
+        carried = sum((gain * noise[link.operand] for gain, link in gains), torch.zeros_like(radius))
+        for link in before:  # off the image, operands and results may be larger
+            error = error + 2 * local.off[link] * (moved[link.operand] + noise[link.operand])
+        noise[node] = (carried + error + gamma(0) * (moved[node] + carried)) * (1 + SAFETY)
+    return moved, noise
+
+
+class Layer:
+    """The layer between two cuts b and c, as far as it does not depend on images.
+
+    Args:
+        model: the model, in float64.
+        graph: the network up to c.
+        start: b.
+        scale: at least K_b/K, for the Lipschitz constants of b and c.
+        rounding: bounds e_b, of b.
+        at_end: bounds e, of c.
+        radius: the radius around ĉ(x) that is wanted; None for the largest.
+
+    Raises:
+        UnsupportedOperation: an operation between b and c is neither affine nor a ReLU, or there are two ReLUs, or
+            one has no bound on its rounding errors.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        graph: Graph,
+        start: Node,
+        scale: float,
+        rounding: Roundoff,
+        at_end: Roundoff,
+        radius: float | None,
+    ):
+        network = self.network = Network(model, at=start, graph=graph)
+        self.scale, self.rounding, self.at_end, self.radius = scale, rounding, at_end, radius
+        links = network.chains.links
+        unfit = [v for v in network.rules if v.op != "relu"] or list(network.rules)[1:]
+        unfit += [node for node in links if not all(map(network.local.bounded, links[node]))]
+        if unfit:
+            raise UnsupportedOperation([(node.name, node.path) for node in unfit], "remainder")
+        (self.relu,) = network.rules
+        operations = network.local(network.values(an_image(model)[:, None]))
+        self.operand = self.relu.operands[0]
+        self.norm = _norm_of(network, self.operand)
+        self.error = product_error(network, operations, start, self.operand)
+
+    def fall(self, images: Tensor, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
+        """What bounds −⟨g, c(x′) − ĉ(x)⟩ where it may decide: nothing is known where ‖g‖ times the radius suffices.
+
+        Args:
+            images: shape (N, 1, C, H, W).
+            g: shape (N, entries of c).
+            slope: ‖g‖, shape (N,).
+            margin: what a fall is compared with, shape (N,); it decides κ, and no bound depends on it otherwise.
+        """
+        terms = g.new_full((len(g), len(_TERMS)), math.inf)
+        near = torch.ones_like(margin) > 0 if self.radius is None else margin < _NEAR * slope * self.radius
+        some = (near & (margin > 0)).nonzero()[:, 0]
+        for part in some.split(_TOGETHER) if len(some) else ():
+            terms[part] = self._terms(images[part], g[part], margin[part])
+        return Fall(terms)
+
+    def _terms(self, images: Tensor, g: Tensor, margin: Tensor) -> Tensor:
+        network, relu, z = self.network, self.relu, self.operand
+        start, end = network.source, network.graph.output
+        with torch.no_grad():
+            values = network.values(images)
+        error, at_end = (each.values(images[:, 0]).to(g) for each in (self.rounding, self.at_end))
+        nodes = list(network.chains.links)
+        reached, added = disturbed(network, values, [start, *nodes], network.replay.between(start, [end]), [end, z])
+        pulled = torch.autograd.grad(reached[end], list(added.values()), g.view_as(reached[end]), retain_graph=True)
+        at_nodes = {node: slope.detach() for node, slope in zip(added, pulled, strict=True)}
+
+        def adjoint(rows: Tensor) -> Tensor:
+            (columns,) = torch.autograd.grad(reached[z], added[start], rows.view_as(reached[z]), retain_graph=True)
+            return per_image(columns.detach())
+
+        p, q, u = (per_image(part) for part in (at_nodes.pop(start), at_nodes[relu], values[z]))
+        weight, size = (-q).clamp_min(0), u.abs()
+        steepest = _CURVED * p.square().sum(1) / (2 * self.norm**2 * margin.clamp_min(_NO_SLOPE))
+        r = torch.maximum(size, weight / (4 * steepest[:, None]).clamp_min(_NO_SLOPE))
+        r = torch.where(weight > 0, r, 1.0)
+        squares, beyond = weight / (4 * r), (r - size).clamp_min(0)
+        constant = (squares * beyond.square()).sum(1)
+        linear = 2 * squares * beyond * torch.where(u > 0, -1.0, 1.0)
+        p = p - adjoint(linear)
+        slope = p.norm(dim=1)
+        moving = tangents(network, values, [z], -p / slope.clamp_min(_NO_SLOPE)[:, None])
+        if z not in moving:
+            return g.new_full((len(g), len(_TERMS)), math.inf)
+        ahead = per_image(moving[z])
+        largest = squares.amax(1)
+        lost_ahead = self.error * INFLATE
+        along = (squares.sqrt() * ahead).norm(dim=1) + largest.sqrt() * lost_ahead
+        sized = (squares * ahead).norm(dim=1)
+        across = adjoint(squares * ahead).norm(dim=1) + self.error * sized + largest * self.norm * lost_ahead
+        across = across + dot_error(1) * self.norm * sized
+        # What is lost by rounding within a radius of 1.
+        moved, noise = moved_within(network, values, torch.ones_like(margin))
+        local = network.local(values)
+        lengths_at = {node: lengths(part) for node, part in at_nodes.items()}
+        lost = sum((lengths_at[node] * local.errors[node] for node in nodes), torch.zeros_like(margin))
+        for node in nodes:
+            for link in network.chains.links[node]:
+                lost = lost + local.off[link] * lengths_at[node] * moved[link.operand]
+        tilt = linear.norm(dim=1)
+        lost = lost + tilt * (self.error + noise[z] + _ADDED * moved[z])
+        lost = lost + _ADDED * (slope + 2 * tilt * self.norm) + 2 * at_end * g.norm(dim=1)
+        slope = torch.where(slope > _NO_SLOPE, slope, math.inf)
+        offset = self.scale + torch.zeros_like(margin), error
+        apart, noise_along = largest.sqrt() * self.norm, largest.sqrt() * noise[z]
+        return torch.stack((*offset, slope, along, across, apart, noise_along, constant, lost), 1)
+
+
+class Fall:
+    """Upper bounds on −⟨g, c(x′) − ĉ(x)⟩ for N images, by the radius K ε + e of the ball around ĉ(x).
+
+    Args:
+        terms: the numbers ``_TERMS`` of each image, shape (N, terms).
+    """
+
+    def __init__(self, terms: Tensor):
+        self.terms = terms
+
+    def only(self, index: Tensor) -> Fall:
+        """The same for the images with the given indices."""
+        return Fall(self.terms[index])
+
+    def __call__(self, radius: Tensor) -> Tensor:
+        """The bounds within a radius around ĉ(x), shape (N,)."""
+        scale, offset, slope, ahead, pulled, apart, noise, constant, lost = self.terms.T[:, :, None]
+        angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64, device=radius.device)
+        rho = (scale * radius[:, None] + offset) * INFLATE
+        along, across = rho * (angles[:-1].cos() + ROUNDED), rho * (angles[1:].sin() + ROUNDED)
+        curved = (along * ahead).square() + 2 * along * across * pulled + (across * apart).square()
+        more = rho.clamp_min(1)
+        curved = (curved.sqrt() + more * noise).square() + constant + more * lost
+        return at_most((slope * along + curved).amax(1)) * (1 + SAFETY)
