@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
     },
     "cifar10-hybrid": {
-        "file": "cifar10_hybrid.safetensors", "images": 1000,
+        "file": "cifar10_hybrid.safetensors", "images": 1000, "curve": EPS,
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention dot",),
     },
     "cifar10-hybrid-l2": {
