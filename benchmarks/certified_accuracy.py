@@ -34,7 +34,7 @@ from lipcert.inputs.data import Batch, open_images
 from lipcert.settings import parse_eps
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
-BATCH, ATTACKED = 64, 256  # images in a task
+BATCH, ATTACKED = 24, 256  # images in a task
 CURVE = "36/255,48/255,60/255,72/255,108/255"
 
 _made: dict[tuple[str, str, str], tuple[lipcert.Model, lipcert.Model, Certifier]] = {}

@@ -21,9 +21,8 @@ also read from one in which modules are whole, if c is certainly the output of a
 the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
 the operations behind c is part of r (:mod:`.rounding`).
 
-The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of margins for the
-c(x′) of the images within ε, of which r is then the radius. One more layer with kinks may do so where two follow an
-earlier cut: there :mod:`.tube` gives r.
+The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin by more
+than the distance of c(x′) from ĉ(x). Where two layers with kinks follow an earlier cut, :mod:`.tube` gives r there.
 """
 
 from __future__ import annotations

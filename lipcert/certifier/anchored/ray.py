@@ -36,27 +36,9 @@ if TYPE_CHECKING:
 ROUNDED = 1e-12
 # The angles between the sectors. They are closest where the margin is usually lost.
 _ANGLES = (
-    0.0,
-    0.05,
-    0.1,
-    0.15,
-    0.2,
-    0.26,
-    0.32,
-    0.38,
-    0.42,
-    0.46,
-    0.5,
-    0.54,
-    0.58,
-    0.62,
-    0.67,
-    0.73,
-    0.86,
-    1.02,
-    1.22,
+    0.0, 0.05, 0.1, 0.15, 0.2, 0.26, 0.32, 0.38, 0.42, 0.46, 0.5, 0.54, 0.58, 0.62, 0.67, 0.73, 0.86, 1.02, 1.22,
     math.pi / 2,
-)
+)  # fmt: skip
 SECTORS = len(_ANGLES) - 1
 # Some of the sectors in which margins are usually lost.
 _SCOUTS = (4, 9, 15)
