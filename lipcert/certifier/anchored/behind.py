@@ -21,12 +21,14 @@ also read from one in which modules are whole, if c is certainly the output of a
 the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
 the operations behind c is part of r (:mod:`.rounding`).
 
-The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin by more
-than the distance of c(x′) from ĉ(x). Where two layers with kinks follow an earlier cut, :mod:`.tube` gives r there.
+The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin from
+what that layer does to the value before it. Where two layers with kinks follow an earlier cut, :mod:`.tube` gives r
+there.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -94,7 +96,7 @@ class Behind:
         eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
         self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
-        self.behind.layer = self._layer(model, graph, eps_at_cut)
+        self.behind.layer = self._layer(model, graph, math.inf if eps_at_cut is None else eps_at_cut)
         self.whole: Anchored | None = None
         self.tubes: tuple[Tubes, float, Roundoff] | None = None
         earlier = cut_behind_kinks(graph, kinks=2)
@@ -103,8 +105,8 @@ class Behind:
                 before = Roundoff(model, REAL, _up_to(graph, earlier))
                 self.tubes = Tubes(model, graph, earlier), constant_up_to(graph, earlier, model), before
 
-    def _layer(self, model: Model, graph: Graph, radius: float | None) -> Layer | None:
-        """The last layer with kinks before the cut, if it has its form."""
+    def _layer(self, model: Model, graph: Graph, radius: float) -> Layer | None:
+        """The last layer with kinks before the cut; None if :mod:`.layer` has no bound for it."""
         upto = _up_to(graph, self.cut)
         start = cut_behind_kinks(upto)
         if start is None:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Value, canonical_forms, gamma, global_values, lengths, per_image
-from lipcert.certifier.anchored.gradients import Values, disturbed, tangents
+from lipcert.certifier.anchored.gradients import disturbed, tangents
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.certifier.anchored.ray import ROUNDED
 from lipcert.certifier.anchored.rounding import Errors
@@ -52,10 +52,10 @@ from lipcert.norms import dot_error
 from lipcert.numerics import INFLATE, SAFETY, at_most
 from lipcert.roundoff import Roundoff
 
-# The largest error of the layer at the radius where ‖p‖ takes the margin, as a share of that margin, times two.
+# κ ‖G‖² ρ² is half of this share of the margin, at the radius ρ at which ‖p‖ ρ is the margin.
 _CURVED = 0.8
 _SECTORS = 80
-# It is computed toward rivals with less than this multiple of the margin that ‖g‖ takes, for as many images at once.
+# Bounds are computed for margins below this multiple of ‖g‖ times the radius, for as many images at once.
 _NEAR, _TOGETHER = 2.0, 8
 # What is computed for each image.
 _TERMS = ("scale", "offset", "slope", "ahead", "pulled", "apart", "noise", "constant", "lost")
@@ -106,12 +106,12 @@ def product_error(network: Network, operations: Errors, start: Node, node: Node)
     return lost[node]
 
 
-def moved_within(network: Network, values: Values, radius: Tensor) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
+def moved_within(network: Network, local: Errors, radius: Tensor) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
     """Bounds on the deviations of values within a radius, and on the rounding errors of the values there.
 
-    For networks in which every nonlinear operation is a ReLU, whose slopes are at most 1; all of shape (N,).
+    For networks in which every nonlinear operation is a ReLU, whose slopes are at most 1; all of shape (N,). ``local``
+    has the bounds for single operations at the nominal values.
     """
-    local = network.local(values)
     moved, noise = {network.source: radius}, {network.source: torch.zeros_like(radius)}
     for node, before in network.chains.links.items():
         gains = [(local.gains[link].clamp_min(float(node in network.rules)), link) for link in before]
@@ -134,7 +134,7 @@ class Layer:
         scale: at least K_b/K, for the Lipschitz constants of b and c.
         rounding: bounds e_b, of b.
         at_end: bounds e, of c.
-        radius: the radius around ĉ(x) that is wanted; None for the largest.
+        radius: the radius around ĉ(x) that is wanted; ∞ for the largest.
 
     Raises:
         UnsupportedOperation: an operation between b and c is neither affine nor a ReLU, or there are two ReLUs, or
@@ -149,7 +149,7 @@ class Layer:
         scale: float,
         rounding: Roundoff,
         at_end: Roundoff,
-        radius: float | None,
+        radius: float,
     ):
         network = self.network = Network(model, at=start, graph=graph)
         self.scale, self.rounding, self.at_end, self.radius = scale, rounding, at_end, radius
@@ -165,7 +165,7 @@ class Layer:
         self.error = product_error(network, operations, start, self.operand)
 
     def fall(self, images: Tensor, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
-        """What bounds −⟨g, c(x′) − ĉ(x)⟩ where it may decide: nothing is known where ‖g‖ times the radius suffices.
+        """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted.
 
         Args:
             images: shape (N, 1, C, H, W).
@@ -174,8 +174,7 @@ class Layer:
             margin: what a fall is compared with, shape (N,); it decides κ, and no bound depends on it otherwise.
         """
         terms = g.new_full((len(g), len(_TERMS)), math.inf)
-        near = torch.ones_like(margin) > 0 if self.radius is None else margin < _NEAR * slope * self.radius
-        some = (near & (margin > 0)).nonzero()[:, 0]
+        some = ((margin > 0) & (margin < _NEAR * slope * self.radius)).nonzero()[:, 0]
         for part in some.split(_TOGETHER) if len(some) else ():
             terms[part] = self._terms(images[part], g[part], margin[part])
         return Fall(terms)
@@ -195,7 +194,8 @@ class Layer:
             (columns,) = torch.autograd.grad(reached[z], added[start], rows.view_as(reached[z]), retain_graph=True)
             return per_image(columns.detach())
 
-        p, q, u = (per_image(part) for part in (at_nodes.pop(start), at_nodes[relu], values[z]))
+        # Another evaluation of z may lie on the other side of a kink: u is the one whose slopes p has.
+        p, q, u = (per_image(part) for part in (at_nodes.pop(start), at_nodes[relu], reached[z].detach()))
         weight, size = (-q).clamp_min(0), u.abs()
         steepest = _CURVED * p.square().sum(1) / (2 * self.norm**2 * margin.clamp_min(_NO_SLOPE))
         r = torch.maximum(size, weight / (4 * steepest[:, None]).clamp_min(_NO_SLOPE))
@@ -216,8 +216,8 @@ class Layer:
         across = adjoint(squares * ahead).norm(dim=1) + self.error * sized + largest * self.norm * lost_ahead
         across = across + dot_error(1) * self.norm * sized
         # What is lost by rounding within a radius of 1.
-        moved, noise = moved_within(network, values, torch.ones_like(margin))
         local = network.local(values)
+        moved, noise = moved_within(network, local, torch.ones_like(margin))
         lengths_at = {node: lengths(part) for node, part in at_nodes.items()}
         lost = sum((lengths_at[node] * local.errors[node] for node in nodes), torch.zeros_like(margin))
         for node in nodes:

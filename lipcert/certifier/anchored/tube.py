@@ -198,7 +198,7 @@ class Tube:
         network, values = self.network, self.values
         source, local, (slope, at_nodes) = network.source, network.local(values), self.gradients
         radius = values[source].new_tensor([upto])
-        moved, noise = ({u: x.item() for u, x in part.items()} for part in moved_within(network, values, radius))
+        moved, noise = ({u: x.item() for u, x in part.items()} for part in moved_within(network, local, radius))
         operands = [v.operands[0] for v in self.tubes.layers]
         ahead = tangents(network, values, operands, slope / slope.norm().clamp_min(1e-140))
         certain, linear = True, dict[Node, Tensor]()
