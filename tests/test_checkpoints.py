@@ -88,7 +88,8 @@ def test_a_row_prints_again_on_100_images(row: Checkpoint) -> None:
 
 
 def test_the_readme_names_the_best_on_cifar10() -> None:
-    best = max((row for row in checkpoints() if "CIFAR-10" in row.data), key=lambda row: row.certified)
+    rows = (row for row in checkpoints() if row.data.startswith("CIFAR-10, all"))
+    best = max(rows, key=lambda row: row.certified)
     text = " ".join((Path(__file__).parent.parent / "README.md").read_text().split())
     assert f"of `{best.name}` {100 * best.certified:.1f} % of {best.images:,} test images are certified" in text
 

@@ -50,6 +50,17 @@ class Mirrored(nn.Module):
         return self.head(both.unflatten(0, (2, -1)).mean(0))
 
 
+class Bent(nn.Module):
+    """ReLU of a function of a value, beside that value."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.of, self.shift = of, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((torch.relu(self.of(x)), x), 1)
+
+
 def tail(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(4, 4, 2, 2), nn.Flatten(), nn.Linear(16, 8), SmoothMaxMin(0.5), *more)
 
@@ -241,3 +252,68 @@ def test_for_a_verdict_only_margins_that_need_it_are_bounded() -> None:
 def test_layers_of_another_form_are_left_out(bend: Callable[[], nn.Module]) -> None:
     torch.manual_seed(5)
     assert behind_its_cut(model(blocks(Block(), Block(bend)))).behind.layer is None
+
+
+DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda x: torch.sub(*x.chunk(2, 1)),
+    "a multiple": lambda x: torch.sub(*x.chunk(2, 1), alpha=10),
+    "broadcast": lambda x: torch.sub(*x.split([1, 3], 1)),
+    "overlapping": lambda x: torch.sub(*torch.tensor_split(x, (3, 1), 1)[::2]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_norms_of_differences_of_pieces(name: str) -> None:
+    """They are at most √2 for two halves alone."""
+    torch.manual_seed(6)
+    channels = 4 + DIFFERENCES[name](torch.zeros(1, 4, 1, 1)).shape[1]
+    body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), Bent(DIFFERENCES[name]))
+    end = nn.Sequential(nn.Conv2d(channels, 4, 1), nn.Flatten(), nn.Linear(64, 8), nn.GELU(), nn.Linear(8, 3))
+    net = model(nn.Sequential(body, end), 1.5)
+    _, layer = behind(net)
+    jacobian = torch.autograd.functional.jacobian(
+        DIFFERENCES[name], torch.zeros(1, *layer.network.source.shape[1:]).double()
+    )
+    exact = torch.linalg.matrix_norm(jacobian.flatten(4).flatten(0, 3), 2).item()
+    assert layer.norm >= exact
+    assert name != "halves" or layer.norm <= math.sqrt(2) * 1.001
+    holds_or_refused(net.net, SIZE, methods=("anchored",), starts=2)
+
+
+def test_nothing_is_bounded_where_the_image_does_not_count() -> None:
+    net = blocks(Block())
+    nn.init.zeros_(net[0].weight)
+    method = behind_its_cut(model(net))
+    assert method.constant == 0
+    assert method.behind.layer is None
+    image = torch.rand(1, *SIZE, dtype=torch.float64)
+    assert method(image).radius(*margins(net(image))).item() == math.inf
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_slopes_and_operands_are_of_one_evaluation(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operand an ulp from its kink has the other sign in another evaluation; the exact fall is that on a circle."""
+    bent = Bent(lambda x: x[:, :1] + bent.shift)
+    net = model(nn.Sequential(nn.Flatten(), nn.Linear(16, 2), nn.ReLU(), bent, nn.GELU(), nn.Linear(3, 3)))
+    image = torch.full((1, *SIZE), 0.75, dtype=torch.float64)
+    with torch.no_grad():
+        net.net[1].weight.fill_(1 / 16)
+        net.net[1].bias.fill_(4.0)
+        bent.shift.copy_(-net.net[:3]((image - 0.5) / 0.5)[0, 0] * (1 - side * 2.0**-52))
+    _, layer = behind(net)
+    network, z = layer.network, layer.operand
+    values = network.values(image[None])
+    assert 0 < side * values[z].item() < 1e-14
+    # On the side on which the ReLU is not linearised, the margin falls by 1.5 for each unit of the first entry.
+    g = torch.tensor([[-1.0, 1.5 if side > 0 else -0.5, 0.05]], dtype=torch.float64)
+    evaluate = network.values
+    monkeypatch.setattr(network, "values", lambda *args: (at := evaluate(*args)) | {z: -at[z]})
+    fall = layer.fall(image[None], g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+    monkeypatch.undo()
+    angles = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
+    for radius in (0.1, 1.0):
+        circle = layer.scale * radius * torch.stack((angles.cos(), angles.sin()), 1)
+        points = (values[network.source].reshape(1, 2) + circle)[:, None]
+        (moved,) = network.replay(network.source, points, [network.graph.output], {})
+        exact = -((moved - values[network.graph.output]).reshape(len(points), -1) @ g[0]).min().item()
+        assert 1.49 * layer.scale * radius < exact <= fall(torch.tensor([radius], dtype=torch.float64)).item()

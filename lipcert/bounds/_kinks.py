@@ -56,7 +56,7 @@ class Kinked(Remainder):
     def uncertain(self, noise: Tensor) -> Tensor:
         """Whether an entry is as near to its kink as twice the errors, but not at it.
 
-        Entries are exactly at their kinks where zeros are added up, or equal values subtracted; these have no errors.
+        At a kink the bounds hold for the slopes of both sides, so another evaluation may lie on either side of it.
         """
         limit = 2 * self.spread * noise[:, None]
         return ((self.distance > 0) & (self.distance <= limit)).any(1)

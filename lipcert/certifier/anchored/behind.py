@@ -22,8 +22,9 @@ the replayed network, whose operations behind c start from ĉ(x); a given margin
 the operations behind c is part of r (:mod:`.rounding`).
 
 The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin from
-what that layer does to the value before it. Where two layers with kinks follow an earlier cut, :mod:`.tube` gives r
-there.
+what that layer does to the value before it. Then r is not a radius for all values around ĉ(x), but for those c(x′) with
+K ‖x′ − x‖ + e < r, which is what the proof above needs. Where two layers with kinks follow an earlier cut, :mod:`.tube`
+gives r there.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Behind:
         """The last layer with kinks before the cut; None if :mod:`.layer` has no bound for it."""
         upto = _up_to(graph, self.cut)
         start = cut_behind_kinks(upto)
-        if start is None:
+        if start is None or not self.constant:  # the images do not change c
             return None
         try:
             scale = constant_up_to(graph, start, model) / self.constant * INFLATE

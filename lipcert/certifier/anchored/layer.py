@@ -8,8 +8,8 @@ x, δ = b(x′) − b̂(x), p and q the gradients of ⟨g, c⟩ with respect to 
 
     −⟨g, c(x′) − ĉ⟩ = −⟨p, δ⟩ − ⟨q, R⟩,        ‖δ‖ ≤ ρ = K_b ε + e_b.
 
-R ≥ 0, as a ReLU is convex, so only the weights w = max(0, −q) count. At an entry with operand u, for every r ≥ |u| and
-every deviation d, since (t)₊ ≤ (t + r)²/(4r),
+R ≥ 0, as a ReLU is convex, so only the weights w = max(0, −q) count. At an entry with operand u, for every r > 0 with
+r ≥ |u| and every deviation d, since (t)₊ ≤ (t + r)²/(4r),
 
     w R ≤ w ((u + d + r)²/(4r) − (u)₊ − 1[u > 0] d) = C + ℓ d + s² d²,
     C = w (r − |u|)²/(4r),    ℓ = ±w (r − |u|)/(2r),    s² = w/(4r),
@@ -19,7 +19,8 @@ with respect to b, and p′ = p − Gᵀℓ,
 
     −⟨g, c(x′) − ĉ⟩ ≤ −⟨p′, δ⟩ + ‖s ∘ Gδ‖² + Σ C.
 
-Let n = −p′/‖p′‖ and δ = σ n + δ′ with δ′ orthogonal to n. For ρ cos β ≤ |σ| ≤ ρ cos α, where ‖δ′‖ ≤ ρ sin β,
+Let n = −p′/‖p′‖ and δ = σ n + δ′ with δ′ orthogonal to n, so that −⟨p′, δ⟩ = σ ‖p′‖ ≤ |σ| ‖p′‖. For ρ cos β ≤ |σ| ≤
+ρ cos α, where ‖δ′‖ ≤ ρ sin β,
 
     ‖s ∘ Gδ‖² ≤ σ² ‖s ∘ Gn‖² + 2 |σ| ‖δ′‖ ‖Gᵀ(s² ∘ Gn)‖ + κ ‖G‖² ‖δ′‖².
 
@@ -80,16 +81,17 @@ def constant_between(network: Network, node: Node) -> float:
 def _norm_of(network: Network, z: Node) -> float:
     """A bound on ‖G‖ for z.
 
-    A difference of two pieces of a value u, as before a MaxMin, moves by at most √2 times as much as u: the squares of
-    the norms of the pieces add up to at most that of u.
+    A difference of two pieces of a value u that have no entry in common, as before a MaxMin, moves by at most √2 times
+    as much as u: ‖a − b‖² ≤ 2‖a‖² + 2‖b‖², and the squares of the norms of the pieces add up to at most that of u.
     """
     bound = constant_between(network, z)
-    pieces = [node.operands[0] for node in z.operands if node.op == "part"]
-    if z.op != "sub" or len(pieces) != 2 or pieces[0] is not pieces[1]:
+    plain = z.op == "sub" and len(z.args) == len(z.operands) == 2 and not z.kwargs  # alpha is a keyword
+    if not plain or any(piece.op != "part" or piece.shape != z.shape for piece in z.operands):
         return bound
-    if pieces[0].op not in PIECES:
+    split, other = (piece.operands[0] for piece in z.operands)
+    if split is not other or split.op not in PIECES or split.op == "tensor_split":  # whose pieces may overlap
         return bound
-    return min(bound, math.sqrt(2) * INFLATE * constant_between(network, pieces[0].operands[0]))
+    return min(bound, math.sqrt(2) * INFLATE * constant_between(network, split.operands[0]))
 
 
 def product_error(network: Network, operations: Errors, start: Node, node: Node) -> float:
@@ -233,7 +235,7 @@ class Layer:
 
 
 class Fall:
-    """Upper bounds on −⟨g, c(x′) − ĉ(x)⟩ for N images, by the radius K ε + e of the ball around ĉ(x).
+    """Upper bounds on −⟨g, c(x′) − ĉ(x)⟩ for N images and all x′ with K ‖x′ − x‖ + e at most a radius.
 
     Args:
         terms: the numbers ``_TERMS`` of each image, shape (N, terms).
@@ -247,7 +249,7 @@ class Fall:
         return Fall(self.terms[index])
 
     def __call__(self, radius: Tensor) -> Tensor:
-        """The bounds within a radius around ĉ(x), shape (N,)."""
+        """The bounds by K ε + e, shape (N,)."""
         scale, offset, slope, ahead, pulled, apart, noise, constant, lost = self.terms.T[:, :, None]
         angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64, device=radius.device)
         rho = (scale * radius[:, None] + offset) * INFLATE
