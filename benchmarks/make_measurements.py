@@ -126,17 +126,6 @@ def _accuracy() -> str:
         certified = one["certified"]["36/255"]
         shown = _VITS.get(name, f"`{name}`")
         rows.append([shown, one["images"], one["clean"], one["pgd"], certified, one["method"]])
-    residual = read("liresnet_cifar")
-    rows.append(
-        [
-            "LiResNet of width 64 by `finetune`, averaged over mirror images",
-            residual["images"],
-            residual["clean"],
-            None,
-            residual["certified"]["36/255"],
-            "gloro",
-        ]
-    )
     pipe = read("cifar_pipeline")["row"]
     rows.append(
         [
@@ -154,7 +143,7 @@ def _accuracy() -> str:
         rows.append([_VITS[network], vit["images"], vit["clean"], None, certified, "anchored"])
     cells = [[name, f"{n:,}", *map(percent, (clean, pgd, sure)), how] for name, n, clean, pgd, sure, how in rows]
     more = "\n".join(
-        f"- `{name}`: {percent(one['limit'])}; {one['cpu_seconds_a_verdict']:.1f} CPU seconds a verdict."
+        f"- `{name}`: {percent(one['limit'])}; {one['cpu_seconds_a_verdict']:.2g} CPU seconds a verdict."
         for name, one in read("certified_accuracy").items()
     )
     text = f"""Accuracy under PGD is an estimate from above. The first-order limit, the share that margins and
