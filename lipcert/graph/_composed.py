@@ -151,11 +151,16 @@ def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
     parts = _PARTS.get(op) if isinstance(op, str) else None
     if parts is None or (op.startswith("lp_pool") and not _has_parts(*args, **kwargs)):
         return None
-    if op == "threshold" and _jumps(*args, **kwargs):
+    if op == "threshold" and _jumps(*args, **kwargs) or op == "celu" and _grows(*args, **kwargs):
         return None
     if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
         return None
     return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else parts
+
+
+def _grows(x: Any, alpha: float = 1.0, *more: Any, **named: Any) -> bool:
+    """Whether celu is not α elu(x/α), but grows exponentially for x < 0."""
+    return not alpha > 0
 
 
 def _jumps(x: Any, threshold: Any = None, value: Any = None, *more: Any, **named: Any) -> bool:

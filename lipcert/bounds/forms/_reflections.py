@@ -70,7 +70,7 @@ def reflected(node: Node, device: torch.device) -> Iterator[Match]:
 
 def _choice(value: Any) -> tuple[Node, Any, Any, set[Node]] | None:
     """(s, value where s > 0, value elsewhere, operations between); both values must agree where s = 0."""
-    if not isinstance(value, Node):
+    if not isinstance(value, Node) or value.kwargs:  # such as alpha
         return None
     terms = [value] if value.op == "where" else value.args if value.op == "add" else ()
     choices = [choice for term in terms if isinstance(term, Node) and (choice := parts_of_choice(term)) is not None]

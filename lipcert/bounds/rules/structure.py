@@ -170,12 +170,9 @@ def _selection(operation: Any) -> Any:
         """Selects entries: norm √m if an entry is selected at most m times, counted by running the selection."""
         if any(isinstance(a, Value) for a in _leaves((args, kwargs))):
             raise NoAnswer("the positions depend on the image")
-        if _basic((args, kwargs)):
-            uses = 1
-        else:
-            numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
-            picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
-            uses = int(torch.bincount(picked).max()) if picked.numel() else 1
+        numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
+        picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
+        uses = int(torch.bincount(picked).max()) if picked.numel() else 1
         last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
         result = x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
         if x.floor.numel() > 1:  # one bound for each position on the last axis
@@ -212,18 +209,6 @@ def _to_meta(index: Any) -> Any:
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         raise NoAnswer("positions given by a mask")
     return index.to("meta") if isinstance(index, Tensor) else index
-
-
-def _basic(args: Any) -> bool:
-    """Whether an index consists only of integers, slices, None and ``...``, so that no entry is selected twice.
-
-    Lists are excluded: ``x[[0, 0]]`` selects entries twice.
-    """
-    if isinstance(args, dict):
-        args = tuple(args.values())
-    if isinstance(args, tuple):
-        return all(_basic(item) for item in args)
-    return isinstance(args, (int, slice, type(None), type(Ellipsis)))
 
 
 def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
