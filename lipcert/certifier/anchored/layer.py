@@ -249,7 +249,7 @@ class Fall:
         return Fall(self.terms[index])
 
     def __call__(self, radius: Tensor) -> Tensor:
-        """The bounds by K ε + e, shape (N,)."""
+        """The bounds for K ‖x′ − x‖ + e up to this radius, shape (N,)."""
         scale, offset, slope, ahead, pulled, apart, noise, constant, lost = self.terms.T[:, :, None]
         angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64, device=radius.device)
         rho = (scale * radius[:, None] + offset) * INFLATE
