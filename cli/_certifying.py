@@ -359,12 +359,16 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
+    open_ = f"no certificate and no adversarial example within {eps}"
     words = {
         "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
         "attacked": f"adversarial example found within {eps}",
-        "bounds too loose": f"no certificate and no adversarial example within {eps}",
+        "bounds too loose": open_,
     }
-    return [("not certified", f"{count}: {words.get(reason, reason)}") for reason, count in reasons.most_common()]
+    return [
+        ("not certified", f"{count}: {words.get(reason, f'{open_}; {reason}')}")  # skipped: methods
+        for reason, count in reasons.most_common()
+    ]
 
 
 def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice:

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
 from lipcert.cli import app
 from lipcert.cli._advice import Status, advise
 from lipcert.cli._certifying import _triage as show_triage
+from lipcert.cli._certifying import _why_not
 from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
@@ -98,6 +100,13 @@ def test_reasons_are_in_the_rows(tmp_path):
     row = json.loads(result.save(tmp_path / "r.jsonl").read_text().splitlines()[0])
     assert row["reason"] == "first-order limit"
     assert row["limit"] == result.limit[0].item() < 6.0
+
+
+def test_methods_that_were_skipped_are_named_beside_what_is_known():
+    run = SimpleNamespace(rows=[{"reason": "skipped: local"}, {"reason": ""}, {"reason": "attacked"}])
+    said = dict(reversed(line.split(": ", 1)) for _, line in _why_not(run, "0.5"))
+    assert said["no certificate and no adversarial example within 0.5; skipped: local"] == "1"
+    assert len(said) == 2
 
 
 def test_attacked_images_have_that_reason():
