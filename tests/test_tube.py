@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -221,6 +222,17 @@ def test_what_it_does_not_take() -> None:
     graph = prepared(recorded(leaky), leaky, forms=False)
     with pytest.raises(UnsupportedOperation):
         Tubes(leaky, graph, graph.input)
+
+
+def test_radii_are_infinite_where_the_image_does_not_count() -> None:
+    layers = chain(12, 8, 8, bend=nn.ReLU)
+    nn.init.zeros_(layers[1].weight)
+    net = model(layers)
+    method = anchored(net)
+    assert isinstance(method, Behind)
+    assert method.tubes is not None
+    images = torch.rand(2, *SIZE, dtype=torch.float64)
+    assert method(images).radius(*margins(net(images))).tolist() == [math.inf] * 2
 
 
 def test_where_the_cut_lies() -> None:

@@ -180,8 +180,7 @@ class BehindAnchor:
         at_cut = self.anchor.radius(
             predicted, torch.minimum(margins, replayed.scatter(1, predicted[:, None], torch.inf)), limit
         )
-        error = method.rounding.values(self.images).to(at_cut)
-        best = torch.where(at_cut > error, (at_cut - error) / method.constant * (1 - SAFETY), 0.0)
+        best = _at_pixels(at_cut, method.rounding.values(self.images), method.constant)
         if method.tubes is not None:
             self._in_tubes(*method.tubes, best, predicted, margins)
         if method.whole is None:
@@ -199,12 +198,17 @@ class BehindAnchor:
     ) -> None:
         """Enlarges the radii ``best``, shape (N,), that are not sufficient."""
         eps = self.method.eps
-        errors = rounding.values(self.images).tolist()
+        errors = rounding.values(self.images).to(best)
         for place in (best <= (torch.inf if eps is None else eps)).nonzero()[:, 0].tolist():
             some = slice(place, place + 1)
-            enough = None if eps is None else eps * constant * (1 + 1e-3) + errors[place]
-            radius = tubes.radius(self.images[some], predicted[some], margins[some], enough) - errors[place]
-            best[place] = max(best[place].item(), radius / constant * (1 - SAFETY))
+            enough = None if eps is None else eps * constant * (1 + 1e-3) + errors[place].item()
+            radius = tubes.radius(self.images[some], predicted[some], margins[some], enough)
+            best[some] = torch.maximum(best[some], _at_pixels(best.new_tensor([radius]), errors[some], constant))
+
+
+def _at_pixels(at_cut: Tensor, error: Tensor, constant: float) -> Tensor:
+    """(r − e)/K, rounded down, shape (N,): 0 where r ≤ e; ∞ elsewhere if K = 0, as no image changes c then."""
+    return torch.where(at_cut > error.to(at_cut), (at_cut - error.to(at_cut)) / constant * (1 - SAFETY), 0.0)
 
 
 class Reading(NamedTuple):
