@@ -9,8 +9,8 @@ on images that are moved, then on images that are flipped only; then twice more 
 blackened in some of the moved images, and with averages of the weights. With ``--attention`` a hybrid is trained: the
 16 values of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches
 are 0 at first. With dot-product attention it starts from ``cifar10-liresnet-smooth`` and is trained on images that are
-flipped. A larger learning rate gives this attention so much curvature that nothing is certified. With this one its
-branches stay near 0: the hybrid predicts what it would predict without them. With L2 attention it starts from
+flipped. A larger learning rate gives this attention so much curvature that nothing is certified. With the rate
+used here its branches stay near 0, and hardly any prediction depends on them. With L2 attention it starts from
 ``cifar10-liresnet`` and is trained with ``--loss emma``; without its branches, a few predictions differ. The result
 averages an image and its mirror image, and its weights are rounded to float16. ``certify`` decides each image by gloro,
 or else by anchored behind a cut.

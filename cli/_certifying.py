@@ -359,14 +359,14 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
-    open_ = f"no certificate and no adversarial example within {eps}"
+    undecided = f"no certificate and no adversarial example within {eps}"
     words = {
         "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
         "attacked": f"adversarial example found within {eps}",
-        "bounds too loose": open_,
+        "bounds too loose": undecided,
     }
     return [
-        ("not certified", f"{count}: {words.get(reason, f'{open_}; {reason}')}")  # skipped: methods
+        ("not certified", f"{count}: {words.get(reason, f'{undecided}; {reason}')}")  # skipped: methods
         for reason, count in reasons.most_common()
     ]
 

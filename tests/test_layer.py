@@ -55,7 +55,7 @@ class Bent(nn.Module):
 
     def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.of, self.shift = of, nn.Parameter(torch.zeros(()))
+        self.of = of
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat((torch.relu(self.of(x)), x), 1)
@@ -294,6 +294,7 @@ def test_nothing_is_bounded_where_the_image_does_not_count() -> None:
 def test_slopes_and_operands_are_of_one_evaluation(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operand an ulp from its kink has the other sign in another evaluation; the exact fall is that on a circle."""
     bent = Bent(lambda x: x[:, :1] + bent.shift)
+    bent.shift = nn.Parameter(torch.zeros(()))
     net = model(nn.Sequential(nn.Flatten(), nn.Linear(16, 2), nn.ReLU(), bent, nn.GELU(), nn.Linear(3, 3)))
     image = torch.full((1, *SIZE), 0.75, dtype=torch.float64)
     with torch.no_grad():

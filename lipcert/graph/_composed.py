@@ -151,7 +151,7 @@ def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
     parts = _PARTS.get(op) if isinstance(op, str) else None
     if parts is None or (op.startswith("lp_pool") and not _has_parts(*args, **kwargs)):
         return None
-    if op == "threshold" and _jumps(*args, **kwargs) or op == "celu" and _grows(*args, **kwargs):
+    if (op == "threshold" and _jumps(*args, **kwargs)) or (op == "celu" and _grows(*args, **kwargs)):
         return None
     if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
         return None
