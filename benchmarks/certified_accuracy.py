@@ -5,7 +5,8 @@
 Takes all test images, or the first of the fixed shuffle. An image counts as certified if it is classified correctly and
 the method certifies it; the first ε is 36/255. No certificate is tried where the image is misclassified, or where the
 first-order limit min m/‖∇m‖ is not above 36/255. Projected gradient ascent (100 steps of ε/4) attacks the images that
-are classified correctly and not certified at 36/255: no attack changes the others.
+are classified correctly and not certified at 36/255: no attack changes the others. With ``--autoattack N``, AutoAttack
+attacks those of the first N images that are still undecided (pip install 'lipcert[attack]').
 
 Rows are written a batch at a time, and a run goes on with the images that are missing; rows of more than one method or
 list of ε are kept apart. The results of a network and the environment go to benchmarks/results/certified_accuracy.json,
@@ -28,13 +29,14 @@ import torch
 import lipcert
 from benchmarks._cifar import EPS, first_order_limit, labels_of, pgd
 from benchmarks._env import environment
+from lipcert.attacks import AutoAttack
 from lipcert.bounds import margins
 from lipcert.certifier import Certifier
 from lipcert.inputs.data import Batch, open_images
 from lipcert.settings import parse_eps
 
 RESULT = Path(__file__).parent / "results" / "certified_accuracy.json"
-BATCH, ATTACKED = 24, 256  # images in a task
+BATCH, ATTACKED, AUTOATTACKED = 24, 256, 64  # images in a task
 CURVE = "36/255,48/255,60/255,72/255,108/255"
 
 _made: dict[tuple[str, str, str], tuple[lipcert.Model, lipcert.Model, Certifier]] = {}
@@ -81,6 +83,15 @@ def attacked(path: str, images: torch.Tensor, labels: torch.Tensor, rows: list[d
     return [row | {"survived": right} for row, right in zip(rows, survived, strict=True)]
 
 
+def autoattacked(
+    path: str, images: torch.Tensor, labels: torch.Tensor, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of some images after AutoAttack; runs in a process of its own."""
+    torch.set_num_threads(1)
+    broken = AutoAttack()(lipcert.load(path), images, labels, EPS).broken.tolist()
+    return [row | {"autoattack": not one} for row, one in zip(rows, broken, strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
@@ -88,10 +99,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--method", default="staged")
     parser.add_argument("--eps", default=CURVE, help="several, with 36/255 first; one alone takes less time")
+    parser.add_argument("--autoattack", type=int, default=0, help="how many images AutoAttack attacks where PGD fails")
     parser.add_argument("--rows", type=Path, default=Path("certified_accuracy.jsonl"))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    result = measure(args.model, args.data, args.images, args.rows, args.processes, args.method, args.eps)
+    result = measure(
+        args.model, args.data, args.images, args.rows, args.processes, args.method, args.eps, args.autoattack
+    )
     print(json.dumps(result, indent=1))
     keep(Path(args.model).stem, result)
 
@@ -103,7 +117,14 @@ def keep(name: str, result: dict[str, Any]) -> None:
 
 
 def measure(
-    path: str, data: str, images: int, rows_at: Path, processes: int = 2, method: str = "staged", eps: str = CURVE
+    path: str,
+    data: str,
+    images: int,
+    rows_at: Path,
+    processes: int = 2,
+    method: str = "staged",
+    eps: str = CURVE,
+    autoattack: int = 0,
 ) -> dict[str, Any]:
     """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
     model = lipcert.load(path)
@@ -129,9 +150,19 @@ def measure(
                 file.flush()
                 print(json.dumps(summarized(list(known.values()), eps)), flush=True)
 
-        def batches(size: int, open_: Callable[[int], bool]) -> Iterator[tuple[Batch, list[int]]]:
-            for batch in open_images(data, model, limit=images).batches(size):
+        def batches(size: int, open_: Callable[[int], bool], limit: int = images) -> Iterator[tuple[Batch, list[int]]]:
+            for batch in open_images(data, model, limit=limit).batches(size):
                 yield batch, [place for place, index in enumerate(batch.indices) if open_(index)]
+
+        def attack(
+            how: Callable[..., list[dict[str, Any]]], size: int, open_: Callable[[dict[str, Any]], bool], limit: int
+        ) -> None:
+            tasks = []
+            for batch, some in batches(size, lambda index: open_(known[index]), limit):
+                if some:
+                    rows = [known[batch.indices[place]] for place in some]
+                    tasks.append(pool.submit(how, path, batch.images[some], labels_of(batch)[some], rows))
+            run(tasks)
 
         tasks = []
         for batch, some in batches(BATCH, lambda index: index not in known):
@@ -141,22 +172,31 @@ def measure(
                     pool.submit(verdicts, path, method, eps, batch.images[some], labels_of(batch)[some], places)
                 )
         run(tasks)
-        tasks = []
-        for batch, some in batches(ATTACKED, lambda index: attackable(known[index])):
-            if some:
-                rows = [known[batch.indices[place]] for place in some]
-                tasks.append(pool.submit(attacked, path, batch.images[some], labels_of(batch)[some], rows))
-        run(tasks)
+        attack(attacked, ATTACKED, attackable, images)
+        first = list(open_images(data, model, limit=autoattack).order or ()) if autoattack else []
+        if first:
+            attack(autoattacked, AUTOATTACKED, undecided, autoattack)
     return {
         "method": method,
         "parameters": sum(p.numel() for p in model.parameters()),
         **summarized(list(known.values()), eps),
+        **({"autoattack": of_autoattack([known[index] for index in first])} if first else {}),
         "environment": environment(),
     }
 
 
 def attackable(row: dict[str, Any]) -> bool:
     return row["right"] and row["radius"] <= EPS and row["survived"] is None
+
+
+def undecided(row: dict[str, Any]) -> bool:
+    return row["right"] and row["radius"] <= EPS and row["survived"] and row.get("autoattack") is None
+
+
+def of_autoattack(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many images AutoAttack was for, and the share that PGD and AutoAttack leave correctly classified."""
+    right = sum(row["right"] and row["survived"] is not False and row.get("autoattack") is not False for row in rows)
+    return {"images": len(rows), "accuracy": right / len(rows)}
 
 
 def known_rows(path: Path) -> dict[int, dict[str, Any]]:

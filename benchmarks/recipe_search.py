@@ -42,6 +42,13 @@ SPACES: dict[str, dict[str, dict[str, list[Any]]]] = {
         },
         "training": {"lr": [5e-3, 1e-2, 2e-2], "crop": ["shift", "flip"], "temperature": [0.5, 1.0]},
     },
+    "lipnext": {
+        "network": {
+            "name": ["lipnext_l8w128"], "width": [32, 64, 96], "depth": [2, 4, 8], "patch": [2, 4],
+            "beta": [0.5, 0.75, 1.0],
+        },
+        "training": {"lr": [5e-3, 1e-2, 2e-2], "crop": ["shift", "flip"], "temperature": [0.5, 1.0, 2.0]},
+    },
 }  # fmt: skip
 
 

@@ -893,6 +893,8 @@ def test_what_the_command_refuses(folder) -> None:
     assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.txt")
     assert "choose one of anchored" in refused(small, *SHORT, "--loss", "hinge")
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
+    other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
+    assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other
     assert "at least 1 image" in refused(small, *SHORT, "--batch-size", 0)
     assert "second derivatives" in refused(small, *SHORT, "--amp", "bfloat16")
     assert "a number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")

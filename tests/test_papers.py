@@ -222,6 +222,10 @@ def test_methods_are_compared_with_the_papers_order():
     close = [made("a", {"certified": 10.0}, 0.50), made("b", {"certified": 20.0}, 0.52)]
     near = shown.compared(table, SMALL, close)
     assert near["too close to say"] == [["b", "a", 2.0, 10.0]]
+    trial = [made(n, {"certified": p}, 0.5) for n, p in (("a", 1.0), ("b", 2.0))]
+    for row in trial:
+        row["here"]["certified"]["gloro"]["images"] = 4
+    assert shown.compared(table, SCALES["trial"], trial) is None
     assert "is open in part: 0 as" in shown.said(near)
     assert "No two rows were run" in shown.said(shown.compared(table, SMALL, rows[3:]))
     close[0]["here"]["certified"]["anchored"] = {"certified": 0.0, "images": 8}

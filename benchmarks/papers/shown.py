@@ -83,9 +83,11 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
     A network that stands in two rows counts once. Each pair has the row that is better in the paper, the other one, and
     by how much it is better here and in the paper (points of certified shares, seconds). Shares within two standard
     errors of the test images are too close to say; most images are the same for both, so that this errs towards saying
-    nothing. How much one training differs from the next is not in these errors.
+    nothing. How much one training differs from the next is not in these errors. None where no row has enough
+    images, as in a trial.
     """
-    ran = [row for row in rows if "data" in row]
+    timed = table.ordered != "certified"
+    ran = [row for row in rows if "data" in row and (timed or _shares(row))]
     if table.ordered not in table.columns or not ran:
         return None
     listed = {row.name: row for row in table.rows}
@@ -93,7 +95,6 @@ def compared(table: Table, scale: Scale, rows: Sequence[Mapping[str, Any]]) -> d
     for row in ran:
         if all(_apart(listed[row["name"]], listed[one["name"]]) for one in single):
             single.append(row)
-    timed = table.ordered != "certified"
     groups: dict[str, list[list[Any]]] = {name: [] for name in _GROUPS}
     for one, two in combinations(single, 2):
         p, q = (row["paper"][table.ordered] for row in (one, two))
@@ -226,6 +227,11 @@ def _here(row: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
+def _shares(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The certified shares of a row that are of enough images."""
+    return [each for each in row["here"]["certified"].values() if each["images"] >= _ENOUGH]
+
+
 def _values(one: Mapping[str, Any], two: Mapping[str, Any], timed: bool) -> list[tuple[float, int]]:
     """The figures of two rows that are compared, each with its images.
 
@@ -234,7 +240,7 @@ def _values(one: Mapping[str, Any], two: Mapping[str, Any], timed: bool) -> list
     """
     if timed:
         return [(row["here"]["seconds an epoch"], 0) for row in (one, two)]
-    shares = [[each for each in row["here"]["certified"].values() if each["images"] >= _ENOUGH] for row in (one, two)]
+    shares = [_shares(one), _shares(two)]
     better = [each for each in (*shares[0], *shares[1]) if each["certified"] > each.get("gloro on these", -1)]
     count = min(each["images"] for each in better)
     found = []

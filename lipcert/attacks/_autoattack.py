@@ -67,7 +67,7 @@ class AutoAttack:
 
         with torch.no_grad():
             classes = model(images[:1]).shape[1]
-        with _seeded(self.seed):
+        with _seeded(self.seed), np.errstate(all="ignore"):  # Square divides by norms that can be zero
             network = PyTorchClassifier(
                 model=deepcopy(model).float(),
                 loss=nn.CrossEntropyLoss(),

@@ -102,6 +102,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         spec: what the user called the data set; None for the bundled images.
         labelled: whether the labels are known and belong to the model's classes.
         note: one line on why labels were left out, or None.
+        other_classes: how many classes the data set has, if the model has another number; else None.
         notes: what was inferred about the images or left out, a line each.
         split: the split that was chosen among several; None where the user named it, or there is only one.
         labels_by: in words, what labels follow from; None where that is the data set itself.
@@ -120,6 +121,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.limit = limit
         self.labelled = True
         self.note: str | None = None
+        self.other_classes: int | None = None
         self.notes: list[str] = []
         self.split: str | None = None
         self.labels_by: str | None = None
@@ -215,7 +217,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
     def _compare_classes(self, what: str, number: int, classes: int) -> None:
         """Labels are positions among the data set's classes: among more or fewer they would mean other classes."""
         if number != classes:
-            self.labelled = False
+            self.labelled, self.other_classes = False, number
             self.note = f"{what} {number} classes and the model has {classes}: the labels are left out"
 
 

@@ -56,7 +56,10 @@ class Batches:
         seen: Callable[[int], None] | None = None,
     ):
         if not images.labelled:
-            raise InputError(images.note or f"{images.spec} has no labels, and fine-tuning needs them")
+            note = images.note or f"{images.spec} has no labels, and fine-tuning needs them"
+            if images.other_classes and model.source and not model.recipe:
+                note += f", and --model-args num_classes={images.other_classes} makes a head for them"
+            raise InputError(note)
         if size < 1:
             raise InputError(f"a batch needs at least 1 image, got {size}")
         self.images = images
