@@ -16,6 +16,7 @@ from lipcert.certifier.anchored.entry import ONCE, Stem, Windows
 from lipcert.certifier.anchored.gradients import Values, disturbed
 from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
 from lipcert.certifier.anchored.network import Network, an_image
+from lipcert.certifier.anchored.sparse import TOGETHER, nonzero_entries, pixels
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node
 from lipcert.norms import (
@@ -46,8 +47,6 @@ _PASSES = 100
 SEARCH = 1e8
 # How many times as many floating-point operations a second products of matrices reach as products with vectors.
 _FASTER = 4.0
-# The number of unit vectors in one product.
-TOGETHER = 64
 # Matrices have at most this many entries for each image; those that are 0 do not count in matrices for all images.
 _ENTRIES = 2**24
 # Windows hold at most this many times as many entries as are not 0.
@@ -318,30 +317,15 @@ class Jacobians:
     def _filled(self, a: Node, b: Node, values: Values) -> tuple[Tensor, Tensor, Tensor] | None:
         """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many.
 
-        Rows, or columns where these are far fewer, come from products with unit vectors, one for several rows if they
-        read different columns, as those of distant pixels do. What a group of rows reads is seen from a product with
-        NaN for all of them: sums and products with NaN are NaN, so an entry that is not NaN was computed without them.
+        Rows, or columns where these are far fewer, come from products with unit vectors.
         """
         jacobian, by_rows = self.operator(a, b, values, several=True), b.entries <= 4 * a.entries
         product, node = (jacobian.adjoint, b) if by_rows else (jacobian.product, a)
-        groups = _pixels(node, values[node].device)
-        apart = _reading_apart(product, groups, node.entries, 4 * _ENTRIES)
-        if apart is None:
-            return None
-        places, entries, count = [], [], 0
-        for together, owner, read in apart:
-            for some in groups[together].mT.split(TOGETHER):
-                unit = values[node].new_zeros(len(some), 1, node.entries)
-                moved = product(unit.scatter_(2, some[:, None], 1.0))[:, 0, read]
-                line, place = moved.nonzero().unbind(1)
-                entries.append(moved[line, place])
-                one, other = some[line, owner[place]], read[place]
-                places.append(torch.stack((one, other) if by_rows else (other, one)))
-                count += len(line)
-                if count > 4 * _ENTRIES:
-                    return None
-        row, column = torch.cat(places, 1)
-        return row, column, torch.cat(entries)
+        entries = nonzero_entries(product, pixels(node, values[node].device), node.entries, 4 * _ENTRIES)
+        if entries is None or by_rows:
+            return entries
+        column, row, value = entries
+        return row, column, value
 
     def cut(self, b: Node) -> Node | None:
         """The value c up to which products with G(x → b) take stored matrices (:mod:`.entry`); None without one."""
@@ -369,7 +353,7 @@ class Jacobians:
             filled = self._filled(a, b, values) if min(a.entries, b.entries) <= _LONG else None
             if filled is None or not len(filled[0]):
                 return None
-            windows = Windows.of(*filled, _pixels(b, values[b].device), a.entries)
+            windows = Windows.of(*filled, pixels(b, values[b].device), a.entries)
             if windows.entries.numel() > min(_ENTRIES, _PADDED * len(filled[0])):
                 return None
             parts.append(windows)
@@ -678,65 +662,6 @@ def written_error(columns: int, rows: int) -> float:
 def rows_of(b: Node, values: Values, form: Form | None) -> int:
     """The number of rows of M G(a → b), with M given by a form, the identity by default."""
     return b.entries if form is None else form(values[b])[0].numel()
-
-
-def _pixels(node: Node, device: torch.device) -> Tensor:
-    """The places of the entries of a value in groups, one for each pixel or token, shape (groups, channels)."""
-    places = torch.arange(node.entries, device=device).reshape(node.shape)
-    places = places.movedim(1, -1) if places.dim() == 4 else places
-    return places.reshape(-1, places.shape[-1])
-
-
-def _reading_apart(
-    product: Callable[[Tensor], Tensor], groups: Tensor, size: int, most: int
-) -> list[tuple[Tensor, Tensor, Tensor]] | None:
-    """Splits groups of rows so that those of one part read different columns.
-
-    Args:
-        product: products of the transposed matrix with vectors of shape (K, 1, size).
-        groups: the rows of each group, shape (groups, rows).
-        size: the number of all rows.
-        most: the largest number of columns that all groups may read together.
-
-    Returns:
-        For each part the groups, the columns that they read, and before these for each of them the index of its group
-        among those of the part; None if they are too many.
-    """
-    parts: list[tuple[list[Tensor], list[int]]] = []
-    taken: Tensor | None = None  # whether a column is read in a part, shape (at least parts, columns)
-    counts: list[int] = []  # the number of these
-    for some in torch.arange(len(groups), device=groups.device).split(TOGETHER):
-        marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
-        marked.scatter_(2, groups[some][:, None], math.nan)
-        for group, reads in zip(some.tolist(), product(marked)[:, 0].isnan(), strict=True):
-            columns = reads.nonzero()[:, 0]
-            most -= len(columns)
-            if most < 0:
-                return None
-            taken = torch.zeros_like(reads)[None] if taken is None else taken
-            # Parts with too few columns left are not looked at: matrices without zeros have one part for each group.
-            fitting = [part for part, count in enumerate(counts) if count + len(columns) <= len(reads)]
-            candidates = torch.tensor(fitting, dtype=torch.long, device=groups.device)
-            free = candidates[~taken[candidates[:, None], columns].any(1)].tolist()
-            part = free[0] if free else len(parts)
-            if not free:
-                parts.append(([], []))
-                counts.append(0)
-                taken = torch.cat((taken, torch.zeros_like(taken))) if part == len(taken) else taken
-            taken[part, columns] = True
-            counts[part] += len(columns)
-            parts[part][0].append(columns)
-            parts[part][1].append(group)
-    return [
-        (
-            torch.tensor(members, device=groups.device),
-            torch.arange(len(members), device=groups.device).repeat_interleave(
-                torch.tensor([len(columns) for columns in reads], device=groups.device)
-            ),
-            torch.cat(reads),
-        )
-        for reads, members in parts
-    ]
 
 
 def _unit_vectors(places: Tensor, entries: int, images: int) -> Tensor:

@@ -1,0 +1,109 @@
+"""The entries of a sparse Jacobian that are not 0, from products with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lipcert.graph import Node
+
+# The number of unit vectors in one product.
+TOGETHER = 64
+
+
+def nonzero_entries(
+    product: Callable[[Tensor], Tensor], groups: Tensor, size: int, most: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The entries of a matrix that are not 0, from products with unit vectors.
+
+    One product is for several rows if they read different columns, as those of distant pixels do. What a group of rows
+    reads is seen from a product with NaN for all of them: sums and products with NaN are NaN, so an entry that is not
+    NaN was computed without them.
+
+    Args:
+        product: products of the transposed matrix with vectors of shape (K, 1, size).
+        groups: the rows of each group, shape (groups, rows).
+        size: the number of all rows.
+        most: the largest number of entries.
+
+    Returns:
+        Rows, columns and values; None if they are too many.
+    """
+    apart = _reading_apart(product, groups, size, most)
+    if apart is None:
+        return None
+    rows, columns, values, count = [], [], [], 0
+    for together, owner, read in apart:
+        for some in groups[together].mT.split(TOGETHER):
+            unit = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
+            moved = product(unit.scatter_(2, some[:, None], 1.0))[:, 0, read]
+            line, place = moved.nonzero().unbind(1)
+            rows.append(some[line, owner[place]])
+            columns.append(read[place])
+            values.append(moved[line, place])
+            count += len(line)
+            if count > most:
+                return None
+    return torch.cat(rows), torch.cat(columns), torch.cat(values)
+
+
+def pixels(node: Node, device: torch.device) -> Tensor:
+    """The places of the entries of a value in groups, one for each pixel or token, shape (groups, channels)."""
+    places = torch.arange(node.entries, device=device).reshape(node.shape)
+    places = places.movedim(1, -1) if places.dim() == 4 else places
+    return places.reshape(-1, places.shape[-1])
+
+
+def _reading_apart(
+    product: Callable[[Tensor], Tensor], groups: Tensor, size: int, most: int
+) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+    """Splits groups of rows so that those of one part read different columns.
+
+    Args:
+        product: products of the transposed matrix with vectors of shape (K, 1, size).
+        groups: the rows of each group, shape (groups, rows).
+        size: the number of all rows.
+        most: the largest number of columns that all groups may read together.
+
+    Returns:
+        For each part the groups, the columns that they read, and before these for each of them the index of its group
+        among those of the part; None if they are too many.
+    """
+    parts: list[tuple[list[Tensor], list[int]]] = []
+    taken: Tensor | None = None  # whether a column is read in a part, shape (at least parts, columns)
+    counts: list[int] = []  # the number of these
+    for some in torch.arange(len(groups), device=groups.device).split(TOGETHER):
+        marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
+        marked.scatter_(2, groups[some][:, None], math.nan)
+        for group, reads in zip(some.tolist(), product(marked)[:, 0].isnan(), strict=True):
+            columns = reads.nonzero()[:, 0]
+            most -= len(columns)
+            if most < 0:
+                return None
+            taken = torch.zeros_like(reads)[None] if taken is None else taken
+            # Parts with too few columns left are not looked at: matrices without zeros have one part for each group.
+            fitting = [part for part, count in enumerate(counts) if count + len(columns) <= len(reads)]
+            candidates = torch.tensor(fitting, dtype=torch.long, device=groups.device)
+            free = candidates[~taken[candidates[:, None], columns].any(1)].tolist()
+            part = free[0] if free else len(parts)
+            if not free:
+                parts.append(([], []))
+                counts.append(0)
+                taken = torch.cat((taken, torch.zeros_like(taken))) if part == len(taken) else taken
+            taken[part, columns] = True
+            counts[part] += len(columns)
+            parts[part][0].append(columns)
+            parts[part][1].append(group)
+    return [
+        (
+            torch.tensor(members, device=groups.device),
+            torch.arange(len(members), device=groups.device).repeat_interleave(
+                torch.tensor([len(columns) for columns in reads], device=groups.device)
+            ),
+            torch.cat(reads),
+        )
+        for reads, members in parts
+    ]
